@@ -1,0 +1,130 @@
+"""Builds the native library, `hvd_sparse/_native.so`, from `csrc/cpu`.
+
+Everything else about the package stands in pyproject.toml. The library has a plain C interface and
+is loaded with ctypes: no Python or torch headers, hence one wheel for every Python 3 of a platform.
+`CXX` and `CXXFLAGS` are honoured.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+SOURCE_DIR = Path("csrc/cpu")
+LIBRARY = Path("hvd_sparse/_native.so")
+COMPILE_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+)
+LINK_FLAGS = ("-shared", "-pthread")
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command, from `$CXX` or g++."""
+    command = shlex.split(os.environ.get("CXX", "g++"))
+    if not command or shutil.which(command[0]) is None:
+        name = command[0] if command else "CXX=''"
+        raise SystemExit(
+            f"hvd_sparse: no C++ compiler {name!r}: install one (apt-get install g++) or set CXX"
+        )
+    return command
+
+
+def is_older(output: Path, inputs: list[Path]) -> bool:
+    """Whether `output` is missing or older than any of `inputs`."""
+    return not output.exists() or output.stat().st_mtime < max(
+        path.stat().st_mtime for path in inputs
+    )
+
+
+class BuildNative(build_ext):
+    """Compiles each source to an object, links them, and puts the library beside the package."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.extensions = []
+
+    def run(self) -> None:
+        sources = sorted((ROOT / SOURCE_DIR).glob("*.cpp"))
+        headers = [*sorted((ROOT / SOURCE_DIR).glob("*.h")), Path(__file__).resolve()]
+        objects_dir = ROOT / self.build_temp / "native"
+        objects = {source: objects_dir / f"{source.stem}.o" for source in sources}
+        stale = [s for s, o in objects.items() if self.force or is_older(o, [s, *headers])]
+        library = self._library()
+        if stale or is_older(library, list(objects.values())):
+            command = compiler()
+            flags = [*COMPILE_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+            objects_dir.mkdir(parents=True, exist_ok=True)
+            library.parent.mkdir(parents=True, exist_ok=True)
+
+            def compile_one(source: Path) -> None:
+                self._call([*command, *flags, "-c", str(source), "-o", str(objects[source])])
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(compile_one, stale))
+            # Linked beside and renamed: a process that has the old library mapped keeps it intact.
+            fresh = library.with_suffix(".so.new")
+            linked = [str(path) for path in objects.values()]
+            self._call([*command, *linked, *flags, *LINK_FLAGS, "-o", str(fresh)])
+            fresh.replace(library)
+
+    def get_source_files(self) -> list[str]:
+        """What a source distribution has to carry."""
+        return [str(path.relative_to(ROOT)) for path in sorted((ROOT / SOURCE_DIR).iterdir())]
+
+    def get_outputs(self) -> list[str]:
+        return [str(self._library())]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        if not self.inplace:
+            return {}
+        return {str(Path(self.build_lib) / LIBRARY): str(ROOT / LIBRARY)}
+
+    def _library(self) -> Path:
+        return (ROOT if self.inplace else ROOT / self.build_lib) / LIBRARY
+
+    @staticmethod
+    def _call(command: list[str]) -> None:
+        print(shlex.join(command), flush=True)
+        try:
+            subprocess.run(command, check=True)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"hvd_sparse: {command[0]} failed with {error.returncode}") from None
+
+
+class PlatformWheel(bdist_wheel):
+    """Tags the wheel py3-none-<platform>: the library does not depend on the Python version."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+class NativeDistribution(Distribution):
+    """A distribution with a library to build, though without extension modules."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(
+    distclass=NativeDistribution,
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
+)
