@@ -1,0 +1,178 @@
+#include "passes.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+
+#include "pool.h"
+
+namespace hvds {
+namespace {
+
+constexpr size_t kBlock = 4096;  // elements between two looks at a part's capacity
+constexpr size_t kTaskNumel = size_t{1} << 16;
+constexpr int kTasksPerThread = 4;  // so that a thread that is held up holds up little
+
+// The first element of task `t` of `tasks`, at a multiple of 64.
+size_t TaskBegin(size_t n, int t, int tasks) { return t == tasks ? n : n / tasks * t / 64 * 64; }
+
+void AccumulateRange(Part& part, float* residual, const Gradients& gradients, size_t begin,
+                     size_t end, const Search& search, Mode mode) {
+  if (begin == end) return;
+  const Kernels& kernels = ActiveKernels();
+  const PassFn* const pass = mode == Mode::kTake ? kernels.take : kernels.scan;
+  SpoiledList* const spoiled = mode == Mode::kRead ? nullptr : &part.spoiled;
+  uint32_t key = search.key;
+  for (size_t s = gradients.Find(begin); begin < end; ++s) {
+    const Segment& segment = gradients.segments[s];
+    const size_t item_bytes = segment.dtype == kFloat32 ? 4 : 2;
+    const size_t segment_end = std::min(end, segment.begin + segment.numel);
+    while (begin < segment_end) {
+      const size_t length = std::min(kBlock, segment_end - begin);
+      const auto* gradient =
+          static_cast<const char*>(segment.data) + (begin - segment.begin) * item_bytes;
+      part.Reserve(part.count + length);
+      part.count += pass[segment.dtype](
+          residual + begin, segment.dtype == kNoGradient ? nullptr : gradient, length,
+          static_cast<int32_t>(begin), key, part.indices.data() + part.count,
+          part.values.data() + part.count, spoiled);
+      if (part.count > search.limit) {
+        key = search.raised_key;
+        part.over_limit = true;
+      }
+      begin += length;
+    }
+  }
+}
+
+float GradientAt(const Segment& segment, size_t at) {
+  const size_t i = at - segment.begin;
+  switch (segment.dtype) {
+    case kFloat32:
+      return static_cast<const float*>(segment.data)[i];
+    case kFloat16:
+      return WidenFloat16(static_cast<const uint16_t*>(segment.data)[i]);
+    case kBFloat16:
+      return WidenBFloat16(static_cast<const uint16_t*>(segment.data)[i]);
+    default:
+      return 0.0f;
+  }
+}
+
+// A scrambled 32-bit number, so that the sample does not beat with a layer's width.
+uint32_t Scramble(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  return x ^ x >> 16;
+}
+
+}  // namespace
+
+int TaskCount(size_t n, int threads) {
+  if (threads <= 1) return 1;
+  const size_t useful = std::max<size_t>(1, n / kTaskNumel);
+  return static_cast<int>(std::min<size_t>(useful, static_cast<size_t>(threads) * kTasksPerThread));
+}
+
+Workspace& ThreadWorkspace() {
+  static thread_local Workspace workspace;
+  return workspace;
+}
+
+size_t Gradients::Find(size_t at) const {
+  const auto after = std::upper_bound(
+      segments.begin(), segments.end(), at,
+      [](size_t position, const Segment& segment) { return position < segment.begin; });
+  return static_cast<size_t>(after - segments.begin()) - 1;
+}
+
+void Accumulate(Workspace& workspace, float* residual, const Gradients& gradients,
+                const Search& search, Mode mode, int threads) {
+  const size_t n = gradients.numel;
+  const int tasks = TaskCount(n, threads);
+  workspace.Use(tasks);
+  Run(tasks, threads, [&](int t) {
+    AccumulateRange(workspace.parts[t], residual, gradients, TaskBegin(n, t, tasks),
+                    TaskBegin(n, t + 1, tasks), search, mode);
+  });
+}
+
+void CopyOut(const Workspace& workspace, int32_t* indices, float* values, int threads) {
+  std::vector<size_t> offsets(workspace.part_count, 0);
+  for (int p = 1; p < workspace.part_count; ++p) {
+    offsets[p] = offsets[p - 1] + workspace.parts[p - 1].count;
+  }
+  Run(workspace.part_count, threads, [&](int p) {
+    const Part& part = workspace.parts[p];
+    std::copy_n(part.indices.data(), part.count, indices + offsets[p]);
+    std::copy_n(part.values.data(), part.count, values + offsets[p]);
+  });
+}
+
+uint32_t EstimatePivot(Workspace& workspace, const float* residual, const Gradients& gradients,
+                       size_t k, int threads) {
+  constexpr size_t kMaxSample = size_t{1} << 16, kMinSample = size_t{1} << 12;
+  const size_t n = gradients.numel;
+  if (n <= 8 * kMinSample) return 1;
+  const size_t sample = std::clamp(n / 64, kMinSample, kMaxSample);
+
+  // Of the sample, k / n is expected among the largest k; four standard deviations lie below that.
+  const double expected =
+      static_cast<double>(sample) * static_cast<double>(k) / static_cast<double>(n);
+  const double rank = expected + 4.0 * std::sqrt(expected) + 4.0;
+  if (rank >= static_cast<double>(sample)) return 1;
+
+  workspace.keys.Reserve(sample);
+  uint32_t* const keys = workspace.keys.data();
+  const int tasks = TaskCount(n, threads);
+  Run(tasks, threads, [&](int t) {
+    // One element at random out of each of `sample` equal strata.
+    const size_t stratum = n / sample;
+    const size_t first = sample * t / tasks, last = sample * (t + 1) / tasks;
+    size_t s = gradients.Find(first * stratum);
+    for (size_t i = first; i < last; ++i) {
+      const size_t at =
+          i * stratum + (stratum * uint64_t{Scramble(static_cast<uint32_t>(i))} >> 32);
+      while (at >= gradients.segments[s].begin + gradients.segments[s].numel) ++s;
+      keys[i] = KeyOf(residual[at] + GradientAt(gradients.segments[s], at));
+    }
+  });
+  uint32_t* const nth = keys + static_cast<size_t>(rank);
+  std::nth_element(keys, nth, keys + sample, std::greater<uint32_t>());
+  return std::clamp(*nth, 1u, kNonFiniteKey);
+}
+
+uint32_t ExactKey(const float* x, size_t n, size_t k, int threads) {
+  // Three digits of the key, from the top: 11, 10 and 10 bits. Each round counts, among the keys
+  // that share the digits found so far, and descends into the digit that holds rank k.
+  constexpr int kShifts[] = {20, 10, 0};
+  constexpr size_t kBins = 2048;
+  const int tasks = TaskCount(n, threads);
+  std::vector<std::array<size_t, kBins>> counts(tasks);
+  uint32_t prefix = 0, prefix_mask = 0;
+  for (const int shift : kShifts) {
+    const uint32_t digit_mask = shift == 20 ? 0x7ff : 0x3ff;
+    Run(tasks, threads, [&](int t) {
+      std::array<size_t, kBins>& count = counts[t];
+      count.fill(0);
+      const size_t end = TaskBegin(n, t + 1, tasks);
+      for (size_t i = TaskBegin(n, t, tasks); i < end; ++i) {
+        const uint32_t key = KeyOf(x[i]);
+        if ((key & prefix_mask) == prefix) ++count[key >> shift & digit_mask];
+      }
+    });
+    uint32_t digit = digit_mask;
+    for (;; --digit) {
+      size_t count = 0;
+      for (const auto& task_counts : counts) count += task_counts[digit];
+      if (count >= k || digit == 0) break;
+      k -= count;
+    }
+    prefix |= digit << shift;
+    prefix_mask |= digit_mask << shift;
+  }
+  return prefix;
+}
+
+}  // namespace hvds

@@ -1,0 +1,191 @@
+// The k-th largest magnitude is found among candidates: the entries at or above a pivot, compacted
+// by the pass that adds the gradients. The pivot is the caller's guess or comes from a sample.
+// Where that leaves too few or too many, another pass over the sums follows, with a pivot sampled
+// from them, and where a sample cannot tell (long ties, say), the k-th key is counted out exactly.
+#include "topk.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <vector>
+
+#include "pool.h"
+
+namespace hvds {
+namespace {
+
+constexpr uint32_t kNever = kMagnitudeMask + 1;  // above every key
+
+size_t CandidateLimit(size_t k) { return std::max<size_t>(8 * k, size_t{1} << 16); }
+
+// Whether the parts hold everything at or above `pivot`, and the largest k are among that.
+bool Sufficient(const Workspace& workspace, uint32_t pivot, size_t k) {
+  for (int p = 0; p < workspace.part_count; ++p) {
+    if (workspace.parts[p].over_limit) return false;
+  }
+  return pivot <= 1 || workspace.TotalCount() >= k;
+}
+
+// The k-th largest key among the candidates, all at or above `pivot`; needs at least k of them.
+// One histogram between the pivot and the maximum, then a selection within one of its bins.
+uint32_t KthCandidateKey(Workspace& workspace, uint32_t pivot, size_t k, int threads) {
+  constexpr int kBinBits = 12;
+  using Histogram = std::array<uint32_t, 1 << kBinBits>;
+  const int part_count = workspace.part_count;
+
+  std::vector<uint32_t> highest(part_count, pivot);
+  Run(part_count, threads, [&](int p) {
+    const Part& part = workspace.parts[p];
+    const float* const values = part.values.data();
+    uint32_t top = pivot;
+    for (size_t i = 0; i < part.count; ++i) top = std::max(top, KeyOf(values[i]));
+    highest[p] = top;
+  });
+  const uint32_t range = *std::max_element(highest.begin(), highest.end()) - pivot;
+  int shift = 0;
+  while (range >> shift >> kBinBits != 0) ++shift;
+
+  std::vector<Histogram> counts(part_count);
+  Run(part_count, threads, [&](int p) {
+    const Part& part = workspace.parts[p];
+    const float* const values = part.values.data();
+    Histogram& histogram = counts[p];
+    histogram.fill(0);
+    for (size_t i = 0; i < part.count; ++i) ++histogram[(KeyOf(values[i]) - pivot) >> shift];
+  });
+  uint32_t bin = 1 << kBinBits;
+  size_t in_bin = 0;
+  do {
+    k -= in_bin;
+    --bin;
+    in_bin = 0;
+    for (const Histogram& histogram : counts) in_bin += histogram[bin];
+  } while (in_bin < k);
+
+  workspace.keys.Reserve(in_bin);
+  uint32_t* const keys = workspace.keys.data();
+  size_t found = 0;
+  for (int p = 0; p < part_count; ++p) {
+    if (counts[p][bin] == 0) continue;
+    const Part& part = workspace.parts[p];
+    for (size_t i = 0; i < part.count; ++i) {
+      const uint32_t key = KeyOf(part.values.data()[i]);
+      if ((key - pivot) >> shift == bin) keys[found++] = key;
+    }
+  }
+  std::nth_element(keys, keys + k - 1, keys + found, std::greater<uint32_t>());
+  return keys[k - 1];
+}
+
+void PutBack(const Part& part, float* residual) {
+  for (size_t i = 0; i < part.count; ++i) residual[part.indices.data()[i]] = part.values.data()[i];
+}
+
+// Leaves in the parts what reaches `kth_key`, and of what equals it, the first, so that k remain.
+// The others go to `losers`, in any order.
+void KeepLargest(Workspace& workspace, std::vector<Part>& losers, uint32_t kth_key, size_t k,
+                 int threads) {
+  const Kernels& kernels = ActiveKernels();
+  Run(workspace.part_count, threads, [&](int p) {
+    Part& part = workspace.parts[p];
+    Part& below = losers[p];
+    below.Reserve(part.count);
+    below.count = kernels.below(part.indices.data(), part.values.data(), part.count, kth_key,
+                                below.indices.data(), below.values.data());
+    part.count = kernels.at_least(part.indices.data(), part.values.data(), part.count, kth_key,
+                                  part.indices.data(), part.values.data());
+  });
+  size_t surplus = workspace.TotalCount() - k;
+  for (int p = workspace.part_count - 1; surplus > 0; --p) {
+    // From the back: ties leave while there is a surplus, and the others close up.
+    Part& part = workspace.parts[p];
+    Part& below = losers[p];
+    int32_t* const indices = part.indices.data();
+    float* const values = part.values.data();
+    size_t to = part.count;
+    for (size_t from = part.count; from-- > 0;) {
+      if (surplus > 0 && KeyOf(values[from]) == kth_key) {
+        --surplus;
+        below.indices.data()[below.count] = indices[from];
+        below.values.data()[below.count++] = values[from];
+        continue;
+      }
+      --to;
+      indices[to] = indices[from];
+      values[to] = values[from];
+    }
+    part.count -= to;
+    std::copy_n(indices + to, part.count, indices);
+    std::copy_n(values + to, part.count, values);
+  }
+}
+
+// Fills the parts with candidates out of `x`, to which nothing is added, and returns their pivot.
+uint32_t FindCandidates(Workspace& workspace, float* x, size_t n, size_t k, bool may_sample,
+                        int threads) {
+  const Gradients none = Gradients::None(n);
+  if (may_sample) {
+    const uint32_t pivot = EstimatePivot(workspace, x, none, k, threads);
+    Accumulate(workspace, x, none, {pivot, CandidateLimit(k), kNever}, Mode::kRead, threads);
+    if (Sufficient(workspace, pivot, k)) return pivot;
+  }
+  // k entries from the front of a part are enough of it once its later ties are left out.
+  const uint32_t exact = std::max(1u, ExactKey(x, n, std::min(k, n), threads));
+  Accumulate(workspace, x, none, {exact, k, exact + 1}, Mode::kRead, threads);
+  return exact;
+}
+
+}  // namespace
+
+size_t AccumulateTopk(Workspace& workspace, float* residual, const Gradients& gradients, size_t k,
+                      uint32_t pivot_key, int threads, int32_t* indices, float* values,
+                      uint32_t* kth_key) {
+  const bool guessed = pivot_key > 0;
+  uint32_t pivot = guessed ? std::min(pivot_key, kNonFiniteKey)
+                           : EstimatePivot(workspace, residual, gradients, k, threads);
+  // A sampled pivot lets few through that are not wanted: the pass takes all out while it has them
+  // at hand, and the losers are put back. A guess may let through twice what is wanted: the pass
+  // leaves all in place, and the winners are taken out.
+  bool taken = !guessed;
+  // Beyond the limit only non-finite sums are of interest: they have to be noted.
+  Accumulate(workspace, residual, gradients, {pivot, CandidateLimit(k), kNonFiniteKey},
+             taken ? Mode::kTake : Mode::kScan, threads);
+  const std::vector<SpoiledList> spoiled = workspace.TakeSpoiled();
+  const auto put_back = [&](std::vector<Part>& parts) {
+    Run(workspace.part_count, threads, [&](int p) { PutBack(parts[p], residual); });
+  };
+  if (k > 0 && !Sufficient(workspace, pivot, k)) {
+    if (taken) put_back(workspace.parts);
+    taken = false;
+    pivot = FindCandidates(workspace, residual, gradients.numel, k, guessed, threads);
+  }
+
+  *kth_key = 0;
+  if (k == 0) {
+    *kth_key = kNonFiniteKey;
+    if (taken) put_back(workspace.parts);
+    workspace.Use(0);
+  } else if (workspace.TotalCount() >= k) {
+    *kth_key = KthCandidateKey(workspace, pivot, k, threads);
+    std::vector<Part>& losers = workspace.Losers();
+    KeepLargest(workspace, losers, *kth_key, k, threads);
+    if (taken) put_back(losers);
+  }
+  if (!taken) {
+    Run(workspace.part_count, threads, [&](int p) {
+      const Part& part = workspace.parts[p];
+      for (size_t i = 0; i < part.count; ++i) residual[part.indices.data()[i]] = 0.0f;
+    });
+  }
+  CopyOut(workspace, indices, values, threads);
+  for (const SpoiledList& list : spoiled) list.Restore(residual);
+  return workspace.TotalCount();
+}
+
+uint32_t KthKey(Workspace& workspace, const float* x, size_t n, size_t k, int threads) {
+  // Read mode writes nothing, hence the cast.
+  const uint32_t pivot = FindCandidates(workspace, const_cast<float*>(x), n, k, true, threads);
+  return workspace.TotalCount() >= k ? KthCandidateKey(workspace, pivot, k, threads) : 0;
+}
+
+}  // namespace hvds

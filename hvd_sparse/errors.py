@@ -1,0 +1,31 @@
+"""The exceptions of all layers."""
+
+from __future__ import annotations
+
+
+class HvdSparseError(Exception):
+    """Base class of what this package raises on its own account."""
+
+
+class ConfigError(HvdSparseError, ValueError):
+    """An argument, a variable or a state that the user gave is out of its range."""
+
+
+class UnsupportedError(HvdSparseError, NotImplementedError):
+    """A combination that cannot give right gradients, refused by name."""
+
+
+class PlanError(HvdSparseError, RuntimeError):
+    """Ranks disagree on what is to be exchanged, or a planned gradient did not come."""
+
+
+class TransportError(HvdSparseError, RuntimeError):
+    """A message could not be delivered; recoverable by building a new transport."""
+
+
+class TransportTimeout(TransportError):
+    """A peer did not answer within the transport's timeout."""
+
+
+class PeerLostError(TransportError):
+    """A peer's connection is gone."""

@@ -1,0 +1,80 @@
+"""Sparse streams: what selectors give and collectives exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
+
+ENTRY_BYTES = 8
+"""Bytes of one entry on the wire: an int32 index and a float32 value (COO, two words)."""
+
+
+@dataclass(frozen=True)
+class SparseStream:
+    """A sparse vector in coordinate form.
+
+    Attributes:
+        indices: int32 `(nnz,)`, strictly ascending, each in `[0, numel)`.
+        values: float32 `(nnz,)`.
+        numel: Length of the vector it stands for, below 2**31.
+    """
+
+    indices: Tensor
+    values: Tensor
+    numel: int
+
+    @property
+    def nnz(self) -> int:
+        """Number of entries held."""
+        return self.indices.numel()
+
+    def slice(self, start: int, stop: int) -> SparseStream:
+        """Entries number `start` up to `stop`, as views."""
+        return SparseStream(self.indices[start:stop], self.values[start:stop], self.numel)
+
+    def payload(self) -> tuple[Tensor, Tensor]:
+        """The parts of this stream's message."""
+        return (self.indices, self.values)
+
+    def isfinite(self) -> bool:
+        """Whether every value is finite."""
+        return self.nnz == 0 or int(magnitude_keys(self.values).max()) < INFINITE_KEY
+
+    def where(self, kept: Tensor) -> SparseStream:
+        """The entries where a bool tensor `(nnz,)` is true."""
+        return SparseStream(self.indices[kept], self.values[kept], self.numel)
+
+    def to(self, device: torch.device | str) -> SparseStream:
+        """The same stream on a device; itself, where it is there."""
+        return SparseStream(self.indices.to(device), self.values.to(device), self.numel)
+
+    def times(self, factor: float) -> SparseStream:
+        """Every value multiplied by a factor."""
+        return SparseStream(self.indices, self.values * factor, self.numel)
+
+    @staticmethod
+    def empty(numel: int) -> SparseStream:
+        """A stream without entries."""
+        return SparseStream(torch.empty(0, dtype=torch.int32), torch.empty(0), numel)
+
+    @staticmethod
+    def from_payload(payload: Tensor, numel: int) -> SparseStream:
+        """Read a message made by `payload()`: uint8 `(8 * nnz,)`, viewed without a copy."""
+        half = payload.numel() // 2
+        return SparseStream(
+            payload[:half].view(torch.int32), payload[half:].view(torch.float32), numel
+        )
+
+    @staticmethod
+    def concatenate(streams: Sequence[SparseStream], numel: int) -> SparseStream:
+        """Streams over disjoint, ascending ranges, one after the other."""
+        return SparseStream(
+            torch.cat([stream.indices for stream in streams]),
+            torch.cat([stream.values for stream in streams]),
+            numel,
+        )
