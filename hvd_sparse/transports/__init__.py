@@ -1,0 +1,15 @@
+"""Messages between ranks: variable sizes, timeouts, byte counters, and nothing about gradients."""
+
+from hvd_sparse.transports.base import Handle, Traffic, Transport
+from hvd_sparse.transports.framing import Payload
+from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
+
+__all__ = [
+    "Handle",
+    "LocalTransport",
+    "LocalWorld",
+    "Payload",
+    "Traffic",
+    "Transport",
+    "run_ranks",
+]

@@ -1,0 +1,171 @@
+"""Which transport a world uses.
+
+All ranks first gather what each of them wants and can do, and then decide by a pure function of
+that: no rank can come to another choice than its peers, or raise where they do not.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError
+from hvd_sparse.transports.base import Transport
+from hvd_sparse.transports.network import HostReport, choose_endpoints, describe_host
+
+TRANSPORT_NAMES = ("auto", "gloo", "mpi", "horovod")
+VARIABLE = "HVD_SPARSE_TRANSPORT"
+
+
+class Bootstrap(Protocol):
+    """What is known of a world before it has a transport.
+
+    Attributes:
+        rank: this rank in the world.
+        size: P.
+        ranks: the launcher's global rank of each of the world's ranks.
+        mpi_enabled: whether MPI started the processes.
+        process_set: Horovod's name for the world, or None.
+    """
+
+    rank: int
+    size: int
+    ranks: list[int]
+    mpi_enabled: bool
+    process_set: Any
+
+    def allgather_object(self, obj: Any, name: str) -> list[Any]:
+        """Every rank's object, in order; collective."""
+
+    def broadcast_object(self, obj: Any, name: str) -> Any:
+        """Rank 0's object; collective."""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What one rank wants and can do.
+
+    Attributes:
+        requested: name of a transport, as the argument or the variable says.
+        source: where that name comes from.
+        mpi_problem: why MPI cannot be used here, or None.
+        host: its network.
+    """
+
+    requested: str
+    source: str
+    mpi_problem: str | None
+    host: HostReport
+
+
+def create_transport(name: str, world: Bootstrap, timeout_s: float) -> Transport:
+    """Makes the transport of this rank; collective over the world.
+
+    Args:
+        name: one of `TRANSPORT_NAMES`; `auto` may be overridden by HVD_SPARSE_TRANSPORT. `auto`
+            takes MPI where it started the processes and mpi4py can be imported on all of them, else
+            gloo; a world of one needs neither.
+        world: the ranks.
+        timeout_s: seconds after which connecting, and each wait, gives up.
+
+    Raises:
+        ConfigError: The choice is impossible here; the same on all ranks.
+        TransportError: The ranks could not be connected.
+    """
+    own = describe_capability(name, world)
+    every = world.allgather_object(own, "hvd_sparse.capability") if world.size > 1 else [own]
+    chosen = decide(every)
+    if chosen == "local":
+        from hvd_sparse.transports.local import LocalWorld
+
+        return LocalWorld(1, timeout_s).transport(0)
+    if chosen == "mpi":
+        from hvd_sparse.transports.mpi import MpiTransport
+
+        return MpiTransport(world.ranks, timeout_s=timeout_s)
+    if chosen == "horovod":
+        from hvd_sparse.transports.horovod import HorovodTransport
+
+        # Not a counter: in an elastic job, the ranks have made different numbers of transports.
+        label = secrets.token_hex(4)
+        if world.size > 1:
+            label = world.broadcast_object(label, "hvd_sparse.label")
+        return HorovodTransport(
+            world.rank,
+            world.size,
+            process_set=world.process_set,
+            timeout_s=timeout_s,
+            label=label,
+        )
+    return _connect_gloo(world, [capability.host for capability in every], timeout_s)
+
+
+def describe_capability(name: str, world: Bootstrap) -> Capability:
+    """This rank's part in the decision."""
+    requested, source = name, "transport"
+    if name == "auto" and os.environ.get(VARIABLE):
+        requested, source = os.environ[VARIABLE], VARIABLE
+    if world.mpi_enabled:
+        from hvd_sparse.transports.mpi import problem_with_mpi
+
+        mpi_problem = problem_with_mpi(world.ranks[world.rank])
+    else:
+        # Not imported at all: without mpirun, mpi4py would quietly be a world of one.
+        mpi_problem = "the processes were not started by MPI (horovodrun --mpi)"
+    return Capability(requested, source, mpi_problem, describe_host())
+
+
+def decide(every: Sequence[Capability]) -> str:
+    """The transport of a world: `gloo`, `mpi`, `horovod`, or `local` for a world of one.
+
+    Raises:
+        ConfigError: The ranks want different ones, or the wanted one is unknown or impossible.
+    """
+    requested, source = every[0].requested, every[0].source
+    for rank, capability in enumerate(every):
+        if capability.requested != requested:
+            raise ConfigError(
+                f"{capability.source} is {capability.requested!r} on rank {rank}, but {source} is "
+                f"{requested!r} on rank 0: all ranks must use one transport"
+            )
+    if requested == "local":
+        raise ConfigError(
+            f"{source} 'local' connects threads of one process (hvd_sparse.transports.run_ranks), "
+            f"not processes; valid are {', '.join(TRANSPORT_NAMES)}"
+        )
+    if requested not in TRANSPORT_NAMES:
+        raise ConfigError(f"{source} must be one of {', '.join(TRANSPORT_NAMES)}: {requested!r}")
+    problems = [(rank, c.mpi_problem) for rank, c in enumerate(every) if c.mpi_problem is not None]
+    if requested == "mpi" and problems:
+        rank, problem = problems[0]
+        raise ConfigError(f"{source} 'mpi' is impossible: on rank {rank}, {problem}")
+    if requested != "auto":
+        return requested
+    if len(every) == 1:
+        return "local"
+    return "gloo" if problems else "mpi"
+
+
+def _connect_gloo(world: Bootstrap, hosts: Sequence[HostReport], timeout_s: float) -> Transport:
+    from hvd_sparse.transports.gloo import GlooTransport, join_store, serve_store
+
+    endpoints = choose_endpoints(hosts)
+    store = None
+    meeting: int | str = "no port"
+    if world.rank == 0:
+        try:
+            store, meeting = serve_store(timeout_s)
+        except (RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
+            meeting = str(error)
+    if world.size > 1:
+        meeting = world.broadcast_object(meeting, "hvd_sparse.store")
+    if not isinstance(meeting, int):
+        raise TransportError(f"rank 0 cannot serve the store where the ranks meet: {meeting}")
+    if store is None:
+        store = join_store(endpoints[0].address, meeting, timeout_s)
+    return GlooTransport(
+        world.rank, world.size, store, host=endpoints[world.rank].address, timeout_s=timeout_s
+    )

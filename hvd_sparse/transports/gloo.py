@@ -1,0 +1,156 @@
+"""Messages over a gloo group of torch.distributed that belongs to this package alone.
+
+No global process group is touched. The ranks meet at a `TCPStore` that rank 0 serves.
+
+Gloo accepts a message shorter than the posted buffer, but ends the whole process on a longer one;
+the capacities of `framing` never let that happen while all ranks make the same calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.transports.point_to_point import PointToPointTransport, Request
+
+dist: Any = torch.distributed  # its type hints leave out what is used here
+_ABORT_TAG = (1 << 31) - 1  # above all tags of messages
+_SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes 0 for its own default
+
+
+def serve_store(timeout_s: float) -> tuple[Any, int]:
+    """Starts the store at which the ranks meet, on rank 0.
+
+    Returns:
+        The store, and the port that it listens on.
+    """
+    store = dist.TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return store, store.port
+
+
+def join_store(host: str, port: int, timeout_s: float) -> Any:
+    """Connects to rank 0's store.
+
+    Raises:
+        TransportError: It cannot be reached within the timeout.
+    """
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise TransportError(f"cannot reach rank 0's store at {host}:{port}: {error}") from error
+
+
+class GlooTransport(PointToPointTransport):
+    """One rank of a gloo group.
+
+    Args:
+        rank: this rank.
+        world_size: P.
+        store: the `torch.distributed.Store` where the ranks meet; kept until `close`, as rank 0's
+            serves the others.
+        host: IPv4 address of this rank's interface, by which the others reach it.
+        timeout_s: seconds after which a wait gives up.
+
+    Raises:
+        TransportError: Not all ranks connected within the timeout.
+    """
+
+    name = "gloo"
+
+    def __init__(
+        self, rank: int, world_size: int, store: Any, *, host: str, timeout_s: float
+    ) -> None:
+        super().__init__(rank, world_size, timeout_s)
+        self.host = host
+        try:
+            # The group's options have no public name in torch.
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            options._threads = 1
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            self._group = dist.ProcessGroupGloo(store, rank, world_size, options)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {rank} could not connect the {world_size} ranks over {host}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Closes the connections; if exchanges are pending, as `abort` does."""
+        if self._open:
+            self.abort()
+        super().close()
+        self._group = None
+
+    def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
+        try:
+            return _Pending(self, peer, None, self._group.send([message], peer, tag))
+        except RuntimeError as error:
+            raise self.error_of(error, peer) from error
+
+    def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
+        buffer = self._buffers.take(capacity)
+        try:
+            return _Pending(self, peer, buffer, self._group.recv([buffer], peer, tag))
+        except RuntimeError as error:
+            raise self.error_of(error, peer) from error
+
+    def _abort_connections(self) -> None:
+        # ProcessGroupGloo.abort leaves pending waits alone. A receive that times out closes all
+        # connections of its group: the peers see them closed, and so do this rank's other waits.
+        group = self._group
+        if group is None:
+            return
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    scratch = torch.empty(1, dtype=torch.uint8)
+                    group.recv([scratch], peer, _ABORT_TAG).wait(_SHORTEST_WAIT)
+
+    def error_of(self, error: RuntimeError, peer: int) -> TransportError:
+        """What a failure in gloo means; it tells failures apart by their text only."""
+        reason = str(error).partition("\n")[0].partition(". This is typically")[0]
+        if "imed out" in reason:
+            return TransportTimeout(
+                f"rank {self.rank}: rank {peer} did not answer within {self.timeout_s:g} s"
+            )
+        return PeerLostError(f"rank {self.rank} lost the connection to rank {peer}: {reason}")
+
+
+class _Pending:
+    """A send or a receive of gloo's; holds the receive's buffer (gloo holds the send's)."""
+
+    __slots__ = ("_buffer", "_peer", "_transport", "_work")
+
+    def __init__(
+        self, transport: GlooTransport, peer: int, buffer: torch.Tensor | None, work: Any
+    ) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._buffer = buffer
+        self._work = work
+
+    def wait(self, deadline: float) -> torch.Tensor | None:
+        remaining = timedelta(seconds=deadline - time.monotonic())
+        try:
+            self._work.wait(max(remaining, _SHORTEST_WAIT))
+        except RuntimeError as error:
+            raise self._transport.error_of(error, self._peer) from error
+        return self._buffer

@@ -1,0 +1,287 @@
+"""Messages by Horovod's own operations: nothing but Horovod is needed, at the price of its latency.
+
+An exchange is an alltoall in which each rank has one non-empty split at most. Horovod tells the
+sizes of what arrives, so these messages have no header and need no capacity.
+
+Horovod negotiates each operation by its name, and remembers shapes by name in a cache that the
+dense gradients need too. Names therefore repeat after `NAMES` operations, and do not fill it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_sparse.errors import PeerLostError, PlanError, TransportError, TransportTimeout
+from hvd_sparse.transports.base import (
+    ALIGNMENT,
+    SUMMABLE,
+    Done,
+    Handle,
+    Transport,
+    check_peers,
+    round_up,
+)
+from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
+
+NAMES = 32
+"""Names per kind of operation, and so the operations of a kind that can be in flight."""
+
+SHORTEST_SLEEP_S = 50e-6
+LONGEST_SLEEP_S = 2e-3
+
+
+class HorovodTransport(Transport):
+    """One rank of a Horovod process set.
+
+    `traffic` counts payloads as if they went straight to each peer; what Horovod's negotiation and
+    the inner steps of its collectives send is not known here.
+
+    Args:
+        rank: this rank in the process set.
+        world_size: P.
+        process_set: of Horovod's.
+        timeout_s: seconds after which a wait gives up. The operation stays with Horovod, whose
+            `shutdown` ends it.
+        label: part of the operations' names, the same on all ranks, another for each transport.
+    """
+
+    name = "horovod"
+
+    def __init__(
+        self, rank: int, world_size: int, *, process_set: Any, timeout_s: float, label: str
+    ) -> None:
+        super().__init__(rank, world_size, timeout_s)
+        import horovod.torch as hvd
+
+        self.hvd = hvd
+        self._process_set = process_set
+        self._label = label
+        self._started = {"alltoall": 0, "allgather": 0}
+        self._named: dict[str, _Operation] = {}
+        self.failure: TransportError | None = None
+
+    def exchange(
+        self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
+    ) -> Handle:
+        """See `Transport.exchange`; an operation of Horovod's even for a rank that does neither."""
+        nbytes = check_peers(self.rank, self.world_size, payload, dst, src)
+        own = (
+            flatten(payload, self._buffers) if dst is not None and payload is not None else _empty()
+        )
+        if self.world_size == 1:
+            self._raise_failure()
+            return Done(own if src is not None else None)
+        splits = [0] * self.world_size
+        if dst is None or dst == self.rank:
+            operation = self._alltoall(_empty(), splits)
+        else:
+            splits[dst] = nbytes
+            operation = self._alltoall(own, splits)
+            self.traffic.sent(nbytes)
+        return _Exchange(self, operation, src, own if src == self.rank else None)
+
+    def all_to_all(self, payloads: Sequence[Payload], *, channel: str) -> list[torch.Tensor]:
+        """See `Transport.all_to_all`; one operation."""
+        P, r = self.world_size, self.rank
+        if len(payloads) != P:
+            raise ValueError(f"all_to_all takes a payload per rank, {P}, got {len(payloads)}")
+        own = flatten(payloads[r], self._buffers)
+        if P == 1:
+            self._raise_failure()
+            return [own]
+        others = [() if rank == r else payload for rank, payload in enumerate(payloads)]
+        splits = [payload_nbytes(payload) for payload in others]
+        operation = self._alltoall(
+            flatten([t for payload in others for t in payload], self._buffers), splits
+        )
+        self.traffic.sent(sum(splits), P - 1)
+        output, received_splits = operation.wait()
+        self.traffic.received(output.numel(), P - 1)
+        received = [_aligned(part) for part in output.split(received_splits.tolist())]
+        received[r] = own
+        return received
+
+    def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
+        """See `Transport.allgather`; one operation.
+
+        Horovod joins the blocks without telling their sizes, so each begins with its own.
+        """
+        P = self.world_size
+        nbytes = payload_nbytes(payload)
+        if P == 1:
+            self._raise_failure()
+            return [flatten(payload, self._buffers)]
+        padding = torch.zeros(round_up(nbytes) - nbytes, dtype=torch.uint8)
+        block = flatten(
+            [torch.tensor([nbytes], dtype=torch.int64), *payload, padding], self._buffers
+        )
+        operation = self._start("allgather", block)
+        self.traffic.sent(block.numel() * (P - 1), P - 1)
+        joined: torch.Tensor = operation.wait()
+        self.traffic.received(joined.numel() - block.numel(), P - 1)
+        received = []
+        offset = 0
+        for _ in range(P):
+            start = offset + ALIGNMENT
+            size = int(joined[offset:start].view(torch.int64).item())
+            received.append(joined[start : start + size])
+            offset = start + round_up(size)
+        return received
+
+    def allreduce_sum(self, tensor: torch.Tensor, *, channel: str) -> torch.Tensor:
+        """See `Transport.allreduce_sum`; an allgather, added up in the order of the ranks."""
+        if tensor.dtype not in SUMMABLE:
+            raise TypeError(f"allreduce_sum takes {SUMMABLE}, got {tensor.dtype}")
+        parts = self.allgather((tensor.detach().contiguous(),), channel=channel)
+        sizes = [part.numel() for part in parts]
+        if any(size != tensor.nbytes for size in sizes):
+            raise PlanError(f"allreduce_sum on channel {channel!r}: the ranks have {sizes} bytes")
+        terms = [part.view(tensor.dtype).view(tensor.shape) for part in parts]
+        total = terms[0].clone()
+        for term in terms[1:]:
+            total += term
+        return total
+
+    def broadcast(self, payload: Payload | None, root: int, *, channel: str) -> torch.Tensor:
+        """See `Transport.broadcast`; an allgather of which only the root's block has content."""
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"root must be in [0, {self.world_size}), got {root}")
+        if self.rank != root:
+            payload = ()
+        elif payload is None:
+            raise TypeError("broadcast needs a payload on its root")
+        return self.allgather(payload, channel=channel)[root]
+
+    def abort(self) -> None:
+        """Makes this rank's waits fail; the peers' only end by their timeouts, or with Horovod."""
+        self.fail(PeerLostError(f"rank {self.rank} aborted the transport"))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self.fail(TransportError(f"the transport of rank {self.rank} is closed"))
+        self._named.clear()
+
+    def fail(self, error: TransportError) -> None:
+        """Keeps the first failure for all later calls."""
+        if self.failure is None:
+            self.failure = error
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            kind = type(self.failure)
+            raise kind(f"this transport is of no more use: {self.failure}") from self.failure
+
+    def _alltoall(self, data: torch.Tensor, splits: list[int]) -> _Operation:
+        return self._start("alltoall", data, torch.tensor(splits, dtype=torch.int32))
+
+    def _start(self, kind: str, *arguments: torch.Tensor) -> _Operation:
+        self._raise_failure()
+        number = self._started[kind]
+        self._started[kind] = number + 1
+        name = f"hvd_sparse.{self._label}.{kind}.{number % NAMES}"
+        before = self._named.get(name)
+        if before is not None:
+            before.wait()
+        start = self.hvd.alltoall_async if kind == "alltoall" else self.hvd.allgather_async
+        try:
+            handle = start(*arguments, name=name, process_set=self._process_set)
+        except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
+            lost = self.error_of(error)
+            self.fail(lost)
+            raise lost from error
+        operation = self._named[name] = _Operation(self, handle, name)
+        return operation
+
+    def finished(self, operation: _Operation) -> None:
+        """Lets go of an operation whose outcome is known."""
+        if self._named.get(operation.name) is operation:
+            del self._named[operation.name]
+
+    def error_of(self, error: Exception) -> TransportError:
+        """What a failure in Horovod means."""
+        return PeerLostError(f"rank {self.rank}: Horovod failed: {error}")
+
+
+class _Operation:
+    """One of Horovod's handles, and its outcome."""
+
+    def __init__(self, transport: HorovodTransport, handle: int, name: str) -> None:
+        self._transport = transport
+        self._handle: int | None = handle
+        self._outcome: Any = None
+        self.name = name
+
+    def wait(self) -> Any:
+        """What Horovod's synchronize returns, within the transport's timeout."""
+        if self._handle is not None:
+            try:
+                self._poll(self._handle)
+                self._outcome = self._transport.hvd.synchronize(self._handle)
+            except TransportError as error:
+                self._transport.fail(error)
+                raise
+            except RuntimeError as error:
+                lost = self._transport.error_of(error)
+                self._transport.fail(lost)
+                raise lost from error
+            self._handle = None
+            self._transport.finished(self)
+        return self._outcome
+
+    def _poll(self, handle: int) -> None:
+        transport = self._transport
+        deadline = time.monotonic() + transport.timeout_s
+        sleep_s = SHORTEST_SLEEP_S
+        while not transport.hvd.poll(handle):
+            if transport.failure is not None:
+                raise PeerLostError(f"rank {transport.rank}: {transport.failure}")
+            if time.monotonic() >= deadline:
+                raise TransportTimeout(
+                    f"rank {transport.rank}: {self.name} did not end within "
+                    f"{transport.timeout_s:g} s; not all ranks have come to it"
+                )
+            time.sleep(sleep_s)
+            sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+
+
+class _Exchange(Handle):
+    """What an exchange receives from one rank."""
+
+    def __init__(
+        self,
+        transport: HorovodTransport,
+        operation: _Operation,
+        src: int | None,
+        own: torch.Tensor | None,
+    ) -> None:
+        self._transport = transport
+        self._operation: _Operation | None = operation
+        self._src = src
+        self._arrived = own
+
+    def wait(self) -> torch.Tensor | None:
+        if self._operation is not None:
+            output, splits = self._operation.wait()
+            self._operation = None
+            if self._src is not None and self._arrived is None:
+                sizes = splits.tolist()
+                if sum(sizes) != sizes[self._src]:
+                    raise PlanError(
+                        f"rank {self._transport.rank} expects a message from rank {self._src} "
+                        f"only, got bytes by rank: {sizes}"
+                    )
+                self._transport.traffic.received(sizes[self._src])
+                self._arrived = output
+        return self._arrived
+
+
+def _empty() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _aligned(part: torch.Tensor) -> torch.Tensor:
+    return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()

@@ -1,0 +1,55 @@
+"""A world that is known through Horovod."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from hvd_sparse.errors import ConfigError
+
+
+class HorovodBootstrap:
+    """The ranks of one of Horovod's process sets; see `choose.Bootstrap`.
+
+    Args:
+        process_set: of Horovod's; all of its processes by default.
+
+    Raises:
+        ConfigError: Horovod is not initialised, or this process is not in the process set.
+    """
+
+    def __init__(self, process_set: Any = None) -> None:
+        import horovod.torch as hvd
+
+        if not hvd.is_initialized():
+            raise ConfigError("hvd.init() must come before the first gradient is compressed")
+        self.process_set: Any = hvd.global_process_set if process_set is None else process_set
+        if self.process_set.process_set_id is None:
+            raise ConfigError(f"Horovod does not know the process set {self.process_set}")
+        if self.process_set.process_set_id == 0:
+            self.ranks = list(range(hvd.size()))
+        else:
+            self.ranks = list(self.process_set.ranks)
+        self.global_rank: int = hvd.rank()
+        if self.global_rank not in self.ranks:
+            raise ConfigError(f"rank {self.global_rank} is not in the process set {self.ranks}")
+        self.rank = self.ranks.index(self.global_rank)
+        self.size = len(self.ranks)
+        self.mpi_enabled = bool(hvd.mpi_enabled())
+
+    def allgather_object(self, obj: Any, name: str) -> list[Any]:
+        """Every rank's object, in the order of the ranks (Horovod's own takes no process set)."""
+        import horovod.torch as hvd
+
+        # Never empty: Horovod treats tensors without elements differently on some backends.
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()], dtype=torch.int64)
+        sizes = hvd.allgather(size, name=f"{name}.size", process_set=self.process_set)
+        joined = hvd.allgather(data, name=f"{name}.data", process_set=self.process_set)
+        return [pickle.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
+
+    def broadcast_object(self, obj: Any, name: str) -> Any:
+        """The object of this world's rank 0."""
+        return self.allgather_object(obj if self.rank == 0 else None, name)[0]

@@ -1,0 +1,190 @@
+"""Ranks as threads of one process: for tests, and to simulate large worlds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from hvd_sparse.errors import PeerLostError, TransportTimeout
+from hvd_sparse.transports.point_to_point import PointToPointTransport, Request
+
+Result = TypeVar("Result")
+
+
+class _Mailbox:
+    """The messages that have come for one rank, by sender and tag."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._messages: dict[tuple[int, int], list[torch.Tensor]] = {}
+        # One held lock per thread that waits: whoever brings its message releases it, and only it.
+        self._waiting: dict[tuple[int, int], threading.Lock] = {}
+        self._closed: str | None = None
+
+    def put(self, key: tuple[int, int], message: torch.Tensor) -> None:
+        with self._lock:
+            self._messages.setdefault(key, []).append(message)
+            waiter = self._waiting.pop(key, None)
+            if waiter is not None:
+                waiter.release()
+
+    def take(self, key: tuple[int, int], deadline: float) -> torch.Tensor:
+        while True:
+            with self._lock:
+                queue = self._messages.get(key)
+                if queue:
+                    message = queue.pop(0)
+                    if not queue:
+                        del self._messages[key]
+                    return message
+                if self._closed is not None:
+                    raise PeerLostError(self._closed)
+                waiter = self._waiting[key] = threading.Lock()
+                waiter.acquire()
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or not waiter.acquire(timeout=remaining_s):
+                with self._lock:
+                    self._waiting.pop(key, None)
+                    late = key in self._messages or self._closed is not None
+                if not late:
+                    raise TransportTimeout(f"no message from rank {key[0]} in time")
+
+    def close(self, reason: str) -> None:
+        """Lets all waits fail, and those to come; messages that are here can still be taken."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = reason
+            for waiter in self._waiting.values():
+                waiter.release()
+            self._waiting.clear()
+
+
+class LocalWorld:
+    """P ranks in one process.
+
+    Args:
+        world_size: P.
+        timeout_s: seconds after which a wait gives up.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = 30.0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.mailboxes = [_Mailbox() for _ in range(world_size)]
+
+    def transport(self, rank: int) -> LocalTransport:
+        """The transport of one rank; each thread takes its own."""
+        return LocalTransport(self, rank)
+
+    def transports(self) -> list[LocalTransport]:
+        """A transport for each rank, in order."""
+        return [self.transport(rank) for rank in range(self.world_size)]
+
+    def abort(self, reason: str) -> None:
+        """Makes every rank's waits fail with `PeerLostError`."""
+        for mailbox in self.mailboxes:
+            mailbox.close(reason)
+
+
+class LocalTransport(PointToPointTransport):
+    """One rank of a `LocalWorld`."""
+
+    name = "local"
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        super().__init__(rank, world.world_size, world.timeout_s)
+        self._world = world
+
+    def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
+        self._world.mailboxes[peer].put((self.rank, tag), message)
+        return _SENT
+
+    def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
+        return _Receive(self._world.mailboxes[self.rank], (peer, tag))
+
+    def _abort_connections(self) -> None:
+        self._world.abort(f"rank {self.rank} gave up: {self._failure}")
+
+
+class _Sent:
+    """A send that is complete: the message, a private copy, lies in the receiver's mailbox."""
+
+    def wait(self, deadline: float) -> None:
+        return None
+
+
+_SENT = _Sent()
+
+
+class _Receive:
+    __slots__ = ("_key", "_mailbox")
+
+    def __init__(self, mailbox: _Mailbox, key: tuple[int, int]) -> None:
+        self._mailbox = mailbox
+        self._key = key
+
+    def wait(self, deadline: float) -> torch.Tensor:
+        return self._mailbox.take(self._key, deadline)
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[[LocalTransport], Result],
+    timeout_s: float = 30.0,
+    *,
+    limit_s: float = 600.0,
+) -> list[Result]:
+    """Runs `fn(transport)` once per rank, each in a thread of its own.
+
+    Args:
+        world_size: P.
+        fn: what each rank does.
+        timeout_s: seconds after which a wait of a transport gives up.
+        limit_s: seconds after which the whole run does.
+
+    Returns:
+        The ranks' results, in order.
+
+    Raises:
+        TransportTimeout: Some ranks were still running after `limit_s`; their threads stay behind.
+        BaseException: What the first rank to fail raised; the `PeerLostError`s that its failure
+            brought upon the others are passed over.
+    """
+    world = LocalWorld(world_size, timeout_s)
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []  # in the order of their coming
+    failure_time: list[float] = []
+
+    def run(transport: LocalTransport) -> None:
+        try:
+            results[transport.rank] = fn(transport)
+        except BaseException as error:  # every kind has to reach the caller
+            failure_time.append(time.monotonic())
+            errors.append(error)
+            world.abort(f"rank {transport.rank} failed: {error!r}")
+
+    threads = [
+        threading.Thread(target=run, args=(transport,), name=f"rank {rank}", daemon=True)
+        for rank, transport in enumerate(world.transports())
+    ]
+    for thread in threads:
+        thread.start()
+    limit = time.monotonic() + limit_s
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < limit:
+            thread.join(0.1)
+            if errors:  # no wait of the others can last longer now
+                limit = min(limit, failure_time[0] + timeout_s + 1.0)
+    running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, PeerLostError)), errors[0])
+    if running:
+        world.abort(f"the run was over its limit of {limit_s:g} s")
+        raise TransportTimeout(f"ranks {running} were still running after {limit_s:g} s")
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,239 @@
+"""Messages over MPI, through mpi4py, on a communicator that belongs to this package alone.
+
+Horovod ends MPI on all ranks, from a thread of its own, as soon as one rank shuts down: also where
+a rank is still at its last exchange. MPI first calls back on each rank, and there this transport
+holds it until the rank is through (`MpiTransport.hold_finalize`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.transports.point_to_point import Exchange, PointToPointTransport, Request
+
+SPIN_S = 50e-6
+"""How long a wait does not sleep: longer than a small message takes between two cores."""
+
+SPIN_S_PER_BYTE = 1e-9
+"""As much longer for a large message: MPI moves it piece by piece, in the calls of both ends."""
+
+SHORTEST_SLEEP_S = 20e-6
+LONGEST_SLEEP_S = 0.5e-3
+
+GRACE_S = 1.0
+"""How long MPI's end is held for a rank that makes no progress."""
+
+_ABORT_TAG = 0
+_GROUP_TAG = 7711  # tells the making of this communicator from others made at the same time
+
+
+def problem_with_mpi(global_rank: int) -> str | None:
+    """Why this process, which MPI has started, cannot use it beside Horovod; or None."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: its MPI library is not found
+        return f"mpi4py cannot be imported ({error})"
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return "MPI was started without support for several threads"
+    rank = MPI.COMM_WORLD.Get_rank()
+    if rank != global_rank:
+        return f"mpi4py has rank {rank} where Horovod has rank {global_rank}"
+    return None
+
+
+class MpiTransport(PointToPointTransport):
+    """One rank of a group of MPI processes.
+
+    Args:
+        ranks: the group's ranks in `comm`, this one's among them, the same on all of them.
+        timeout_s: seconds after which a wait gives up.
+        comm: the mpi4py communicator to derive one from; COMM_WORLD by default. Only the ranks of
+            the group have to take part.
+
+    Raises:
+        ConfigError: This process is not one of `ranks`.
+    """
+
+    name = "mpi"
+
+    def __init__(self, ranks: Sequence[int], *, timeout_s: float, comm: Any = None) -> None:
+        from mpi4py import MPI
+
+        parent = MPI.COMM_WORLD if comm is None else comm
+        if parent.Get_rank() not in ranks:
+            raise ConfigError(f"rank {parent.Get_rank()} is not one of the ranks {list(ranks)}")
+        super().__init__(list(ranks).index(parent.Get_rank()), len(ranks), timeout_s)
+        self.mpi = MPI
+        group = parent.group.Incl(list(ranks))
+        self._comm: Any = parent.Create_group(group, _GROUP_TAG)
+        self._control: Any = self._comm.Dup()
+        group.Free()
+        largest_tag: Any = parent.Get_attr(MPI.TAG_UB)
+        self.tag_limit = min(self.tag_limit, largest_tag) & ~1
+        # Held during each call into MPI, so that MPI's end cannot fall into one.
+        self._gate = threading.RLock()
+        self._ended = False
+        self._finished = 0
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_finalize_hook), weakref.ref(self))
+        # Runs before Horovod's own exit handler, which was registered earlier.
+        self._exit_hook = _exit_hook(weakref.ref(self))
+        atexit.register(self._exit_hook)
+
+    def close(self) -> None:
+        """Ends this transport; if exchanges are pending, as `abort` does.
+
+        The communicators stay until MPI ends: freeing them, or taking the callback back, would race
+        with an end that another thread has already begun.
+        """
+        if self._open:
+            self.abort()
+        super().close()
+        self.end()
+        atexit.unregister(self._exit_hook)
+
+    def end(self) -> None:
+        """Waits for the call into MPI that is under way, and lets none begin from now on."""
+        with self._gate:
+            self._ended = True
+
+    def call(self, function: Callable[..., Any], *arguments: Any, peer: int) -> Any:
+        """Calls into MPI.
+
+        Raises:
+            PeerLostError: MPI has failed or ended, or this transport has.
+        """
+        with self._gate:
+            if self._ended or self._failure is not None:
+                raise self.error_of("MPI has ended" if self._ended else self._failure, peer)
+            try:
+                return function(*arguments)
+            except self.mpi.Exception as error:
+                raise self.error_of(error, peer) from error
+
+    def hold_finalize(self) -> None:
+        """Waits, at MPI's end, until this rank has finished what it is at, then ends for good.
+
+        A rank that is only behind its peers gets through. One that waits for a message that never
+        comes, as its sender has shut down, gets a `PeerLostError` after `GRACE_S`.
+        """
+        finished, give_up = self._finished, time.monotonic() + GRACE_S
+        while not self._ended and time.monotonic() < give_up:
+            time.sleep(0.01)
+            if self._finished != finished:
+                finished, give_up = self._finished, time.monotonic() + GRACE_S
+        if self._open:
+            self.fail(PeerLostError(f"rank {self.rank}: Horovod was shut down by a peer"))
+        self.end()
+
+    def forget(self, handle: Exchange) -> None:
+        """Drops a handle that has nothing more to wait for."""
+        super().forget(handle)
+        self._finished += 1
+
+    def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
+        buffer = [message.numpy(), self.mpi.BYTE]
+        request = self.call(self._comm.Isend, buffer, peer, tag, peer=peer)
+        return _Pending(self, peer, message, request, keep=False)
+
+    def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
+        message = self._buffers.take(capacity)
+        buffer = [message.numpy(), self.mpi.BYTE]
+        request = self.call(self._comm.Irecv, buffer, peer, tag, peer=peer)
+        return _Pending(self, peer, message, request, keep=True)
+
+    def _abort_connections(self) -> None:
+        # MPI has no way to close a connection: the peers look for this message while they wait.
+        with self._gate:
+            if self._ended or self.mpi.Is_finalized():
+                return
+            for peer in range(self.world_size):
+                if peer != self.rank:
+                    with contextlib.suppress(self.mpi.Exception):
+                        self._control.Isend([b"", self.mpi.BYTE], peer, _ABORT_TAG).Free()
+
+    def check_peers(self) -> None:
+        """Raises if a peer has given the transport up.
+
+        Raises:
+            PeerLostError: A peer did, or another thread of this rank.
+        """
+        status = self.mpi.Status()
+        if self.call(self._control.Iprobe, self.mpi.ANY_SOURCE, _ABORT_TAG, status, peer=self.rank):
+            raise PeerLostError(
+                f"rank {self.rank}: rank {status.Get_source()} gave the transport up"
+            )
+
+    def error_of(self, error: object, peer: int) -> TransportError:
+        """What a failure in MPI means."""
+        return PeerLostError(f"rank {self.rank} cannot reach rank {peer} over MPI: {error}")
+
+
+class _Pending:
+    """A send or a receive of MPI's, and its buffer, which must live as long."""
+
+    __slots__ = ("_buffer", "_keep", "_peer", "_request", "_transport")
+
+    def __init__(
+        self, transport: MpiTransport, peer: int, buffer: torch.Tensor, request: Any, *, keep: bool
+    ) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._buffer = buffer
+        self._request = request
+        self._keep = keep
+
+    def wait(self, deadline: float) -> torch.Tensor | None:
+        if not self._test():
+            self._wait_long(deadline)
+        return self._buffer if self._keep else None
+
+    def _test(self) -> bool:
+        return bool(self._transport.call(self._request.Test, peer=self._peer))
+
+    def _wait_long(self, deadline: float) -> None:
+        """Spins for a moment, then sleeps between looks: the peer may need this processor."""
+        transport = self._transport
+        now = time.monotonic()
+        spin_until = now + SPIN_S + SPIN_S_PER_BYTE * self._buffer.numel()
+        sleep_s = SHORTEST_SLEEP_S
+        while not self._test():
+            now = time.monotonic()
+            if now >= deadline:
+                raise TransportTimeout(
+                    f"rank {transport.rank}: rank {self._peer} did not answer within "
+                    f"{transport.timeout_s:g} s"
+                )
+            if now >= spin_until:
+                transport.check_peers()
+                time.sleep(sleep_s)
+                sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+            else:
+                os.sched_yield()
+
+
+def _finalize_hook(comm: Any, keyval: int, transport: Any) -> None:
+    """What MPI calls, when it ends, for each transport that there was."""
+    alive = transport()
+    if alive is not None:
+        alive.hold_finalize()
+
+
+def _exit_hook(transport: Callable[[], MpiTransport | None]) -> Callable[[], None]:
+    """What Python calls when the process ends; a transport that is not closed is not kept alive."""
+
+    def end() -> None:
+        alive = transport()
+        if alive is not None:
+            alive.end()
+
+    return end
