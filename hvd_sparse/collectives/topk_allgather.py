@@ -1,0 +1,29 @@
+"""TopkA: gather every rank's stream everywhere, then sum.
+
+Source: the allgather-based baseline of Li and Hoefler (PPoPP '22), section 2 and Table 1; also
+SparCML's "sparse allgather".
+
+Symbols: P ranks, k entries per rank, α latency, β time per word.
+
+Steps: an allgather of the streams; each rank sums all P of them in rank order.
+
+Cost: α log P + 2k(P-1) β. It has no fill-in on the wire and the lowest latency; its volume grows
+with P, so it is for two or three ranks, or for small k.
+"""
+
+from __future__ import annotations
+
+from hvd_sparse import ops
+from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.stream import SparseStream
+
+
+class TopkAllgather(Collective):
+    """TopkA. Everything that goes in is applied; nothing is returned."""
+
+    def reduce(self, stream: SparseStream) -> Reduction:
+        """See `Collective.reduce`."""
+        messages = self.transport.allgather(stream.payload(), channel="topk_allgather")
+        streams = [SparseStream.from_payload(message, self.numel) for message in messages]
+        total = ops.merge_sum([part.payload() for part in streams], self.numel)
+        return Reduction(SparseStream(*total, self.numel), SparseStream.empty(self.numel))

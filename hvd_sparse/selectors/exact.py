@@ -1,0 +1,45 @@
+"""Exact top-k: the k largest magnitudes of the accumulator, in about one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hvd_sparse import ops
+from hvd_sparse.selectors.base import Selector
+from hvd_sparse.stream import SparseStream
+
+PIVOT_MARGIN = 0.9
+"""The pivot of a step, as a share of the last step's threshold: low enough that it seldom misses
+the k-th magnitude, high enough that few more than k entries pass it."""
+
+
+class ExactTopK(Selector):
+    """The `k` entries of the largest magnitude, ties to the lower index.
+
+    Attributes:
+        threshold: The k-th magnitude of the last step; 0.0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.threshold = 0.0
+
+    def select(self, residual: Tensor, gradients: Sequence[Tensor], k: int) -> SparseStream:
+        """See `Selector.select`; takes `min(k, nonzeros)` entries."""
+        indices, values, threshold = ops.accumulate_topk(
+            residual, gradients, k, pivot=PIVOT_MARGIN * self.threshold
+        )
+        if math.isfinite(threshold):
+            self.threshold = threshold
+        return SparseStream(indices, values, residual.numel())
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Selector.state_dict`."""
+        return {"threshold": self.threshold}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Selector.load_state_dict`."""
+        self.threshold = float(state["threshold"])
