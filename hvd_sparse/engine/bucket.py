@@ -1,0 +1,140 @@
+"""A bucket: tensors that are accumulated, selected from and exchanged as one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.collectives import Collective
+from hvd_sparse.engine.plan import TensorSpec
+from hvd_sparse.engine.stats import BucketStats, StepStats
+from hvd_sparse.residual import ErrorFeedback
+from hvd_sparse.selectors import Selector
+from hvd_sparse.stream import SparseStream
+
+
+class Phase(Enum):
+    """How far a bucket's step has come."""
+
+    COLLECTING = auto()
+    """Gradients are awaited; the last step's result is there until then."""
+    READY = auto()
+    """All gradients are there: the exchange is due, or under way."""
+    EXCHANGED = auto()
+    """The sum is there; whether the step counts is for all buckets to say."""
+
+
+class Bucket:
+    """The flat state of one bucket, and the step that is under way in it.
+
+    Attributes:
+        specs: Its tensors, side by side in this order.
+        numel: n, elements of all of them.
+        k: Entries wanted per step.
+        memory: Error feedback over the whole bucket.
+        decoded: `(n,)`, in the gradients' type: where the reduced gradient is written. The
+            gradients that the optimizer sees are views of it, as of any flat gradient bucket; it
+            is written again only after all of the bucket's next gradients have come.
+        phase: How far the step has come.
+        taken: What the step took out of the accumulator.
+        returned: What of it came back.
+        reduced: The step's result before it is decoded, then None again.
+        poisoned: Whether the step's result is non-finite somewhere.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        k: int,
+        selector: Selector,
+        collective: Collective,
+        device: torch.device,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.starts = [0, *accumulate(spec.numel for spec in specs)]
+        self.numel = self.starts[-1]
+        self.k = k
+        self.selector = selector
+        self.collective = collective
+        self.memory = ErrorFeedback(self.numel, device)
+        self.decoded = torch.zeros(
+            self.numel, dtype=getattr(torch, specs[0].dtype.removeprefix("torch.")), device=device
+        )
+        self.stats = BucketStats(names=tuple(s.name for s in specs), numel=self.numel, k=k)
+        self.step_stats = StepStats()
+        self.phase = Phase.COLLECTING
+        self.taken = self.returned = SparseStream.empty(self.numel)
+        self.reduced: SparseStream | None = None
+        self.poisoned = False
+        self._gradients: list[Tensor | None] = [None] * len(specs)
+        self._staged: dict[int, Tensor] = {}
+        self._missing = len(specs)
+
+    def missing(self) -> list[str]:
+        """Names of the tensors whose gradients have not come."""
+        pairs = zip(self.specs, self._gradients, strict=True)
+        return [spec.name for spec, gradient in pairs if gradient is None]
+
+    def put(self, place: int, gradient: Tensor) -> None:
+        """Take note of a gradient; it must not change until the bucket is done."""
+        if self._gradients[place] is None:
+            self._missing -= 1
+        self._gradients[place] = gradient
+        if self._missing == 0:
+            self.phase = Phase.READY
+
+    def staged_gradients(self) -> list[Tensor]:
+        """The step's gradients, each contiguous; strided ones are copied to a place kept for it."""
+        return [self._staged_gradient(place) for place in range(len(self.specs))]
+
+    def _staged_gradient(self, place: int) -> Tensor:
+        gradient = self._gradients[place]
+        assert gradient is not None
+        if gradient.is_contiguous():
+            return gradient
+        if place not in self._staged:
+            self._staged[place] = torch.empty(
+                gradient.shape, dtype=gradient.dtype, device=gradient.device
+            )
+        return self._staged[place].copy_(gradient)
+
+    def decoding_would_overwrite_gradients(self) -> bool:
+        """Whether a gradient is still a view of the last result, as after zeroing it in place."""
+        start = self.decoded.data_ptr()
+        stop = start + self.decoded.numel() * self.decoded.element_size()
+        return any(g is not None and start <= g.data_ptr() < stop for g in self._gradients)
+
+    def close_step(self) -> None:
+        """Let go of the step's gradients and streams, and collect the next ones."""
+        self._gradients = [None] * len(self.specs)
+        self._missing = len(self.specs)
+        self.taken = self.returned = SparseStream.empty(self.numel)
+        self.phase = Phase.COLLECTING
+
+    def view(self, place: int) -> Tensor:
+        """The decoded gradient of one tensor."""
+        spec = self.specs[place]
+        return self.decoded[self.starts[place] : self.starts[place + 1]].view(spec.shape)
+
+    def residual_of(self, place: int) -> Tensor:
+        """The residual of one tensor, as a view."""
+        spec = self.specs[place]
+        flat = self.memory.residual[self.starts[place] : self.starts[place + 1]]
+        return flat.view(spec.shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Selector and collective; residuals are kept by parameter."""
+        return {
+            "names": list(self.stats.names),
+            "selector": self.selector.state_dict(),
+            "collective": self.collective.state_dict(),
+        }
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state was written by a bucket of the same tensors."""
+        return list(state["names"]) == list(self.stats.names)

@@ -1,0 +1,114 @@
+"""What an engine keeps over a restart, and how it is put back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.transports import Transport
+
+VERSION = 1
+
+
+@dataclass
+class EngineState:
+    """One rank's state.
+
+    Attributes:
+        residual: By parameter, float32 in the parameter's shape; each rank has its own.
+        buckets: Names, selector and collective of each bucket. A collective's state is the same on
+            all ranks.
+    """
+
+    residual: dict[str, Tensor] = field(default_factory=dict)
+    buckets: list[dict[str, Any]] = field(default_factory=list)
+
+    @staticmethod
+    def of(buckets: Sequence[Bucket]) -> EngineState:
+        """A copy of the buckets' state."""
+        residual = {
+            spec.name: bucket.residual_of(place).clone()
+            for bucket in buckets
+            for place, spec in enumerate(bucket.specs)
+        }
+        return EngineState(residual, [bucket.state_dict() for bucket in buckets])
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain containers and tensors, for `torch.save`."""
+        return {"version": VERSION, "residual": dict(self.residual), "buckets": list(self.buckets)}
+
+    @staticmethod
+    def from_dict(state: Mapping[str, Any]) -> EngineState:
+        """Read what `as_dict` made."""
+        if state.get("version") != VERSION:
+            raise ConfigError(
+                f"state of the compression: version must be {VERSION}, got {state.get('version')!r}"
+            )
+        unknown = state.keys() ^ {"version", "residual", "buckets"}
+        if unknown:
+            raise ConfigError(
+                f"state of the compression: missing or unknown keys {sorted(unknown)}"
+            )
+        residual = {name: tensor.clone() for name, tensor in state["residual"].items()}
+        return EngineState(residual, list(state["buckets"]))
+
+    def restore(self, buckets: Sequence[Bucket], transport: Transport) -> None:
+        """Put the state into new buckets; all ranks do so together.
+
+        Residuals go by parameter, selectors to buckets of the same tensors. A collective goes on
+        only where every rank brings the same state for it: after a change of the world, a new rank
+        has none, and ranks that are at different steps would wait for each other.
+
+        Raises:
+            ConfigError: A residual's shape is not its parameter's.
+        """
+        self._restore_residuals(buckets)
+        matching = [self._state_for(bucket) for bucket in buckets]
+        digests = torch.stack([_digest(state) for state in matching])
+        everywhere = [
+            message.view(digests.shape)
+            for message in transport.allgather((digests,), channel="state")
+        ]
+        for place, (bucket, state) in enumerate(zip(buckets, matching, strict=True)):
+            if state is None:
+                continue
+            bucket.selector.load_state_dict(state["selector"])
+            if all(torch.equal(theirs[place], digests[place]) for theirs in everywhere):
+                bucket.collective.load_state_dict(state["collective"])
+
+    def _restore_residuals(self, buckets: Sequence[Bucket]) -> None:
+        left = dict(self.residual)
+        for bucket in buckets:
+            for place, spec in enumerate(bucket.specs):
+                if spec.name not in left:
+                    continue
+                saved, residual = left.pop(spec.name), bucket.residual_of(place)
+                if saved.shape != residual.shape:
+                    raise ConfigError(
+                        f"residual of {spec.name!r}: shape must be {tuple(residual.shape)}, "
+                        f"got {tuple(saved.shape)}"
+                    )
+                residual.copy_(saved)
+        if left:
+            warnings.warn(
+                f"residuals of {', '.join(sorted(left))} are dropped: these tensors are not "
+                "compressed any more",
+                stacklevel=2,
+            )
+
+    def _state_for(self, bucket: Bucket) -> dict[str, Any] | None:
+        return next((state for state in self.buckets if bucket.fits(state)), None)
+
+
+def _digest(state: Mapping[str, Any] | None) -> Tensor:
+    text = json.dumps(state and state["collective"], default=lambda tensor: tensor.tolist())
+    return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)

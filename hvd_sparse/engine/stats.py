@@ -1,0 +1,111 @@
+"""What an engine reports of its work."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from time import perf_counter
+
+HISTORY_STEPS = 1024
+"""Steps that a bucket's history keeps."""
+
+
+@dataclass
+class StepStats:
+    """One bucket in one step, or the sum of several.
+
+    Attributes:
+        nnz_selected: Entries taken out of this rank's accumulator.
+        nnz_applied: Entries of the reduced gradient.
+        bytes_sent: Bytes that this rank sent for the bucket, headers included.
+        bytes_received: Bytes that it received, headers included.
+        messages_sent: Messages that it sent.
+        accumulate_s: Seconds spent copying gradients into a layout that the next pass can read.
+        select_s: Seconds in the pass that accumulates and selects; the two are one.
+        exchange_s: Seconds in the collective, waiting for peers included.
+        decode_s: Seconds spent writing the dense gradient.
+        wait_s: Seconds for which the training thread waited for the bucket's result.
+    """
+
+    nnz_selected: int = 0
+    nnz_applied: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    accumulate_s: float = 0.0
+    select_s: float = 0.0
+    exchange_s: float = 0.0
+    decode_s: float = 0.0
+    wait_s: float = 0.0
+
+    def add(self, other: StepStats) -> None:
+        """Add another step's figures to these."""
+        for item in fields(StepStats):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds that a block takes to the field of that name."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + perf_counter() - start)
+
+
+@dataclass
+class BucketStats(StepStats):
+    """One bucket: the sums over all steps (the inherited fields), and the steps themselves.
+
+    Attributes:
+        names: The bucket's parameters.
+        numel: n, elements in the bucket.
+        k: Entries wanted per step.
+        steps: Steps done.
+        history: The last steps, oldest first.
+    """
+
+    names: tuple[str, ...] = ()
+    numel: int = 0
+    k: int = 0
+    steps: int = 0
+    history: deque[StepStats] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
+
+    @property
+    def density(self) -> float:
+        """Density reached: entries applied, per element and step."""
+        return self.nnz_applied / (self.numel * self.steps) if self.numel and self.steps else 0.0
+
+    def record(self, step: StepStats) -> None:
+        """Count one more step."""
+        self.steps += 1
+        self.history.append(step)
+        self.add(step)
+
+    def amend(self, late: StepStats) -> None:
+        """Add figures that became known after their step, the last one, was recorded."""
+        self.history[-1].add(late)
+        self.add(late)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What `Engine.stats()` returns.
+
+    Attributes:
+        transport: Name of the transport, empty before the first step.
+        buckets: One entry per bucket, in the order in which they are exchanged.
+    """
+
+    transport: str
+    buckets: list[BucketStats]
+
+    @property
+    def totals(self) -> StepStats:
+        """Sums over all buckets and steps."""
+        total = StepStats()
+        for bucket in self.buckets:
+            total.add(bucket)
+        return total
