@@ -1,0 +1,53 @@
+# Every target that needs the virtual environment sets it up first; `make setup` says what it does.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+bin := .venv/bin
+cxx_sources = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh')
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test lint format build bench clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target what; \
+	do printf '  make %-10s %s\n' "$$target" "$$what"; done
+
+setup: ## .venv with torch, Horovod built for it, and this package
+	@command -v $(PYTHON) >/dev/null || \
+	{ echo "error: no $(PYTHON): apt-get install python3 python3-venv python3-dev" >&2; exit 2; }
+	@$(PYTHON) tools/bootstrap.py
+
+demo: setup ## train digits on 2 and 4 workers, dense and sparse: table and plot in demo-output/
+	@$(bin)/python -m tools.demo $(DEMO_ARGS)
+
+test: setup ## the tests (PYTEST_ARGS="-k name" for some of them)
+	@$(bin)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy and clang-format, as checks
+	@$(bin)/ruff check
+	@$(bin)/ruff format --check
+	@$(bin)/mypy
+	@$(bin)/clang-format --dry-run --Werror $(cxx_sources)
+
+format: setup ## rewrite the sources as lint wants them
+	@$(bin)/ruff check --fix
+	@$(bin)/ruff format
+	@$(bin)/clang-format -i $(cxx_sources)
+
+build: setup ## wheel and sdist in dist/
+	@$(bin)/python -m build --outdir dist
+
+bench: setup ## the benchmarks; results as JSON in benchmarks/results/
+	@mkdir -p benchmarks/results
+	@$(bin)/python -m benchmarks.encode --json benchmarks/results/encode.json
+	@$(bin)/python -m benchmarks.allreduce --json benchmarks/results/allreduce.json
+
+clean: ## what was built, but not .venv
+	@rm -rf build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -f hvd_sparse/*.so
+	@find hvd_sparse benchmarks tools examples tests -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and .venv (built Horovod wheels stay in ~/.cache/hvd_sparse)
+	@rm -rf .venv
