@@ -1,0 +1,100 @@
+"""Inputs that are hard on a selection, and bit-for-bit comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+NUMELS = (0, 1, 5, 1000, 2**16 - 1, 2**16 + 1)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DENORMAL = 1e-42
+INF, NAN = float("inf"), float("nan")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@lru_cache
+def vectors(numel: int) -> list[tuple[str, Tensor, Tensor]]:
+    """Triples (name, residual, gradient), not to be written to."""
+    return list(_vectors(numel))
+
+
+def _vectors(numel: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    random = generator(numel)
+
+    def normal() -> Tensor:
+        return torch.randn(numel, generator=random)
+
+    def places(count: int) -> Tensor:
+        return torch.randint(max(numel, 1), (count if numel else 0,), generator=random)
+
+    yield "normal", normal(), normal()
+    yield "zero", torch.zeros(numel), torch.zeros(numel)
+    yield "negative zero", torch.full((numel,), -0.0), torch.full((numel,), -0.0)
+    yield "all equal", torch.full((numel,), 1.5), torch.full((numel,), -3.0)
+    yield "ties", torch.randint(-3, 4, (numel,), generator=random).float(), torch.zeros(numel)
+    thin = torch.zeros(numel)
+    thin[places(20)] = 2.0
+    yield "few nonzeros", thin, torch.zeros(numel)
+    yield "denormal", normal() * DENORMAL, normal() * DENORMAL
+    gradient = normal()
+    gradient[places(4)] = INF
+    gradient[places(4)] = -INF
+    gradient[places(4)] = NAN
+    yield "some non-finite", normal(), gradient
+    residual = normal()
+    residual[places(3)] = NAN
+    yield "non-finite before", residual, gradient
+    yield "all non-finite", normal(), torch.where(normal() > 0, INF, NAN)
+    yield "overflow", torch.full((numel,), 3e38), torch.full((numel,), 3e38)
+
+
+def cut(gradient: Tensor, pieces: int) -> list[Tensor]:
+    """Cuts into pieces of uneven lengths (empty ones too), of all dtypes, at any alignment."""
+    bounds = torch.randint(gradient.numel() + 1, (pieces - 1,), generator=generator(pieces))
+    bounds = [0, *sorted(bounds.tolist()), gradient.numel()]
+    return [
+        gradient[begin:end].to(DTYPES[i % len(DTYPES)])
+        for i, (begin, end) in enumerate(pairwise(bounds))
+    ]
+
+
+@lru_cache
+def stream(numel: int, nnz: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A stream, not to be written to."""
+    random = generator(seed)
+    indices = torch.randperm(numel, generator=random)[:nnz].sort().values.to(torch.int32)
+    values = torch.randn(indices.numel(), generator=random)
+    values[::7] = -0.0
+    return indices, values
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of `x`, with one NaN for all: no one promises which payload a sum has."""
+    if not x.is_floating_point():
+        return x
+    one_nan = torch.where(torch.isnan(x), torch.full((), NAN, dtype=x.dtype), x)
+    return one_nan.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def assert_same(actual: object, expected: object, what: str = "") -> None:
+    """Asserts equality bit for bit, of tensors, floats and sequences of them."""
+    if isinstance(expected, Tensor):
+        assert isinstance(actual, Tensor), what
+        assert actual.dtype == expected.dtype, what
+        assert actual.shape == expected.shape, what
+        assert torch.equal(bits(actual), bits(expected)), what
+    elif isinstance(expected, float):
+        assert_same(torch.tensor(actual), torch.tensor(expected), what)
+    else:
+        assert isinstance(actual, Sequence), what
+        assert isinstance(expected, Sequence), what
+        assert len(actual) == len(expected), what
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other, what)

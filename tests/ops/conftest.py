@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from hvd_sparse.ops.native import ISA_NAMES, NativeOps
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_on_one_thread() -> Iterator[None]:
+    """The reference has nothing to gain from more, and much to lose on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(
+    scope="module",
+    params=product(ISA_NAMES, (1, 2, 3)),
+    ids=lambda isa_and_threads: "-".join(map(str, isa_and_threads)),
+)
+def native(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
+    """The library on each instruction set that this processor has, on 1, 2 and 3 threads."""
+    isa, threads = request.param
+    ops = NativeOps(threads=threads)
+    before = ops.isa
+    try:
+        ops.set_isa(isa)
+    except ValueError:
+        pytest.skip(f"this processor has no {isa}")
+    yield ops
+    ops.set_isa(before)

@@ -1,0 +1,172 @@
+"""What stands around the kernels: checks, choice of the implementation, threads and forks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvd_sparse import ops
+from hvd_sparse.ops import reference
+from hvd_sparse.ops.native import NativeOps
+from tests.ops.cases import assert_same, generator
+
+F32, I32 = torch.zeros(4), torch.arange(4, dtype=torch.int32)
+STRIDED = torch.zeros(8)[::2]
+META = torch.zeros(4, device="meta")
+
+BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: ops.accumulate_select(F32.double(), [], 1.0), TypeError, "residual must be float32"),
+    (
+        lambda: ops.accumulate_select(F32.view(2, 2), [], 1.0),
+        ValueError,
+        "residual must have shape",
+    ),
+    (lambda: ops.accumulate_select(STRIDED, [], 1.0), ValueError, "residual must be contiguous"),
+    (lambda: ops.accumulate_select([1.0], [], 1.0), TypeError, "residual must be a tensor"),
+    (lambda: ops.accumulate_select(F32, [F32, F32], 1.0), ValueError, "numel 4, got 8"),
+    (lambda: ops.accumulate_select(F32, [I32], 1.0), TypeError, "got int32"),
+    (lambda: ops.accumulate_select(F32, [STRIDED], 1.0), ValueError, "must be contiguous"),
+    (lambda: ops.accumulate_select(F32, [META], 1.0), ValueError, "must be on cpu, got meta"),
+    (
+        lambda: ops.accumulate_select(F32, [None], 1.0),
+        TypeError,
+        r"gradients\[0\] must be a tensor",
+    ),
+    (lambda: ops.accumulate_select(F32, [], -1.0), ValueError, "threshold must be >= 0, got -1.0"),
+    (lambda: ops.accumulate_topk(F32, [], -1), ValueError, "k must be >= 0, got -1"),
+    (lambda: ops.accumulate_topk(F32, [], 1.5), TypeError, "k must be an int, got float"),
+    (lambda: ops.kth_magnitude(F32, 0), ValueError, r"k must be in \[1, 4\], got 0"),
+    (lambda: ops.kth_magnitude(F32, 5), ValueError, r"k must be in \[1, 4\], got 5"),
+    (lambda: ops.merge_sum([], 4), ValueError, "streams must have at least one"),
+    (lambda: ops.merge_sum([(I32, F32)], 2**31), ValueError, "numel must be in"),
+    (lambda: ops.merge_sum([(I32, F32[:3])], 4), ValueError, r"streams\[0\] values must have"),
+    (lambda: ops.merge_sum([(I32, I32)], 4), TypeError, r"streams\[0\] values must be float32"),
+    (lambda: ops.merge_sum([(I32, F32)], 3), ValueError, r"strictly ascending in \[0, 3\)"),
+    (lambda: ops.difference(I32, F32, F32), TypeError, "other must be int32"),
+    (lambda: ops.difference(I32.long(), F32, I32), TypeError, "indices must be int32"),
+    (lambda: ops.threshold_stream(I32, F32, -0.5), ValueError, "threshold must be >= 0"),
+    (lambda: ops.scatter_add(F32[:2], I32, F32), ValueError, r"ascending in \[0, 2\)"),
+    (lambda: ops.decode(I32, I32, F32), TypeError, "out must be float32 or float16 or bfloat16"),
+    (lambda: ops.decode(STRIDED, I32, F32), ValueError, "out must be contiguous"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS)
+def test_bad_arguments(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_gradients_of_any_shape() -> None:
+    residual = torch.zeros(7)
+    indices, values = ops.accumulate_select(residual, [torch.ones(2, 3), torch.tensor(2.0)], 1.5)
+    assert indices.tolist() == [6]
+    assert values.tolist() == [2.0]
+    assert residual.tolist() == [1.0] * 6 + [0.0]
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+
+
+def test_backend() -> None:
+    print_backend = "from hvd_sparse import ops; print(ops.backend())"
+    assert run_python(print_backend, HVD_SPARSE_NATIVE="0").stdout == "reference\n"
+    best = run_python(print_backend).stdout
+    assert best in {f"native-{isa}\n" for isa in ("portable", "avx2", "avx512")}
+    for isa in ("portable", "avx2", "avx512"):
+        capped = run_python(print_backend, HVD_SPARSE_ISA=isa).stdout
+        assert capped in {f"native-{isa}\n", best}
+    assert run_python(print_backend, HVD_SPARSE_ISA="portable").stdout == "native-portable\n"
+
+
+def test_missing_library_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> NativeOps:
+        return NativeOps(Path("/nowhere/_native.so"))
+
+    monkeypatch.setattr(ops, "NativeOps", missing)
+    with pytest.warns(RuntimeWarning, match="slow torch reference") as caught:
+        assert ops._load() is None
+    assert len(caught) == 1
+
+
+def test_the_reference_serves_what_the_library_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_native", None)
+    assert ops.backend() == "reference"
+    residual, gradient = torch.randn(2, 1000, generator=generator())
+    theirs = residual.clone()
+    assert_same(
+        ops.accumulate_topk(residual, [gradient], 9),
+        reference.accumulate_topk(theirs, [gradient], 9),
+    )
+
+
+def work(native: NativeOps, seed: int) -> tuple[torch.Tensor, ...]:
+    """Some of everything, large enough for the pool."""
+    residual, gradient = torch.randn(2, 300_000, generator=generator(seed))
+    one = native.accumulate_select(residual, [gradient], 3.0)
+    two = native.accumulate_topk(residual, [gradient], 3000)
+    merged = native.merge_sum([one, two[:2], one], 300_000)
+    out = torch.empty(300_000)
+    native.decode(out, *merged)
+    return (*one, *two[:2], *merged, out, residual)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_concurrent_calls(threads: int) -> None:
+    native = NativeOps(threads=threads)
+    expected = [work(native, seed) for seed in range(4)]
+    results: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+
+    def call(seed: int) -> None:
+        for repetition in range(5):
+            results[seed, repetition] = work(native, seed)
+
+    callers = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(results) == 20
+    for (seed, repetition), result in results.items():
+        assert_same(result, expected[seed], f"seed {seed}, repetition {repetition}")
+
+
+def test_after_fork() -> None:
+    """The parent's pool is gone in the child, whose first call must start another."""
+    code = """
+import os, signal, torch
+from hvd_sparse.ops.native import NativeOps
+
+torch.set_num_threads(1)
+native = NativeOps(threads=2)
+residual = torch.ones(300_000)
+native.accumulate_select(residual, [], 2.0)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    count = native.accumulate_select(residual, [], 0.5)[0].numel()
+    os._exit(0 if count == 300_000 else 1)
+assert native.accumulate_select(residual, [], 0.5)[0].numel() == 300_000
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run_python(code).stdout == "0\n"
+
+
+def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert_same(work(NativeOps(), 0), work(NativeOps(threads=1), 0))

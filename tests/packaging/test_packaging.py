@@ -1,0 +1,256 @@
+"""The package as it is shipped, and the set-up that `make` does."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tools import bootstrap
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_TIMEOUT_S = 240
+NOT_SHIPPED = shutil.ignore_patterns("*.so", "*.so.new", "__pycache__", "*.egg-info")
+
+
+def run(*command: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist, and the wheel built from that sdist, both under build isolation."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for path in ROOT.glob("*"):
+        if path.is_file():
+            shutil.copy2(path, source)
+    for name in ("hvd_sparse", "csrc"):
+        shutil.copytree(ROOT / name, source / name, ignore=NOT_SHIPPED)
+    # A file and a group of its own: after a stall, its output and its end are sure.
+    log, command = out.with_suffix(".log"), [sys.executable, "-m", "build", "--outdir", out, source]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        ) as build,
+    ):
+        try:
+            status: int | str = build.wait(BUILD_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            status = f"no end after {BUILD_TIMEOUT_S} s"
+            os.killpg(build.pid, signal.SIGKILL)
+    said = log.read_text(errors="replace")
+    if "Failed to establish a new connection" in said:
+        pytest.skip("build isolation needs a package index, and none can be reached")
+    assert status == 0, f"{status}: {said[-3000:]}"
+    return out
+
+
+def test_sdist_carries_the_native_sources(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.[ch]*")}
+    assert sources
+    assert sources | {"LICENSE", "CHANGELOG.md", "hvd_sparse/py.typed"} <= names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+def test_wheel_has_the_library_and_installs_without_torch(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {"hvd_sparse/__init__.py", "hvd_sparse/py.typed"} <= set(names)
+    (library,) = (name for name in names if name.endswith(".so"))
+
+    venv = tmp_path / "venv"
+    assert run(sys.executable, "-m", "venv", "--without-pip", venv).returncode == 0
+    python = venv / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps"]
+    installed = run(*pip, wheel)
+    assert installed.returncode == 0, installed.stderr
+    load = (
+        "import ctypes, pathlib, sysconfig; "
+        f"at = pathlib.Path(sysconfig.get_path('platlib')) / {library!r}; "
+        "print(ctypes.CDLL(str(at))._name)"
+    )
+    loaded = run(python, "-I", "-c", load, cwd=tmp_path)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.strip().startswith(str(venv))
+
+
+def test_versions_agree() -> None:
+    import hvd_sparse
+
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert declared is not None
+    assert hvd_sparse.__version__ == declared.group(1)
+    assert f"## [{declared.group(1)}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_make_help_lists_the_targets() -> None:
+    for arguments in ([], ["help"]):
+        result = run("make", "-C", ROOT, "--no-print-directory", *arguments)
+        listed = re.findall(r"^  make (\w+)", result.stdout, re.M)
+        assert {"help", "demo", "test", "lint", "build", "bench", "clean"} <= set(listed)
+
+
+# --- tools/bootstrap.py ---------------------------------------------------------------------------
+
+
+def tools_in(folder: Path, *names: str) -> dict[str, str]:
+    """An environment whose PATH has these programs only."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": str(folder)}
+
+
+def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
+    program = [sys.executable, ROOT / "tools" / "bootstrap.py", "--venv", tmp_path / "venv"]
+    result = run(*program, env=tools_in(tmp_path / "bin", "make"))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "error: this machine lacks a C++ compiler (g++): apt-get install g++"
+    ]
+
+
+def test_each_missing_tool_names_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    include = tmp_path / "include"
+    include.mkdir()
+    environ = tools_in(tmp_path / "bin", "g++", "make")
+    assert "Python.h" in bootstrap.missing_packages(environ, str(include), True)
+    (include / "Python.h").write_text("")
+    assert bootstrap.missing_packages(environ, str(include), True) == ""
+
+    monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda name: None)
+    python = f"python3.{sys.version_info.minor}"
+    line = bootstrap.missing_packages({"PATH": "", "CXX": "clang++ -v"}, "/nowhere", False)
+    assert line == (
+        "this machine lacks a C++ compiler (clang++), make, Python.h, Python's ensurepip: "
+        f"apt-get install g++ make {python}-dev {python}-venv"
+    )
+
+
+def test_an_unsuitable_python_is_refused() -> None:
+    bootstrap.check_python((3, 10))
+    bootstrap.check_python((3, 12))
+    for version in ((3, 9), (3, 13)):
+        with pytest.raises(bootstrap.SetupError, match=r"outside 3\.10 to 3\.12"):
+            bootstrap.check_python(version)
+
+
+def test_the_wheel_key_separates_what_differs() -> None:
+    torch, tag, machine, mpi, flags = "2.13.0+cpu", "cp311", "linux-x86_64-glibc2.36", "g++ -I", ""
+    key = bootstrap.wheel_key(torch, tag, machine, mpi, flags)
+    assert key == bootstrap.wheel_key(torch, tag, machine, mpi, flags)
+    assert key.startswith("horovod-0.28.1-torch2.13.0+cpu-cp311-linux-x86_64-glibc2.36-gloo-mpi-")
+    others = [
+        bootstrap.wheel_key("2.12.0", tag, machine, mpi, flags),
+        bootstrap.wheel_key(torch, "cp312", machine, mpi, flags),
+        bootstrap.wheel_key(torch, tag, "linux-aarch64-glibc2.36", mpi, flags),
+        bootstrap.wheel_key(torch, tag, machine, "", flags),
+        bootstrap.wheel_key(torch, tag, machine, "g++ -I/mpich", flags),
+        bootstrap.wheel_key(torch, tag, machine, mpi, "HOROVOD_GPU_OPERATIONS=NCCL"),
+    ]
+    assert len({key, *others}) == 1 + len(others)
+
+
+def test_only_build_flags_count() -> None:
+    environ = {"HOROVOD_LOG_LEVEL": "debug", "HOROVOD_GPU_OPERATIONS": "NCCL"}
+    assert bootstrap.horovod_flags(environ) == "HOROVOD_GPU_OPERATIONS=NCCL"
+    assert bootstrap.cache_root({"XDG_CACHE_HOME": "/c"}) == Path("/c/hvd_sparse")
+
+
+def test_a_stamp_is_current_until_something_changes(tmp_path: Path) -> None:
+    root, venv = tmp_path / "root", tmp_path / "root" / ".venv"
+    for folder in ("csrc/cpu", "hvd_sparse", ".venv/lib/python3.11/site-packages"):
+        (root / folder).mkdir(parents=True)
+    library, source = root / "hvd_sparse" / "_native.so", root / "csrc" / "cpu" / "a.cpp"
+    for path in (library, source, root / "setup.py", root / "pyproject.toml"):
+        path.write_text("1")
+    (venv / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.11.2\n")
+    packages = venv / "lib/python3.11/site-packages"
+    (packages / "torch-2.13.0+cpu.dist-info").mkdir()
+    environ = tools_in(tmp_path / "bin")
+    assert not bootstrap.is_current(root, venv, environ)
+
+    stamp = bootstrap.stamp_path(venv)
+    stamp.write_text(bootstrap.json.dumps(bootstrap.wanted(root, venv, environ)))
+    assert bootstrap.is_current(root, venv, environ)
+    assert bootstrap.venv_version(venv) == (3, 11)
+    for asked, suits in (("2.13.0", True), ("2.13.0+cpu", True), ("2.12.0", False)):
+        environ["HVD_SPARSE_TORCH"] = asked
+        assert bootstrap.is_current(root, venv, environ) is suits
+    del environ["HVD_SPARSE_TORCH"]
+    (packages / "horovod-0.28.1.dist-info").mkdir()
+    assert not bootstrap.is_current(root, venv, environ)
+    (packages / "horovod-0.28.1.dist-info").rmdir()
+    for path in (source, root / "pyproject.toml"):
+        path.write_text("2")
+        assert not bootstrap.is_current(root, venv, environ)
+        path.write_text("1")
+    tools_in(tmp_path / "bin", "mpicc")
+    assert not bootstrap.is_current(root, venv, environ)
+    (tmp_path / "bin" / "mpicc").unlink()
+    assert bootstrap.is_current(root, venv, environ)
+    library.unlink()
+    assert not bootstrap.is_current(root, venv, environ)
+
+
+def test_builds_of_one_torch_version_differ(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    (packages / "torch-2.13.0.dist-info").mkdir(parents=True)
+    assert bootstrap.installed(tmp_path, "torch") == "2.13.0"
+    assert bootstrap.torch_build(tmp_path) == "2.13.0"
+    (packages / "torch").mkdir()
+    (packages / "torch" / "version.py").write_text(
+        "\n__version__ = '2.13.0+cu130'\ndebug = False\n"
+    )
+    assert bootstrap.torch_build(tmp_path) == "2.13.0+cu130"
+
+
+@pytest.mark.timeout(30)
+def test_a_second_setup_waits_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = []
+
+    def second() -> None:
+        with bootstrap.locked(tmp_path / "lock", "another set-up"):
+            order.append("second")
+
+    with bootstrap.locked(tmp_path / "lock", "another set-up"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    assert "Waiting for another set-up" in capsys.readouterr().out
+
+
+def test_a_failing_step_names_the_log_and_shows_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "build").mkdir()
+    setup = bootstrap.Setup(tmp_path, tmp_path / ".venv", dict(os.environ))
+    script = "print('the cause'); raise SystemExit(3)"
+    with pytest.raises(bootstrap.SetupError, match=r"failed \(exit 3\): Doing.*setup\.log"):
+        setup.step("Doing", [sys.executable, "-c", script])
+    assert "the cause" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Selectors against a definition that one can read, on whatever hypothesis comes up with."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hvd_sparse.magnitude import magnitude_keys
+from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
+from hvd_sparse.stream import SparseStream
+
+FLOATS = st.floats(
+    width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**99), max_value=2.0**99
+)
+STEPS = st.integers(0, 40).flatmap(
+    lambda n: st.lists(st.lists(FLOATS, min_size=n, max_size=n), min_size=1, max_size=6)
+)
+
+
+def run(
+    selector: Selector, steps: list[list[float]], k: int
+) -> list[tuple[Tensor, SparseStream, Tensor]]:
+    """The accumulator, the taken stream and the residual of each step."""
+    residual = torch.zeros(len(steps[0]))
+    outcomes = []
+    for values in steps:
+        gradient = torch.tensor(values, dtype=torch.float32)
+        accumulator = residual + gradient
+        stream = selector.select(residual, [gradient], k)
+        outcomes.append((accumulator, stream, residual.clone()))
+    return outcomes
+
+
+def check_split(accumulator: Tensor, stream: SparseStream, residual: Tensor) -> None:
+    """What was taken and what stayed make up the accumulator, bit for bit."""
+    assert bool((stream.indices[1:] > stream.indices[:-1]).all())
+    whole = residual.clone()
+    assert not residual[stream.indices.long()].any()
+    whole[stream.indices.long()] = stream.values
+    assert torch.equal(whole, accumulator)
+
+
+@settings(deadline=None, max_examples=200)
+@given(STEPS, st.integers(1, 45))
+def test_exact_top_k_takes_the_largest(steps: list[list[float]], k: int) -> None:
+    k = min(k, len(steps[0]))
+    for accumulator, stream, residual in run(ExactTopK(), steps, k):
+        check_split(accumulator, stream, residual)
+        assert stream.nnz == min(k, int(accumulator.count_nonzero()))
+        taken = magnitude_keys(stream.values)
+        if taken.numel():
+            assert int(taken.min()) >= int(magnitude_keys(residual).max())
+
+
+@settings(deadline=None, max_examples=200)
+@given(STEPS, st.integers(1, 45), st.integers(1, 4))
+def test_reused_thresholds_take_about_k(steps: list[list[float]], k: int, interval: int) -> None:
+    k = min(k, len(steps[0]))
+    for accumulator, stream, residual in run(ReusedThreshold(interval), steps, k):
+        check_split(accumulator, stream, residual)
+        nonzeros = int(accumulator.count_nonzero())
+        assert min(0.9 * k, nonzeros) <= stream.nnz <= 1.1 * k
+
+
+@settings(deadline=None, max_examples=100)
+@given(STEPS, st.integers(1, 45), st.integers(0, 5))
+def test_state_continues_bit_for_bit(steps: list[list[float]], k: int, cut: int) -> None:
+    k, cut = min(k, len(steps[0])), min(cut, len(steps))
+    for new in (ExactTopK, ReusedThreshold):
+        whole = run(new(), steps, k)
+        first, residual = new(), torch.zeros(len(steps[0]))
+        for values in steps[:cut]:
+            first.select(residual, [torch.tensor(values, dtype=torch.float32)], k)
+        second = new()
+        second.load_state_dict(first.state_dict())
+        for values, (_, expected, after) in zip(steps[cut:], whole[cut:], strict=True):
+            stream = second.select(residual, [torch.tensor(values, dtype=torch.float32)], k)
+            assert torch.equal(stream.indices, expected.indices)
+            assert torch.equal(stream.values, expected.values)
+            assert torch.equal(residual, after)

@@ -1,0 +1,173 @@
+"""The choice of a transport, and gloo's connections, with threads in place of processes."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.transports import LocalTransport, Transport, run_ranks
+from hvd_sparse.transports.choose import Capability, create_transport, decide
+from hvd_sparse.transports.gloo import join_store
+from hvd_sparse.transports.network import HostReport
+from tests.workers.transport_scenarios import SCENARIOS, Scenario
+
+pytestmark = pytest.mark.timeout(60)
+
+NO_MPI = "mpi4py cannot be imported"
+
+
+class ThreadBootstrap:
+    """A world of threads that look like processes which MPI did not start."""
+
+    mpi_enabled = False
+    process_set = None
+
+    def __init__(self, transport: LocalTransport) -> None:
+        self.rank, self.size = transport.rank, transport.world_size
+        self.ranks = list(range(self.size))
+        self._transport = transport
+
+    def allgather_object(self, obj: Any, name: str) -> list[Any]:
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        parts = self._transport.allgather((data,), channel=name)
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+    def broadcast_object(self, obj: Any, name: str) -> Any:
+        return self.allgather_object(obj, name)[0]
+
+
+def over_gloo(
+    world_size: int, fn: Callable[[Transport], Any], timeout_s: float | list[float] = 20.0
+) -> list[Any]:
+    timeouts = [timeout_s] * world_size if isinstance(timeout_s, float) else timeout_s
+
+    def rank(local: LocalTransport) -> Any:
+        transport = create_transport("gloo", ThreadBootstrap(local), timeouts[local.rank])
+        try:
+            return fn(transport)
+        finally:
+            transport.close()
+
+    return run_ranks(world_size, rank, timeout_s=30.0, limit_s=50.0)
+
+
+def capability(requested: str = "auto", mpi_problem: str | None = None, source: str = "transport"):
+    return Capability(requested, source, mpi_problem, HostReport("host", ()))
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        ([capability()] * 2, "mpi"),
+        ([capability(), capability(mpi_problem=NO_MPI)], "gloo"),
+        ([capability(mpi_problem=NO_MPI)] * 3, "gloo"),
+        ([capability()], "local"),
+        ([capability("gloo")] * 2, "gloo"),
+        ([capability("gloo")], "gloo"),
+        ([capability("mpi")] * 2, "mpi"),
+        ([capability("horovod", NO_MPI)] * 2, "horovod"),
+    ],
+)
+def test_decisions(every: list[Capability], expected: str) -> None:
+    assert decide(every) == expected
+
+
+@pytest.mark.parametrize(
+    ("every", "reason"),
+    [
+        ([capability("mpi"), capability("mpi", NO_MPI)], "impossible: on rank 1, mpi4py cannot"),
+        ([capability("MPI")], r"transport must be one of auto, gloo, mpi, horovod: 'MPI'"),
+        (
+            [capability("nccl", source="HVD_SPARSE_TRANSPORT")] * 2,
+            "HVD_SPARSE_TRANSPORT must be one of",
+        ),
+        ([capability("local")] * 2, "run_ranks"),
+        ([capability("gloo"), capability("mpi")], "'mpi' on rank 1, but transport is 'gloo' on"),
+    ],
+)
+def test_impossible_decisions(every: list[Capability], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        decide(every)
+
+
+def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HVD_SPARSE_TRANSPORT", raising=False)
+    transport = run_ranks(1, lambda t: create_transport("auto", ThreadBootstrap(t), 5.0))[0]
+    assert transport.name == "local"
+    assert transport.allreduce_sum(torch.ones(1), channel="s").item() == 1
+
+
+def test_the_variable_overrides_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_SPARSE_TRANSPORT", "nonsense")
+
+    def rank(local: LocalTransport) -> str:
+        world = ThreadBootstrap(local)
+        with pytest.raises(ConfigError, match=r"HVD_SPARSE_TRANSPORT must be one of .*'nonsense'"):
+            create_transport("auto", world, 5.0)
+        transport = create_transport("gloo", world, 5.0)
+        transport.close()
+        return transport.name
+
+    assert run_ranks(2, rank) == ["gloo", "gloo"]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_conformance_of_gloo(scenario: Scenario) -> None:
+    over_gloo(3, scenario)
+
+
+def test_gloo_times_out_and_tells_the_others() -> None:
+    errors: dict[int, TransportError] = {}
+
+    def rank(t: Transport) -> None:
+        start = time.monotonic()
+        if t.rank < 2:
+            with pytest.raises(TransportError) as caught:
+                t.exchange(None, None, 2 if t.rank == 0 else 0, channel="c").wait()
+            errors[t.rank] = caught.value
+        else:
+            while len(errors) < 2:
+                time.sleep(0.05)
+        assert time.monotonic() - start < 6.0
+
+    over_gloo(3, rank, timeout_s=[0.5, 30.0, 30.0])
+    assert isinstance(errors[0], TransportTimeout)
+    assert isinstance(errors[1], PeerLostError)
+
+
+def test_gloo_aborts_from_another_thread() -> None:
+    import threading
+
+    def rank(t: Transport) -> None:
+        if t.rank == 0:
+            threading.Timer(0.2, t.abort).start()
+        start = time.monotonic()
+        with pytest.raises(PeerLostError):
+            t.exchange(None, None, (t.rank + 1) % 3, channel="c").wait()
+        assert time.monotonic() - start < 5.0
+
+    over_gloo(3, rank, timeout_s=30.0)
+
+
+def test_an_unreachable_store_is_named() -> None:
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9"):
+        join_store("127.0.0.1", 9, 0.5)
+
+
+def test_nothing_optional_is_imported() -> None:
+    code = (
+        "import sys, hvd_sparse.transports, hvd_sparse.transports.choose; "
+        "print([m for m in ('horovod', 'mpi4py', 'psutil') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout.strip() == "[]"

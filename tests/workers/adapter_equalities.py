@@ -1,0 +1,408 @@
+"""Run under horovodrun: with a lossless exchange, training ends where Horovod's own would.
+
+Each scenario trains the same model twice, with Horovod's `Compression.none` and with density 1, and
+compares the weights: bit for bit on two ranks, where there is one order of addition, and closely on
+more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+import hvd_sparse
+
+STEPS = 4
+Scenario = Callable[["Run"], nn.Module]
+SCENARIOS: dict[str, Scenario] = {}
+MEMBERS: list[hvd.ProcessSet] = []
+METHOD = "topk"
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class Run:
+    """One of the two trainings of a scenario: what differs between them."""
+
+    def __init__(self, scenario: str, sparse: bool) -> None:
+        self.label = f"{scenario}.{'sparse' if sparse else 'dense'}"
+        self.sparse = sparse
+        torch.manual_seed(7)
+
+    def named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Names of this run's own: Horovod caches what it knows of a tensor under its name."""
+        return [(f"{self.label}.{name}", p) for name, p in model.named_parameters()]
+
+    def compression(self, model: nn.Module | None, **arguments: Any) -> Any:
+        if not self.sparse:
+            return hvd.Compression.none
+        named = None if model is None else self.named(model)
+        arguments = {"density": 1.0, "dense_below": 0, "bucket_numel": 600, **arguments}
+        return getattr(hvd_sparse.Compression, METHOD)(named, timeout_s=30.0, **arguments)
+
+    def distributed(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, **arguments: Any
+    ) -> Any:
+        compression = arguments.pop("compression", None) or self.compression(model)
+        return hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=self.named(model),
+            compression=compression,
+            **arguments,
+        )
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 30)
+        self.middle = nn.Linear(30, 30)
+        self.last = nn.Linear(30, 3)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if not skip:
+            x = torch.tanh(self.middle(x))
+        return self.last(x)
+
+
+def data(step: int, rank: int | None = None, features: int = 20) -> Tensor:
+    seed = 1000 * step + (hvd.rank() if rank is None else rank)
+    return torch.randn(8, features, generator=torch.Generator().manual_seed(seed))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: Any, zero_grad: Callable[[], None] | None = None) -> None:
+    for step in range(STEPS):
+        (zero_grad or model.zero_grad)()
+        model(data(step)).square().mean().backward()
+        optimizer.step()
+
+
+@scenario
+def average(run: Run) -> nn.Module:
+    model = Net()
+    train(model, run.distributed(sgd(model), model))
+    return model
+
+
+@scenario
+def summed(run: Run) -> nn.Module:
+    model = Net()
+    train(model, run.distributed(sgd(model), model, op=hvd.Sum))
+    return model
+
+
+@scenario
+def predivide(run: Run) -> nn.Module:
+    model = Net()
+    train(model, run.distributed(sgd(model), model, gradient_predivide_factor=2.0))
+    return model
+
+
+@scenario
+def groups(run: Run) -> nn.Module:
+    model = Net()
+    lists = [list(model.first.parameters()), list(model.last.parameters())]
+    train(model, run.distributed(sgd(model), model, groups=lists))
+    return model
+
+
+@scenario
+def num_groups(run: Run) -> nn.Module:
+    model = Net()
+    train(model, run.distributed(sgd(model), model, num_groups=2))
+    return model
+
+
+@scenario
+def backward_passes(run: Run) -> nn.Module:
+    model = Net()
+    optimizer = run.distributed(sgd(model), model, backward_passes_per_step=3)
+    for step in range(STEPS):
+        model.zero_grad()
+        for part in range(3):
+            model(data(10 * step + part)).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@scenario
+def clip_and_skip_synchronize(run: Run) -> nn.Module:
+    model = Net()
+    optimizer = run.distributed(sgd(model), model)
+    for step in range(STEPS):
+        model.zero_grad()
+        model(data(step)).square().mean().backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return model
+
+
+@scenario
+def grad_scaler(run: Run) -> nn.Module:
+    model = Net()
+    optimizer = run.distributed(sgd(model), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(STEPS):
+        model.zero_grad()
+        loss = model(data(step)).square().mean()
+        if step == 1 and hvd.rank() == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**10, scaler.get_scale()  # halved once, doubled once
+    return model
+
+
+@scenario
+def adam(run: Run) -> nn.Module:
+    model = Net()
+    train(model, run.distributed(torch.optim.Adam(model.parameters(), lr=0.01), model))
+    return model
+
+
+@scenario
+def unused_on_one_rank(run: Run) -> nn.Module:
+    model = Net()
+    optimizer = run.distributed(sgd(model), model)
+    for step in range(STEPS):
+        model.zero_grad()
+        model(data(step), skip=hvd.rank() == 0).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@scenario
+def unused_everywhere(run: Run) -> nn.Module:
+    model = Net()
+    optimizer = run.distributed(sgd(model), model)
+    for step in range(STEPS):
+        model.zero_grad()
+        model(data(step), skip=True).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@scenario
+def process_sets(run: Run) -> nn.Module:
+    """The members train together; rank 0 is in no set that does, and trains alone."""
+    model = Net()
+    train(model, run.distributed(sgd(model), model, process_set=MEMBERS[0]))
+    return model
+
+
+@scenario
+def zero_grad_to_none(run: Run) -> nn.Module:
+    model = Net()
+    optimizer = run.distributed(sgd(model), model)
+    train(model, optimizer, lambda: model.zero_grad(set_to_none=True))
+    return model
+
+
+@scenario
+def zero_grad_in_place(run: Run) -> nn.Module:
+    model = Net()
+    optimizer = run.distributed(sgd(model), model)
+    train(model, optimizer, lambda: model.zero_grad(set_to_none=False))
+    return model
+
+
+class Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 20, sparse=True)
+        self.net = Net()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.net(self.embedding(rows))
+
+
+def _train_embedding(run: Run, **arguments: Any) -> nn.Module:
+    model = Recommender()
+    optimizer = run.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model, **arguments)
+    for step in range(STEPS):
+        model.zero_grad()
+        rows = torch.arange(6) * (step + 2) % 50 + hvd.rank()
+        model(rows % 50).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@scenario
+def sparse_embedding(run: Run) -> nn.Module:
+    return _train_embedding(run)
+
+
+@scenario
+def sparse_as_dense(run: Run) -> nn.Module:
+    return _train_embedding(run, sparse_as_dense=True)
+
+
+@scenario
+def float16(run: Run) -> nn.Module:
+    model = Net().half()
+    optimizer = run.distributed(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(STEPS):
+        model.zero_grad()
+        model(data(step).half()).float().square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@scenario
+def bfloat16(run: Run) -> nn.Module:
+    """Horovod cannot reduce bfloat16: the reference averages in float32 by hand."""
+    model = Net().bfloat16()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if run.sparse:
+        optimizer = run.distributed(optimizer, model)
+    for step in range(STEPS):
+        model.zero_grad()
+        model(data(step).bfloat16()).float().square().mean().backward()
+        if not run.sparse:
+            for name, p in model.named_parameters():
+                mean = hvd.allreduce(p.grad.float(), name=f"reference.{name}", op=hvd.Average)
+                p.grad = mean.bfloat16()
+        optimizer.step()
+    return model
+
+
+@scenario
+def channels_last(run: Run) -> nn.Module:
+    """Horovod refuses strided gradients: the reference trains in the ordinary layout."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    if run.sparse:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = run.distributed(sgd(model), model)
+    for step in range(STEPS):
+        model.zero_grad()
+        images = data(step, features=3 * 6 * 6).view(8, 3, 6, 6)
+        model(images).square().mean().backward()
+        if run.sparse:  # else this scenario would test nothing
+            assert not model[0].weight.grad.is_contiguous()
+        else:
+            for p in model.parameters():
+                p.grad = p.grad.contiguous()
+        optimizer.step()
+    return model
+
+
+@scenario
+def load_state_dict_between_steps(run: Run) -> nn.Module:
+    model = Net()
+    optimizer = run.distributed(sgd(model), model)
+    train(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer)
+    return model
+
+
+@scenario
+def unnamed_parameters(run: Run) -> nn.Module:
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(sgd(model), compression=run.compression(None))
+    train(model, optimizer)
+    return model
+
+
+@scenario
+def small_tensors_dense(run: Run) -> nn.Module:
+    model = Net()
+    compression = run.compression(model, **({"dense_below": 100} if run.sparse else {}))
+    train(model, run.distributed(sgd(model), model, compression=compression))
+    if run.sparse:
+        names = {name for bucket in compression.stats().buckets for name in bucket.names}
+        assert names == {f"{run.label}.{n}.weight" for n in ("first", "middle")}, names
+    return model
+
+
+@scenario
+def direct_allreduce(run: Run) -> nn.Module:
+    """`hvd.allreduce(compression=…)` of a tensor that is nobody's gradient is left to Horovod."""
+    model = Net()
+    compression = run.compression(model)
+    train(model, run.distributed(sgd(model), model, compression=compression))
+    mean = hvd.allreduce(torch.ones(5) * hvd.rank(), name="direct", compression=compression)
+    assert torch.equal(mean, torch.full((5,), (hvd.size() - 1) / 2)), mean
+    return model
+
+
+@scenario
+def state_saved_and_loaded(run: Run) -> nn.Module:
+    model = Net()
+    compression = run.compression(model)
+    optimizer = run.distributed(sgd(model), model, compression=compression)
+    train(model, optimizer)
+    if run.sparse:
+        compression.load_state_dict(compression.state_dict())
+    train(model, optimizer)
+    return model
+
+
+def compare(name: str, dense: nn.Module, sparse: nn.Module) -> None:
+    for (parameter, expected), actual in zip(
+        dense.named_parameters(), sparse.parameters(), strict=True
+    ):
+        if hvd.size() == 2 and name != "channels_last":
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=None)
+        elif actual.dtype == torch.float32:
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+        else:
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+        assert torch.isfinite(actual).all(), parameter
+
+
+def main() -> None:
+    global METHOD  # noqa: PLW0603
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--method", default="topk")
+    parser.add_argument("--only", nargs="*")
+    options = parser.parse_args()
+    METHOD = options.method
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="optimizer.step\\(\\) called without")
+    # A static set: with dynamic ones Horovod's threads starve each other on a lock for seconds.
+    world_size = int(os.environ.get("HOROVOD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", "1")))
+    MEMBERS.append(hvd.ProcessSet(range(1, world_size)))
+    hvd.init(process_sets=MEMBERS)
+    torch.set_num_threads(1)
+    for name, function in SCENARIOS.items():
+        if options.only and name not in options.only:
+            continue
+        try:
+            dense, sparse = function(Run(name, sparse=False)), function(Run(name, sparse=True))
+            compare(name, dense, sparse)
+        except BaseException:
+            print(f"FAILED {name} on rank {hvd.rank()}", flush=True)
+            traceback.print_exc()
+            os._exit(1)
+        if hvd.rank() == 0:
+            print(f"EQUAL {name}", flush=True)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

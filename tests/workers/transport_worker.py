@@ -1,0 +1,209 @@
+"""Runs one of the modes below over a transport, under horovodrun: `transport_worker.py NAME MODE`.
+
+A rank that gets through prints `rank R of P: MODE over NAME passed`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.transports import Transport
+from hvd_sparse.transports.choose import create_transport
+from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from tests.workers.transport_scenarios import QUICK_SCENARIOS, SCENARIOS, Scenario
+
+SHORT_S = 1.0
+"""The timeout where one is meant to pass."""
+
+LONG_S = 600.0
+"""The timeout where none may pass: longer than the launch is given."""
+
+PROMPT_S = 10.0
+"""Within this a rank has to notice what it can notice, on a busy machine too."""
+
+
+def run_scenarios(transport: Transport, scenarios: Sequence[Scenario]) -> None:
+    for scenario in scenarios:
+        start = time.monotonic()
+        try:
+            scenario(transport)
+        except BaseException as error:
+            raise AssertionError(f"{scenario.__name__} on rank {transport.rank}") from error
+        if transport.rank == 0:
+            print(f"{scenario.__name__} {time.monotonic() - start:.3f} s", flush=True)
+
+
+def conformance(name: str) -> None:
+    """All scenarios; some from a background thread beside dense reductions; a silent rank."""
+    world = HorovodBootstrap()
+    transport = create_transport(name, world, 60.0)
+    assert transport.name == ("local" if name == "auto" and world.size == 1 else transport.name)
+    assert name in ("auto", transport.name)
+    run_scenarios(transport, SCENARIOS)
+    run_beside_dense_reductions(transport)
+    transport.close()
+    hvd.barrier()
+    if world.size > 1:
+        silent_rank(name, world)
+
+
+def run_beside_dense_reductions(transport: Transport) -> None:
+    failures: list[BaseException] = []
+
+    def background() -> None:
+        try:
+            for _ in range(3):
+                run_scenarios(transport, QUICK_SCENARIOS)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    for step in range(30):
+        gradient = torch.full((10_000,), float(hvd.rank() + step))
+        mean = hvd.allreduce(gradient, name=f"dense.{step % 5}")
+        assert torch.allclose(mean, torch.full((10_000,), (hvd.size() - 1) / 2 + step))
+    thread.join(60.0)
+    assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def silent_rank(name: str, world: HorovodBootstrap) -> None:
+    """The last rank does not answer rank 0, for whom the others wait."""
+    over_horovod = name == "horovod"
+    last = world.size - 1
+    timeout_s = SHORT_S if world.rank == 0 or over_horovod else LONG_S
+    transport = create_transport(name, world, timeout_s)
+    hvd.barrier()
+    start = time.monotonic()
+    error: TransportError | None = None
+    if world.rank != last:
+        try:
+            src = last if world.rank == 0 else 0
+            transport.exchange(None, None, src, channel="silence").wait()
+        except TransportError as caught:
+            error = caught
+        elapsed_s = time.monotonic() - start
+        assert elapsed_s < SHORT_S + PROMPT_S, f"{error!r} after {elapsed_s:.2f} s"
+        # The others need not wait as long: rank 0 tells them, where the medium can.
+        kind = TransportTimeout if world.rank == 0 or over_horovod else PeerLostError
+        assert isinstance(error, kind), f"{error!r} after {elapsed_s:.2f} s"
+        report(f"{kind.__name__} after {elapsed_s:.2f} s")
+        with pytest.raises(kind, match="of no more use"):
+            transport.exchange(None, None, 0 if world.rank else last, channel="after")
+    hvd.barrier()
+    transport.close()
+
+
+def peer_dies(name: str) -> None:
+    """The last rank ends without a word; each other one waits for its right neighbour."""
+    world = HorovodBootstrap()
+    transport = create_transport(name, world, LONG_S)
+    run_scenarios(transport, QUICK_SCENARIOS[:1])
+    status = int(os.environ["TEST_DEATH_STATUS"])
+    hvd.barrier()
+    if world.rank == world.size - 1:
+        report(f"dies at {time.monotonic():.2f}")
+        os._exit(status)
+    start = time.monotonic()
+    try:
+        transport.exchange(None, None, world.rank + 1, channel="death").wait()
+    except PeerLostError as error:
+        report(f"PeerLostError after {time.monotonic() - start:.2f} s: {error}")
+    hvd_free_exit()
+
+
+def peer_leaves(name: str) -> None:
+    """The last rank shuts down in order, while the others wait for a message from it."""
+    world = HorovodBootstrap()
+    transport = create_transport(name, world, LONG_S)
+    run_scenarios(transport, QUICK_SCENARIOS[:1])
+    hvd.barrier()
+    if world.rank == world.size - 1:
+        report("leaves")
+        return
+    start = time.monotonic()
+    with pytest.raises(PeerLostError):
+        transport.exchange(None, None, world.size - 1, channel="left").wait()
+    assert time.monotonic() - start < PROMPT_S
+    transport.close()
+
+
+def hvd_free_exit() -> None:
+    """Ends without `hvd.shutdown`, which needs all ranks."""
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def process_sets(name: str) -> None:
+    """Even and odd ranks at the same time, each in a world of their own."""
+    sets = [hvd.add_process_set(list(range(start, hvd.size(), 2))) for start in range(2)]
+    world = HorovodBootstrap(sets[hvd.rank() % 2])
+    assert world.ranks == list(range(hvd.rank() % 2, hvd.size(), 2))
+    assert world.rank == hvd.rank() // 2
+    transport = create_transport(name, world, 60.0)
+    assert transport.world_size == world.size
+    assert transport.rank == world.rank
+    # From here on only the transport is used: a set that is through may shut Horovod down.
+    hvd.barrier()
+    gathered = transport.allgather((torch.tensor([hvd.rank()]),), channel="ranks")
+    assert [part.view(torch.int64).item() for part in gathered] == world.ranks
+    run_scenarios(transport, QUICK_SCENARIOS)
+    with pytest.raises(ConfigError, match="not in the process set"):
+        HorovodBootstrap(sets[1 - hvd.rank() % 2])
+    transport.close()
+    if name == "horovod":
+        hvd.barrier()
+
+
+def refused(name: str) -> None:
+    """The choice is impossible, and every rank is told why."""
+    try:
+        create_transport(name, HorovodBootstrap(), 30.0)
+    except ConfigError as error:
+        report(f"ConfigError: {error}")
+    else:
+        raise AssertionError(f"{name} was taken")
+
+
+def chosen(name: str) -> None:
+    """Says which transport a choice leads to, over which address, and tries it."""
+    transport = create_transport(name, HorovodBootstrap(), 30.0)
+    report(f"chose {transport.name} at {getattr(transport, 'host', 'no address')}")
+    run_scenarios(transport, QUICK_SCENARIOS)
+    transport.close()
+
+
+def report(text: str) -> None:
+    # One write: mpirun may break a line between two.
+    sys.stdout.write(f"rank {hvd.rank()}: {text}\n")
+    sys.stdout.flush()
+
+
+MODES: dict[str, Callable[[str], None]] = {
+    mode.__name__: mode
+    for mode in (conformance, peer_dies, peer_leaves, process_sets, refused, chosen)
+}
+
+
+def main() -> None:
+    name, mode = sys.argv[1:]
+    torch.set_num_threads(1)
+    hvd.init()
+    MODES[mode](name)
+    report(f"of {hvd.size()}: {mode} over {name} passed")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
