@@ -1,0 +1,180 @@
+"""`hvd-sparse check`: what is here, and what would be chosen, with the reason."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import shutil
+import warnings
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from typing import Any
+
+import torch
+import torch.distributed
+
+from hvd_sparse import __version__, ops
+from hvd_sparse.cli.command import Command, Output, no_arguments, table
+from hvd_sparse.ops.native import LIBRARY_PATH
+from hvd_sparse.transports.choose import TRANSPORT_NAMES, VARIABLE
+
+CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+SLOW_SETTINGS = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for.
+
+    Attributes:
+        name: What.
+        state: "ok"; "none", where something optional is not there; or "problem".
+        detail: Version, place or reason.
+    """
+
+    name: str
+    state: str
+    detail: str
+
+
+def versions() -> Finding:
+    """This package and what it stands on."""
+    return Finding(
+        "versions",
+        "ok",
+        f"hvd_sparse {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+    )
+
+
+def horovod() -> Finding:
+    """Whether Horovod's torch module loads, and which controllers it was built with."""
+    version = _version("horovod")
+    if version is None:
+        return Finding("horovod", "problem", "not installed: nothing can be exchanged without it")
+    try:
+        hvd: Any = importlib.import_module("horovod.torch")
+    except Exception as error:  # a build for another torch fails in many ways
+        return Finding("horovod", "problem", f"{version} does not load: {one_line(error)}")
+    built = [name for name in ("gloo", "mpi", "nccl") if getattr(hvd, f"{name}_built")()]
+    return Finding("horovod", "ok", f"{version}, built with {', '.join(built) or 'nothing'}")
+
+
+def native_library() -> Finding:
+    """Which implementation serves CPU tensors."""
+    backend = ops.backend()
+    if backend != "reference":
+        return Finding("native library", "ok", f"{backend}: {LIBRARY_PATH}")
+    if os.environ.get("HVD_SPARSE_NATIVE") == "0":
+        return Finding("native library", "none", "switched off by HVD_SPARSE_NATIVE=0: slow")
+    return Finding("native library", "problem", f"{LIBRARY_PATH} does not load: slow reference")
+
+
+def gloo() -> Finding:
+    """Whether torch has the backend that the gloo transport uses."""
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        return Finding("transport gloo", "ok", "torch.distributed has it")
+    return Finding("transport gloo", "problem", "this torch was built without gloo")
+
+
+def mpi(horovod_finding: Finding) -> Finding:
+    """Whether the MPI transport could be used under `horovodrun --mpi`.
+
+    mpi4py is not imported: outside of an MPI job that would start a world of one.
+    """
+    if horovod_finding.state == "ok" and "mpi" not in horovod_finding.detail:
+        return Finding("transport mpi", "none", "Horovod was built without MPI")
+    version = _version("mpi4py")
+    if version is None:
+        return Finding("transport mpi", "none", "mpi4py is not installed (pip install mpi4py)")
+    if shutil.which("mpirun") is None:
+        return Finding("transport mpi", "none", f"mpi4py {version}, but there is no mpirun")
+    return Finding("transport mpi", "ok", f"mpi4py {version}")
+
+
+def cuda() -> Finding:
+    """Whether there is a GPU, and CuPy for its kernels."""
+    if not torch.cuda.is_available():
+        return Finding("CUDA", "none", "torch sees no CUDA device")
+    device = torch.cuda.get_device_name()
+    found = [f"{name} {v}" for name in CUPY_DISTRIBUTIONS if (v := _version(name)) is not None]
+    if found:
+        return Finding("CUDA", "ok", f"{device}, {found[0]}")
+    return Finding("CUDA", "none", f"{device}, but CuPy is not installed")
+
+
+def settings() -> list[Finding]:
+    """Environment variables that decide, or that make every step slow."""
+    found = []
+    for name in sorted(os.environ):
+        if name.startswith("HVD_SPARSE_"):
+            found.append(Finding(name, "ok", os.environ[name]))
+    for name in SLOW_SETTINGS:
+        if os.environ.get(name) == "0":
+            found.append(Finding(name, "problem", "0 makes every step slow: unset it"))
+    if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
+        found.append(
+            Finding("HOROVOD_AUTOTUNE", "problem", "tunes on tensors of two elements: unset it")
+        )
+    return found
+
+
+def chosen_transport(mpi_finding: Finding) -> Finding:
+    """What `transport="auto"` would take here, and why."""
+    asked = os.environ.get(VARIABLE)
+    name = "transport auto"
+    if asked and asked != "auto":
+        if asked not in TRANSPORT_NAMES:
+            names = ", ".join(TRANSPORT_NAMES)
+            return Finding(name, "problem", f"{VARIABLE} must be one of {names}; got {asked!r}")
+        return Finding(name, "ok", f"{asked}, because {VARIABLE} says so")
+    if mpi_finding.state == "ok":
+        return Finding(name, "ok", "mpi under horovodrun --mpi, gloo under horovodrun --gloo")
+    return Finding(name, "ok", f"gloo, because {mpi_finding.detail}")
+
+
+def findings() -> list[Finding]:
+    """Everything, in the order in which it is shown."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        of_horovod = horovod()
+        of_mpi = mpi(of_horovod)
+        return [
+            *(versions(), of_horovod, native_library(), gloo(), of_mpi, cuda()),
+            *settings(),
+            chosen_transport(of_mpi),
+        ]
+
+
+def run(options: argparse.Namespace) -> Output:
+    """Look, and tell; the status is 1 where there is a problem."""
+    found = findings()
+    problems = [finding for finding in found if finding.state == "problem"]
+    marks = {"ok": "ok", "none": "--", "problem": "!!"}
+    lines = [table([(marks[f.state], f.name, f.detail) for f in found])]
+    lines += ["", f"{len(problems)} problem{'s' * (len(problems) != 1)}"] if problems else []
+    report = {"findings": [asdict(finding) for finding in found], "problems": len(problems)}
+    return Output(report, "\n".join(lines), status=1 if problems else 0)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message without its line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _version(distribution: str) -> str | None:
+    """The installed version; None where the module cannot be found either."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "of unknown version" if util.find_spec(distribution.replace("-", "_")) else None
+
+
+CHECK = Command(
+    name="check",
+    summary="say what is installed, and what would be chosen and why",
+    examples=("hvd-sparse check", "HVD_SPARSE_TRANSPORT=mpi hvd-sparse check --json"),
+    add_arguments=no_arguments,
+    run=run,
+)

@@ -1,0 +1,56 @@
+"""What a subcommand is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a subcommand found.
+
+    Attributes:
+        report: The finding, as plain containers; `--json` prints it.
+        text: The same for people.
+        status: The process's exit status: 0 where all is well, 1 where something found is not.
+    """
+
+    report: dict[str, Any]
+    text: str
+    status: int = 0
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand.
+
+    Attributes:
+        name: As it is typed.
+        summary: One line for `hvd-sparse --help`.
+        examples: Whole command lines, for its own help.
+        add_arguments: Adds its arguments; `--json` is there already.
+        run: Does the work. A `HvdSparseError` or an `OSError` reaches the user as one line.
+    """
+
+    name: str
+    summary: str
+    examples: Sequence[str]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Output]
+
+
+def no_arguments(parser: argparse.ArgumentParser) -> None:
+    """For a subcommand without arguments of its own."""
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Rows as aligned columns, the last one ragged."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        indent
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

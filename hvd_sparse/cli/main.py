@@ -1,0 +1,56 @@
+"""Arguments in, one subcommand, an exit status out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from hvd_sparse import __version__
+from hvd_sparse.cli.check import CHECK
+from hvd_sparse.cli.command import Command
+from hvd_sparse.errors import HvdSparseError
+
+COMMANDS: tuple[Command, ...] = (CHECK,)
+
+FAILED = 2
+"""Exit status where a command could not do its work, as argparse's own for wrong arguments."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="hvd-sparse", description="Tools beside gradient sparsification for Horovod."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.summary[0].upper() + command.summary[1:] + ".",
+            epilog="examples:\n" + "\n".join(f"  {example}" for example in command.examples),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        command.add_arguments(subparser)
+        subparser.set_defaults(command=command)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `hvd-sparse`; returns its exit status."""
+    options = make_parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        output = command.run(options)
+        print(json.dumps(output.report, indent=2) if options.json else output.text, flush=True)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (HvdSparseError, OSError) as error:
+        print(f"hvd-sparse {command.name}: {error}", file=sys.stderr)
+        return FAILED
+    return output.status

@@ -1,0 +1,107 @@
+"""The command line: every subcommand's help, and `check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvd_sparse
+from hvd_sparse import ops
+from hvd_sparse.cli import check
+from hvd_sparse.cli.command import Command, Output, no_arguments
+from hvd_sparse.cli.main import COMMANDS, FAILED, main
+from hvd_sparse.errors import ConfigError
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_help_has_examples_that_parse(command: Command, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command.name, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for example in command.examples:
+        assert example in shown
+        assert f"hvd-sparse {command.name}" in example
+    assert "--json" in shown
+
+
+def test_without_a_command(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == FAILED
+    assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ConfigError("density: too much"), OSError("disk full")])
+def test_an_error_is_one_line(error: Exception, monkeypatch: Any, capsys: Any) -> None:
+    def fail(options: Any) -> Output:
+        raise error
+
+    command = Command("fail", "fail", (), no_arguments, fail)
+    monkeypatch.setattr("hvd_sparse.cli.main.COMMANDS", (command,))
+    assert main(["fail"]) == FAILED
+    assert capsys.readouterr().err == f"hvd-sparse fail: {error}\n"
+
+
+def checked(monkeypatch: Any, capsys: Any, **environment: str) -> tuple[int, dict[str, Any]]:
+    for name in list(os.environ):
+        if name.startswith(("HVD_SPARSE_", "HOROVOD_")):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status = main(["check", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    return status, {f["name"]: f for f in report["findings"]}
+
+
+def test_check_tells_what_is_here(monkeypatch: Any, capsys: Any) -> None:
+    _, found = checked(monkeypatch, capsys)
+    assert f"hvd_sparse {hvd_sparse.__version__}" in found["versions"]["detail"]
+    assert ops.backend() in found["native library"]["detail"] or ops.backend() == "reference"
+    assert found["transport gloo"]["state"] == "ok"
+    assert "gloo" in found["transport auto"]["detail"]
+
+
+def test_check_names_what_the_environment_decides(monkeypatch: Any, capsys: Any) -> None:
+    _, found = checked(monkeypatch, capsys, HVD_SPARSE_TRANSPORT="horovod")
+    assert found["transport auto"]["detail"] == "horovod, because HVD_SPARSE_TRANSPORT says so"
+    status, found = checked(
+        monkeypatch, capsys, HVD_SPARSE_TRANSPORT="pigeon", HOROVOD_CACHE_CAPACITY="0"
+    )
+    assert status == 1
+    assert "one of auto, gloo" in found["transport auto"]["detail"]
+    assert found["HOROVOD_CACHE_CAPACITY"]["state"] == "problem"
+
+
+def test_check_without_horovod(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(check, "_version", lambda name: None)
+    status, found = checked(monkeypatch, capsys)
+    assert status == 1
+    assert found["horovod"]["state"] == "problem"
+    assert found["transport mpi"]["state"] == "none"
+
+
+def test_a_horovod_that_does_not_load(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(check, "_version", lambda name: "0.28.1")
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    _, found = checked(monkeypatch, capsys)
+    assert found["horovod"]["detail"].startswith("0.28.1 does not load: ModuleNotFoundError")
+
+
+def test_as_a_process() -> None:
+    root = Path(hvd_sparse.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "hvd_sparse", "--version"],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == f"hvd-sparse {hvd_sparse.__version__}"
