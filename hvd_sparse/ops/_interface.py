@@ -1,4 +1,7 @@
-"""What an implementation of the operations has: a module or an object with these functions."""
+"""What an implementation of the operations has: a module or an object with these functions.
+
+`hvd_sparse.ops` documents them; here they get checked arguments.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ Entries = tuple[Tensor, Tensor]
 """Indices and values of a stream."""
 
 
-class Ops(Protocol):
-    """The operations of `hvd_sparse.ops`, which documents them, on checked arguments."""
+class SelectionOps(Protocol):
+    """Accumulation and selection."""
 
     def accumulate_select(
         self, residual: Tensor, gradients: Sequence[Tensor], threshold: float
@@ -22,7 +25,15 @@ class Ops(Protocol):
         self, residual: Tensor, gradients: Sequence[Tensor], k: int, pivot: float = 0.0
     ) -> tuple[Tensor, Tensor, float]: ...
 
+
+class EstimationOps(Protocol):
+    """What a threshold is estimated from."""
+
     def kth_magnitude(self, x: Tensor, k: int) -> float: ...
+
+
+class StreamOps(Protocol):
+    """Streams, and their way back to a dense vector."""
 
     def merge_sum(self, streams: Sequence[Entries], numel: int) -> Entries: ...
 
@@ -33,3 +44,7 @@ class Ops(Protocol):
     def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None: ...
 
     def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None: ...
+
+
+class Ops(SelectionOps, EstimationOps, StreamOps, Protocol):
+    """All of them."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hvd_sparse import ops
-from hvd_sparse.ops import reference
+from hvd_sparse.ops import _dispatch, reference
 from hvd_sparse.ops.native import NativeOps
 from tests.ops.cases import assert_same, generator
 
@@ -98,14 +98,14 @@ def test_missing_library_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> NativeOps:
         return NativeOps(Path("/nowhere/_native.so"))
 
-    monkeypatch.setattr(ops, "NativeOps", missing)
+    monkeypatch.setattr(_dispatch, "NativeOps", missing)
     with pytest.warns(RuntimeWarning, match="slow torch reference") as caught:
-        assert ops._load() is None
+        assert _dispatch.load() is None
     assert len(caught) == 1
 
 
 def test_the_reference_serves_what_the_library_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_native", None)
+    monkeypatch.setattr(_dispatch, "_native", None)
     assert ops.backend() == "reference"
     residual, gradient = torch.randn(2, 1000, generator=generator())
     theirs = residual.clone()

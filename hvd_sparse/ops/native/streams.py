@@ -1,0 +1,125 @@
+"""Streams, and their way back to a dense vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref, c_int32, c_int64, c_uint32, c_void_p
+from typing import ClassVar
+
+from torch import Tensor
+
+from hvd_sparse.ops._checks import threshold_key
+from hvd_sparse.ops.native._library import (
+    DTYPE_CODES,
+    NativeLibrary,
+    Signatures,
+    check,
+    empty_stream,
+)
+
+
+class NativeStreams(NativeLibrary):
+    """As `hvd_sparse.ops.streams`, on checked arguments."""
+
+    signatures: ClassVar[Signatures] = {
+        "merge_sum": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p),
+        "difference": (c_void_p, c_void_p, c_int64, c_void_p, c_int64) + (c_void_p,) * 3,
+        "threshold_stream": (c_void_p, c_void_p, c_int64, c_uint32) + (c_void_p,) * 3,
+        "scatter_add": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32),
+        "decode": (c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_int64, c_int32),
+    }
+
+    def merge_sum(
+        self, streams: Sequence[tuple[Tensor, Tensor]], numel: int
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of streams, in the order of the list."""
+        table: list[int] = []
+        room = 0
+        for indices, values in streams:
+            count = indices.numel()
+            table += (indices.data_ptr(), values.data_ptr(), count)
+            room += count
+        out_indices, out_values = empty_stream(room)
+        nnz = c_int64()
+        check(
+            self._library.hvds_merge_sum(
+                (c_int64 * len(table))(*table),
+                len(streams),
+                numel,
+                self._thread_count(),
+                out_indices.data_ptr(),
+                out_values.data_ptr(),
+                byref(nnz),
+            ),
+            "the indices of every stream",
+            numel,
+        )
+        return out_indices[: nnz.value], out_values[: nnz.value]
+
+    def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """The entries whose index is not in `other`."""
+        out_indices, out_values = empty_stream(indices.numel())
+        nnz = c_int64()
+        check(
+            self._library.hvds_difference(
+                indices.data_ptr(),
+                values.data_ptr(),
+                indices.numel(),
+                other.data_ptr(),
+                other.numel(),
+                out_indices.data_ptr(),
+                out_values.data_ptr(),
+                byref(nnz),
+            )
+        )
+        return out_indices[: nnz.value], out_values[: nnz.value]
+
+    def threshold_stream(
+        self, indices: Tensor, values: Tensor, threshold: float
+    ) -> tuple[Tensor, Tensor]:
+        """The entries that reach the threshold."""
+        out_indices, out_values = empty_stream(indices.numel())
+        nnz = c_int64()
+        check(
+            self._library.hvds_threshold_stream(
+                indices.data_ptr(),
+                values.data_ptr(),
+                indices.numel(),
+                threshold_key(threshold),
+                out_indices.data_ptr(),
+                out_values.data_ptr(),
+                byref(nnz),
+            )
+        )
+        return out_indices[: nnz.value], out_values[: nnz.value]
+
+    def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Adds a stream to a vector."""
+        check(
+            self._library.hvds_scatter_add(
+                x.data_ptr(),
+                x.numel(),
+                indices.data_ptr(),
+                values.data_ptr(),
+                indices.numel(),
+                self._thread_count(),
+            ),
+            "indices",
+            x.numel(),
+        )
+
+    def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Writes a stream as a dense vector."""
+        check(
+            self._library.hvds_decode(
+                out.data_ptr(),
+                DTYPE_CODES[out.dtype],
+                out.numel(),
+                indices.data_ptr(),
+                values.data_ptr(),
+                indices.numel(),
+                self._thread_count(),
+            ),
+            "indices",
+            out.numel(),
+        )

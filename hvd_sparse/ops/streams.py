@@ -1,0 +1,115 @@
+"""Streams, and their way back to a dense vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.ops import _checks as checks
+from hvd_sparse.ops._dispatch import implementation
+
+
+def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
+    """The sum of streams; at one index, values are added in the order of the list.
+
+    Args:
+        streams: Pairs `(indices, values)`, at least one.
+        numel: Length of the vectors that the streams stand for, below 2**31.
+
+    Returns:
+        `(indices, values)`, one entry per index that occurs.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: There is no stream, lengths do not match, a tensor is not contiguous or on
+            another device, or an index is found out of `[0, numel)`.
+    """
+    if len(streams) == 0:
+        raise ValueError("streams must have at least one stream, got none")
+    checks.integer("numel", numel, 0, checks.MAX_NUMEL)
+    device = checks.device_of(streams[0][0])
+    for i, (indices, values) in enumerate(streams):
+        checks.stream(indices, values, device, f"streams[{i}]")
+    return implementation(device).merge_sum(streams, numel)
+
+
+def difference(indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of a stream whose index is not in `other`.
+
+    Args:
+        indices: The stream's, `(nnz,)`.
+        values: The stream's, `(nnz,)`.
+        other: int32 `(m,)`, strictly ascending.
+
+    Returns:
+        `(indices, values)`.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: Lengths do not match, or a tensor is not contiguous or on another device.
+    """
+    device = checks.device_of(indices)
+    checks.stream(indices, values, device)
+    checks.tensor("other", other, (torch.int32,), device)
+    return implementation(device).difference(indices, values, other)
+
+
+def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The entries of a stream that reach a threshold, as `accumulate_select` understands it.
+
+    Args:
+        indices: The stream's, `(nnz,)`.
+        values: The stream's, `(nnz,)`.
+        threshold: Least magnitude to keep, >= 0.
+
+    Returns:
+        `(indices, values)`.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: Lengths do not match, a tensor is not contiguous or on another device, or the
+            threshold is negative.
+    """
+    device = checks.device_of(indices)
+    checks.stream(indices, values, device)
+    checks.threshold_key(threshold)
+    return implementation(device).threshold_stream(indices, values, threshold)
+
+
+def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Adds a stream to a vector: `x[indices] += values`.
+
+    Args:
+        x: float32 `(n,)`, changed in place.
+        indices: The stream's, `(nnz,)`.
+        values: The stream's, `(nnz,)`.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: Lengths do not match, a tensor is not contiguous or on another device, or an
+            index is out of `[0, n)` (some entries may have been added then).
+    """
+    device = checks.vector("x", x).device
+    checks.stream(indices, values, device)
+    implementation(device).scatter_add(x, indices, values)
+
+
+def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Writes a stream as a dense vector: zero everywhere but `out[indices] = values`.
+
+    Args:
+        out: float32, float16 or bfloat16 `(n,)`, overwritten; values are rounded to nearest even.
+        indices: The stream's, `(nnz,)`.
+        values: The stream's, `(nnz,)`.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: Lengths do not match, a tensor is not contiguous or on another device, or an
+            index is found out of `[0, n)` (`out` is undefined then).
+    """
+    device = checks.device_of(out)
+    checks.tensor("out", out, checks.GRADIENT_DTYPES, device)
+    checks.stream(indices, values, device)
+    implementation(device).decode(out, indices, values)
