@@ -20,6 +20,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 WORKERS = REPOSITORY / "tests" / "workers"
 LAUNCH_VARIABLE = "HVD_SPARSE_TEST_LAUNCH"
 
+GLOO_TIMEOUT_S = 120
+"""What Horovod's own messages may take. Its ranks spin while they wait, and where there are fewer
+cores than ranks, its default of 30 s can pass before the thread that holds a lock runs again."""
+
 
 class LaunchError(AssertionError):
     """A launch ended in a way that the test did not ask for; carries both of its outputs."""
@@ -74,7 +78,9 @@ def launch_command(
     path = Path(script)
     command = [*prefix, str(Path(sys.executable).parent / "horovodrun"), f"--{controller}"]
     command += ["-np", str(np), "-H", hosts or f"localhost:{np}", *options]
-    if controller == "mpi":
+    if controller == "gloo":
+        command += ["--gloo-timeout-seconds", str(GLOO_TIMEOUT_S)]
+    else:
         command.append("--mpi-args=--oversubscribe --allow-run-as-root")
     command += [sys.executable, str(path if path.is_absolute() else WORKERS / path)]
     return command + [str(argument) for argument in args]
