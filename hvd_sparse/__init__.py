@@ -10,6 +10,7 @@ from hvd_sparse.errors import (
     TransportTimeout,
     UnsupportedError,
 )
+from hvd_sparse.recording import Recorder
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "HvdSparseError",
     "PeerLostError",
     "PlanError",
+    "Recorder",
     "TransportError",
     "TransportTimeout",
     "UnsupportedError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from hvd_sparse.adapter import SparseCompressor
 from hvd_sparse.checks import check_at_least, check_choice, check_count, check_density
 from hvd_sparse.collectives import Collective, OkTopk, TopkAllgather, automatic_collective
 from hvd_sparse.engine import Method
+from hvd_sparse.recording import Recorder
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
 from hvd_sparse.transports.choose import TRANSPORT_NAMES
 
@@ -23,6 +25,7 @@ COLLECTIVES: dict[str, Callable[..., Collective]] = {
 """Collectives by the names under which a user asks for them."""
 
 NamedParameters = Iterable[tuple[str, Parameter]] | None
+Record = str | os.PathLike[str] | Recorder | None
 
 BUCKET_NUMEL = 1 << 23
 DENSE_BELOW = 1024
@@ -53,6 +56,7 @@ class Compression:
         bucket_numel: Elements at which a bucket of tensors is closed; a larger one has its own.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce. So does float64.
         timeout_s: Seconds after which a peer that does not answer is given up.
+        record: Where to record what happens, for `hvd-sparse report`: a path, or a `Recorder`.
 
     They raise `ConfigError`, a `ValueError`, that names an argument, its range and its value.
 
@@ -73,6 +77,7 @@ class Compression:
         bucket_numel: int = BUCKET_NUMEL,
         dense_below: int = DENSE_BELOW,
         timeout_s: float = TIMEOUT_S,
+        record: Record = None,
     ) -> SparseCompressor:
         """Exact top-k: each rank sends its k largest accumulated magnitudes in every step.
 
@@ -85,6 +90,7 @@ class Compression:
             bucket_numel: See the class.
             dense_below: See the class.
             timeout_s: See the class.
+            record: See the class.
         """
         check_choice("collective", collective, COLLECTIVES)
         return _compressor(
@@ -97,6 +103,7 @@ class Compression:
             bucket_numel=bucket_numel,
             dense_below=dense_below,
             timeout_s=timeout_s,
+            record=record,
         )
 
     @staticmethod
@@ -112,6 +119,7 @@ class Compression:
         bucket_numel: int = BUCKET_NUMEL,
         dense_below: int = DENSE_BELOW,
         timeout_s: float = TIMEOUT_S,
+        record: Record = None,
     ) -> SparseCompressor:
         """Ok-Topk: thresholds reused between exact evaluations, and an allreduce of O(k) volume.
 
@@ -131,6 +139,7 @@ class Compression:
             bucket_numel: See the class.
             dense_below: See the class.
             timeout_s: See the class.
+            record: See the class.
         """
         check_count("repartition_interval", repartition_interval, 1)
         check_count("threshold_interval", threshold_interval, 1)
@@ -154,6 +163,7 @@ class Compression:
             bucket_numel=bucket_numel,
             dense_below=dense_below,
             timeout_s=timeout_s,
+            record=record,
         )
 
 
@@ -168,6 +178,7 @@ def _compressor(
     bucket_numel: int,
     dense_below: int,
     timeout_s: float,
+    record: Record,
 ) -> SparseCompressor:
     check_density(density)
     check_choice("transport", transport, TRANSPORT_NAMES)
@@ -187,4 +198,5 @@ def _compressor(
         transport=transport,
         timeout_s=timeout_s,
         dense_below=dense_below,
+        observer=record if isinstance(record, Recorder | None) else Recorder(record),
     )

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import ParameterLookup, calling_optimizer
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
-from hvd_sparse.engine import Engine, Method, Stats, TensorSpec
+from hvd_sparse.engine import Engine, Method, Observer, Stats, TensorSpec
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.transports.choose import create_transport
 
@@ -53,6 +53,7 @@ class SparseCompressor:
         transport: Name of a transport, or "auto".
         timeout_s: Seconds after which a peer that does not answer is given up.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce.
+        observer: Is told of plans and steps, or None.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class SparseCompressor:
         transport: str,
         timeout_s: float,
         dense_below: int,
+        observer: Observer | None = None,
     ) -> None:
         self.method = method
+        self.observer = observer
         self._transport_name = transport
         self._timeout_s = timeout_s
         self._dense_below = dense_below
@@ -72,7 +75,7 @@ class SparseCompressor:
         self._start()
 
     def _start(self) -> None:
-        self._engine = Engine(self.method)
+        self._engine = Engine(self.method, self.observer)
         self._optimizer: weakref.ref[Any] | None = None
         self._world: object | None = None
         self._world_size = 1
@@ -170,6 +173,7 @@ class SparseCompressor:
         """Pickled without its engine: a copy reads its parameters from the optimizer it serves."""
         return {
             "method": self.method,
+            "observer": self.observer,
             "_transport_name": self._transport_name,
             "_timeout_s": self._timeout_s,
             "_dense_below": self._dense_below,

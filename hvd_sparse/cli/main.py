@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from hvd_sparse import __version__
 from hvd_sparse.cli.check import CHECK
 from hvd_sparse.cli.command import Command
+from hvd_sparse.cli.report import REPORT
+from hvd_sparse.cli.trace import TRACE
 from hvd_sparse.errors import HvdSparseError
 
-COMMANDS: tuple[Command, ...] = (CHECK,)
+COMMANDS: tuple[Command, ...] = (CHECK, REPORT, TRACE)
 
 FAILED = 2
 """Exit status where a command could not do its work, as argparse's own for wrong arguments."""

@@ -1,7 +1,8 @@
 """The engine: from gradients as they become ready to reduced gradients."""
 
 from hvd_sparse.engine.engine import Engine
+from hvd_sparse.engine.observer import Observer
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import BucketStats, Stats, StepStats
 
-__all__ = ["BucketStats", "Engine", "Method", "Stats", "StepStats", "TensorSpec"]
+__all__ = ["BucketStats", "Engine", "Method", "Observer", "Stats", "StepStats", "TensorSpec"]

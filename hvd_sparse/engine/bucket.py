@@ -75,6 +75,11 @@ class Bucket:
         self._staged: dict[int, Tensor] = {}
         self._missing = len(specs)
 
+    @property
+    def threshold(self) -> float:
+        """Magnitude from which entries left in the last step; 0.0 where the selector has none."""
+        return float(getattr(self.selector, "threshold", 0.0))
+
     def missing(self) -> list[str]:
         """Names of the tensors whose gradients have not come."""
         pairs = zip(self.specs, self._gradients, strict=True)

@@ -16,12 +16,16 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.engine.bucket import Bucket, Phase
+from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import Method, TensorSpec, agree_on_plan
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.errors import PlanError
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
+
+COMPARISON_INTERVAL = 64
+"""Steps from one comparison of the ranks' times to the next, where an observer asks for it."""
 
 
 def exchange(bucket: Bucket) -> None:
@@ -80,18 +84,26 @@ class Engine:
 
     One step is: `submit` for every tensor, then `result` for every tensor.
 
+    Args:
+        method: How to compress and exchange.
+        observer: Is told of plans and steps; ranks need not have one alike, rank 0's decides
+            whether they compare their times.
+
     Attributes:
         scale: What sums over ranks are multiplied by; must be set before the first `result`.
     """
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Method, observer: Observer | None = None) -> None:
         self.method = method
+        self.observer = observer
         self.scale: float | None = None
         self._transport: Transport | None = None
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
         self._buckets: list[Bucket] = []
         self._places: dict[str, tuple[Bucket, int]] = {}
         self._restored = EngineState()
+        self._comparing = False
+        self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64)
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -179,6 +191,20 @@ class Engine:
                 decode(bucket, self.scale, stats)
             bucket.stats.amend(stats)
             bucket.close_step()
+        if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
+            self._compare_ranks()
+        if self.observer is not None:
+            self.observer.stepped(self._buckets)
+
+    def _compare_ranks(self) -> None:
+        """Gather what the phases took on every rank; the background thread is idle meanwhile."""
+        assert self._transport is not None
+        totals = self.stats().totals
+        now = torch.tensor([getattr(totals, n) for n in COMPARED_PHASES], dtype=torch.float64)
+        since, self._compared = now - self._compared, now
+        messages = self._transport.allgather((since,), channel="compare")
+        if self.observer is not None:
+            self.observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
 
     def _wait_for(self, bucket: Bucket, phase: Phase) -> None:
         with self._changed:
@@ -207,11 +233,20 @@ class Engine:
         }
         self._restored.restore(self._buckets, self._transport)
         self._restored = EngineState()
+        self._comparing = self._rank_0_observes()
+        self._compared.zero_()
+        if self.observer is not None:
+            self.observer.planned(self._transport, self._buckets)
         for name, (bucket, place) in self._places.items():
             bucket.put(place, self._arrivals[name][1])
         self._arrivals = {}
         self._thread = threading.Thread(target=self._run, name="hvd_sparse", daemon=True)
         self._thread.start()
+
+    def _rank_0_observes(self) -> bool:
+        assert self._transport is not None
+        mine = torch.tensor([self.observer is not None], dtype=torch.int64)
+        return bool(self._transport.broadcast((mine,), 0, channel="observe").view(torch.int64))
 
     def _new_bucket(self, specs: list[TensorSpec]) -> Bucket:
         assert self._transport is not None

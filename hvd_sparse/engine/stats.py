@@ -27,6 +27,7 @@ class StepStats:
         exchange_s: Seconds in the collective, waiting for peers included.
         decode_s: Seconds spent writing the dense gradient.
         wait_s: Seconds for which the training thread waited for the bucket's result.
+        starts: When each of these phases last began, by its name, as `perf_counter` counts.
     """
 
     nnz_selected: int = 0
@@ -39,20 +40,25 @@ class StepStats:
     exchange_s: float = 0.0
     decode_s: float = 0.0
     wait_s: float = 0.0
+    starts: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: StepStats) -> None:
         """Add another step's figures to these."""
-        for item in fields(StepStats):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        for name in FIGURES:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds that a block takes to the field of that name."""
-        start = perf_counter()
+        start = self.starts[name] = perf_counter()
         try:
             yield
         finally:
             setattr(self, name, getattr(self, name) + perf_counter() - start)
+
+
+FIGURES = tuple(item.name for item in fields(StepStats) if item.name != "starts")
+"""What is counted: the fields of `StepStats` that can be added up."""
 
 
 @dataclass
@@ -81,11 +87,13 @@ class BucketStats(StepStats):
     def record(self, step: StepStats) -> None:
         """Count one more step."""
         self.steps += 1
+        self.starts, step.starts = step.starts, {}  # of the last step only
         self.history.append(step)
         self.add(step)
 
     def amend(self, late: StepStats) -> None:
         """Add figures that became known after their step, the last one, was recorded."""
+        self.starts.update(late.starts)
         self.history[-1].add(late)
         self.add(late)
 

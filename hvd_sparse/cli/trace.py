@@ -1,0 +1,48 @@
+"""`hvd-sparse trace`: a recording as a Chrome trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from hvd_sparse.cli.command import Command, Output
+from hvd_sparse.recording.log import read_recording
+from hvd_sparse.recording.trace import chrome_trace, read_timeline
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recording, Horovod's timeline, and where the trace goes."""
+    parser.add_argument("recording", type=Path, help="what record= or a Recorder has written")
+    parser.add_argument(
+        "--timeline", type=Path, help="merge with this file of Horovod's (HOROVOD_TIMELINE)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="the trace (default: the recording's name with .trace.json)",
+    )
+
+
+def run(options: argparse.Namespace) -> Output:
+    """Read, merge, write."""
+    timeline = None if options.timeline is None else read_timeline(options.timeline)
+    trace = chrome_trace(read_recording(options.recording), timeline)
+    output = options.output or options.recording.with_suffix(".trace.json")
+    output.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+    events = len(trace["traceEvents"])
+    text = f"{output}: {events} events; open it in chrome://tracing or ui.perfetto.dev"
+    return Output({"trace": str(output), "events": events}, text)
+
+
+TRACE = Command(
+    name="trace",
+    summary="turn a recording into a Chrome trace, merged with Horovod's timeline",
+    examples=(
+        "hvd-sparse trace run.jsonl",
+        "hvd-sparse trace run.jsonl --timeline timeline.json -o merged.json",
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

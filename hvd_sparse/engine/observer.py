@@ -1,0 +1,31 @@
+"""Who is told what an engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.transports import Transport
+
+COMPARED_PHASES = ("accumulate_s", "select_s", "exchange_s", "decode_s", "wait_s")
+"""The columns of what `Observer.compared` is given."""
+
+
+class Observer(Protocol):
+    """Called by the training thread between the end of an exchange and the next gradients."""
+
+    def planned(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
+        """The step that ends now made a plan."""
+
+    def stepped(self, buckets: Sequence[Bucket]) -> None:
+        """A step has ended; the buckets' statistics include it."""
+
+    def compared(self, seconds: Tensor) -> None:
+        """What the phases took on every rank.
+
+        Args:
+            seconds: float64 `(P, len(COMPARED_PHASES))`, sums since the last call, on every rank.
+        """

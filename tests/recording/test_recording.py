@@ -1,0 +1,300 @@
+"""Recordings: written by engines over ranks in threads, bounded in cost, read back and drawn."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from hvd_sparse import ConfigError, Recorder
+from hvd_sparse.cli.main import FAILED, main
+from hvd_sparse.collectives import TopkAllgather
+from hvd_sparse.engine import Engine, Method, TensorSpec
+from hvd_sparse.engine import engine as engine_module
+from hvd_sparse.recording.budget import SAVED_S, Budget
+from hvd_sparse.recording.log import read_recording
+from hvd_sparse.recording.summary import slowest_rank
+from hvd_sparse.selectors import ReusedThreshold
+from hvd_sparse.transports import Transport
+from hvd_sparse.transports.local import run_ranks
+
+NUMEL = 3000
+
+
+def train(
+    transport: Transport,
+    recorder_of: Callable[[int], Recorder | None],
+    steps: int = 30,
+    buckets: int = 3,
+    between: Callable[[int], object] = lambda rank: None,
+) -> Engine:
+    """Some steps of an engine; returns it, disconnected."""
+    method = Method(0.05, NUMEL, partial(ReusedThreshold, 8), TopkAllgather, "test")
+    engine = Engine(method, recorder_of(transport.rank))
+    engine.connect(transport)
+    generator = torch.Generator().manual_seed(transport.rank)
+    specs = [TensorSpec(f"layer{i}.weight", (NUMEL,), "torch.float32") for i in range(buckets)]
+    for _ in range(steps):
+        for spec in specs:
+            engine.submit(spec, torch.randn(NUMEL, generator=generator))
+            between(transport.rank)
+        engine.scale = 0.5
+        for spec in specs:
+            engine.result(spec.name)
+    engine.disconnect()
+    return engine
+
+
+def record(path: Path, world_size: int = 2, **arguments: Any) -> None:
+    run_ranks(world_size, lambda t: train(t, lambda rank: Recorder(path), **arguments))
+
+
+@pytest.fixture
+def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is recorded, whatever it costs."""
+    monkeypatch.setattr(Budget, "covers", lambda self, cost_s: True)
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_what_is_recorded_adds_up(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    engines = run_ranks(
+        2, lambda t: (train(t, lambda rank: Recorder(path)), t.traffic), timeout_s=30.0
+    )
+    recording = read_recording(path)
+    assert recording.run["world_size"] == 2
+    assert recording.run["transport"] == "local"
+    assert not recording.truncated
+    (plan,) = recording.plans
+    assert [b["names"] for b in plan.buckets] == [[f"layer{i}.weight"] for i in range(3)]
+    assert [b["k"] for b in plan.buckets] == [150] * 3
+    counted = sum(line["steps"] for line in plan.steps)
+    assert counted == plan.steps[-1]["step"]
+    sent = sum(sum(line["bytes_sent"]) for line in plan.steps)
+    assert sent >= 8 * 3 * 135 * counted
+    assert sent <= engines[0][1].bytes_sent
+    assert plan.residuals
+    assert {r["bucket"] for r in plan.residuals} <= {0, 1, 2}
+    assert all(r["norm"] > 0 for r in plan.residuals)
+    spans = plan.steps[-1]["spans"][0]
+    assert set(spans) == {"accumulate_s", "select_s", "exchange_s", "decode_s", "wait_s"}
+    start_s, seconds = spans["select_s"]
+    assert 0 < start_s <= spans["exchange_s"][0]
+    assert start_s + seconds <= spans["exchange_s"][0] + 2e-6
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_only_rank_0_writes_unless_the_name_has_a_rank(tmp_path: Path) -> None:
+    record(tmp_path / "one.jsonl", world_size=3, steps=3)
+    assert [p.name for p in tmp_path.iterdir()] == ["one.jsonl"]
+    record(tmp_path / "run-{rank}.jsonl", world_size=3, steps=3)
+    for rank in range(3):
+        assert read_recording(tmp_path / f"run-{rank}.jsonl").run["rank"] == rank
+
+
+@pytest.mark.parametrize("recording_rank", [0, 1])
+def test_ranks_need_not_all_record(tmp_path: Path, recording_rank: int) -> None:
+    path = tmp_path / "run-{rank}.jsonl"
+
+    def recorder(rank: int) -> Recorder | None:
+        return Recorder(path) if rank == recording_rank else None
+
+    run_ranks(2, lambda t: train(t, recorder, steps=70))
+    recording = read_recording(tmp_path / f"run-{recording_rank}.jsonl")
+    assert bool(recording.ranks) == (recording_rank == 0)
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_the_slowest_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "COMPARISON_INTERVAL", 4)
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            sleep(0.01)
+
+    record(tmp_path / "run.jsonl", world_size=3, steps=12, between=work)
+    recording = read_recording(tmp_path / "run.jsonl")
+    assert len(recording.ranks) == 3
+    assert len(recording.ranks[0]["exchange_s"]) == 3
+    assert slowest_rank(recording) == 1
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_budget_is_kept() -> None:
+    clock = Clock()
+    budget = Budget(0.01, clock)
+    paid = 0
+    for _ in range(10_000):
+        clock.now += 0.01
+        if budget.covers(0.0):
+            with budget.paying():
+                clock.now += 0.002
+            paid += 1
+    assert budget.spent_s == pytest.approx(0.002 * paid)
+    assert 0.009 <= budget.spent_s / clock.now <= 0.0101
+    clock.now += 1e6
+    assert budget.covers(SAVED_S)
+    with budget.paying():
+        clock.now += 2 * SAVED_S
+    assert not budget.covers(0.0)
+
+
+def test_the_cost_is_below_one_percent_of_the_time(tmp_path: Path) -> None:
+    recorders = [Recorder(tmp_path / "run.jsonl"), None]
+    start = perf_counter()
+    run_ranks(2, lambda t: train(t, recorders.__getitem__, steps=200, buckets=30))
+    assert recorders[0] is not None
+    assert 0 < recorders[0].spent_s < 0.01 * (perf_counter() - start) + 0.02  # one line over
+    recording = read_recording(tmp_path / "run.jsonl")
+    assert 0 < len(recording.steps) < 200
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_the_file_grows_with_the_logarithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_sparse.recording.recorder.LINES_BEFORE_THINNING", 4)
+    record(tmp_path / "run.jsonl", world_size=1, steps=61)
+    steps = [line["step"] for line in read_recording(tmp_path / "run.jsonl").steps]
+    assert steps == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 36, 44, 52, 60]
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: dict[str, list[tuple[int, float]]] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.scalars.setdefault(tag, []).append((global_step, scalar_value))
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_tensorboard_gets_scalars_on_rank_0() -> None:
+    writers = [Writer(), Writer()]
+    run_ranks(
+        2,
+        lambda t: train(t, lambda rank: Recorder(tensorboard=writers[rank])),
+        timeout_s=30.0,
+    )
+    assert not writers[1].scalars
+    tags = writers[0].scalars
+    assert {"hvd_sparse/bytes_sent", "hvd_sparse/wait_s", "hvd_sparse/exchange_s"} <= set(tags)
+    for name in ("density", "threshold", "residual_norm"):
+        assert tags[f"hvd_sparse/bucket_0/{name}"][-1][1] > 0
+    assert all(0.04 < value < 0.12 for _, value in tags["hvd_sparse/bucket_0/density"])
+
+
+def test_a_recorder_is_pickled_as_its_arguments() -> None:
+    copy = pickle.loads(pickle.dumps(Recorder("x.jsonl", share=0.5)))
+    assert (copy.path, copy.share) == ("x.jsonl", 0.5)
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
+def test_share_is_checked(share: float) -> None:
+    with pytest.raises(ConfigError, match=f"share must be .*, got {share}"):
+        Recorder("x", share=share)
+
+
+# -- the page and the trace ------------------------------------------------------------------------
+
+
+def page_of(path: Path) -> str:
+    assert main(["report", str(path)]) == 0
+    page = path.with_suffix(".html").read_text()
+    assert re.findall(r'(?:src|href)="(?!#)[^"]*"', page) == []  # nothing from elsewhere
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(svg)
+    return page
+
+
+@pytest.mark.usefixtures("unlimited")
+@pytest.mark.parametrize("buckets", [1, 100])
+def test_a_page_of_one_bucket_and_of_many(tmp_path: Path, buckets: int, capsys: Any) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, steps=4, buckets=buckets)
+    page = page_of(path)
+    assert page.count("<svg") == 6
+    assert f"layer{buckets - 1}.weight" in page
+    assert "4 steps" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_a_truncated_file_is_shown_with_a_warning(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, steps=6)
+    whole = path.read_text()
+    path.write_text(whole[:-25])
+    assert "cut off" in page_of(path)
+    assert "(the recording is cut off)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "run.jsonl:1: an empty file"),
+        ("hello\n", "run.jsonl:1: not a line of a recording"),
+        ("[]\n", "run.jsonl:1: kind must be one of run, plan"),
+        ('{"kind":"plan","step":0,"buckets":[]}\n', "run.jsonl:1: a recording begins with"),
+        ('{"kind":"run"}\n', "run.jsonl:1: a 'run' line without version, rank"),
+        ("RUN\n", "holds no step"),
+        ("RUN\n{}\nRUN\n", "run.jsonl:2: kind must be one of"),
+        ('RUN\n{"kind":"residual","step":1,"bucket":0,"norm":1}\nRUN\n', "run.jsonl:2: .*place"),
+    ],
+)
+def test_what_is_no_recording_is_refused_in_one_line(
+    tmp_path: Path, text: str, message: str, capsys: Any
+) -> None:
+    path = tmp_path / "run.jsonl"
+    line = {"kind": "run", "version": 1, "rank": 0, "world_size": 2, "transport": "gloo"}
+    path.write_text(text.replace("RUN", json.dumps({**line, "start_unix_s": 0.0})))
+    assert main(["report", str(path)]) == FAILED
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    assert main(["report", str(tmp_path / "none.jsonl")]) == FAILED
+    assert capsys.readouterr().err.startswith("hvd-sparse report: [Errno 2] No such file")
+
+
+@pytest.mark.usefixtures("unlimited")
+@pytest.mark.parametrize("ending", ["]", "", ',\n{"ph": "B", "na'])
+def test_a_trace_merges_with_horovods_timeline(tmp_path: Path, ending: str) -> None:
+    path, timeline = tmp_path / "run.jsonl", tmp_path / "timeline.json"
+    record(path, steps=3)
+    ours_us = read_recording(path).run["start_unix_s"] * 1e6
+    began = f'{{"start_time_since_epoch_in_micros":{int(ours_us) - 5_000_000}}}'
+    timeline.write_text(
+        f'[\n{{"name": "process_name", "ph": "M", "pid": 0, "args": {began}}},\n'
+        f'{{"ph": "B", "name": "ALLREDUCE", "ts": 7966, "pid": 1}}{ending}'
+    )
+    assert main(["trace", str(path), "--timeline", str(timeline)]) == 0
+    events = json.loads((tmp_path / "run.trace.json").read_text())["traceEvents"]
+    (theirs,) = [event for event in events if event["name"] == "ALLREDUCE"]
+    assert theirs["ts"] == pytest.approx(7966)
+    ours = [event for event in events if event["ph"] == "X"]
+    assert {event["name"] for event in ours} >= {"SELECT bucket 0", "EXCHANGE bucket 2"}
+    assert all(5_000_000 <= event["ts"] < 65_000_000 for event in ours)
+
+
+def test_a_timeline_that_is_none_is_refused(tmp_path: Path, capsys: Any) -> None:
+    path, timeline = tmp_path / "run.jsonl", tmp_path / "timeline.json"
+    record(path, world_size=1, steps=1)
+    for text, message in (("x", "no timeline"), ("{}", "list of events"), ("[{}]", "start_time")):
+        timeline.write_text(text)
+        assert main(["trace", str(path), "--timeline", str(timeline)]) == FAILED
+        assert message in capsys.readouterr().err
