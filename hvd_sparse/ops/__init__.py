@@ -14,24 +14,51 @@ in `reference` and in `native`, and its part of the interface in `_interface`.
 """
 
 from hvd_sparse.ops._dispatch import backend
-from hvd_sparse.ops.estimation import kth_magnitude
-from hvd_sparse.ops.selection import accumulate_select, accumulate_topk
+from hvd_sparse.ops.estimation import (
+    accumulator_moments,
+    count_at_least,
+    kth_magnitude,
+    sample_accumulator,
+    sampled_threshold,
+)
+from hvd_sparse.ops.moments import Moments
+from hvd_sparse.ops.momentum import Momentum
+from hvd_sparse.ops.selection import (
+    accumulate_group_topk,
+    accumulate_select,
+    accumulate_topk,
+    hash_select,
+    partition_select,
+)
 from hvd_sparse.ops.streams import (
     decode,
     difference,
     merge_sum,
     scatter_add,
+    take_at,
     threshold_stream,
+    zero_at,
 )
 
 __all__ = [
+    "Moments",
+    "Momentum",
+    "accumulate_group_topk",
     "accumulate_select",
     "accumulate_topk",
+    "accumulator_moments",
     "backend",
+    "count_at_least",
     "decode",
     "difference",
+    "hash_select",
     "kth_magnitude",
     "merge_sum",
+    "partition_select",
+    "sample_accumulator",
+    "sampled_threshold",
     "scatter_add",
+    "take_at",
     "threshold_stream",
+    "zero_at",
 ]

@@ -10,6 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hvd_sparse.ops.moments import Moments
+from hvd_sparse.ops.momentum import Momentum
+
 Entries = tuple[Tensor, Tensor]
 """Indices and values of a stream."""
 
@@ -18,18 +21,84 @@ class SelectionOps(Protocol):
     """Accumulation and selection."""
 
     def accumulate_select(
-        self, residual: Tensor, gradients: Sequence[Tensor], threshold: float
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        threshold: float,
+        momentum: Momentum | None = None,
     ) -> Entries: ...
 
     def accumulate_topk(
-        self, residual: Tensor, gradients: Sequence[Tensor], k: int, pivot: float = 0.0
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        k: int,
+        pivot: float = 0.0,
+        momentum: Momentum | None = None,
     ) -> tuple[Tensor, Tensor, float]: ...
+
+    def accumulate_group_topk(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        k: int,
+        group_numel: int = 512,
+        momentum: Momentum | None = None,
+    ) -> Entries: ...
+
+    def partition_select(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        threshold: float,
+        start: int,
+        stop: int,
+        momentum: Momentum | None = None,
+    ) -> Entries: ...
+
+    def hash_select(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        threshold: float,
+        slots: int,
+        slots_per_bucket: int,
+        a: int,
+        b: int,
+        momentum: Momentum | None = None,
+    ) -> Entries: ...
 
 
 class EstimationOps(Protocol):
     """What a threshold is estimated from."""
 
     def kth_magnitude(self, x: Tensor, k: int) -> float: ...
+
+    def sample_accumulator(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        start: int,
+        stride: int,
+        run: int = 1,
+        momentum: Momentum | None = None,
+    ) -> Tensor: ...
+
+    def accumulator_moments(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        threshold: float = 0.0,
+        momentum: Momentum | None = None,
+    ) -> Moments: ...
+
+    def count_at_least(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        thresholds: Sequence[float],
+        momentum: Momentum | None = None,
+    ) -> list[int]: ...
 
 
 class StreamOps(Protocol):
@@ -44,6 +113,10 @@ class StreamOps(Protocol):
     def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None: ...
 
     def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None: ...
+
+    def take_at(self, x: Tensor, indices: Tensor) -> Tensor: ...
+
+    def zero_at(self, x: Tensor, indices: Tensor) -> None: ...
 
 
 class Ops(SelectionOps, EstimationOps, StreamOps, Protocol):

@@ -1,11 +1,23 @@
-"""What a threshold is estimated from."""
+"""What a threshold is estimated from; nothing here changes its arguments.
+
+`residual`, `gradients` and `momentum` stand for the accumulator that `accumulate_select` would make
+of them; with no gradients at all, for the residual itself.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from hvd_sparse.ops import _checks as checks
 from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops.moments import Moments
+from hvd_sparse.ops.momentum import Momentum
+
+_SAMPLE_DENSITY = 0.01
+_SAMPLE_RUN = 4
+_SAMPLE_NUMEL_MIN, _SAMPLE_NUMEL_MAX = 2**12, 2**18
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
@@ -22,3 +34,132 @@ def kth_magnitude(x: Tensor, k: int) -> float:
     device = checks.vector("x", x).device
     checks.integer("k", k, 1, x.numel())
     return implementation(device).kth_magnitude(x, k)
+
+
+def sample_accumulator(
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    start: int,
+    stride: int,
+    run: int = 1,
+    momentum: Momentum | None = None,
+) -> Tensor:
+    """Magnitudes of the accumulator at regular places.
+
+    Memory is read by the cache line: four consecutive elements cost about what one does.
+
+    Args:
+        residual: float32 `(n,)`.
+        gradients: As for `accumulate_select`.
+        start: First element of the first run, in `[0, stride)`.
+        stride: From the start of a run to that of the next, at least 1.
+        run: Consecutive elements to take, in `[1, stride]`.
+        momentum: As for `accumulate_select`.
+
+    Returns:
+        float32 `(m,)`, in the order of the elements; the last run may be cut short by the end.
+
+    Raises:
+        TypeError: A tensor has another dtype, or a number is not an int.
+        ValueError: As for `accumulate_select`, or a number is out of its range.
+    """
+    _, device = checks.accumulation(residual, gradients, momentum)
+    checks.integer("stride", stride, 1, checks.MAX_NUMEL)
+    checks.integer("start", start, 0, stride - 1)
+    checks.integer("run", run, 1, stride)
+    return implementation(device).sample_accumulator(
+        residual, gradients, start, stride, run, momentum
+    )
+
+
+def sampled_threshold(
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    k: int,
+    seed: int,
+    momentum: Momentum | None = None,
+) -> float:
+    """About the k-th largest magnitude of the accumulator, from a strided sample of 1 %.
+
+    The sample has 4096 to 262144 elements (all of a shorter vector), so that it takes a small part
+    of a pass. The k-th magnitude of n is estimated by the exact one of rank k·m/n in the sample of
+    m: the number of entries that it lets pass has a relative standard deviation of about
+    (k·m/n)^(-1/2), more where neighbours resemble each other.
+
+    Source: Lin et al., "Deep Gradient Compression" (ICLR '18), section 3: threshold by sampling.
+
+    Args:
+        residual: float32 `(n,)`, n >= 1.
+        gradients: As for `accumulate_select`.
+        k: How many entries should pass, in [1, n].
+        seed: Random and non-negative: it sets where the sample begins.
+        momentum: As for `accumulate_select`.
+
+    Raises:
+        TypeError: A tensor has another dtype, or a number is not an int.
+        ValueError: As for `accumulate_select`, or a number is out of its range.
+    """
+    numel, _ = checks.accumulation(residual, gradients, momentum)
+    checks.integer("k", k, 1, numel)
+    checks.integer("seed", seed, 0)
+    wanted = min(max(round(numel * _SAMPLE_DENSITY), _SAMPLE_NUMEL_MIN), _SAMPLE_NUMEL_MAX)
+    stride = max(1, numel * _SAMPLE_RUN // wanted)
+    run = min(_SAMPLE_RUN, stride)
+    sample = sample_accumulator(residual, gradients, seed % stride, stride, run, momentum)
+    rank = round(k * sample.numel() / numel)
+    return kth_magnitude(sample, min(max(rank, 1), sample.numel()))
+
+
+def accumulator_moments(
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    threshold: float = 0.0,
+    momentum: Momentum | None = None,
+) -> Moments:
+    """Moments of the accumulator's finite entries that reach a threshold, in one pass.
+
+    They fit the distributions of Gaussiank and SIDCo (Abdelmoniem et al., MLSys '21).
+
+    Args:
+        residual: float32 `(n,)`.
+        gradients: As for `accumulate_select`.
+        threshold: Least magnitude that counts, >= 0; zeros never do.
+        momentum: As for `accumulate_select`.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: As for `accumulate_select`.
+    """
+    _, device = checks.accumulation(residual, gradients, momentum)
+    checks.threshold_key(threshold)
+    return implementation(device).accumulator_moments(residual, gradients, threshold, momentum)
+
+
+def count_at_least(
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    thresholds: Sequence[float],
+    momentum: Momentum | None = None,
+) -> list[int]:
+    """How many of the accumulator's entries reach each of several thresholds, in one pass.
+
+    With t thresholds, a step of MSTopK's bisection (Shi et al., MLSys '21) narrows the interval by
+    t + 1 instead of 2.
+
+    Args:
+        residual: float32 `(n,)`.
+        gradients: As for `accumulate_select`.
+        thresholds: Magnitudes, each as in `accumulate_select`, in any order.
+        momentum: As for `accumulate_select`.
+
+    Returns:
+        For each threshold, how many entries `accumulate_select` would move out.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: As for `accumulate_select`.
+    """
+    _, device = checks.accumulation(residual, gradients, momentum)
+    for threshold in thresholds:
+        checks.threshold_key(threshold)
+    return implementation(device).count_at_least(residual, gradients, thresholds, momentum)

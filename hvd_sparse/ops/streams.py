@@ -113,3 +113,40 @@ def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
     checks.tensor("out", out, checks.GRADIENT_DTYPES, device)
     checks.stream(indices, values, device)
     implementation(device).decode(out, indices, values)
+
+
+def take_at(x: Tensor, indices: Tensor) -> Tensor:
+    """Moves entries out of a vector: returns `x[indices]`, and leaves zeros there.
+
+    Args:
+        x: float32 `(n,)`, changed in place.
+        indices: int32 `(nnz,)`, each at most once.
+
+    Returns:
+        float32 `(nnz,)`.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: A tensor is not contiguous or on another device, or an index is out of `[0, n)`
+            (some entries may be zeroed then).
+    """
+    device = checks.vector("x", x).device
+    checks.tensor("indices", indices, (torch.int32,), device)
+    return implementation(device).take_at(x, indices)
+
+
+def zero_at(x: Tensor, indices: Tensor) -> None:
+    """Zeroes entries of a vector: `x[indices] = 0`.
+
+    Args:
+        x: float32 `(n,)`, changed in place.
+        indices: int32 `(nnz,)`, in any order.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: A tensor is not contiguous or on another device, or an index is out of `[0, n)`
+            (some entries may be zeroed then).
+    """
+    device = checks.vector("x", x).device
+    checks.tensor("indices", indices, (torch.int32,), device)
+    implementation(device).zero_at(x, indices)

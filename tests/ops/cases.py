@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hvd_sparse.ops import Momentum, reference
+from hvd_sparse.ops.native import NativeOps
 
 NUMELS = (0, 1, 5, 1000, 2**16 - 1, 2**16 + 1)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -92,9 +96,45 @@ def assert_same(actual: object, expected: object, what: str = "") -> None:
         assert torch.equal(bits(actual), bits(expected)), what
     elif isinstance(expected, float):
         assert_same(torch.tensor(actual), torch.tensor(expected), what)
+    elif isinstance(expected, int):
+        assert actual == expected, what
     else:
         assert isinstance(actual, Sequence), what
         assert isinstance(expected, Sequence), what
         assert len(actual) == len(expected), what
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other, what)
+
+
+def same_as_reference(
+    native: NativeOps,
+    op: str,
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    *arguments: object,
+    buffer: Tensor | None = None,
+    nesterov: bool = False,
+    what: str = "",
+) -> Any:
+    """Calls an accumulating op of both, and asserts that results and state are the same.
+
+    Args:
+        buffer: That of a momentum, if there is one.
+
+    Returns:
+        What the op returned.
+    """
+    outcomes = []
+    for implementation in (native, reference):
+        state = residual.clone()
+        if buffer is None:
+            result = getattr(implementation, op)(state, gradients, *arguments)
+            outcomes.append((result, state))
+        else:
+            u = buffer.clone()
+            momentum = Momentum(u, 0.9, nesterov)
+            result = getattr(implementation, op)(state, gradients, *arguments, momentum=momentum)
+            assert torch.isfinite(u).all() or not torch.isfinite(buffer).all(), what
+            outcomes.append((result, state, u))
+    assert_same(outcomes[0], outcomes[1], f"{op}{arguments}, {what}, nesterov {nesterov}")
+    return outcomes[0][0]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hvd_sparse import ops
-from hvd_sparse.ops import _dispatch, reference
+from hvd_sparse.ops import Momentum, _dispatch, reference
 from hvd_sparse.ops.native import NativeOps
 from tests.ops.cases import assert_same, generator
 
@@ -54,6 +54,41 @@ BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ops.threshold_stream(I32, F32, -0.5), ValueError, "threshold must be >= 0"),
     (lambda: ops.scatter_add(F32[:2], I32, F32), ValueError, r"ascending in \[0, 2\)"),
     (lambda: ops.decode(I32, I32, F32), TypeError, "out must be float32 or float16 or bfloat16"),
+    (lambda: ops.take_at(F32[:2], I32), ValueError, r"ascending in \[0, 2\)"),
+    (lambda: ops.zero_at(F32[:2], I32), ValueError, r"ascending in \[0, 2\)"),
+    (lambda: ops.take_at(F32, F32), TypeError, "indices must be int32"),
+    (
+        lambda: ops.accumulate_select(F32, [F32], 1.0, Momentum(F32[:3], 0.9)),
+        ValueError,
+        "momentum.buffer must have residual's numel 4, got 3",
+    ),
+    (
+        lambda: ops.accumulate_select(F32, [F32], 1.0, Momentum(F32, 1.0)),
+        ValueError,
+        r"momentum.factor must be in \[0, 1\), got 1.0",
+    ),
+    (
+        lambda: ops.accumulate_topk(F32, [], 1, momentum=Momentum(F32, 0.9)),
+        ValueError,
+        "gradients must not be empty where there is momentum",
+    ),
+    (
+        lambda: ops.accumulate_topk(F32, [F32], 1, momentum=0.9),
+        TypeError,
+        "momentum must be a Momentum or None, got float",
+    ),
+    (lambda: ops.accumulate_group_topk(F32, [], 5, 4), ValueError, r"k must be in \[1, 4\]"),
+    (lambda: ops.accumulate_group_topk(F32, [], 1, 0), ValueError, "group_numel must be in"),
+    (lambda: ops.partition_select(F32, [], 1.0, 3, 2), ValueError, r"stop must be in \[3, 4\]"),
+    (lambda: ops.partition_select(F32, [], 1.0, 5, 5), ValueError, r"start must be in \[0, 4\]"),
+    (lambda: ops.hash_select(F32, [], 1.0, 12, 8, 1, 0), ValueError, "multiple of .* 8, got 12"),
+    (lambda: ops.hash_select(F32, [], 1.0, 8, 1, 2, 0), ValueError, "a must be odd, got 2"),
+    (lambda: ops.hash_select(F32, [], 1.0, 8, 1, 1, 2**64), ValueError, "b must be in"),
+    (lambda: ops.sample_accumulator(F32, [], 2, 2), ValueError, r"start must be in \[0, 1\]"),
+    (lambda: ops.sample_accumulator(F32, [], 0, 2, 3), ValueError, r"run must be in \[1, 2\]"),
+    (lambda: ops.sampled_threshold(F32, [], 5, 0), ValueError, r"k must be in \[1, 4\]"),
+    (lambda: ops.count_at_least(F32, [], [1.0, -1.0]), ValueError, "threshold must be >= 0"),
+    (lambda: ops.accumulator_moments(F32, [], -1.0), ValueError, "threshold must be >= 0"),
     (lambda: ops.decode(STRIDED, I32, F32), ValueError, "out must be contiguous"),
 ]
 

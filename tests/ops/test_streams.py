@@ -165,3 +165,25 @@ def test_disorder_harms_nothing(native: NativeOps) -> None:
                 native.decode(torch.empty(numel), indices, values)
             except ValueError:
                 continue
+
+
+@pytest.mark.parametrize("nnz", [0, 1, 1000, 100_000])
+def test_take_and_zero_at(native: NativeOps, nnz: int) -> None:
+    x = torch.randn(NUMEL, generator=generator())
+    indices, _ = stream(NUMEL, nnz, 1)
+    for wanted in (indices, indices.flip(0)):
+        ours, theirs = x.clone(), x.clone()
+        assert_same(native.take_at(ours, wanted), reference.take_at(theirs, wanted))
+        assert_same(ours, theirs)
+        zeroed = x.clone()
+        native.zero_at(zeroed, wanted)
+        assert_same(zeroed, theirs)
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
+def test_take_and_zero_at_bad_indices(native: NativeOps, bad: int) -> None:
+    indices = torch.tensor([0, bad], dtype=torch.int32)
+    with pytest.raises(ValueError, match="indices must be"):
+        native.take_at(torch.zeros(5), indices)
+    with pytest.raises(ValueError, match="indices must be"):
+        native.zero_at(torch.zeros(5), indices)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hvd_sparse.ops import reference
 from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check
 
 
@@ -16,6 +17,10 @@ class NativeEstimation(NativeLibrary):
     signatures: ClassVar[Signatures] = {
         "kth_magnitude": (c_void_p, c_int64, c_int64, c_int32, c_void_p),
     }
+
+    sample_accumulator = staticmethod(reference.sample_accumulator)
+    accumulator_moments = staticmethod(reference.accumulator_moments)
+    count_at_least = staticmethod(reference.count_at_least)
 
     def kth_magnitude(self, x: Tensor, k: int) -> float:
         """The k-th largest magnitude."""

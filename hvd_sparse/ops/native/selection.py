@@ -8,7 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hvd_sparse.ops import reference
 from hvd_sparse.ops._checks import pivot_key, threshold_key
+from hvd_sparse.ops.momentum import Momentum
 from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check, empty_stream, segments
 
 
@@ -22,10 +24,20 @@ class NativeSelection(NativeLibrary):
         + (c_void_p,) * 4,
     }
 
+    accumulate_group_topk = staticmethod(reference.accumulate_group_topk)
+    partition_select = staticmethod(reference.partition_select)
+    hash_select = staticmethod(reference.hash_select)
+
     def accumulate_select(
-        self, residual: Tensor, gradients: Sequence[Tensor], threshold: float
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        threshold: float,
+        momentum: Momentum | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Adds, and moves out what reaches the threshold."""
+        if momentum is not None:
+            return reference.accumulate_select(residual, gradients, threshold, momentum)
         threads = self._thread_count()
         nnz = c_int64()
         check(
@@ -43,9 +55,16 @@ class NativeSelection(NativeLibrary):
         return indices, values
 
     def accumulate_topk(
-        self, residual: Tensor, gradients: Sequence[Tensor], k: int, pivot: float = 0.0
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        k: int,
+        pivot: float = 0.0,
+        momentum: Momentum | None = None,
     ) -> tuple[Tensor, Tensor, float]:
         """Adds, and moves out the k largest magnitudes."""
+        if momentum is not None:
+            return reference.accumulate_topk(residual, gradients, k, pivot, momentum)
         indices, values = empty_stream(min(k, residual.numel()))
         nnz, threshold = c_int64(), c_float()
         check(

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hvd_sparse.ops import reference
 from hvd_sparse.ops._checks import threshold_key
 from hvd_sparse.ops.native._library import (
     DTYPE_CODES,
@@ -28,6 +29,9 @@ class NativeStreams(NativeLibrary):
         "scatter_add": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32),
         "decode": (c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_int64, c_int32),
     }
+
+    take_at = staticmethod(reference.take_at)
+    zero_at = staticmethod(reference.zero_at)
 
     def merge_sum(
         self, streams: Sequence[tuple[Tensor, Tensor]], numel: int

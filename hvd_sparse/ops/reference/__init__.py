@@ -3,23 +3,44 @@
 Works on any device. The arguments are as `hvd_sparse.ops` has checked them.
 """
 
-from hvd_sparse.ops.reference.estimation import kth_magnitude
-from hvd_sparse.ops.reference.selection import accumulate_select, accumulate_topk
+from hvd_sparse.ops.reference.estimation import (
+    accumulator_moments,
+    count_at_least,
+    kth_magnitude,
+    sample_accumulator,
+)
+from hvd_sparse.ops.reference.selection import (
+    accumulate_group_topk,
+    accumulate_select,
+    accumulate_topk,
+    hash_select,
+    partition_select,
+)
 from hvd_sparse.ops.reference.streams import (
     decode,
     difference,
     merge_sum,
     scatter_add,
+    take_at,
     threshold_stream,
+    zero_at,
 )
 
 __all__ = [
+    "accumulate_group_topk",
     "accumulate_select",
     "accumulate_topk",
+    "accumulator_moments",
+    "count_at_least",
     "decode",
     "difference",
+    "hash_select",
     "kth_magnitude",
     "merge_sum",
+    "partition_select",
+    "sample_accumulator",
     "scatter_add",
+    "take_at",
     "threshold_stream",
+    "zero_at",
 ]

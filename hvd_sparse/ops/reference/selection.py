@@ -8,48 +8,111 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvd_sparse.magnitude import magnitude_keys
 from hvd_sparse.ops._checks import NON_FINITE_KEY, threshold_key
+from hvd_sparse.ops.momentum import Momentum
+from hvd_sparse.ops.reference._accumulated import Accumulated
 from hvd_sparse.ops.reference.estimation import kth_magnitude
 
 
 def accumulate_select(
-    residual: Tensor, gradients: Sequence[Tensor], threshold: float
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    threshold: float,
+    momentum: Momentum | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Adds, and moves out what reaches the threshold."""
-    acc = accumulated(residual, gradients)
-    selected = torch.nonzero(magnitude_keys(acc) >= threshold_key(threshold)).view(-1)
-    return move_out(residual, acc, selected)
+    """Moves out what reaches the threshold."""
+    accumulated = Accumulated(residual, gradients, momentum)
+    return accumulated.move_out(_where(accumulated.keys >= threshold_key(threshold)))
 
 
 def accumulate_topk(
-    residual: Tensor, gradients: Sequence[Tensor], k: int, pivot: float = 0.0
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    k: int,
+    pivot: float = 0.0,
+    momentum: Momentum | None = None,
 ) -> tuple[Tensor, Tensor, float]:
-    """Adds, and moves out the k largest magnitudes."""
+    """Moves out the k largest magnitudes."""
     del pivot  # it could only save time
-    acc = accumulated(residual, gradients)
+    accumulated = Accumulated(residual, gradients, momentum)
+    acc = accumulated.acc
     threshold = math.inf if k == 0 else kth_magnitude(acc, k) if k <= acc.numel() else 0.0
-    # Stable: of equal magnitudes the lower index comes first.
-    order = torch.sort(magnitude_keys(acc), descending=True, stable=True).indices[:k]
-    selected = order[magnitude_keys(acc)[order] > 0].sort().values
-    return *move_out(residual, acc, selected), threshold
+    return *accumulated.move_out(_largest(accumulated.keys, k)), threshold
 
 
-def accumulated(residual: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """The residual plus the gradients, as a new tensor `(n,)`."""
-    if len(gradients) == 0:
-        return residual.clone()
-    return residual + torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+def accumulate_group_topk(
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    k: int,
+    group_numel: int = 512,
+    momentum: Momentum | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Moves out the k largest magnitudes of each group."""
+    accumulated = Accumulated(residual, gradients, momentum)
+    keys = accumulated.keys
+    short = -keys.numel() % group_numel
+    rows = torch.nn.functional.pad(keys, (0, short)).view(-1, group_numel)
+    order = torch.sort(rows, dim=1, descending=True, stable=True).indices[:, :k]
+    first = torch.arange(rows.shape[0], device=keys.device).view(-1, 1) * group_numel
+    candidates = (first + order).flatten()
+    candidates = candidates[candidates < keys.numel()]
+    return accumulated.move_out(candidates[keys[candidates] > 0].sort().values)
 
 
-def move_out(residual: Tensor, acc: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Leaves in `residual` what of `acc` is not `selected`, and returns what is.
+def partition_select(
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    threshold: float,
+    start: int,
+    stop: int,
+    momentum: Momentum | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Moves out what reaches the threshold in `[start, stop)`."""
+    accumulated = Accumulated(residual, gradients, momentum)
+    selected = accumulated.keys >= NON_FINITE_KEY
+    selected[start:stop] = accumulated.keys[start:stop] >= threshold_key(threshold)
+    return accumulated.move_out(_where(selected))
 
-    Where `acc` is not finite, the residual stays as it was (0 if that was not finite either).
-    """
-    values = acc[selected]
-    spoiled = magnitude_keys(acc) >= NON_FINITE_KEY
-    before = torch.where(magnitude_keys(residual) < NON_FINITE_KEY, residual, 0.0)
-    acc[selected] = 0.0
-    residual.copy_(torch.where(spoiled, before, acc))
-    return selected.to(torch.int32), values
+
+def hash_select(
+    residual: Tensor,
+    gradients: Sequence[Tensor],
+    threshold: float,
+    slots: int,
+    slots_per_bucket: int,
+    a: int,
+    b: int,
+    momentum: Momentum | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Moves out what reaches the threshold and finds a free slot."""
+    accumulated = Accumulated(residual, gradients, momentum)
+    finite = accumulated.keys < NON_FINITE_KEY
+    selected = _where((accumulated.keys >= threshold_key(threshold)) & finite)
+    buckets = _bucket_of(selected, slots // slots_per_bucket, a, b)
+    # Sorted stably, the entries of a bucket are a run of ascending indices: the first ones win.
+    buckets, order = torch.sort(buckets, stable=True)
+    position = torch.arange(order.numel(), device=order.device)
+    place = position - torch.searchsorted(buckets, buckets)
+    winners = selected[order[place < slots_per_bucket]]
+    return accumulated.move_out(torch.cat([winners, _where(~finite)]).sort().values)
+
+
+def _where(mask: Tensor) -> Tensor:
+    return torch.nonzero(mask).view(-1)
+
+
+def _largest(keys: Tensor, k: int) -> Tensor:
+    """Indices of the k largest keys above 0, ascending; of equal keys, the lower indices."""
+    order = torch.sort(keys, descending=True, stable=True).indices[:k]
+    return order[keys[order] > 0].sort().values
+
+
+def _bucket_of(indices: Tensor, buckets: int, a: int, b: int) -> Tensor:
+    """H = ((a·i + b) mod 2**64) >> 32, scaled to `[0, buckets)`: (h · buckets) >> 32."""
+    h = (_signed(a) * indices + _signed(b)) >> 32 & 0xFFFFFFFF  # int64 wraps modulo 2**64
+    return h * buckets >> 32
+
+
+def _signed(x: int) -> int:
+    """The int64 with the bits of `x` in [0, 2**64)."""
+    return x - 2**64 if x >= 2**63 else x

@@ -48,6 +48,20 @@ def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
     out[indices] = values.to(out.dtype)
 
 
+def take_at(x: Tensor, indices: Tensor) -> Tensor:
+    """Moves entries out of a vector."""
+    _check_range("indices", indices, x.numel())
+    values = x[indices]
+    x[indices] = 0.0
+    return values
+
+
+def zero_at(x: Tensor, indices: Tensor) -> None:
+    """Zeroes entries of a vector."""
+    _check_range("indices", indices, x.numel())
+    x[indices] = 0.0
+
+
 def _check_range(what: str, indices: Tensor, numel: int) -> None:
     if indices.numel() == 0:
         return
