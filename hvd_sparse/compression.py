@@ -11,7 +11,17 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter import SparseCompressor
 from hvd_sparse.checks import check_at_least, check_choice, check_count, check_density
-from hvd_sparse.collectives import Collective, OkTopk, TopkAllgather, automatic_collective
+from hvd_sparse.collectives import (
+    Collective,
+    DsarSplitAllgather,
+    GTopk,
+    OkTopk,
+    SsarRecursiveDouble,
+    SsarSplitAllgather,
+    TopkAllgather,
+    TopkDsa,
+    automatic_collective,
+)
 from hvd_sparse.engine import Method
 from hvd_sparse.recording import Recorder
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
@@ -21,6 +31,11 @@ COLLECTIVES: dict[str, Callable[..., Collective]] = {
     "auto": automatic_collective,
     "oktopk": OkTopk,
     "topk_allgather": TopkAllgather,
+    "topk_dsa": TopkDsa,
+    "gtopk": GTopk,
+    "ssar_recursive_double": SsarRecursiveDouble,
+    "ssar_split_allgather": SsarSplitAllgather,
+    "dsar_split_allgather": DsarSplitAllgather,
 }
 """Collectives by the names under which a user asks for them."""
 
@@ -84,8 +99,10 @@ class Compression:
         Args:
             named_parameters: See the class.
             density: See the class.
-            collective: "auto" (the cheaper one for the world size and k), "oktopk" (the k largest
-                of the sum are applied) or "topk_allgather" (all that was sent is).
+            collective: "auto" (the cheaper one for the world size and k); "oktopk" or "gtopk" (the
+                k largest of the sum are applied); "topk_allgather", "topk_dsa",
+                "ssar_recursive_double", "ssar_split_allgather" or "dsar_split_allgather" (all that
+                was sent is).
             transport: See the class.
             bucket_numel: See the class.
             dense_below: See the class.

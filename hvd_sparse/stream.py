@@ -49,6 +49,13 @@ class SparseStream:
         """The entries where a bool tensor `(nnz,)` is true."""
         return SparseStream(self.indices[kept], self.values[kept], self.numel)
 
+    def common_with(self, indices: Tensor) -> SparseStream:
+        """The entries whose index is among `indices`, int32 `(m,)` ascending."""
+        if self.nnz == 0 or indices.numel() == 0:
+            return SparseStream.empty(self.numel)
+        places = torch.searchsorted(indices, self.indices).clamp_(max=indices.numel() - 1)
+        return self.where(indices[places] == self.indices)
+
     def to(self, device: torch.device | str) -> SparseStream:
         """The same stream on a device; itself, where it is there."""
         return SparseStream(self.indices.to(device), self.values.to(device), self.numel)

@@ -2,7 +2,23 @@
 
 from hvd_sparse.collectives.automatic import automatic_collective
 from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.collectives.dsar_split_allgather import DsarSplitAllgather
+from hvd_sparse.collectives.gtopk import GTopk
 from hvd_sparse.collectives.oktopk import OkTopk
+from hvd_sparse.collectives.ssar_recursive_double import SsarRecursiveDouble
+from hvd_sparse.collectives.ssar_split_allgather import SsarSplitAllgather
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
+from hvd_sparse.collectives.topk_dsa import TopkDsa
 
-__all__ = ["Collective", "OkTopk", "Reduction", "TopkAllgather", "automatic_collective"]
+__all__ = [
+    "Collective",
+    "DsarSplitAllgather",
+    "GTopk",
+    "OkTopk",
+    "Reduction",
+    "SsarRecursiveDouble",
+    "SsarSplitAllgather",
+    "TopkAllgather",
+    "TopkDsa",
+    "automatic_collective",
+]

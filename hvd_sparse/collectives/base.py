@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_sparse.errors import ConfigError
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
+from hvd_sparse.wire import PLAIN, Packer, Wire
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,9 @@ class Reduction:
 
     Attributes:
         reduced: The sum to be applied; the same bits on every rank.
-        returned: This rank's entries that took no part in `reduced`. Summed over the ranks,
-            `reduced` + Σ `returned` is the sum of the streams that went in.
+        returned: This rank's entries that took no part in `reduced`, and what rounding lost on the
+            wire. Summed over the ranks, `reduced` + Σ `returned` is the sum of the streams that
+            went in.
     """
 
     reduced: SparseStream
@@ -35,12 +36,18 @@ class Collective(ABC):
         transport: Carries the messages.
         numel: n, length of the vectors.
         k: Number of entries wanted, in `[0, n]`.
+        wire: The form of the messages.
+
+    Attributes:
+        step: Exchanges done.
     """
 
-    def __init__(self, transport: Transport, numel: int, k: int) -> None:
+    def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
         self.transport = transport
         self.numel = numel
         self.k = k
+        self.wire = wire
+        self.step = 0
 
     @abstractmethod
     def reduce(self, stream: SparseStream) -> Reduction:
@@ -50,11 +57,14 @@ class Collective(ABC):
             TransportError: A peer is gone or did not answer; nothing was applied.
         """
 
+    def packer(self) -> Packer:
+        """What encodes the messages of the exchange number `step`."""
+        return Packer(self.wire, self.transport.rank, self.step)
+
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart for the next exchange to be the same, bit for bit."""
-        return {}
+        return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`, which another world size may have written."""
-        if state:
-            raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
+        self.step = int(state["step"])

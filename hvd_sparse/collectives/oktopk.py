@@ -26,6 +26,8 @@ Departures from the paper:
     nearest to k; where none is within k (1 ± tolerance), the threshold is evaluated exactly in the
     same step. Ties at an exact threshold are cut by rank and index. So the result holds k within
     the tolerance in every step.
+  * A lossy wire rounds values in both phases; whoever encodes takes the error back where the entry
+    is in the result. The other entries go back whole to where they came from.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
 from hvd_sparse.magnitude import key_magnitude, magnitude_keys, threshold_key
+from hvd_sparse.part import Part
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
+from hvd_sparse.wire import PLAIN, Packer, Wire, sum_of
 
 BIN_BITS = 12
 """Magnitude keys are counted in bins of 2**12, or 0.05 % of the magnitude."""
@@ -53,6 +57,10 @@ finely where it moves little, since error feedback crowds entries just above the
 
 MESSAGES_IN_FLIGHT = 4
 """Messages that are sent at once, while those before them are summed (section 3.1.1)."""
+
+LEVELS_GATHERED_RANKS = 16
+"""Up to here all ranks' shares at all levels are gathered, in one round; above, where that would be
+much, they are summed, and only the shares at the level that was picked are gathered."""
 
 
 class OkTopk(Collective):
@@ -66,6 +74,7 @@ class OkTopk(Collective):
         threshold_interval: τ′, steps from one exact global threshold to the next, at least 1.
         balance_factor: Shares are levelled where the largest exceeds this many times the average.
         tolerance: How far the result's nnz may be from k, as a share of k.
+        wire: See `Collective`.
     """
 
     def __init__(
@@ -78,13 +87,13 @@ class OkTopk(Collective):
         threshold_interval: int = 32,
         balance_factor: float = 4.0,
         tolerance: float = 0.1,
+        wire: Wire = PLAIN,
     ) -> None:
-        super().__init__(transport, numel, k)
+        super().__init__(transport, numel, k, wire=wire)
         self.repartition_interval = repartition_interval
         self.threshold_interval = threshold_interval
         self.balance_factor = balance_factor
         self.tolerance = tolerance
-        self.step = 0
         self.global_threshold = 0.0
         self.boundaries = torch.zeros(transport.world_size - 1, dtype=torch.int64)
 
@@ -92,12 +101,14 @@ class OkTopk(Collective):
         """Algorithm 1, from line 5 on; see `Collective.reduce`."""
         if self.step % self.repartition_interval == 0:
             self.boundaries = self.space_repartition(stream)
-        reduced_topk = self.split_and_reduce(stream)
+        packer = self.packer()
+        reduced_topk = self.split_and_reduce(stream, packer)
         due = self.step % self.threshold_interval == 0
-        u = self.balance_and_allgather(reduced_topk, re_evaluate=due)
+        u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due)
         self.step += 1
-        rest = ops.difference(stream.indices, stream.values, u.indices)
-        return Reduction(u, SparseStream(*rest, self.numel))
+        unapplied = ops.difference(stream.indices, stream.values, u.indices)
+        rounding = packer.lost(self.numel).common_with(u.indices)
+        return Reduction(u, sum_of([SparseStream(*unapplied, self.numel), rounding], self.numel))
 
     # -- phase 1: split and reduce (section 3.1.1) -------------------------------------------------
 
@@ -111,7 +122,7 @@ class OkTopk(Collective):
             local = shares * self.numel // P
         return self.transport.allreduce_sum(local, channel="boundaries") // P
 
-    def split_and_reduce(self, stream: SparseStream) -> SparseStream:
+    def split_and_reduce(self, stream: SparseStream, packer: Packer) -> SparseStream:
         """Send each region's entries to its owner; sum those that come for this rank's own region.
 
         At step s rank r sends to r + s and receives from r - s, so that no owner is everybody's
@@ -125,7 +136,7 @@ class OkTopk(Collective):
         for batch in _batches(range(1, P), MESSAGES_IN_FLIGHT):
             handles = [
                 self.transport.exchange(
-                    regions[(rank + s) % P].payload(),
+                    packer.pack(Part.of(regions[(rank + s) % P]))[0],
                     (rank + s) % P,
                     (rank - s) % P,
                     channel="split",
@@ -133,8 +144,11 @@ class OkTopk(Collective):
                 for s in batch
             ]
             total = self._sum(total, arrived)
-            arrived = [SparseStream.from_payload(h.received(), self.numel) for h in handles]
+            arrived = [self._read(handle.received(), packer) for handle in handles]
         return self._sum(total, arrived)
+
+    def _read(self, message: Tensor, packer: Packer) -> SparseStream:
+        return packer.unpack(message, 0, self.numel).to_stream()
 
     def _sum(self, total: SparseStream, arrived: Sequence[SparseStream]) -> SparseStream:
         if not arrived:
@@ -145,7 +159,7 @@ class OkTopk(Collective):
     # -- phase 2: balance and allgather (section 3.1.2) --------------------------------------------
 
     def balance_and_allgather(
-        self, reduced_topk: SparseStream, *, re_evaluate: bool
+        self, reduced_topk: SparseStream, packer: Packer, *, re_evaluate: bool
     ) -> SparseStream:
         """Take the global top k out of the reduced regions and bring it to every rank."""
         shares = None if re_evaluate else self._follow_threshold(reduced_topk)
@@ -155,9 +169,13 @@ class OkTopk(Collective):
         else:
             chosen, shares = self._select_exactly(reduced_topk)
         if max(shares) > self.balance_factor * sum(shares) / len(shares):
-            chosen = self._balance(chosen, shares)
-        messages = self.transport.allgather(chosen.payload(), channel="allgather")
-        parts = [SparseStream.from_payload(message, self.numel) for message in messages]
+            chosen = self._balance(chosen, shares, packer)
+        payload, own = packer.pack(Part.of(chosen))
+        messages = self.transport.allgather(payload, channel="allgather")
+        parts = [
+            own.to_stream() if source == self.transport.rank else self._read(message, packer)
+            for source, message in enumerate(messages)
+        ]
         return SparseStream.concatenate(parts, self.numel)
 
     def _follow_threshold(self, reduced_topk: SparseStream) -> list[int] | None:
@@ -176,16 +194,27 @@ class OkTopk(Collective):
         bins = (magnitude_keys(reduced_topk.values) - lowest) >> BIN_BITS
         counts = torch.bincount(bins.clamp_(-1, last - first) + 1, minlength=last - first + 2)
         passing = counts.flip(0).cumsum(0).flip(0)[LEVEL_BINS - first + 1]
-        gathered = self.transport.allgather((passing.int(),), channel="levels")
-        shares = torch.stack([message.view(torch.int32) for message in gathered])
-        off = (shares.sum(0) - self.k).abs()
+        every_level = self.transport.world_size <= LEVELS_GATHERED_RANKS
+        if every_level:
+            shares = self._gather_counts(passing)
+            totals = shares.sum(0)
+        else:
+            totals = self.transport.allreduce_sum(passing, channel="levels")
+        off = (totals - self.k).abs()
         level = int(off.argmin())
         if off[level] > self.tolerance * self.k:
             return None
         self.global_threshold = key_magnitude(
             lowest + (int(LEVEL_BINS[level] - LEVEL_BINS[0]) << BIN_BITS)
         )
-        return [int(share) for share in shares[:, level]]
+        if every_level:
+            return [int(share) for share in shares[:, level]]
+        return [int(share) for share in self._gather_counts(passing[level : level + 1])]
+
+    def _gather_counts(self, counts: Tensor) -> Tensor:
+        """Every rank's counts, int32 `(P, m)`."""
+        gathered = self.transport.allgather((counts.int(),), channel="shares")
+        return torch.stack([message.view(torch.int32) for message in gathered])
 
     def _select_exactly(self, reduced_topk: SparseStream) -> tuple[SparseStream, list[int]]:
         """Evaluate the threshold anew; this rank's part of the top k, and every rank's share."""
@@ -210,12 +239,10 @@ class OkTopk(Collective):
         """Every rank's number of entries above the global threshold, and of entries equal to it."""
         keys, key = magnitude_keys(reduced_topk.values), self._key()
         counts = torch.stack([(keys > key).sum(), (keys == key).sum()])
-        gathered = [
-            c.view(torch.int64) for c in self.transport.allgather((counts,), channel="shares")
-        ]
-        return [int(c[0]) for c in gathered], [int(c[1]) for c in gathered]
+        above, ties = self._gather_counts(counts).T.tolist()
+        return above, ties
 
-    def _balance(self, chosen: SparseStream, shares: Sequence[int]) -> SparseStream:
+    def _balance(self, chosen: SparseStream, shares: Sequence[int], packer: Packer) -> SparseStream:
         """Move entries point to point until every rank holds an equal share, in the same order."""
         P, rank = self.transport.world_size, self.transport.rank
         total = sum(shares)
@@ -238,7 +265,7 @@ class OkTopk(Collective):
                 target, source = (rank + s) % P, (rank - s) % P
                 sends, receives = part(target).nnz > 0, _length(moved(source, rank)) > 0
                 handles[source] = self.transport.exchange(
-                    part(target).payload() if sends else None,
+                    packer.pack(Part.of(part(target)))[0] if sends else None,
                     target if sends else None,
                     source if receives else None,
                     channel="balance",
@@ -246,7 +273,7 @@ class OkTopk(Collective):
             for source, handle in handles.items():
                 message = handle.wait()
                 if message is not None:
-                    parts[source] = SparseStream.from_payload(message, self.numel)
+                    parts[source] = self._read(message, packer)
         return SparseStream.concatenate([parts[r] for r in sorted(parts)], self.numel)
 
     # -- state -------------------------------------------------------------------------------------
@@ -254,7 +281,7 @@ class OkTopk(Collective):
     def state_dict(self) -> dict[str, Any]:
         """See `Collective.state_dict`."""
         return {
-            "step": self.step,
+            **super().state_dict(),
             "global_threshold": self.global_threshold,
             "boundaries": self.boundaries.clone(),
         }
@@ -262,7 +289,7 @@ class OkTopk(Collective):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Collective.load_state_dict`; with another world size regions are drawn anew."""
         if len(state["boundaries"]) == self.transport.world_size - 1:
-            self.step = int(state["step"])
+            super().load_state_dict(state)
             self.boundaries = state["boundaries"].clone()
             self.global_threshold = float(state["global_threshold"])
 

@@ -15,15 +15,24 @@ from __future__ import annotations
 
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.part import Part
 from hvd_sparse.stream import SparseStream
 
 
 class TopkAllgather(Collective):
-    """TopkA. Everything that goes in is applied; nothing is returned."""
+    """TopkA. Everything that goes in is applied; only what rounding loses is returned."""
 
     def reduce(self, stream: SparseStream) -> Reduction:
         """See `Collective.reduce`."""
-        messages = self.transport.allgather(stream.payload(), channel="topk_allgather")
-        streams = [SparseStream.from_payload(message, self.numel) for message in messages]
+        packer = self.packer()
+        payload, own = packer.pack(Part.of(stream))
+        messages = self.transport.allgather(payload, channel="topk_allgather")
+        self.step += 1
+        streams = [
+            own.to_stream()
+            if source == self.transport.rank
+            else packer.unpack(message, 0, self.numel).to_stream()
+            for source, message in enumerate(messages)
+        ]
         total = ops.merge_sum([part.payload() for part in streams], self.numel)
-        return Reduction(SparseStream(*total, self.numel), SparseStream.empty(self.numel))
+        return Reduction(SparseStream(*total, self.numel), packer.lost(self.numel))

@@ -1,0 +1,68 @@
+"""What SparCML's algorithms have in common.
+
+Source: Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning"
+(SC '19), section 5. The algorithms themselves are in ssar_recursive_double.py,
+ssar_split_allgather.py and dsar_split_allgather.py.
+
+Symbols there: P ranks, N elements, k entries per rank, K entries in the result, δ the entries at
+which the dense form takes no more room, α latency, β_s time per entry, β_d per dense word.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.operation import SUM, Operation
+from hvd_sparse.part import Part, combine, uniform_regions
+from hvd_sparse.stream import SparseStream
+from hvd_sparse.transports import Transport
+from hvd_sparse.wire import Packer
+
+
+class SparcmlCollective(Collective):
+    """A sum by one of SparCML's algorithms. What goes in is applied; rounding errors return."""
+
+    def reduce(self, stream: SparseStream) -> Reduction:
+        """See `Collective.reduce`."""
+        packer = self.packer()
+        total = self.allreduce(Part.of(stream), packer)
+        self.step += 1
+        return Reduction(total.to_stream(), packer.lost(self.numel))
+
+    @abstractmethod
+    def allreduce(self, part: Part, packer: Packer) -> Part:
+        """The sum of the ranks' parts, each of which spans the whole vector."""
+
+
+def split_and_reduce(
+    part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
+) -> Part:
+    """The split phase (section 5.3.2): rank i gets region i of all ranks, and combines them.
+
+    All regions are of N/P elements, give or take one. They are combined in the order of the ranks,
+    whatever the operation.
+    """
+    P, rank = transport.world_size, transport.rank
+    regions = [
+        part.slice(start, stop).settled(operation) for start, stop in uniform_regions(part.numel, P)
+    ]
+    payloads = [() if i == rank else packer.pack(region)[0] for i, region in enumerate(regions)]
+    own = regions[rank]
+    messages = transport.all_to_all(payloads, channel="sparcml.split")
+    parts = [
+        own if source == rank else packer.unpack(message, own.start, own.stop)
+        for source, message in enumerate(messages)
+    ]
+    return combine(parts, operation)
+
+
+def allgather_regions(region: Part, numel: int, transport: Transport, packer: Packer) -> list[Part]:
+    """The second phase: every rank's region, in order, as all ranks read them."""
+    payload, own = packer.pack(region)
+    messages = transport.allgather(payload, channel="sparcml.gather")
+    spans = uniform_regions(numel, transport.world_size)
+    return [
+        own if source == transport.rank else packer.unpack(message, *span)
+        for source, (message, span) in enumerate(zip(messages, spans, strict=True))
+    ]

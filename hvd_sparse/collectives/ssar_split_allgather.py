@@ -1,0 +1,40 @@
+"""SSAR_Split_allgather: reduce regions at their owners, then gather the regions.
+
+Source: SparCML (see sparcml.py), section 5.3.2.
+
+Steps: every rank sends region i to rank i, which combines what comes (`split_and_reduce`); an
+allgather brings the results to all.
+
+Cost: (P-1 + log P) α + [2 (P-1)/P · k, P · k] β_s: the least where all indices overlap and spread
+evenly, the most where none do. It is for large data of which the result stays sparse.
+
+A region that fills up while it is summed is sent dense (section 5.1).
+"""
+
+from __future__ import annotations
+
+from hvd_sparse.collectives.sparcml import (
+    SparcmlCollective,
+    allgather_regions,
+    split_and_reduce,
+)
+from hvd_sparse.operation import SUM, Operation
+from hvd_sparse.part import Part, join
+from hvd_sparse.transports import Transport
+from hvd_sparse.wire import Packer
+
+
+class SsarSplitAllgather(SparcmlCollective):
+    """A sum by `ssar_split_allgather`."""
+
+    def allreduce(self, part: Part, packer: Packer) -> Part:
+        """See `SparcmlCollective.allreduce`."""
+        return ssar_split_allgather(part, self.transport, packer)
+
+
+def ssar_split_allgather(
+    part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
+) -> Part:
+    """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
+    region = split_and_reduce(part, transport, packer, operation).settled(operation)
+    return join(allgather_regions(region, part.numel, transport, packer), operation)

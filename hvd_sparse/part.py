@@ -1,0 +1,182 @@
+"""A stretch of a vector that is sparse until that no longer pays.
+
+Source: Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning"
+(SC '19), section 5.1, where these are called sparse streams.
+
+With c bytes per index and `isize` per value, nnz entries of N elements take nnz (c + isize) bytes
+sparse and N · isize dense; a stretch is dense from nnz (c + isize) >= N · isize on. While two are
+combined, nnz is bounded by the sum of theirs, which costs nothing to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hvd_sparse import ops
+from hvd_sparse.operation import SUM, Operation
+from hvd_sparse.stream import SparseStream
+
+INDEX_BYTES = 4
+"""c: bytes of one index."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements `[start, stop)` of a vector.
+
+    Attributes:
+        indices: int32 `(nnz,)`, strictly ascending in `[start, stop)`; None where it is dense.
+        values: `(nnz, *block)`, or `(stop - start, *block)` where it is dense. A block is what one
+            index stands for: nothing more than a number, or a row of an embedding.
+        start: First element.
+        stop: One past the last element.
+    """
+
+    indices: Tensor | None
+    values: Tensor
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(stream: SparseStream) -> Part:
+        """A whole vector, sparse."""
+        return Part(stream.indices, stream.values, 0, stream.numel)
+
+    @property
+    def numel(self) -> int:
+        """N, the elements that it spans."""
+        return self.stop - self.start
+
+    @property
+    def nnz(self) -> int:
+        """The entries that it holds: all elements, where it is dense."""
+        return self.values.shape[0]
+
+    @property
+    def value_bytes(self) -> int:
+        """`isize`: bytes of one value, or of one block of them."""
+        return self.values.element_size() * self.values.shape[1:].numel()
+
+    def is_filled_by(self, nnz: int) -> bool:
+        """Whether so many entries take no less room sparse than dense."""
+        return nnz * (INDEX_BYTES + self.value_bytes) >= self.numel * self.value_bytes
+
+    def settled(self, operation: Operation = SUM) -> Part:
+        """The same in the form that takes less room."""
+        if self.indices is None or not self.is_filled_by(self.nnz):
+            return self
+        return self.to_dense(operation)
+
+    def to_dense(self, operation: Operation = SUM) -> Part:
+        """The same in dense form, with the neutral element where there are no entries."""
+        if self.indices is None:
+            return self
+        values = _neutral_values(self, operation)
+        values[self.indices.long() - self.start] = self.values
+        return Part(None, values, self.start, self.stop)
+
+    def to_sparse(self, operation: Operation = SUM) -> Part:
+        """The same in sparse form; a dense one loses the elements that are neutral."""
+        if self.indices is not None:
+            return self
+        differs = self.values != operation.neutral(self.values.dtype)
+        if differs.dim() > 1:
+            differs = differs.flatten(1).any(1)
+        kept = torch.nonzero(differs).view(-1)
+        indices = (kept + self.start).to(torch.int32)
+        return Part(indices, self.values[kept], self.start, self.stop)
+
+    def to_stream(self) -> SparseStream:
+        """A whole float32 vector as a stream."""
+        sparse = self.to_sparse()
+        assert sparse.indices is not None
+        return SparseStream(sparse.indices, sparse.values, self.stop)
+
+    def slice(self, start: int, stop: int) -> Part:
+        """Elements `[start, stop)` of it, as views."""
+        if self.indices is None:
+            return Part(None, self.values[start - self.start : stop - self.start], start, stop)
+        ends = torch.tensor([start, stop], dtype=torch.int64)
+        first, last = torch.searchsorted(self.indices, ends).tolist()
+        return Part(self.indices[first:last], self.values[first:last], start, stop)
+
+
+def uniform_regions(numel: int, world_size: int) -> list[tuple[int, int]]:
+    """P stretches of a vector that differ by one element at most."""
+    ends = [numel * i // world_size for i in range(world_size + 1)]
+    return list(pairwise(ends))
+
+
+def combine(parts: Sequence[Part], operation: Operation = SUM) -> Part:
+    """Combine parts of the same stretch, in the order of the list.
+
+    Every merge of two sparse ones first tests whether the result might outgrow the dense form; from
+    there on it is dense.
+    """
+    total = parts[0]
+    if len(parts) == 1:
+        return total
+    nnz_bound = sum(part.nnz for part in parts)
+    if all(part.indices is not None for part in parts) and not total.is_filled_by(nnz_bound):
+        return _merge(parts, operation)
+    left = list(parts[1:])
+    while left and not _is_dense_from(total, left[0]):
+        total = _merge([total, left.pop(0)], operation)
+    if not left:
+        return total
+    if total.indices is None:
+        values = total.values.clone()
+    else:
+        values = total.to_dense(operation).values
+    for part in left:
+        if part.indices is None:
+            values = operation.combine(values, part.values)
+        else:
+            places = part.indices.long() - part.start
+            values[places] = operation.combine(values[places], part.values)
+    return Part(None, values, total.start, total.stop)
+
+
+def join(parts: Sequence[Part], operation: Operation = SUM) -> Part:
+    """Put adjacent parts side by side, in the form that takes less room."""
+    first, last = parts[0], parts[-1]
+    whole = Part(first.indices, first.values, first.start, last.stop)
+    if any(part.indices is None for part in parts) and whole.is_filled_by(
+        sum(part.nnz for part in parts)
+    ):
+        values = torch.cat([part.to_dense(operation).values for part in parts])
+        return Part(None, values, whole.start, whole.stop)
+    sparse = [part.to_sparse(operation) for part in parts]
+    indices = torch.cat([part.indices for part in sparse if part.indices is not None])
+    return Part(indices, torch.cat([part.values for part in sparse]), whole.start, whole.stop)
+
+
+def _is_dense_from(total: Part, part: Part) -> bool:
+    if total.indices is None or part.indices is None:
+        return True
+    return total.is_filled_by(total.nnz + part.nnz)
+
+
+def _merge(parts: Sequence[Part], operation: Operation) -> Part:
+    """Sparse parts to a sparse one."""
+    first = parts[0]
+    streams = [(part.indices, part.values) for part in parts if part.indices is not None]
+    if operation is SUM and first.values.dtype == torch.float32 and first.values.dim() == 1:
+        return Part(*ops.merge_sum(streams, first.stop), first.start, first.stop)
+    union = torch.unique(torch.cat([indices for indices, _ in streams]))
+    shape = (union.numel(), *first.values.shape[1:])
+    values = first.values.new_full(shape, operation.neutral(first.values.dtype))
+    for indices, own in streams:
+        places = torch.searchsorted(union, indices)
+        values[places] = operation.combine(values[places], own)
+    return Part(union, values, first.start, first.stop)
+
+
+def _neutral_values(part: Part, operation: Operation) -> Tensor:
+    shape = (part.numel, *part.values.shape[1:])
+    return part.values.new_full(shape, operation.neutral(part.values.dtype))

@@ -1,0 +1,6 @@
+"""The wire: how parts of a vector become messages, and who keeps what rounding loses."""
+
+from hvd_sparse.wire.base import Packer, Wire, sum_of
+from hvd_sparse.wire.plain import PLAIN, PlainWire
+
+__all__ = ["PLAIN", "Packer", "PlainWire", "Wire", "sum_of"]

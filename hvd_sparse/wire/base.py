@@ -1,0 +1,121 @@
+"""What a wire is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from hvd_sparse import ops
+from hvd_sparse.part import Part
+from hvd_sparse.stream import SparseStream
+from hvd_sparse.transports import Payload
+
+SEED_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+"""Odd constants that spread a step, a rank and a message over 64 bits."""
+
+
+class Wire(ABC):
+    """A form of messages. Stateless: one serves all ranks and steps.
+
+    Attributes:
+        name: What it is called in settings.
+        is_lossless: Whether every value arrives with the same bits.
+    """
+
+    name: str
+    is_lossless: bool
+
+    @abstractmethod
+    def encode(self, part: Part, seed: int) -> Payload:
+        """The message of a part, which is sent in the form that it has.
+
+        Args:
+            part: Sparse or dense.
+            seed: What stochastic rounding depends on, beside a value's place; in `[0, 2**64)`.
+        """
+
+    @abstractmethod
+    def decode(self, message: Tensor, start: int, stop: int) -> Part:
+        """Read a message.
+
+        Args:
+            message: uint8 `(bytes,)`, 8-byte aligned, as a transport delivers it.
+            start: First element that the part spans.
+            stop: One past the last one.
+        """
+
+
+class Packer:
+    """Encodes one rank's messages of one exchange, and keeps account of what rounding loses.
+
+    The rule that conserves mass: whoever encodes goes on with what the receivers will read, and
+    keeps the difference. Where several ranks encode the same part, one of them keeps it.
+
+    Args:
+        wire: The form of the messages.
+        rank: This rank.
+        step: Number of the exchange; it seeds stochastic rounding.
+    """
+
+    def __init__(self, wire: Wire, rank: int, step: int) -> None:
+        self.wire = wire
+        self.rank = rank
+        self.step = step
+        self._lost: list[SparseStream] = []
+        self._messages = 0
+
+    def pack(self, part: Part, author: int | None = None) -> tuple[Payload, Part]:
+        """Encode a part.
+
+        Args:
+            part: What to send.
+            author: The rank that keeps the difference, where several encode the same part after
+                the same number of messages; None for this rank.
+
+        Returns:
+            The message, and the part as its receivers will read it.
+        """
+        author = self.rank if author is None else author
+        place = (self.step, author, self._messages)
+        self._messages += 1
+        seed = sum(n * factor for n, factor in zip(place, SEED_FACTORS, strict=True)) % (1 << 64)
+        payload = self.wire.encode(part, seed)
+        if self.wire.is_lossless:
+            return payload, part
+        read = self.wire.decode(flat_message(payload), part.start, part.stop)
+        if author == self.rank:
+            self._lost.append(_difference(part, read))
+        return payload, read
+
+    def unpack(self, message: Tensor, start: int, stop: int) -> Part:
+        """Read a message; see `Wire.decode`."""
+        return self.wire.decode(message, start, stop)
+
+    def lost(self, numel: int) -> SparseStream:
+        """What rounding has lost so far and this rank is to keep, as one stream."""
+        return sum_of(self._lost, numel)
+
+
+def flat_message(payload: Payload) -> Tensor:
+    """A payload as its receiver gets it."""
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in payload])
+
+
+def sum_of(streams: list[SparseStream], numel: int) -> SparseStream:
+    """The sum of any number of streams."""
+    filled = [stream for stream in streams if stream.nnz]
+    if not filled:
+        return SparseStream.empty(numel)
+    if len(filled) == 1:
+        return filled[0]
+    return SparseStream(*ops.merge_sum([stream.payload() for stream in filled], numel), numel)
+
+
+def _difference(part: Part, read: Part) -> SparseStream:
+    """`part - read` where it is not zero; both have the same form and indices."""
+    lost = Part(part.indices, part.values - read.values, part.start, part.stop).to_sparse()
+    assert lost.indices is not None
+    stream = SparseStream(lost.indices, lost.values, part.stop)
+    return stream.where(stream.values != 0)

@@ -1,0 +1,58 @@
+"""Indices and values as they are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.part import Part
+from hvd_sparse.transports import Payload
+from hvd_sparse.wire.base import Wire
+
+HEADER_BYTES = 8
+DENSE = -1
+"""The header of a dense part's message, in place of a count of entries."""
+
+
+class PlainWire(Wire):
+    """A count of entries (int64), values of any type, and int32 indices unless the part is dense.
+
+    Args:
+        dtype: The values' type.
+        block: Shape of what one index stands for.
+    """
+
+    name = "float32"
+    is_lossless = True
+
+    def __init__(self, dtype: torch.dtype = torch.float32, block: Sequence[int] = ()) -> None:
+        self.dtype = dtype
+        self.block = tuple(block)
+        self._value_bytes = dtype.itemsize * torch.Size(block).numel()
+
+    def encode(self, part: Part, seed: int) -> Payload:
+        """See `Wire.encode`."""
+        del seed  # nothing is rounded
+        header = torch.tensor([DENSE if part.indices is None else part.nnz])
+        if part.indices is None:
+            return (header, part.values.contiguous())
+        # Values first: they may need an alignment of 8 bytes.
+        return (header, part.values.contiguous(), part.indices.contiguous())
+
+    def decode(self, message: Tensor, start: int, stop: int) -> Part:
+        """See `Wire.decode`; the part views the message."""
+        nnz = int(message[:HEADER_BYTES].view(torch.int64))
+        body = message[HEADER_BYTES:]
+        if nnz == DENSE:
+            return Part(None, self._values(body), start, stop)
+        cut = nnz * self._value_bytes
+        return Part(body[cut:].view(torch.int32), self._values(body[:cut]), start, stop)
+
+    def _values(self, data: Tensor) -> Tensor:
+        return data.view(self.dtype).view(-1, *self.block)
+
+
+PLAIN = PlainWire()
+"""int32 indices and float32 values."""
