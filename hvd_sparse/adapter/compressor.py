@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import ParameterLookup, calling_optimizer
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
-from hvd_sparse.engine import Engine, Method, Observer, Stats, TensorSpec
+from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.transports.choose import create_transport
 
@@ -28,9 +28,15 @@ SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Dense:
-    """Context of a gradient that Horovod reduces itself, to be given back in `dtype`."""
+    """Context of a gradient that Horovod reduces itself.
+
+    Attributes:
+        dtype: Type in which it is to be given back.
+        flushed: The parameter's name, where its residual was added to the gradient.
+    """
 
     dtype: torch.dtype
+    flushed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class SparseCompressor:
 
     Args:
         named_parameters: The optimizer's parameters by name, or None to read them from it.
-        method: How to compress and exchange.
+        method: How to compress and exchange: a `Method` for all tensors, or an `Assignment`.
         transport: Name of a transport, or "auto".
         timeout_s: Seconds after which a peer that does not answer is given up.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce.
@@ -59,7 +65,7 @@ class SparseCompressor:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, Parameter]] | None,
-        method: Method,
+        method: Assignment,
         *,
         transport: str,
         timeout_s: float,
@@ -109,9 +115,9 @@ class SparseCompressor:
                 f"{len(self._lookup)} named_parameters: it is reduced densely"
             )
             return tensor, Dense(tensor.dtype)
-        if not self._is_sparse(name, tensor):
-            return as_horovod_takes_it(tensor), Dense(tensor.dtype)
         spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype))
+        if not self._is_sparse(spec, tensor):
+            return self._hand_to_horovod(name, tensor)
         self._engine.submit(spec, tensor.detach())
         return self._standin.clone(), Sparse(name, tensor.shape)
 
@@ -131,6 +137,8 @@ class SparseCompressor:
         if ctx is None:
             return tensor
         if isinstance(ctx, Dense):
+            if ctx.flushed is not None and tensor.isfinite().all():
+                self._engine.forget_leftover(ctx.flushed)  # otherwise the step will be skipped
             return tensor.to(ctx.dtype)
         self._learn_scale(tensor)
         try:
@@ -163,6 +171,18 @@ class SparseCompressor:
             ConfigError: The state is not one that `state_dict()` makes.
         """
         self._engine.load_state_dict(state)
+
+    def reassign(self, method: Assignment) -> None:
+        """Compress otherwise from the next step on, without losing a residual.
+
+        All ranks call this between the same two steps. A tensor that was sparse and now is dense
+        has its residual added to its next gradient.
+
+        Args:
+            method: A `Method` for all tensors, or an `Assignment`.
+        """
+        self.method = method
+        self._engine.reassign(method)
 
     def close(self) -> None:
         """Stop the background thread and close the connections; a later step opens them again."""
@@ -229,13 +249,29 @@ class SparseCompressor:
         self._standin = make_standin(world.rank)
         logger.info("rank %d of %d uses transport %s", world.rank, world.size, transport.name)
 
-    def _is_sparse(self, name: str, tensor: Tensor) -> bool:
-        if tensor.dtype not in SPARSE_DTYPES or tensor.numel() < max(1, self._dense_below):
+    def _is_sparse(self, spec: TensorSpec, tensor: Tensor) -> bool:
+        if tensor.dtype not in SPARSE_DTYPES or spec.numel < max(1, self._dense_below):
             return False
-        if not self._engine.expects(name):
-            self._warn_once(f"{name!r} had no gradient in the first step: it is reduced densely")
+        if not self._engine.takes(spec):
+            return False
+        if not self._engine.expects(spec.name):
+            self._warn_once(
+                f"{spec.name!r} had no gradient in the first step: it is reduced densely"
+            )
             return False
         return True
+
+    def _hand_to_horovod(self, name: str, tensor: Tensor) -> tuple[Tensor, Dense]:
+        """A dense gradient, and with it what was not sent while it was exchanged sparsely."""
+        leftover = self._engine.leftover(name)
+        if leftover is None:
+            return as_horovod_takes_it(tensor), Dense(tensor.dtype)
+        if leftover.shape != tensor.shape:
+            raise ConfigError(
+                f"residual of {name!r}: shape must be {tuple(tensor.shape)}, "
+                f"got {tuple(leftover.shape)}"
+            )
+        return leftover.to(tensor.device) + tensor, Dense(tensor.dtype, name)  # float32, or 64
 
     def _learn_scale(self, standin: Tensor) -> None:
         """Check what Horovod made of a stand-in; the first one tells the scale."""

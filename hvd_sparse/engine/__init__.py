@@ -2,7 +2,17 @@
 
 from hvd_sparse.engine.engine import Engine
 from hvd_sparse.engine.observer import Observer
-from hvd_sparse.engine.plan import Method, TensorSpec
+from hvd_sparse.engine.plan import Assignment, Choice, Method, TensorSpec
 from hvd_sparse.engine.stats import BucketStats, Stats, StepStats
 
-__all__ = ["BucketStats", "Engine", "Method", "Observer", "Stats", "StepStats", "TensorSpec"]
+__all__ = [
+    "Assignment",
+    "BucketStats",
+    "Choice",
+    "Engine",
+    "Method",
+    "Observer",
+    "Stats",
+    "StepStats",
+    "TensorSpec",
+]

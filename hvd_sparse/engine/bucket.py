@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_sparse.collectives import Collective
-from hvd_sparse.engine.plan import TensorSpec
+from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import BucketStats, StepStats
 from hvd_sparse.residual import ErrorFeedback
-from hvd_sparse.selectors import Selector
 from hvd_sparse.stream import SparseStream
+from hvd_sparse.transports import Transport
 
 
 class Phase(Enum):
@@ -35,6 +34,7 @@ class Bucket:
     Attributes:
         specs: Its tensors, side by side in this order.
         numel: n, elements of all of them.
+        method: How it is compressed and exchanged.
         k: Entries wanted per step.
         memory: Error feedback over the whole bucket.
         decoded: `(n,)`, in the gradients' type: where the reduced gradient is written. The
@@ -50,22 +50,22 @@ class Bucket:
     def __init__(
         self,
         specs: Sequence[TensorSpec],
-        k: int,
-        selector: Selector,
-        collective: Collective,
+        method: Method,
+        transport: Transport,
         device: torch.device,
     ) -> None:
         self.specs = tuple(specs)
         self.starts = [0, *accumulate(spec.numel for spec in specs)]
         self.numel = self.starts[-1]
-        self.k = k
-        self.selector = selector
-        self.collective = collective
+        self.method = method
+        self.k = method.k(self.numel)
+        self.selector = method.selector()
+        self.collective = method.collective(transport, self.numel, self.k)
         self.memory = ErrorFeedback(self.numel, device)
         self.decoded = torch.zeros(
             self.numel, dtype=getattr(torch, specs[0].dtype.removeprefix("torch.")), device=device
         )
-        self.stats = BucketStats(names=tuple(s.name for s in specs), numel=self.numel, k=k)
+        self.stats = BucketStats(names=tuple(s.name for s in specs), numel=self.numel, k=self.k)
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
         self.taken = self.returned = SparseStream.empty(self.numel)
@@ -136,10 +136,15 @@ class Bucket:
         """Selector and collective; residuals are kept by parameter."""
         return {
             "names": list(self.stats.names),
+            "kind": self._kind(),
             "selector": self.selector.state_dict(),
             "collective": self.collective.state_dict(),
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state was written by a bucket of the same tensors."""
-        return list(state["names"]) == list(self.stats.names)
+        """Whether a state was written by a bucket of the same tensors and the same kind."""
+        return [list(state["names"]), state["kind"]] == [list(self.stats.names), self._kind()]
+
+    def _kind(self) -> str:
+        """The method, and the collective that it chose for this world."""
+        return f"{self.method.description} by {type(self.collective).__name__}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
-from hvd_sparse.engine.plan import Method, TensorSpec, agree_on_plan
+from hvd_sparse.engine.plan import Assignment, BucketPlan, TensorSpec, agree_on_plan
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.errors import PlanError
@@ -85,7 +85,7 @@ class Engine:
     One step is: `submit` for every tensor, then `result` for every tensor.
 
     Args:
-        method: How to compress and exchange.
+        assignment: How each tensor is reduced; a `Method` where that is the same for all.
         observer: Is told of plans and steps; ranks need not have one alike, rank 0's decides
             whether they compare their times.
 
@@ -93,8 +93,8 @@ class Engine:
         scale: What sums over ranks are multiplied by; must be set before the first `result`.
     """
 
-    def __init__(self, method: Method, observer: Observer | None = None) -> None:
-        self.method = method
+    def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
+        self.assignment = assignment
         self.observer = observer
         self.scale: float | None = None
         self._transport: Transport | None = None
@@ -116,8 +116,31 @@ class Engine:
         return bool(self._buckets)
 
     def expects(self, name: str) -> bool:
-        """Whether a tensor can be submitted: any before there is a plan, then the planned ones."""
+        """Whether there is no plan yet, or the tensor is in it."""
         return not self.planned or name in self._places
+
+    def takes(self, spec: TensorSpec) -> bool:
+        """Whether the assignment gives the tensor to the engine, and not to Horovod."""
+        return self.assignment.choice_of(spec).method is not None
+
+    def leftover(self, name: str) -> Tensor | None:
+        """What waits to be sent of a tensor that is in no bucket: float32, its shape; or None."""
+        return self._restored.residual.get(name)
+
+    def forget_leftover(self, name: str) -> None:
+        """The leftover was reduced densely, and all ranks saw the finite result."""
+        self._restored.residual.pop(name, None)
+
+    def reassign(self, assignment: Assignment) -> None:
+        """Reduce by another assignment from the next step on.
+
+        To be called between steps, and by all ranks between the same ones. Residuals stay with
+        their tensors; that of a tensor which now is dense becomes its `leftover`.
+        """
+        state = self._state()
+        self._drop_plan()
+        self._restored = state
+        self.assignment = assignment
 
     def connect(self, transport: Transport) -> None:
         """Use a transport from the next step on; the plan is made anew, residuals are kept."""
@@ -224,15 +247,15 @@ class Engine:
     def _make_plan(self) -> None:
         assert self._transport is not None
         specs = [spec for spec, _ in self._arrivals.values()]
-        plan = agree_on_plan(specs, self.method, self._transport)
-        self._buckets = [self._new_bucket(bucket_specs) for bucket_specs in plan]
+        plan = agree_on_plan(specs, self.assignment, self._transport)
+        self._buckets = [self._new_bucket(bucket_plan) for bucket_plan in plan]
         self._places = {
             spec.name: (bucket, place)
             for bucket in self._buckets
             for place, spec in enumerate(bucket.specs)
         }
-        self._restored.restore(self._buckets, self._transport)
-        self._restored = EngineState()
+        leftover = self._restored.restore(self._buckets, self._transport)
+        self._restored = EngineState(leftover)
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
         if self.observer is not None:
@@ -248,13 +271,10 @@ class Engine:
         mine = torch.tensor([self.observer is not None], dtype=torch.int64)
         return bool(self._transport.broadcast((mine,), 0, channel="observe").view(torch.int64))
 
-    def _new_bucket(self, specs: list[TensorSpec]) -> Bucket:
+    def _new_bucket(self, plan: BucketPlan) -> Bucket:
         assert self._transport is not None
-        numel = sum(spec.numel for spec in specs)
-        k = self.method.k(numel)
-        device = self._arrivals[specs[0].name][1].device
-        collective = self.method.collective(self._transport, numel, k)
-        return Bucket(specs, k, self.method.selector(), collective, device)
+        device = self._arrivals[plan.specs[0].name][1].device
+        return Bucket(plan.specs, plan.method, self._transport, device)
 
     # -- the background thread ---------------------------------------------------------------------
 
@@ -315,4 +335,6 @@ class Engine:
         self._restored = restored
 
     def _state(self) -> EngineState:
-        return EngineState.of(self._buckets) if self.planned else self._restored
+        if not self.planned:
+            return self._restored
+        return EngineState.of(self._buckets, self._restored.residual)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -56,56 +57,123 @@ class Method:
         """Entries wanted from a bucket of `numel` elements: at least one, where there is one."""
         return min(numel, max(1, round(self.density * numel)))
 
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        """A method is the assignment that gives all tensors to itself."""
+        return Choice(self)
 
-Plan = list[list[TensorSpec]]
-"""The tensors of each bucket, buckets in the order of exchange."""
+
+@dataclass(frozen=True)
+class Choice:
+    """How one tensor is reduced.
+
+    Attributes:
+        method: How it is compressed and exchanged; None: not at all, Horovod reduces it densely.
+        bucket: Tensors of one method, type and bucket name are exchanged as one vector. The empty
+            name leaves it to the method's `bucket_numel`.
+    """
+
+    method: Method | None
+    bucket: str = ""
 
 
-def form_buckets(arrivals: Sequence[TensorSpec], bucket_numel: int) -> Plan:
-    """Group tensors of one type in the order of their arrival."""
-    plan: Plan = []
-    open_buckets: dict[str, list[TensorSpec]] = {}
+class Assignment(Protocol):
+    """Says of every tensor how it is reduced; ranks must have the same.
+
+    Attributes:
+        description: What it says, in words that differ where two assignments do.
+    """
+
+    @property
+    def description(self) -> str:
+        """See the class."""
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        """How a tensor is reduced; always the same answer for the same tensor."""
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket to be.
+
+    Attributes:
+        specs: Its tensors, side by side in this order; all of one type.
+        method: How they are compressed and exchanged.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    method: Method
+
+
+def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list[BucketPlan]:
+    """Group tensors of one type, method and bucket name in the order of their arrival."""
+    groups: list[list[TensorSpec]] = []
+    methods: list[Method] = []
+    open_groups: dict[tuple[str, str, str], list[TensorSpec]] = {}
     for spec in arrivals:
-        bucket = open_buckets.get(spec.dtype)
-        if bucket is None or sum(s.numel for s in bucket) + spec.numel > bucket_numel:
-            bucket = open_buckets[spec.dtype] = []
-            plan.append(bucket)
-        bucket.append(spec)
+        choice = assignment.choice_of(spec)
+        assert choice.method is not None
+        key = (spec.dtype, choice.method.description, choice.bucket)
+        group = open_groups.get(key)
+        full = (
+            group is not None
+            and not choice.bucket
+            and (sum(s.numel for s in group) + spec.numel > choice.method.bucket_numel)
+        )
+        if group is None or full:
+            group = open_groups[key] = []
+            groups.append(group)
+            methods.append(choice.method)
+        group.append(spec)
     last_arrival = {spec.name: place for place, spec in enumerate(arrivals)}
-    return sorted(plan, key=lambda bucket: last_arrival[bucket[-1].name])
+    plans = [BucketPlan(tuple(g), m) for g, m in zip(groups, methods, strict=True)]
+    return sorted(plans, key=lambda plan: last_arrival[plan.specs[-1].name])
 
 
-def agree_on_plan(arrivals: Sequence[TensorSpec], method: Method, transport: Transport) -> Plan:
+def agree_on_plan(
+    arrivals: Sequence[TensorSpec], assignment: Assignment, transport: Transport
+) -> list[BucketPlan]:
     """Rank 0's first order of arrival makes the plan; every rank checks that it can follow it.
 
+    Returns:
+        The buckets in the order of exchange.
+
     Raises:
-        PlanError: On every rank, where any rank has other tensors or another method.
+        PlanError: On every rank, where any rank has other tensors or treats them otherwise.
     """
-    plan = form_buckets(arrivals, method.bucket_numel)
+    plan = form_buckets(arrivals, assignment)
     mine = {
-        "method": method.description,
-        "plan": [[asdict(spec) for spec in bucket] for bucket in plan],
+        "assignment": assignment.description,
+        "plan": [
+            {"method": bucket.method.description, "specs": [asdict(spec) for spec in bucket.specs]}
+            for bucket in plan
+        ],
     }
     theirs = [
         json.loads(bytes(message.numpy()))
-        for message in transport.allgather((_text(json.dumps(mine)),), channel="plan")
+        for message in transport.allgather((text_tensor(json.dumps(mine)),), channel="plan")
     ]
     for rank, other in enumerate(theirs):
         _check_same(theirs[0], other, rank)
+    methods = {bucket.method.description: bucket.method for bucket in plan}
     return [
-        [TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"]) for spec in bucket]
+        BucketPlan(
+            tuple(TensorSpec(s["name"], tuple(s["shape"]), s["dtype"]) for s in bucket["specs"]),
+            methods[bucket["method"]],
+        )
         for bucket in theirs[0]["plan"]
     ]
 
 
-def _text(text: str) -> torch.Tensor:
+def text_tensor(text: str) -> torch.Tensor:
+    """A text as the payload of a message, uint8."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _check_same(first: dict[str, object], other: dict[str, object], rank: int) -> None:
-    if other["method"] != first["method"]:
+def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+    if other["assignment"] != first["assignment"]:
         raise PlanError(
-            f"ranks compress differently: rank 0 {first['method']}, rank {rank} {other['method']}"
+            f"ranks compress differently: rank 0 {first['assignment']}, "
+            f"rank {rank} {other['assignment']}"
         )
     tensors, others = _tensors(first), _tensors(other)
     for name in sorted(tensors.keys() | others.keys()):
@@ -116,9 +184,9 @@ def _check_same(first: dict[str, object], other: dict[str, object], rank: int) -
             )
 
 
-def _tensors(message: dict[str, object]) -> dict[str, str]:
-    plan = message["plan"]
-    assert isinstance(plan, list)
+def _tensors(message: dict[str, Any]) -> dict[str, str]:
     return {
-        spec["name"]: f"{spec['dtype']}{tuple(spec['shape'])}" for bucket in plan for spec in bucket
+        spec["name"]: f"{spec['dtype']}{tuple(spec['shape'])} by {bucket['method']}"
+        for bucket in message["plan"]
+        for spec in bucket["specs"]
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,13 +32,12 @@ class EngineState:
     buckets: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
-    def of(buckets: Sequence[Bucket]) -> EngineState:
-        """A copy of the buckets' state."""
-        residual = {
-            spec.name: bucket.residual_of(place).clone()
-            for bucket in buckets
-            for place, spec in enumerate(bucket.specs)
-        }
+    def of(buckets: Sequence[Bucket], leftover: Mapping[str, Tensor]) -> EngineState:
+        """A copy of the buckets' state, and of residuals that are in none of them."""
+        residual = {name: tensor.clone() for name, tensor in leftover.items()}
+        for bucket in buckets:
+            for place, spec in enumerate(bucket.specs):
+                residual[spec.name] = bucket.residual_of(place).clone()
         return EngineState(residual, [bucket.state_dict() for bucket in buckets])
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,17 +59,20 @@ class EngineState:
         residual = {name: tensor.clone() for name, tensor in state["residual"].items()}
         return EngineState(residual, list(state["buckets"]))
 
-    def restore(self, buckets: Sequence[Bucket], transport: Transport) -> None:
+    def restore(self, buckets: Sequence[Bucket], transport: Transport) -> dict[str, Tensor]:
         """Put the state into new buckets; all ranks do so together.
 
         Residuals go by parameter, selectors to buckets of the same tensors. A collective goes on
         only where every rank brings the same state for it: after a change of the world, a new rank
         has none, and ranks that are at different steps would wait for each other.
 
+        Returns:
+            Residuals of tensors that are in no bucket: they wait for the next dense reduction.
+
         Raises:
             ConfigError: A residual's shape is not its parameter's.
         """
-        self._restore_residuals(buckets)
+        left = self._restore_residuals(buckets)
         matching = [self._state_for(bucket) for bucket in buckets]
         digests = torch.stack([_digest(state) for state in matching])
         everywhere = [
@@ -84,8 +85,9 @@ class EngineState:
             bucket.selector.load_state_dict(state["selector"])
             if all(torch.equal(theirs[place], digests[place]) for theirs in everywhere):
                 bucket.collective.load_state_dict(state["collective"])
+        return left
 
-    def _restore_residuals(self, buckets: Sequence[Bucket]) -> None:
+    def _restore_residuals(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         left = dict(self.residual)
         for bucket in buckets:
             for place, spec in enumerate(bucket.specs):
@@ -98,12 +100,7 @@ class EngineState:
                         f"got {tuple(saved.shape)}"
                     )
                 residual.copy_(saved)
-        if left:
-            warnings.warn(
-                f"residuals of {', '.join(sorted(left))} are dropped: these tensors are not "
-                "compressed any more",
-                stacklevel=2,
-            )
+        return {name: tensor for name, tensor in left.items() if tensor.any()}
 
     def _state_for(self, bucket: Bucket) -> dict[str, Any] | None:
         return next((state for state in self.buckets if bucket.fits(state)), None)

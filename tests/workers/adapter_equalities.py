@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
+from hvd_sparse.engine import Choice, TensorSpec
 
 STEPS = 4
 Scenario = Callable[["Run"], nn.Module]
@@ -358,6 +359,48 @@ def state_saved_and_loaded(run: Run) -> nn.Module:
     if run.sparse:
         compression.load_state_dict(compression.state_dict())
     train(model, optimizer)
+    return model
+
+
+class AllDense:
+    """An assignment that leaves everything to Horovod."""
+
+    description = "all dense"
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        return Choice(None)
+
+
+@scenario
+def reassigned_to_dense(run: Run) -> nn.Module:
+    """What was not sent at a low density is, once everything goes dense; in whole numbers.
+
+    A non-finite gradient in the very step of the change, which the optimizer does not apply, must
+    not cost the residuals either.
+    """
+    model = Net()
+    for p in model.parameters():
+        p.data.zero_()
+    compression = run.compression(model, **({"density": 0.1} if run.sparse else {}))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = run.distributed(sgd, model, compression=compression)
+    for step in range(2 * STEPS):
+        if run.sparse and step == STEPS:
+            assert any(r.any() for r in compression.state_dict()["residual"].values())
+            compression.reassign(AllDense())
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+        for p in model.parameters():
+            gradient = torch.randint(-9, 10, p.shape, generator=generator).float()
+            if step == STEPS and hvd.rank() == 0:
+                gradient.view(-1)[0] = float("inf")
+            p.mul(gradient).sum().backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            if all(p.grad.isfinite().all() for p in model.parameters()):
+                optimizer.step()
+    if run.sparse:
+        assert not compression.state_dict()["residual"]
     return model
 
 

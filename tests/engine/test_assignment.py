@@ -1,0 +1,164 @@
+"""Assignments: per-tensor plans, agreed by all ranks, changed in mid-training."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_sparse.collectives import OkTopk, TopkAllgather
+from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
+from hvd_sparse.engine.plan import form_buckets
+from hvd_sparse.errors import PlanError
+from hvd_sparse.selectors import ExactTopK, ReusedThreshold
+from hvd_sparse.transports import Transport
+from hvd_sparse.transports.local import run_ranks
+
+SHAPES = {"a": (30, 20), "b": (70,), "c": (200,), "d": (40, 10), "e": (900,)}
+SMALL = Method(0.05, 500, partial(ReusedThreshold, 4), TopkAllgather, "allgather 0.05")
+LARGE = Method(0.02, 5000, ExactTopK, partial(OkTopk, threshold_interval=3), "oktopk 0.02")
+
+
+class Table:
+    """An assignment that is written down."""
+
+    def __init__(self, **choices: Choice) -> None:
+        self.choices = choices
+        self.description = repr(choices)
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        return self.choices.get(spec.name, Choice(None))
+
+
+def gradients(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def step_of(engine: Engine, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One step as the adapter does it; dense tensors are given back as they would be handed on."""
+    specs = {name: TensorSpec(name, SHAPES[name], "torch.float32") for name in grads}
+    sparse = [name for name in grads if engine.takes(specs[name])]
+    dense = {}
+    for name, gradient in grads.items():
+        if name in sparse:
+            engine.submit(specs[name], gradient)
+        else:
+            leftover = engine.leftover(name)
+            dense[name] = gradient if leftover is None else gradient + leftover
+            engine.forget_leftover(name)
+    engine.scale = engine.scale or 1.0
+    return dense | {name: engine.result(name).clone() for name in sparse}
+
+
+def test_buckets_hold_one_method_type_and_name() -> None:
+    named = Choice(SMALL, "x")
+    table = Table(
+        a=Choice(SMALL), b=Choice(LARGE), c=named, d=named, e=Choice(LARGE), half=Choice(SMALL)
+    )
+    specs = [TensorSpec(name, SHAPES[name], "torch.float32") for name in SHAPES]
+    specs.append(TensorSpec("half", SHAPES["d"], "torch.float16"))
+    formed = [(sorted(s.name for s in p.specs), p.method) for p in form_buckets(specs, table)]
+    assert formed == [
+        (["a"], SMALL),
+        (["c", "d"], SMALL),  # named: one bucket, although it is above the method's bucket_numel
+        (["b", "e"], LARGE),
+        (["half"], SMALL),
+    ]
+
+
+def test_each_tensor_is_exchanged_by_its_own_method() -> None:
+    table = Table(a=Choice(SMALL), b=Choice(SMALL), e=Choice(LARGE))
+
+    def worker(transport: Transport) -> dict[str, int]:
+        engine = Engine(table)
+        engine.connect(transport)
+        for step in range(4):
+            step_of(engine, gradients(transport.rank, step))
+        kinds = {name: bucket.k for bucket in engine.stats().buckets for name in bucket.names}
+        engine.disconnect()
+        return kinds
+
+    for kinds in run_ranks(3, worker):
+        assert kinds == {"a": 30, "b": 4, "e": 18}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_no_mass_is_lost_over_changes_of_the_assignment(world_size: int) -> None:
+    """What was given is what was applied and what still waits, whatever became dense or sparse."""
+    everything = {name: Choice(SMALL) for name in SHAPES}
+    plans = [
+        Table(**everything),
+        Table(a=Choice(LARGE), b=Choice(SMALL, "own"), e=Choice(SMALL)),
+        Table(),
+        Table(**{name: Choice(LARGE) for name in SHAPES}),
+    ]
+
+    def worker(transport: Transport) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        engine = Engine(plans[0])
+        engine.connect(transport)
+        applied = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        for step in range(20):
+            if step in (5, 10, 15):
+                engine.reassign(plans[step // 5])
+            for name, result in step_of(engine, gradients(transport.rank, step)).items():
+                sparse = engine.takes(TensorSpec(name, SHAPES[name], "torch.float32"))
+                applied[name] += result / world_size if sparse else result
+        state = engine.state_dict()["residual"]
+        engine.disconnect()
+        return applied, state
+
+    done = run_ranks(world_size, worker)
+    for name, shape in SHAPES.items():
+        given = sum(
+            (gradients(r, s)[name] for r in range(world_size) for s in range(20)),
+            torch.zeros(shape),
+        )
+        kept = sum(applied[name] + state[name] for applied, state in done)
+        torch.testing.assert_close(kept, given, rtol=1e-4, atol=1e-4)
+        assert any(state[name].any() for _, state in done)
+
+
+def test_a_leftover_survives_in_the_state() -> None:
+    def worker(transport: Transport) -> None:
+        engine = Engine(Table(a=Choice(SMALL), b=Choice(SMALL)))
+        engine.connect(transport)
+        step_of(engine, {name: gradients(0, 0)[name] for name in "ab"})
+        residual = engine.state_dict()["residual"]["b"]
+        engine.reassign(Table(a=Choice(SMALL)))
+        step_of(engine, {"a": gradients(0, 1)["a"]})  # b has no gradient in this step
+        assert torch.equal(engine.state_dict()["residual"]["b"], residual)
+        leftover = engine.leftover("b")
+        assert leftover is not None
+        assert torch.equal(leftover, residual)
+        engine.forget_leftover("b")
+        assert set(engine.state_dict()["residual"]) == {"a"}
+        engine.disconnect()
+
+    run_ranks(1, worker)
+
+
+def test_ranks_with_other_assignments_are_told_so() -> None:
+    def worker(transport: Transport) -> None:
+        engine = Engine(Table(a=Choice(LARGE if transport.rank else SMALL)))
+        engine.connect(transport)
+        with pytest.raises(PlanError, match=r"ranks compress differently: rank 0 .*rank 1"):
+            step_of(engine, {"a": gradients(0, 0)["a"]})
+        engine.disconnect()
+
+    run_ranks(2, worker)
+
+
+def test_an_assignment_that_is_not_a_function_of_the_tensor_is_found_out() -> None:
+    def worker(transport: Transport) -> None:
+        table = Table(a=Choice(LARGE if transport.rank else SMALL))
+        table.description = "the same words"
+        engine = Engine(table)
+        engine.connect(transport)
+        with pytest.raises(PlanError, match=r"'a': rank 0 .*allgather 0.05, rank 1 .*oktopk"):
+            step_of(engine, {"a": gradients(0, 0)["a"]})
+        engine.disconnect()
+
+    run_ranks(2, worker)
