@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
+from hvd_sparse.accumulator import Accumulator, Scope
+from hvd_sparse.clipping import Clipping
 from hvd_sparse.selectors import Selector
 from hvd_sparse.stream import SparseStream
 
@@ -18,41 +20,104 @@ class ErrorFeedback:
     The law that it keeps together with a collective, in exact arithmetic and summed over the ranks:
     residual before + gradient = what was applied + residual after.
 
+    One step is `take`; `take_at` where the collective wants more; then `give_back` of what had no
+    part, or `abandon` where the exchange failed. `undo` takes the whole step back.
+
+    Args:
+        numel: n.
+        device: Where the gradients are.
+        clipping: Limits the gradients before they are added, in place; None: as they are.
+
     Attributes:
         residual: float32 `(n,)`, on the gradients' device; always finite.
     """
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int, device: torch.device, clipping: Clipping | None = None) -> None:
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.clipping = clipping
+        self._taken = SparseStream.empty(numel)
+        self._taken_elsewhere: list[SparseStream] = []
+        self._returned = SparseStream.empty(numel)
 
-    def take(self, gradients: Sequence[Tensor], selector: Selector, k: int) -> SparseStream:
-        """Accumulate the gradients and take out what the selector picks."""
-        return selector.select(self.residual, gradients, k)
-
-    def undo(
-        self, gradients: Sequence[Tensor], taken: SparseStream, returned: SparseStream
-    ) -> None:
-        """Go back to the residual before a step, to float32's rounding.
+    def take(
+        self,
+        gradients: Sequence[Tensor],
+        selector: Selector,
+        k: int,
+        scope: Scope | None = None,
+    ) -> SparseStream:
+        """Accumulate the gradients and take out what the selector picks.
 
         Args:
-            gradients: What the step added.
-            taken: What it took out.
-            returned: What of it was given back.
+            gradients: Contiguous tensors that lie side by side over the residual.
+            selector: Picks the entries.
+            k: Entries wanted from all ranks' scopes together.
+            scope: Where this rank selects, and its share of k; None: everywhere, all of it.
         """
-        finite = taken.values.isfinite()  # a non-finite entry left its old residual in place
-        self.give_back(taken.where(finite))
-        self.give_back(returned.where(returned.values.isfinite()).times(-1.0))
-        untouched = taken.where(~finite).indices.long()
-        old = self.residual[untouched]
-        start = 0
-        for gradient in gradients:
-            stop = start + gradient.numel()
-            self.residual[start:stop] -= gradient.flatten().float().nan_to_num(0.0, 0.0, 0.0)
-            start = stop
-        self.residual[untouched] = old
+        if self.clipping is not None:
+            self.clipping.apply(gradients)
+        self._taken = selector.select(self._accumulator(gradients, scope), k)
+        self._taken_elsewhere, self._returned = [], SparseStream.empty(self._taken.numel)
+        return self._taken
+
+    def take_at(self, indices: Tensor) -> Tensor:
+        """Take out the entries at more indices, int32 `(m,)` ascending; their values `(m,)`."""
+        indices = indices.to(self.residual.device)
+        values = ops.take_at(self.residual, indices)
+        self._taken_elsewhere.append(SparseStream(indices, values, self._taken.numel))
+        return values
 
     def give_back(self, returned: SparseStream) -> None:
         """Keep entries that were taken out, but had no part in what was applied; all finite."""
-        if returned.nnz:
-            returned = returned.to(self.residual.device)
-            ops.scatter_add(self.residual, returned.indices, returned.values)
+        self._returned = returned
+        self._add(returned)
+
+    def abandon(self) -> None:
+        """Put everything that the step took back, as its exchange failed."""
+        for stream in (self._taken, *self._taken_elsewhere):
+            self._add(stream.finite())
+        self._taken, self._taken_elsewhere = SparseStream.empty(self._taken.numel), []
+
+    def undo(self, gradients: Sequence[Tensor]) -> None:
+        """Go back to what was before the step, to float32's rounding.
+
+        Args:
+            gradients: What the step added.
+        """
+        finite = self._taken.values.isfinite()
+        untouched = self._taken.where(~finite).indices.long()  # these kept their old values
+        returned = self._returned
+        self.abandon()
+        self._add(returned.finite().times(-1.0))
+        self._subtract(gradients, untouched)
+        self._returned = SparseStream.empty(self._taken.numel)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name: float32 tensors `(n,)`, to be read or written between steps."""
+        return {"residual": self.residual}
+
+    # -- what other memories do in another way -----------------------------------------------------
+
+    def _accumulator(self, gradients: Sequence[Tensor], scope: Scope | None) -> Accumulator:
+        return Accumulator(self.residual, gradients, scope)
+
+    def _subtract(self, gradients: Sequence[Tensor], untouched: Tensor) -> None:
+        """Take gradients out of the residual again, but for int64 indices that they left alone."""
+        old = self.residual[untouched]
+        for start, gradient in placed(gradients):
+            self.residual[start : start + gradient.numel()] -= gradient
+        self.residual[untouched] = old
+
+    def _add(self, stream: SparseStream) -> None:
+        if stream.nnz:
+            stream = stream.to(self.residual.device)
+            ops.scatter_add(self.residual, stream.indices, stream.values)
+
+
+def placed(gradients: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Gradients as finite float32 vectors, each with the index at which it begins."""
+    pairs, start = [], 0
+    for gradient in gradients:
+        pairs.append((start, gradient.flatten().float().nan_to_num(0.0, 0.0, 0.0)))
+        start += gradient.numel()
+    return pairs

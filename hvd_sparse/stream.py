@@ -45,6 +45,10 @@ class SparseStream:
         """Whether every value is finite."""
         return self.nnz == 0 or int(magnitude_keys(self.values).max()) < INFINITE_KEY
 
+    def finite(self) -> SparseStream:
+        """The finite entries: all of them, as a rule, and then this very stream."""
+        return self if self.isfinite() else self.where(self.values.isfinite())
+
     def where(self, kept: Tensor) -> SparseStream:
         """The entries where a bool tensor `(nnz,)` is true."""
         return SparseStream(self.indices[kept], self.values[kept], self.numel)

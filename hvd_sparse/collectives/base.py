@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hvd_sparse.accumulator import Scope
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
@@ -60,6 +61,14 @@ class Collective(ABC):
     def packer(self) -> Packer:
         """What encodes the messages of the exchange number `step`."""
         return Packer(self.wire, self.transport.rank, self.step)
+
+    def scope(self) -> Scope | None:
+        """Where this rank is to select in the step that comes; None: everywhere, all k entries."""
+        return None
+
+    def aim(self, k: int) -> None:
+        """Want another number of entries from the next exchange on; all ranks alike."""
+        self.k = k
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart for the next exchange to be the same, bit for bit."""

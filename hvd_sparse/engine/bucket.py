@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import BucketStats, StepStats
-from hvd_sparse.residual import ErrorFeedback
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
 
@@ -35,14 +34,12 @@ class Bucket:
         specs: Its tensors, side by side in this order.
         numel: n, elements of all of them.
         method: How it is compressed and exchanged.
-        k: Entries wanted per step.
+        step: Steps done; the position in the warm-up.
         memory: Error feedback over the whole bucket.
         decoded: `(n,)`, in the gradients' type: where the reduced gradient is written. The
             gradients that the optimizer sees are views of it, as of any flat gradient bucket; it
             is written again only after all of the bucket's next gradients have come.
         phase: How far the step has come.
-        taken: What the step took out of the accumulator.
-        returned: What of it came back.
         reduced: The step's result before it is decoded, then None again.
         poisoned: Whether the step's result is non-finite somewhere.
     """
@@ -53,26 +50,28 @@ class Bucket:
         method: Method,
         transport: Transport,
         device: torch.device,
+        step: int = 0,
     ) -> None:
         self.specs = tuple(specs)
         self.starts = [0, *accumulate(spec.numel for spec in specs)]
         self.numel = self.starts[-1]
         self.method = method
-        self.k = method.k(self.numel)
+        self.step = step
         self.selector = method.selector()
-        self.collective = method.collective(transport, self.numel, self.k)
-        self.memory = ErrorFeedback(self.numel, device)
+        self.collective = method.collective(transport, self.numel, method.k(self.numel))
+        self.memory = method.memory.make(self.numel, device, transport.world_size)
         self.decoded = torch.zeros(
             self.numel, dtype=getattr(torch, specs[0].dtype.removeprefix("torch.")), device=device
         )
-        self.stats = BucketStats(names=tuple(s.name for s in specs), numel=self.numel, k=self.k)
+        names = tuple(spec.name for spec in specs)
+        self.stats = BucketStats(names=names, numel=self.numel, k=self.collective.k)
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
-        self.taken = self.returned = SparseStream.empty(self.numel)
         self.reduced: SparseStream | None = None
         self.poisoned = False
         self._gradients: list[Tensor | None] = [None] * len(specs)
         self._staged: dict[int, Tensor] = {}
+        self._step_gradients: list[Tensor] | None = None
         self._missing = len(specs)
 
     @property
@@ -93,9 +92,16 @@ class Bucket:
         if self._missing == 0:
             self.phase = Phase.READY
 
+    @property
+    def k(self) -> int:
+        """Entries wanted in the step that comes, or is under way."""
+        return self.method.k(self.numel, self.step)
+
     def staged_gradients(self) -> list[Tensor]:
         """The step's gradients, each contiguous; strided ones are copied to a place kept for it."""
-        return [self._staged_gradient(place) for place in range(len(self.specs))]
+        if self._step_gradients is None:
+            self._step_gradients = [self._staged_gradient(i) for i in range(len(self.specs))]
+        return self._step_gradients
 
     def _staged_gradient(self, place: int) -> Tensor:
         gradient = self._gradients[place]
@@ -118,7 +124,7 @@ class Bucket:
         """Let go of the step's gradients and streams, and collect the next ones."""
         self._gradients = [None] * len(self.specs)
         self._missing = len(self.specs)
-        self.taken = self.returned = SparseStream.empty(self.numel)
+        self._step_gradients = None
         self.phase = Phase.COLLECTING
 
     def view(self, place: int) -> Tensor:
@@ -126,11 +132,11 @@ class Bucket:
         spec = self.specs[place]
         return self.decoded[self.starts[place] : self.starts[place + 1]].view(spec.shape)
 
-    def residual_of(self, place: int) -> Tensor:
-        """The residual of one tensor, as a view."""
-        spec = self.specs[place]
-        flat = self.memory.residual[self.starts[place] : self.starts[place + 1]]
-        return flat.view(spec.shape)
+    def memory_of(self, place: int) -> dict[str, Tensor]:
+        """What the memory holds of one tensor: views, by name."""
+        start, stop = self.starts[place], self.starts[place + 1]
+        shape = self.specs[place].shape
+        return {name: flat[start:stop].view(shape) for name, flat in self.memory.tensors().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Selector and collective; residuals are kept by parameter."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
+from hvd_sparse.collectives import IndexUnion
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import Assignment, BucketPlan, TensorSpec, agree_on_plan
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.errors import PlanError
-from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
 
 COMPARISON_INTERVAL = 64
@@ -34,30 +34,32 @@ def exchange(bucket: Bucket) -> None:
     Leaves the sum over the ranks in `bucket.reduced`. Where the exchange fails, all that was taken
     is back in the residual.
     """
-    stats, traffic = bucket.step_stats, bucket.collective.transport.traffic.snapshot()
+    memory, collective = bucket.memory, bucket.collective
+    stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
     with stats.timed("accumulate_s"):
         gradients = bucket.staged_gradients()
     with stats.timed("select_s"):
-        taken = bucket.memory.take(gradients, bucket.selector, bucket.k)
+        k = bucket.k
+        collective.aim(k)
+        taken = memory.take(gradients, bucket.selector, k, collective.scope())
     with stats.timed("exchange_s"):
         try:
-            reduction = bucket.collective.reduce(taken.to("cpu"))
+            if isinstance(collective, IndexUnion):
+                reduction = collective.reduce(taken.to("cpu"), memory.take_at)
+            else:
+                reduction = collective.reduce(taken.to("cpu"))
         except BaseException:
-            bucket.memory.give_back(finite(taken))
+            memory.abandon()
             raise
-        bucket.memory.give_back(finite(reduction.returned))
-    bucket.taken, bucket.returned, bucket.reduced = taken, reduction.returned, reduction.reduced
+        memory.give_back(reduction.returned.finite())
+    bucket.reduced = reduction.reduced
+    bucket.step += 1
     bucket.poisoned = not reduction.reduced.isfinite()
 
-    spent = bucket.collective.transport.traffic.since(traffic)
+    spent = collective.transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
-
-
-def finite(stream: SparseStream) -> SparseStream:
-    """The finite entries: all of them, as a rule; a residual must never hold another."""
-    return stream if stream.isfinite() else stream.where(stream.values.isfinite())
 
 
 def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
@@ -76,7 +78,7 @@ def undo(buckets: Sequence[Bucket]) -> None:
     rank and skips the step; residuals are as if there had been none, as the weights are.
     """
     for bucket in buckets:
-        bucket.memory.undo(bucket.staged_gradients(), bucket.taken, bucket.returned)
+        bucket.memory.undo(bucket.staged_gradients())
 
 
 class Engine:

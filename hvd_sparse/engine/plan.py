@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from hvd_sparse.collectives import Collective
 from hvd_sparse.errors import PlanError
+from hvd_sparse.memory import MemoryOptions
 from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
+from hvd_sparse.warmup import Warmup
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class Method:
         bucket_numel: Elements above which a bucket is closed; a larger tensor has its own.
         selector: Makes one bucket's selector.
         collective: Makes one bucket's collective, from the transport, numel and k.
-        description: All of the above in words; ranks must have the same.
+        description: All of this in words; ranks must have the same.
+        memory: How gradients enter the accumulator.
+        warmup: Densities of the first steps.
     """
 
     density: float
@@ -52,10 +56,20 @@ class Method:
     selector: Callable[[], Selector]
     collective: Callable[[Transport, int, int], Collective]
     description: str
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    warmup: Warmup = field(default_factory=Warmup)
 
-    def k(self, numel: int) -> int:
-        """Entries wanted from a bucket of `numel` elements: at least one, where there is one."""
-        return min(numel, max(1, round(self.density * numel)))
+    def k(self, numel: int, step: int | None = None) -> int:
+        """Entries wanted from a bucket of `numel` elements: at least one, where there is one.
+
+        Args:
+            numel: n.
+            step: Steps done, for the warm-up; None: after it.
+        """
+        density = self.density
+        if step is not None:
+            density = self.warmup.density_at(step, density)
+        return min(numel, max(1, round(density * numel)))
 
     def choice_of(self, spec: TensorSpec) -> Choice:
         """A method is the assignment that gives all tensors to itself."""

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
+from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.stream import SparseStream
 
 
 class Selector(ABC):
-    """Adds gradients to a residual and takes out the entries that are to be sent.
+    """Takes the entries that are to be sent out of an accumulator.
 
     A selector belongs to one bucket and remembers its thresholds between steps.
     """
 
     @abstractmethod
-    def select(self, residual: Tensor, gradients: Sequence[Tensor], k: int) -> SparseStream:
-        """Accumulate, then take about `k` entries out.
+    def select(self, accumulator: Accumulator, k: int) -> SparseStream:
+        """Take about `accumulator.scope.share` of `k` entries out of the accumulator's scope.
 
         Args:
-            residual: float32 `(n,)`; becomes `residual + gradient` without the taken entries. An
-                entry that would become non-finite keeps its old value and is taken too.
-            gradients: Contiguous tensors that lie side by side over the residual.
-            k: Number of entries wanted, in `[0, n]`.
+            accumulator: What to select from; its gradients are added in any case.
+            k: Number of entries wanted from all ranks' scopes together, in `[0, n]`.
 
         Returns:
-            The taken entries.
+            The taken entries; non-finite ones are among them wherever they were.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -40,3 +37,8 @@ class Selector(ABC):
         """Continue from `state_dict()`."""
         if state:
             raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
+
+
+def own_k(accumulator: Accumulator, k: int) -> int:
+    """This rank's part of `k`, at most as many as its scope has elements."""
+    return min(accumulator.width, round(accumulator.scope.share * k))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from hvd_sparse import ops
-from hvd_sparse.selectors.base import Selector
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.selectors.base import Selector, own_k
 from hvd_sparse.stream import SparseStream
 
 PIVOT_MARGIN = 0.9
@@ -27,14 +25,15 @@ class ExactTopK(Selector):
     def __init__(self) -> None:
         self.threshold = 0.0
 
-    def select(self, residual: Tensor, gradients: Sequence[Tensor], k: int) -> SparseStream:
+    def select(self, accumulator: Accumulator, k: int) -> SparseStream:
         """See `Selector.select`; takes `min(k, nonzeros)` entries."""
-        indices, values, threshold = ops.accumulate_topk(
-            residual, gradients, k, pivot=PIVOT_MARGIN * self.threshold
-        )
+        wanted = own_k(accumulator, k)
+        if wanted == 0:
+            return accumulator.accumulate()
+        stream, threshold = accumulator.topk(wanted, pivot=PIVOT_MARGIN * self.threshold)
         if math.isfinite(threshold):
             self.threshold = threshold
-        return SparseStream(indices, values, residual.numel())
+        return stream
 
     def state_dict(self) -> dict[str, Any]:
         """See `Selector.state_dict`."""

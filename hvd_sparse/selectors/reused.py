@@ -10,17 +10,16 @@ within the tolerance while residuals grow or the gradient's scale jumps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from hvd_sparse import ops
-from hvd_sparse.selectors.base import Selector
-from hvd_sparse.selectors.exact import PIVOT_MARGIN, ExactTopK
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.selectors.base import Selector, own_k
+from hvd_sparse.selectors.correction import keep_largest, take_more
+from hvd_sparse.selectors.exact import ExactTopK
+from hvd_sparse.selectors.thresholded import TOLERANCE
 from hvd_sparse.stream import SparseStream
-
-NO_GRADIENTS: tuple[Tensor, ...] = ()
 
 
 class ReusedThreshold(Selector):
@@ -32,7 +31,7 @@ class ReusedThreshold(Selector):
         step: Steps done.
     """
 
-    def __init__(self, interval: int = 32, tolerance: float = 0.1) -> None:
+    def __init__(self, interval: int = 32, tolerance: float = TOLERANCE) -> None:
         self.interval = interval
         self.tolerance = tolerance
         self.step = 0
@@ -43,45 +42,23 @@ class ReusedThreshold(Selector):
         """`local_threshold`: the magnitude from which entries are selected."""
         return self._exact.threshold
 
-    def select(self, residual: Tensor, gradients: Sequence[Tensor], k: int) -> SparseStream:
+    def select(self, accumulator: Accumulator, k: int) -> SparseStream:
         """See `Selector.select`; nnz is within `k (1 ± tolerance)`, nonzeros permitting."""
-        everything = k == residual.numel()  # density 1: no threshold may leave anything behind
+        wanted = own_k(accumulator, k)
+        everything = wanted == accumulator.width  # no threshold may leave anything behind then
         due = everything or self.step % self.interval == 0 or self.threshold == 0.0
         self.step += 1
-        if due:
-            return self._exact.select(residual, gradients, k)
+        if due or wanted == 0:
+            return self._exact.select(accumulator, k)
 
-        indices, values = ops.accumulate_select(residual, gradients, self.threshold)
-        stream = SparseStream(indices, values, residual.numel())
-        if stream.nnz > k * (1 + self.tolerance):
-            return self._keep_largest(residual, stream, k)
-        if stream.nnz < k * (1 - self.tolerance) and stream.isfinite():
-            return self._take_more(residual, stream, k)
-        return stream
-
-    def _keep_largest(self, residual: Tensor, stream: SparseStream, k: int) -> SparseStream:
-        """The threshold is too low: what passed holds the top k, so O(nnz) work cuts it there."""
-        rest = stream.values.clone()
-        order, values, threshold = ops.accumulate_topk(rest, NO_GRADIENTS, k)
-        kept = SparseStream(stream.indices[order.long()], values, stream.numel)
-        indices, values = ops.difference(stream.indices, stream.values, kept.indices)
-        finite = values.isfinite()  # a non-finite entry has left its old value in the residual
-        ops.scatter_add(residual, indices[finite], values[finite])
-        self._follow(threshold)
-        return kept
-
-    def _take_more(self, residual: Tensor, stream: SparseStream, k: int) -> SparseStream:
-        """The threshold is too high: what passed is the top of the top k; take the others."""
-        indices, values, threshold = ops.accumulate_topk(
-            residual, NO_GRADIENTS, k - stream.nnz, pivot=PIVOT_MARGIN * self.threshold
-        )
-        self._follow(threshold)
-        merged = ops.merge_sum([stream.payload(), (indices, values)], stream.numel)
-        return SparseStream(*merged, stream.numel)
-
-    def _follow(self, threshold: float) -> None:
-        if threshold < float("inf"):
+        stream, threshold = accumulator.select(self.threshold), self.threshold
+        if stream.nnz > wanted * (1 + self.tolerance):
+            stream, threshold = keep_largest(accumulator, stream, wanted)
+        elif stream.nnz < wanted * (1 - self.tolerance) and stream.isfinite():
+            stream, threshold = take_more(accumulator, stream, wanted, threshold)
+        if math.isfinite(threshold):
             self._exact.threshold = threshold
+        return stream
 
     def state_dict(self) -> dict[str, Any]:
         """See `Selector.state_dict`."""

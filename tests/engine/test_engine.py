@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Engine, Method, TensorSpec
+from hvd_sparse.engine.state import EngineState
 from hvd_sparse.errors import ConfigError, PlanError, TransportError
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold
 from hvd_sparse.transports import Transport
@@ -252,7 +253,8 @@ def test_broken_states_are_refused() -> None:
 
     def worker(transport: Transport) -> None:
         wrong = connected(transport, method())
-        wrong.load_state_dict({"version": 1, "residual": {"a": torch.zeros(3)}, "buckets": []})
+        state = {**EngineState().as_dict(), "residual": {"a": torch.zeros(3)}}
+        wrong.load_state_dict(state)
         with pytest.raises(ConfigError, match=r"residual of 'a'.*\(30, 20\), got \(3,\)"):
             step_of(wrong, gradients(0, 0))
 

@@ -14,7 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_sparse.collectives import Collective, OkTopk, TopkAllgather, automatic_collective
+from hvd_sparse.collectives import (
+    Collective,
+    IndexUnion,
+    OkTopk,
+    TopkAllgather,
+    automatic_collective,
+)
 from hvd_sparse.residual import ErrorFeedback
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
 from hvd_sparse.stream import SparseStream
@@ -75,8 +81,11 @@ def steps_of_one_rank(
         generator = torch.Generator().manual_seed(100 * step + transport.rank)
         g = gradient(generator, numel, transport.rank)
         before = memory.residual.clone()
-        stream = memory.take([g], chooser, k)
-        reduction = reducer.reduce(stream)
+        stream = memory.take([g], chooser, k, reducer.scope())
+        if isinstance(reducer, IndexUnion):
+            reduction = reducer.reduce(stream, memory.take_at)
+        else:
+            reduction = reducer.reduce(stream)
         memory.give_back(reduction.returned)
         outcomes.append(Outcome(before, g, memory.residual.clone(), reduction.reduced, stream.nnz))
     return outcomes

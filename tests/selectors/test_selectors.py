@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.magnitude import magnitude_keys
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
 from hvd_sparse.stream import SparseStream
@@ -28,7 +29,7 @@ def run(
     for values in steps:
         gradient = torch.tensor(values, dtype=torch.float32)
         accumulator = residual + gradient
-        stream = selector.select(residual, [gradient], k)
+        stream = selector.select(Accumulator(residual, [gradient]), k)
         outcomes.append((accumulator, stream, residual.clone()))
     return outcomes
 
@@ -72,11 +73,13 @@ def test_state_continues_bit_for_bit(steps: list[list[float]], k: int, cut: int)
         whole = run(new(), steps, k)
         first, residual = new(), torch.zeros(len(steps[0]))
         for values in steps[:cut]:
-            first.select(residual, [torch.tensor(values, dtype=torch.float32)], k)
+            gradient = torch.tensor(values, dtype=torch.float32)
+            first.select(Accumulator(residual, [gradient]), k)
         second = new()
         second.load_state_dict(first.state_dict())
         for values, (_, expected, after) in zip(steps[cut:], whole[cut:], strict=True):
-            stream = second.select(residual, [torch.tensor(values, dtype=torch.float32)], k)
+            gradient = torch.tensor(values, dtype=torch.float32)
+            stream = second.select(Accumulator(residual, [gradient]), k)
             assert torch.equal(stream.indices, expected.indices)
             assert torch.equal(stream.values, expected.values)
             assert torch.equal(residual, after)

@@ -1,0 +1,33 @@
+"""How gradients enter the accumulator, as a choice that can be compared and written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hvd_sparse.clipping import Clipping
+from hvd_sparse.momentum import MomentumCorrection
+from hvd_sparse.residual import ErrorFeedback
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """A memory, and what is done to gradients on their way into it.
+
+    Attributes:
+        momentum: m of DGC's momentum correction, in [0, 1); 0: plain error feedback.
+        nesterov: Whether that momentum is Nesterov's.
+        clip_norm: Limit on the norm of a bucket's summed gradient; None: none.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float | None = None
+
+    def make(self, numel: int, device: torch.device, world_size: int) -> ErrorFeedback:
+        """One bucket's memory."""
+        clipping = None if self.clip_norm is None else Clipping(self.clip_norm, world_size)
+        if self.momentum == 0.0:
+            return ErrorFeedback(numel, device, clipping)
+        return MomentumCorrection(numel, device, self.momentum, self.nesterov, clipping)

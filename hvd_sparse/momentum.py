@@ -1,0 +1,117 @@
+"""Momentum correction: the memory of Deep Gradient Compression.
+
+Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887), section 3.1 and 3.2.
+
+Symbols: g gradient, u momentum, v velocity (the residual of momentum SGD), m the momentum's factor.
+
+Steps, for every element:
+  1. u = m u + g; v = v + u (equation 4). Nesterov: u = m (u + g); v = v + u + g.
+  2. A selector takes entries out of v.
+  3. Where an entry was applied, u = 0 too (momentum factor masking, equation 5 and after), so that
+     momentum which is older than what was sent does not push on.
+
+Cost: 20 bytes of memory traffic per element, in one pass; masking is O(k).
+
+Departures:
+  * Only entries that were applied lose their momentum. One that was taken and came back (outside
+    the global top k of Ok-Topk, say) is as if it had not been taken.
+  * Masking waits until the next step begins, so that a step can be undone.
+  * While everything is sent (density 1, in a warm-up) nothing is masked: v is u then, and the sum
+    over the ranks is exactly momentum SGD's. With masking it would be SGD without momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_sparse import ops
+from hvd_sparse.accumulator import Accumulator, Scope
+from hvd_sparse.clipping import Clipping
+from hvd_sparse.residual import ErrorFeedback, placed
+from hvd_sparse.selectors import Selector
+from hvd_sparse.stream import SparseStream
+
+
+class MomentumCorrection(ErrorFeedback):
+    """v, which is the `residual`, and u of one bucket.
+
+    The law of `ErrorFeedback` holds for v, with u (Nesterov: u + g) in the place of the gradient.
+
+    Args:
+        numel: n.
+        device: Where the gradients are.
+        momentum: m, in (0, 1).
+        nesterov: Whether the momentum is Nesterov's.
+        clipping: See `ErrorFeedback`.
+
+    Attributes:
+        momentum_buffer: u, float32 `(n,)`; masked only when the next step begins, or by `tensors`.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        device: torch.device,
+        momentum: float,
+        nesterov: bool = False,
+        clipping: Clipping | None = None,
+    ) -> None:
+        super().__init__(numel, device, clipping)
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.momentum_buffer = torch.zeros_like(self.residual)
+        self._lossless = False
+
+    def take(
+        self,
+        gradients: Sequence[Tensor],
+        selector: Selector,
+        k: int,
+        scope: Scope | None = None,
+    ) -> SparseStream:
+        """See `ErrorFeedback.take`."""
+        self.mask()
+        self._lossless = k == self.residual.numel()
+        return super().take(gradients, selector, k, scope)
+
+    def mask(self) -> None:
+        """Momentum factor masking: u = 0 where the last step's entries were applied."""
+        for left in (self._applied(), *self._taken_elsewhere):
+            if left.nnz and not self._lossless:
+                ops.zero_at(self.momentum_buffer, left.indices.to(self.residual.device))
+        self._taken, self._taken_elsewhere = SparseStream.empty(self._taken.numel), []
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `ErrorFeedback.tensors`."""
+        self.mask()
+        return {"residual": self.residual, "momentum": self.momentum_buffer}
+
+    def _applied(self) -> SparseStream:
+        """The entries that were taken, without those that came back whole."""
+        taken, returned = self._taken.to("cpu"), self._returned.to("cpu")
+        if not (taken.nnz and returned.nnz):
+            return taken
+        place = torch.searchsorted(returned.indices, taken.indices).clamp_(max=returned.nnz - 1)
+        came_back = returned.indices[place] == taken.indices
+        came_back &= returned.values[place] == taken.values
+        return taken.where(~came_back)
+
+    def _accumulator(self, gradients: Sequence[Tensor], scope: Scope | None) -> Accumulator:
+        momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)
+        return Accumulator(self.residual, gradients, scope, momentum)
+
+    def _subtract(self, gradients: Sequence[Tensor], untouched: Tensor) -> None:
+        v, u, m = self.residual, self.momentum_buffer, self.momentum
+        old_v, old_u = v[untouched], u[untouched]
+        v -= u
+        for start, g in placed(gradients):
+            stop = start + g.numel()
+            if self.nesterov:
+                v[start:stop] -= g
+                u[start:stop].div_(m).sub_(g)
+            else:
+                u[start:stop].sub_(g).div_(m)
+        v[untouched], u[untouched] = old_v, old_u

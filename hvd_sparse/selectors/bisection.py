@@ -1,0 +1,92 @@
+"""MSTopK: the threshold by bisection.
+
+Source: Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
+Clusters" (MLSys 2021), algorithm 1: N bisections of [mean, max] of the magnitudes, each of which
+counts all entries above; then what lies between the last two thresholds fills up to k.
+
+Departures:
+  * The bisection counts among candidates that reach a sampled threshold somewhat below the k-th
+    magnitude: one pass over the tensor in place of N.
+  * It ends as soon as the count is within the tolerance of k. Where N halvings do not get there
+    (ties), an exact selection among the candidates fills up to k; the paper takes a random run of
+    consecutive entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_sparse import ops
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.selectors.base import Selector, own_k
+from hvd_sparse.selectors.correction import keep_largest, take_more
+from hvd_sparse.selectors.sampled import SampledThreshold
+from hvd_sparse.selectors.thresholded import TOLERANCE
+from hvd_sparse.stream import SparseStream
+
+HALVINGS = 30
+
+
+class BisectionTopK(Selector):
+    """About `k` entries, cut off by a threshold that bisection finds.
+
+    Args:
+        sample_share: Part of the elements from which candidates are guessed, in (0, 1].
+        tolerance: How far nnz may be from k, as a share of k.
+        halvings: N, most bisections, at least 1.
+        seed: Of the sample's random start.
+    """
+
+    def __init__(
+        self,
+        sample_share: float = 0.01,
+        tolerance: float = TOLERANCE,
+        halvings: int = HALVINGS,
+        seed: int = 0,
+    ) -> None:
+        self.tolerance = tolerance
+        self.halvings = halvings
+        self._loose = SampledThreshold(sample_share, seed)
+
+    def select(self, accumulator: Accumulator, k: int) -> SparseStream:
+        """See `Selector.select`."""
+        wanted = own_k(accumulator, k)
+        if wanted == 0:
+            return accumulator.accumulate()
+        if wanted == accumulator.width:
+            return accumulator.select(0.0)
+        low = self._loose.estimate(accumulator, k)
+        stream = accumulator.select(low)
+        if not stream.isfinite():
+            return stream
+        if stream.nnz < wanted * (1 - self.tolerance):
+            return take_more(accumulator, stream, wanted, low)[0]
+        return self._bisect(accumulator, stream, wanted, low)
+
+    def _bisect(
+        self, accumulator: Accumulator, stream: SparseStream, wanted: int, low: float
+    ) -> SparseStream:
+        magnitudes = stream.values.abs()
+        high = float(magnitudes.max())
+        nnz, threshold = stream.nnz, low
+        for _ in range(self.halvings):
+            if abs(nnz - wanted) <= self.tolerance * wanted:
+                break
+            threshold = (low + high) / 2
+            nnz = int((magnitudes >= threshold).sum())
+            low, high = (threshold, high) if nnz > wanted else (low, threshold)
+        else:
+            return keep_largest(accumulator, stream, wanted)[0]
+        kept = stream.where(magnitudes >= threshold)
+        others = ops.difference(stream.indices, stream.values, kept.indices)
+        accumulator.put_back(SparseStream(*others, stream.numel))
+        return kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Selector.state_dict`."""
+        return self._loose.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Selector.load_state_dict`."""
+        self._loose.load_state_dict(state)

@@ -1,0 +1,53 @@
+"""Putting a selection right in the same step, where its threshold was off.
+
+DGC calls the first one hierarchical selection (Lin et al., arXiv 1712.01887, section 3.1). Both are
+exact, so that no part of the tensor is favoured: a stream cut in the order of its indices would
+starve its tail.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hvd_sparse import ops
+from hvd_sparse.accumulator import NO_GRADIENTS, Accumulator
+from hvd_sparse.selectors.exact import PIVOT_MARGIN
+from hvd_sparse.stream import SparseStream
+
+
+def keep_largest(
+    accumulator: Accumulator, stream: SparseStream, k: int
+) -> tuple[SparseStream, float]:
+    """Put all but the `k` largest entries of a stream back.
+
+    O(nnz), since what passed a threshold that is too low holds the top k.
+
+    Returns:
+        The kept entries, and the k-th magnitude.
+    """
+    rest = stream.values.clone()
+    order, values, threshold = ops.accumulate_topk(rest, NO_GRADIENTS, k)
+    kept = SparseStream(stream.indices[order.long()], values, stream.numel)
+    others = ops.difference(stream.indices, stream.values, kept.indices)
+    accumulator.put_back(SparseStream(*others, stream.numel))
+    return kept, threshold
+
+
+def take_more(
+    accumulator: Accumulator, stream: SparseStream, k: int, threshold: float
+) -> tuple[SparseStream, float]:
+    """Take the largest of what is left, until there are `k` entries.
+
+    Args:
+        accumulator: What the stream was taken from.
+        stream: All that reached the threshold, and fewer than k entries.
+        k: Entries wanted.
+        threshold: A magnitude at or somewhat above the k-th, where its search begins.
+
+    Returns:
+        All entries, and the k-th magnitude.
+    """
+    pivot = PIVOT_MARGIN * threshold if math.isfinite(threshold) else 0.0
+    more, threshold = accumulator.topk(k - stream.nnz, pivot=pivot)
+    merged = ops.merge_sum([stream.payload(), more.payload()], stream.numel)
+    return SparseStream(*merged, stream.numel), threshold

@@ -1,0 +1,105 @@
+"""Thresholds from distributions that are fitted to the accumulator: Gaussiank and SIDCo.
+
+Sources:
+  * Gaussiank: Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv
+    1911.08772), algorithm 1: a normal distribution, then at most three rough adjustments.
+  * SIDCo: Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for
+    Distributed Training Systems" (MLSys 2021), section 2.4 and algorithm 1: exponential
+    distributions, fitted in stages, each to what exceeds the threshold of the stage before.
+
+Departure of both: moments and counts are those of a strided sample instead of several passes over
+all elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Any
+
+from torch import Tensor
+
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.selectors.sampled import Sampler
+from hvd_sparse.selectors.thresholded import Estimator
+
+ADJUSTMENTS = 3
+FIRST_STAGE = 0.25
+"""SIDCo's δ₁: the part of the elements that each stage but the last lets through."""
+
+
+class FittedThreshold(Estimator):
+    """A threshold that is computed from a sample.
+
+    Args:
+        sample_share: Part of the elements to look at, in (0, 1].
+        seed: Of the sample's random start.
+    """
+
+    def __init__(self, sample_share: float = 0.01, seed: int = 0) -> None:
+        self.sampler = Sampler(sample_share, seed)
+
+    def estimate(self, accumulator: Accumulator, k: int) -> float:
+        """See `Estimator.estimate`."""
+        values = self.sampler.sample(accumulator)
+        return self._fit(values, k / accumulator.numel) if values.numel() else 0.0
+
+    def _fit(self, values: Tensor, density: float) -> float:
+        """The threshold for a sample, float32 `(s,)`, s > 0."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Selector.state_dict`."""
+        return {"step": self.sampler.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Selector.load_state_dict`."""
+        self.sampler.step = int(state["step"])
+
+
+class GaussianThreshold(FittedThreshold):
+    """Gaussiank's: Φ⁻¹(1 - d/2) standard deviations, halved or grown by half where it is far off.
+
+    It overestimates k while the accumulator is flat, and underestimates it for heavy tails; the
+    paper and Ok-Topk's section 5.2 show both.
+    """
+
+    def _fit(self, values: Tensor, density: float) -> float:
+        deviation = float(values.double().std(correction=0))
+        if not 0.0 < deviation < math.inf:
+            return 0.0
+        mean = abs(float(values.double().mean()))
+        threshold = mean + NormalDist().inv_cdf(1 - min(density, 1 - 1e-9) / 2) * deviation
+        magnitudes, wanted = values.abs(), density * values.numel()
+        for _ in range(ADJUSTMENTS):
+            passing = int((magnitudes >= threshold).sum())
+            if passing < 2 / 3 * wanted:
+                threshold *= 0.5
+            elif passing > 4 / 3 * wanted:
+                threshold *= 1.5
+            else:
+                break
+        return threshold
+
+
+class SidcoThreshold(FittedThreshold):
+    """SIDCo's: exponential tails in M stages, η_m = η_{m-1} + μ_m ln(1/δ_m).
+
+    μ_m is the mean of the exceedances |g| - η_{m-1}. All stages but the last let δ₁ = 1/4 through.
+
+    Departure: M follows from the density. The paper adds a stage, or drops one, as the selected
+    counts of the last steps demand; here a count that is off is put right in the same step.
+    """
+
+    def _fit(self, values: Tensor, density: float) -> float:
+        exceedances, threshold, left = values.abs().double(), 0.0, density
+        while True:
+            mean = float(exceedances.mean())
+            if left >= FIRST_STAGE:
+                return threshold + mean * math.log(1 / left)
+            stage = mean * math.log(1 / FIRST_STAGE)
+            beyond = exceedances[exceedances >= stage] - stage
+            if beyond.numel() < 2 or stage == 0.0:
+                return threshold + mean * math.log(1 / left)
+            exceedances, threshold, left = beyond, threshold + stage, left / FIRST_STAGE

@@ -1,0 +1,30 @@
+"""Hard threshold: one magnitude for the whole training.
+
+Source: Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization" (NeurIPS
+2021). The threshold λ bounds what stays behind by λ² per element; density is whatever it is.
+"""
+
+from __future__ import annotations
+
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.selectors.base import Selector
+from hvd_sparse.stream import SparseStream
+
+
+class HardThreshold(Selector):
+    """Everything that reaches λ.
+
+    Args:
+        threshold: λ, in units of the gradients (of the scaled loss, where loss scaling is used).
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def select(self, accumulator: Accumulator, k: int) -> SparseStream:
+        """See `Selector.select`; `k` says nothing here, but that 1 and n mean none and all."""
+        if accumulator.width == 0 or accumulator.scope.share == 0.0:
+            return accumulator.accumulate()
+        if k == accumulator.numel:
+            return accumulator.select(0.0)
+        return accumulator.select(self.threshold)

@@ -1,0 +1,68 @@
+"""DRAGONN's extraction: each passing entry goes to the slot that its index is hashed to.
+
+Source: Wang et al., "DRAGONN: Distributed Randomized Approximate Gradients of Neural Networks"
+(ICML 2022), algorithm 1 and appendix A.2 (hash collisions).
+
+Symbols: l entries that pass the threshold, m slots, h a hash function, I the table of slots.
+
+Steps:
+  1. for every entry i that passes: I[h(i)] = i, in any order and without waiting for others;
+  2. what stands in a slot is taken. The others have lost their slot; they stay in the residual and
+     compete again in the next step, under another h, so that no pair collides for ever.
+
+The sparse decode of section 4.3 (concatenate P streams, then one scatter-add) is `merge_sum`.
+
+Departures:
+  * With `slots_per_bucket` 8 an entry takes any free slot of its bucket, 32 bytes that are read at
+    once. Under 1 % lose at m = 2l, where the paper's single slot loses 21 % (11.5 % at m = 4l).
+  * m is a multiple of l, what is expected to pass, not of k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.selectors.mixing import mixed
+from hvd_sparse.selectors.thresholded import Extraction
+from hvd_sparse.stream import SparseStream
+
+SLOTS_PER_BUCKET = (1, 8)
+
+
+class HashedExtraction(Extraction):
+    """Takes what wins a slot.
+
+    Args:
+        slots_per_entry: m/l, above 0.
+        slots_per_bucket: 1 as in the paper, or 8.
+        seed: Of the hash functions.
+    """
+
+    def __init__(
+        self, slots_per_entry: float = 2.0, slots_per_bucket: int = 8, seed: int = 0
+    ) -> None:
+        self.slots_per_entry = slots_per_entry
+        self.slots_per_bucket = slots_per_bucket
+        self.seed = seed
+        self.step = 0
+
+    def extract(self, accumulator: Accumulator, threshold: float, k: int) -> SparseStream:
+        """See `Extraction.extract`."""
+        buckets = math.ceil(self.slots_per_entry * k / self.slots_per_bucket)
+        a = mixed(self.seed, 2 * self.step) | 1
+        b = mixed(self.seed, 2 * self.step + 1)
+        self.step += 1
+        return accumulator.hash_select(
+            threshold, buckets * self.slots_per_bucket, self.slots_per_bucket, a, b
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Selector.state_dict`."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Selector.load_state_dict`."""
+        self.step = int(state["step"])

@@ -1,0 +1,52 @@
+"""ExDyna's selection: by a threshold that the ranks scale together, in this rank's partition.
+
+Source: Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed
+Deep Learning" (CCGrid 2024), algorithm 4.
+
+Departures:
+  * The first threshold comes from a sample of this rank's accumulator. The paper's is a guess that
+    does not look at the gradients, and can be off by orders of magnitude.
+  * What is taken are candidates, from somewhat below the threshold on: the exchange scales the
+    threshold by their counts (collectives/exdyna.py) and returns what does not reach the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.selectors.base import Selector
+from hvd_sparse.selectors.exact import PIVOT_MARGIN
+from hvd_sparse.selectors.sampled import SampledThreshold
+from hvd_sparse.stream import SparseStream
+
+
+class OnlineThreshold(Selector):
+    """Candidates: everything in the scope that reaches 0.9 of the ranks' threshold.
+
+    Args:
+        seed: Of the samples that stand in where there is no threshold yet.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._sampled = SampledThreshold(seed=seed)
+
+    def select(self, accumulator: Accumulator, k: int) -> SparseStream:
+        """See `Selector.select`; takes as many as reach the threshold, not a part of k."""
+        if accumulator.width == 0 or k == 0:
+            return accumulator.accumulate()
+        if k == accumulator.numel:
+            return accumulator.select(0.0)  # density 1: no threshold may leave anything behind
+        agreed = accumulator.scope.threshold
+        if agreed > 0.0:
+            return accumulator.select(PIVOT_MARGIN * agreed)
+        return accumulator.select(self._sampled.estimate(accumulator, k))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Selector.state_dict`."""
+        return self._sampled.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Selector.load_state_dict`."""
+        self._sampled.load_state_dict(state)

@@ -1,0 +1,53 @@
+"""Random-k: entries whatever their magnitude.
+
+Source: Stich et al., "Sparsified SGD with Memory" (NeurIPS 2018).
+
+Departure: one index is drawn from each of k equal ranges (strata), so that the draw takes O(k) time
+and memory and comes out in ascending order; every index still has the chance k/n. All ranks draw
+the same indices, so that nothing builds up in the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.selectors.base import Selector, own_k
+from hvd_sparse.selectors.mixing import mixed
+from hvd_sparse.stream import SparseStream
+
+
+class RandomK(Selector):
+    """`k` random entries.
+
+    Args:
+        seed: Of the draws; the same on all ranks.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.step = 0
+
+    def select(self, accumulator: Accumulator, k: int) -> SparseStream:
+        """See `Selector.select`; zeros are taken as any other entry."""
+        wanted, width = own_k(accumulator, k), accumulator.width
+        generator = torch.Generator().manual_seed(mixed(self.seed, self.step) >> 1)
+        self.step += 1
+        spoiled = accumulator.accumulate()
+        edges = torch.arange(wanted + 1) * width // max(wanted, 1)
+        chance = torch.rand(wanted, generator=generator, dtype=torch.float64)
+        offsets = (chance * (edges[1:] - edges[:-1])).long()
+        indices = (edges[:-1] + offsets + accumulator.scope.start).int()
+        taken = accumulator.take_at(indices.to(accumulator.residual.device))
+        return accumulator.joined(taken, spoiled)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Selector.state_dict`."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Selector.load_state_dict`."""
+        self.step = int(state["step"])

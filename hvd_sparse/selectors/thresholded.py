@@ -1,0 +1,104 @@
+"""Selection by a threshold: how it is estimated × how entries are extracted.
+
+What was extracted is put right in the same step where it is not within the tolerance of k, so that
+an estimate that is off costs time and never density.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.selectors.base import Selector, own_k
+from hvd_sparse.selectors.correction import keep_largest, take_more
+from hvd_sparse.stream import SparseStream
+
+TOLERANCE = 0.1
+"""How far nnz may be from k, as a share of k."""
+
+
+class Estimator(ABC):
+    """Estimates the k-th largest magnitude of an accumulator, before anything is taken."""
+
+    @abstractmethod
+    def estimate(self, accumulator: Accumulator, k: int) -> float:
+        """A threshold, at least 0, that about `k` of all the accumulator's entries reach."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Selector.state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Selector.load_state_dict`."""
+        if state:
+            raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
+
+
+class Extraction:
+    """Ordered compaction: everything that reaches the threshold is taken."""
+
+    def extract(self, accumulator: Accumulator, threshold: float, k: int) -> SparseStream:
+        """Take what reaches the threshold; about `k` entries are to be expected."""
+        del k
+        return accumulator.select(threshold)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Selector.state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Selector.load_state_dict`."""
+        if state:
+            raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
+
+
+class ThresholdSelector(Selector):
+    """Any estimator with any extraction.
+
+    Args:
+        estimator: Gives each step's threshold.
+        extraction: Takes what reaches it; None: ordered compaction.
+        tolerance: How far nnz may be from k, as a share of k, before the selection is put right;
+            infinite: it stays as it is.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        extraction: Extraction | None = None,
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        self.estimator = estimator
+        self.extraction = Extraction() if extraction is None else extraction
+        self.tolerance = tolerance
+
+    def select(self, accumulator: Accumulator, k: int) -> SparseStream:
+        """See `Selector.select`; nnz is within `k (1 ± tolerance)`, nonzeros permitting."""
+        wanted = own_k(accumulator, k)
+        if wanted == 0:
+            return accumulator.accumulate()
+        if wanted == accumulator.width and math.isfinite(self.tolerance):
+            return accumulator.select(0.0)  # density 1: no threshold may leave anything behind
+        threshold = self.estimator.estimate(accumulator, k)
+        stream = self.extraction.extract(accumulator, threshold, wanted)
+        if stream.nnz > wanted * (1 + self.tolerance):
+            stream, _ = keep_largest(accumulator, stream, wanted)
+        elif stream.nnz < wanted * (1 - self.tolerance) and stream.isfinite():
+            stream, _ = take_more(accumulator, stream, wanted, threshold)
+        return stream
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Selector.state_dict`."""
+        return {
+            "estimator": self.estimator.state_dict(),
+            "extraction": self.extraction.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Selector.load_state_dict`."""
+        self.estimator.load_state_dict(state["estimator"])
+        self.extraction.load_state_dict(state["extraction"])
