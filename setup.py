@@ -25,6 +25,7 @@ COMPILE_FLAGS = (
     "-O3",
     "-std=c++17",
     "-fPIC",
+    "-ffp-contract=off",  # one rounding per operation: every instruction set gives the same bits
     "-pthread",
     "-fvisibility=hidden",
     "-Wall",

@@ -39,6 +39,7 @@ from hvd_sparse.ops.streams import (
     threshold_stream,
     zero_at,
 )
+from hvd_sparse.ops.wire import gap_decode, gap_encode, qsgd_dequantize, qsgd_quantize
 
 __all__ = [
     "Moments",
@@ -51,10 +52,14 @@ __all__ = [
     "count_at_least",
     "decode",
     "difference",
+    "gap_decode",
+    "gap_encode",
     "hash_select",
     "kth_magnitude",
     "merge_sum",
     "partition_select",
+    "qsgd_dequantize",
+    "qsgd_quantize",
     "sample_accumulator",
     "sampled_threshold",
     "scatter_add",

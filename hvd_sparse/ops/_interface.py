@@ -119,5 +119,21 @@ class StreamOps(Protocol):
     def zero_at(self, x: Tensor, indices: Tensor) -> None: ...
 
 
-class Ops(SelectionOps, EstimationOps, StreamOps, Protocol):
+class WireOps(Protocol):
+    """What goes over the wire."""
+
+    def gap_encode(self, indices: Tensor, start: int) -> Tensor: ...
+
+    def gap_decode(self, code: Tensor, nnz: int, start: int, stop: int) -> Tensor: ...
+
+    def qsgd_quantize(
+        self, x: Tensor, bits: int, bucket_numel: int, seed: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def qsgd_dequantize(
+        self, codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
+    ) -> Tensor: ...
+
+
+class Ops(SelectionOps, EstimationOps, StreamOps, WireOps, Protocol):
     """All of them."""

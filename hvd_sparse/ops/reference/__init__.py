@@ -25,6 +25,12 @@ from hvd_sparse.ops.reference.streams import (
     threshold_stream,
     zero_at,
 )
+from hvd_sparse.ops.reference.wire import (
+    gap_decode,
+    gap_encode,
+    qsgd_dequantize,
+    qsgd_quantize,
+)
 
 __all__ = [
     "accumulate_group_topk",
@@ -34,10 +40,14 @@ __all__ = [
     "count_at_least",
     "decode",
     "difference",
+    "gap_decode",
+    "gap_encode",
     "hash_select",
     "kth_magnitude",
     "merge_sum",
     "partition_select",
+    "qsgd_dequantize",
+    "qsgd_quantize",
     "sample_accumulator",
     "scatter_add",
     "take_at",
