@@ -104,12 +104,12 @@ def flat_message(payload: Payload) -> Tensor:
 
 
 def sum_of(streams: list[SparseStream], numel: int) -> SparseStream:
-    """The sum of any number of streams."""
+    """The sum of any number of streams, over a vector of `numel` elements."""
     filled = [stream for stream in streams if stream.nnz]
     if not filled:
         return SparseStream.empty(numel)
     if len(filled) == 1:
-        return filled[0]
+        return SparseStream(*filled[0].payload(), numel)
     return SparseStream(*ops.merge_sum([stream.payload() for stream in filled], numel), numel)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -21,12 +22,16 @@ from hvd_sparse.collectives import (
 )
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport, run_ranks
+from hvd_sparse.wire import CompactWire, Wire, make_wire
 from tests.collectives.cases import (
+    CASES,
     WORLDS,
+    Case,
     assert_identical,
     assert_mass_conserved,
     case_stream,
     dense,
+    random_stream,
     reduce_cases,
 )
 
@@ -74,6 +79,65 @@ def test_selective_sums(name: str, world_size: int) -> None:
         assert_mass_conserved(case, reductions)
         if case.numel > K:
             assert total.nnz <= 1.1 * K, case.name
+
+
+WIRES = {
+    "float32+gap": make_wire("float32", "gap"),
+    "float16+int32": make_wire("float16"),
+    "float16+gap": make_wire("float16", "gap"),
+    "bfloat16+int32": make_wire("bfloat16"),
+    "qsgd8+gap": make_wire("qsgd8", "gap"),
+    "qsgd4+int32": make_wire("qsgd4"),
+    "qsgd4 where dense": CompactWire("float32", "gap", dense_values="qsgd4"),
+    "qsgd2 where dense": CompactWire("float16", "gap", dense_values="qsgd2"),
+}
+
+
+def check_wire(name: str, world_size: int, wire_of: Callable[[Case], Wire]) -> None:
+    build = (LOSSLESS | SELECTIVE)[name]
+    outcomes = reduce_cases(
+        world_size,
+        lambda transport, case: build(
+            transport, case.numel, min(K, case.numel), wire=wire_of(case)
+        ),
+    )
+    for case, reductions in outcomes:
+        what = f"{case.name} over {wire_of(case).name}"
+        assert_identical(reductions, what)
+        assert_mass_conserved(case, reductions, rtol=1e-6 * world_size)
+        if wire_of(case).is_lossless and name in LOSSLESS:
+            assert not any(reduction.returned.nnz for reduction in reductions), what
+
+
+@pytest.mark.parametrize("name", LOSSLESS | SELECTIVE)
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_wire_conserves_mass_and_keeps_ranks_identical(wire: str, name: str) -> None:
+    for world_size in (1, 3, 4):
+        check_wire(name, world_size, lambda case: WIRES[wire])
+
+
+@pytest.mark.parametrize("name", LOSSLESS | SELECTIVE)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_wires_in_every_world(world_size: int, name: str) -> None:
+    """Each case over another wire; from world to world they change places."""
+    wires = list(WIRES.values())
+    check_wire(name, world_size, lambda case: wires[(CASES.index(case) + world_size) % len(wires)])
+
+
+@pytest.mark.parametrize("name", LOSSLESS | SELECTIVE)
+@pytest.mark.parametrize("spoil", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("wire", ["float32+gap", "float16+gap", "bfloat16+int32", "qsgd8+gap"])
+def test_what_is_not_finite_reaches_every_rank(name: str, wire: str, spoil: float) -> None:
+    build = (LOSSLESS | SELECTIVE)[name]
+
+    def worker(transport: Transport) -> SparseStream:
+        stream = random_stream(torch.Generator().manual_seed(transport.rank), 1000, 20)
+        if transport.rank == 1:
+            stream.values[7] = spoil
+        return build(transport, 1000, 20, wire=WIRES[wire]).reduce(stream).reduced
+
+    for reduced in run_ranks(3, worker):
+        assert not reduced.isfinite()
 
 
 def test_gtopk_returns_what_a_node_dropped_and_another_path_applied() -> None:

@@ -1,0 +1,149 @@
+"""Forms of float32 values on the wire."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hvd_sparse import ops
+from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys
+
+SCALE_BYTES = 4
+
+
+class ValueCodec(ABC):
+    """Encodes values, in the order of their entries.
+
+    Attributes:
+        is_lossless: Whether every value arrives with the same bits.
+    """
+
+    is_lossless = False
+
+    @abstractmethod
+    def nbytes(self, count: int) -> int:
+        """Bytes of so many encoded values."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, seed: int) -> tuple[Tensor, ...]:
+        """Encode float32 `(count,)`: tensors to be sent one after the other.
+
+        Finite values stay finite and others do not become so.
+        """
+
+    @abstractmethod
+    def decode(self, data: Tensor, count: int) -> Tensor:
+        """Read uint8 `(nbytes(count),)`, 4-byte aligned, as float32 `(count,)`."""
+
+
+class Float32Values(ValueCodec):
+    """The values as they are."""
+
+    is_lossless = True
+
+    def nbytes(self, count: int) -> int:
+        """See `ValueCodec.nbytes`."""
+        return 4 * count
+
+    def encode(self, values: Tensor, seed: int) -> tuple[Tensor, ...]:
+        """See `ValueCodec.encode`."""
+        del seed
+        return (values.contiguous(),)
+
+    def decode(self, data: Tensor, count: int) -> Tensor:
+        """See `ValueCodec.decode`; a view."""
+        del count
+        return data.view(torch.float32)
+
+
+@dataclass(frozen=True)
+class HalfValues(ValueCodec):
+    """16 bits per value, rounded to nearest, behind one power of two for all.
+
+    The power brings the largest finite magnitude near the top of the type's range: float16 spans 39
+    powers of two, and gradients may be anywhere.
+
+    Attributes:
+        dtype: float16 or bfloat16.
+    """
+
+    dtype: torch.dtype
+
+    def nbytes(self, count: int) -> int:
+        """See `ValueCodec.nbytes`."""
+        return SCALE_BYTES + 2 * count
+
+    def encode(self, values: Tensor, seed: int) -> tuple[Tensor, ...]:
+        """See `ValueCodec.encode`."""
+        del seed  # it rounds to nearest
+        exponent = self._exponent(values)
+        scaled = (values * 2.0**exponent).to(self.dtype)
+        return (torch.tensor([2.0**-exponent]), scaled)
+
+    def decode(self, data: Tensor, count: int) -> Tensor:
+        """See `ValueCodec.decode`."""
+        del count
+        scale = float(data[:SCALE_BYTES].view(torch.float32))
+        return data[SCALE_BYTES:].view(self.dtype).float().mul_(scale)
+
+    def _exponent(self, values: Tensor) -> int:
+        """The power of two to multiply by; its inverse is a normal float32 too."""
+        keys = magnitude_keys(values)
+        largest = int(keys.max()) if keys.numel() else 0
+        if largest >= INFINITE_KEY:
+            finite = keys[keys < INFINITE_KEY]
+            largest = int(finite.max()) if finite.numel() else 0
+        if largest == 0:
+            return 0
+        top = math.frexp(key_magnitude(largest))[1]  # the largest magnitude is below 2**top
+        if self.dtype == torch.bfloat16:
+            return min(0, 127 - top)  # float32's range, but rounding must not leave it
+        return max(-126, min(126, 15 - top))
+
+
+@dataclass(frozen=True)
+class QsgdValues(ValueCodec):
+    """A few bits per value and a scale per bucket, rounded stochastically without bias.
+
+    Source: Alistarh et al., "QSGD" (NIPS 2017); see `ops.qsgd_quantize`.
+
+    Attributes:
+        bits: 2, 4 or 8.
+        bucket_numel: Values that share a scale, 512 or 1024.
+    """
+
+    bits: int
+    bucket_numel: int = 512
+
+    def nbytes(self, count: int) -> int:
+        """See `ValueCodec.nbytes`."""
+        return self._scales_bytes(count) + -(-count * self.bits // 8)
+
+    def encode(self, values: Tensor, seed: int) -> tuple[Tensor, ...]:
+        """See `ValueCodec.encode`; one non-finite value makes its bucket NaN."""
+        codes, scales = ops.qsgd_quantize(values.contiguous(), self.bits, self.bucket_numel, seed)
+        return (scales, codes)
+
+    def decode(self, data: Tensor, count: int) -> Tensor:
+        """See `ValueCodec.decode`."""
+        cut = self._scales_bytes(count)
+        scales = data[:cut].view(torch.float32)
+        return ops.qsgd_dequantize(data[cut:], scales, count, self.bits, self.bucket_numel)
+
+    def _scales_bytes(self, count: int) -> int:
+        return SCALE_BYTES * -(-count // self.bucket_numel)
+
+
+VALUE_CODECS: dict[str, ValueCodec] = {
+    "float32": Float32Values(),
+    "float16": HalfValues(torch.float16),
+    "bfloat16": HalfValues(torch.bfloat16),
+    "qsgd8": QsgdValues(8),
+    "qsgd4": QsgdValues(4),
+    "qsgd2": QsgdValues(2),
+}
+"""Forms of values by the names under which a user asks for them."""
