@@ -26,6 +26,7 @@ from hvd_sparse.engine import Method
 from hvd_sparse.recording import Recorder
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
 from hvd_sparse.transports.choose import TRANSPORT_NAMES
+from hvd_sparse.wire import WIRES
 
 COLLECTIVES: dict[str, Callable[..., Collective]] = {
     "auto": automatic_collective,
@@ -71,6 +72,9 @@ class Compression:
         bucket_numel: Elements at which a bucket of tensors is closed; a larger one has its own.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce. So does float64.
         timeout_s: Seconds after which a peer that does not answer is given up.
+        wire: Form of the values on the wire, "float32", "float16", "bfloat16", "qsgd8", "qsgd4" or
+            "qsgd2", and "+gap" for bit-packed indices, as in "float16+gap". What rounding loses
+            stays in the residual.
         record: Where to record what happens, for `hvd-sparse report`: a path, or a `Recorder`.
 
     They raise `ConfigError`, a `ValueError`, that names an argument, its range and its value.
@@ -92,6 +96,7 @@ class Compression:
         bucket_numel: int = BUCKET_NUMEL,
         dense_below: int = DENSE_BELOW,
         timeout_s: float = TIMEOUT_S,
+        wire: str = "float32",
         record: Record = None,
     ) -> SparseCompressor:
         """Exact top-k: each rank sends its k largest accumulated magnitudes in every step.
@@ -107,6 +112,7 @@ class Compression:
             bucket_numel: See the class.
             dense_below: See the class.
             timeout_s: See the class.
+            wire: See the class.
             record: See the class.
         """
         check_choice("collective", collective, COLLECTIVES)
@@ -120,6 +126,7 @@ class Compression:
             bucket_numel=bucket_numel,
             dense_below=dense_below,
             timeout_s=timeout_s,
+            wire=wire,
             record=record,
         )
 
@@ -136,6 +143,7 @@ class Compression:
         bucket_numel: int = BUCKET_NUMEL,
         dense_below: int = DENSE_BELOW,
         timeout_s: float = TIMEOUT_S,
+        wire: str = "float32",
         record: Record = None,
     ) -> SparseCompressor:
         """Ok-Topk: thresholds reused between exact evaluations, and an allreduce of O(k) volume.
@@ -156,6 +164,7 @@ class Compression:
             bucket_numel: See the class.
             dense_below: See the class.
             timeout_s: See the class.
+            wire: See the class.
             record: See the class.
         """
         check_count("repartition_interval", repartition_interval, 1)
@@ -180,6 +189,7 @@ class Compression:
             bucket_numel=bucket_numel,
             dense_below=dense_below,
             timeout_s=timeout_s,
+            wire=wire,
             record=record,
         )
 
@@ -195,6 +205,7 @@ def _compressor(
     bucket_numel: int,
     dense_below: int,
     timeout_s: float,
+    wire: str,
     record: Record,
 ) -> SparseCompressor:
     check_density(density)
@@ -202,12 +213,13 @@ def _compressor(
     check_count("bucket_numel", bucket_numel, 1)
     check_count("dense_below", dense_below, 0)
     check_at_least("timeout_s", timeout_s, 0.001)
+    check_choice("wire", wire, WIRES)
     method = Method(
         density,
         bucket_numel,
         selector,
-        collective,
-        f"{description} density={density:g} bucket_numel={bucket_numel}",
+        partial(collective, wire=WIRES[wire]),
+        f"{description} density={density:g} bucket_numel={bucket_numel} wire={wire}",
     )
     return SparseCompressor(
         named_parameters,

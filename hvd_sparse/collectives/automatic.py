@@ -8,6 +8,7 @@ from hvd_sparse.collectives.base import Collective
 from hvd_sparse.collectives.oktopk import OkTopk
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
 from hvd_sparse.transports import Transport
+from hvd_sparse.wire import PLAIN, Wire
 
 ALPHA_S = 1e-4
 """α: what a message costs on an ordinary TCP network."""
@@ -26,9 +27,11 @@ def oktopk_s(world_size: int, k: int) -> float:
     return messages * ALPHA_S + 6 * k * (world_size - 1) / world_size * BETA_S_PER_WORD
 
 
-def automatic_collective(transport: Transport, numel: int, k: int) -> Collective:
+def automatic_collective(
+    transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN
+) -> Collective:
     """TopkA where the world or k is small, Ok-Topk elsewhere; the same on every rank."""
     world_size = transport.world_size
     if topk_allgather_s(world_size, k) <= oktopk_s(world_size, k):
-        return TopkAllgather(transport, numel, k)
-    return OkTopk(transport, numel, k)
+        return TopkAllgather(transport, numel, k, wire=wire)
+    return OkTopk(transport, numel, k, wire=wire)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -11,8 +13,6 @@ from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
 from hvd_sparse.wire.plain import DENSE, HEADER_BYTES, PLAIN
 from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec
-
-INDEX_FORMS = ("int32", "gap")
 
 
 class CompactWire(Wire):
@@ -28,9 +28,14 @@ class CompactWire(Wire):
     """
 
     def __init__(
-        self, values: str, indices: str = "int32", dense_values: str | None = None
+        self,
+        values: str,
+        indices: Literal["int32", "gap"] = "int32",
+        dense_values: str | None = None,
     ) -> None:
-        self.name = f"{values}+{indices}" + (f" dense {dense_values}" if dense_values else "")
+        self.name = values + ("+gap" if indices == "gap" else "")
+        if dense_values is not None:
+            self.name += f", dense {dense_values}"
         self._values: ValueCodec = VALUE_CODECS[values]
         self._dense_values = VALUE_CODECS[dense_values or values]
         self._has_gaps = indices == "gap"
@@ -62,8 +67,12 @@ class CompactWire(Wire):
         return Part(indices, self._values.decode(body[cut:], count), start, stop)
 
 
-def make_wire(values: str = "float32", indices: str = "int32") -> Wire:
-    """The wire of the given forms of values and indices."""
-    if (values, indices) == ("float32", "int32"):
-        return PLAIN
-    return CompactWire(values, indices)
+WIRES: dict[str, Wire] = {
+    wire.name: wire
+    for wire in [
+        PLAIN,
+        *(CompactWire(values) for values in VALUE_CODECS if values != PLAIN.name),
+        *(CompactWire(values, indices="gap") for values in VALUE_CODECS),
+    ]
+}
+"""Wires by the names under which a user asks for them: "float16", "float16+gap", …"""
