@@ -33,6 +33,7 @@ class Command:
         examples: Whole command lines, for its own help.
         add_arguments: Adds its arguments; `--json` is there already.
         run: Does the work. A `HvdSparseError` or an `OSError` reaches the user as one line.
+        json_file: Whether `--json` names a file to write beside the text, instead of printing JSON.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Command:
     examples: Sequence[str]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], Output]
+    json_file: bool = False
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,15 +7,17 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from hvd_sparse import __version__
 from hvd_sparse.cli.check import CHECK
 from hvd_sparse.cli.command import Command
 from hvd_sparse.cli.report import REPORT
+from hvd_sparse.cli.simulate import SIMULATE
 from hvd_sparse.cli.trace import TRACE
 from hvd_sparse.errors import HvdSparseError
 
-COMMANDS: tuple[Command, ...] = (CHECK, REPORT, TRACE)
+COMMANDS: tuple[Command, ...] = (CHECK, REPORT, TRACE, SIMULATE)
 
 FAILED = 2
 """Exit status where a command could not do its work, as argparse's own for wrong arguments."""
@@ -36,7 +38,10 @@ def make_parser() -> argparse.ArgumentParser:
             epilog="examples:\n" + "\n".join(f"  {example}" for example in command.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        if command.json_file:
+            subparser.add_argument("--json", type=Path, metavar="FILE", help="write JSON, too")
+        else:
+            subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_arguments(subparser)
         subparser.set_defaults(command=command)
     return parser
@@ -48,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = options.command
     try:
         output = command.run(options)
-        print(json.dumps(output.report, indent=2) if options.json else output.text, flush=True)
+        report = json.dumps(output.report, indent=2)
+        if isinstance(options.json, Path):
+            options.json.write_text(report + "\n", encoding="utf-8")
+        print(report if options.json is True else output.text, flush=True)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

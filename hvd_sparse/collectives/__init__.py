@@ -3,6 +3,7 @@
 from hvd_sparse.collectives.automatic import automatic_collective
 from hvd_sparse.collectives.base import Collective, Reduction
 from hvd_sparse.collectives.clt_k import CyclicLeader
+from hvd_sparse.collectives.dense import DenseAllreduce
 from hvd_sparse.collectives.dsar_split_allgather import DsarSplitAllgather
 from hvd_sparse.collectives.exdyna import ExDyna
 from hvd_sparse.collectives.gtopk import GTopk
@@ -16,6 +17,7 @@ from hvd_sparse.collectives.topk_dsa import TopkDsa
 __all__ = [
     "Collective",
     "CyclicLeader",
+    "DenseAllreduce",
     "DsarSplitAllgather",
     "ExDyna",
     "GTopk",

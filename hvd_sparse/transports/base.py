@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import PlanError
 from hvd_sparse.transports.buffers import BufferPool
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
@@ -120,9 +121,11 @@ class Transport(ABC):
         world_size: P.
         timeout_s: seconds after which a wait gives up.
         traffic: counters of this rank.
+        link: what a message costs, the same on all ranks, where somebody has measured or given it.
     """
 
     name: str = "abstract"
+    link: Link | None = None
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         if not 0 <= rank < world_size:

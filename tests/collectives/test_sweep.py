@@ -11,6 +11,7 @@ import torch
 
 from hvd_sparse.collectives import (
     Collective,
+    DenseAllreduce,
     DsarSplitAllgather,
     GTopk,
     OkTopk,
@@ -36,6 +37,7 @@ from tests.collectives.cases import (
 )
 
 LOSSLESS: dict[str, Callable[..., Collective]] = {
+    "dense": DenseAllreduce,
     "topk_allgather": TopkAllgather,
     "ssar_recursive_double": SsarRecursiveDouble,
     "ssar_split_allgather": SsarSplitAllgather,

@@ -1,0 +1,170 @@
+"""`hvd-sparse simulate`: the collectives on many virtual ranks, by the clock of a network."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hvd_sparse.checks import check_choice, check_count, check_density
+from hvd_sparse.cli.command import Command, Output, table
+from hvd_sparse.cost_model import Link
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.simulator import (
+    ALGORITHMS,
+    Network,
+    Outcome,
+    RecordedStreams,
+    SyntheticStreams,
+    Workload,
+    simulate,
+    with_efficiency,
+)
+from hvd_sparse.simulator.plots import load_pyplot, plot_outcomes
+from hvd_sparse.simulator.streams import StreamSource
+
+COLUMNS = (
+    *("algorithm", "ranks", "sent, worst", "mean", "received, worst", "mean"),
+    *("messages", "exchange", "step", "efficiency"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The worlds, what each rank brings, the network, and where the figures go."""
+    add = parser.add_argument
+    add("--ranks", default="2,4,8,16", help="numbers of ranks (default: %(default)s)")
+    add(
+        "--algorithms",
+        default="all",
+        help=f"all, or some of {','.join(ALGORITHMS)} (default: %(default)s)",
+    )
+    add("--numel", type=int, default=1_000_000, help="elements (default: %(default)s)")
+    add("--density", type=float, default=0.01, help="k/n (default: %(default)s)")
+    add("--compute", type=float, default=0.0, metavar="S", help="seconds before the exchange")
+    add("--steps", type=int, default=2, help="the last is measured (default: %(default)s)")
+    add("--stretch", type=float, help="elements that one stands for (default: as memory needs)")
+    add("--plot", type=Path, metavar="FILE", help="draw time, volume and efficiency")
+
+    add = parser.add_argument_group("network").add_argument
+    add("--alpha", type=float, default=1e-4, help="seconds of a message (default: %(default)s)")
+    add("--beta", type=float, default=8e-9, help="seconds of a byte (default: %(default)s)")
+    add("--gamma", type=float, default=0.0, help="seconds to reduce a byte (default: %(default)s)")
+    add("--gap", type=float, help="seconds that a message takes the card (default: alpha)")
+    add("--ranks-per-node", type=int, default=1, help="ranks of a node (default: %(default)s)")
+    add("--node-alpha", type=float, help="alpha within a node")
+    add("--node-beta", type=float, help="beta within a node")
+    add("--slow-rank", type=int, help="a rank that takes longer")
+    add("--slow-factor", type=float, default=2.0, help="by how much (default: %(default)s)")
+
+    add = parser.add_argument_group("streams").add_argument
+    add("--overlap", type=float, default=0.0, help="share of indices that all ranks have")
+    add("--skew", type=float, default=0.0, help="how indices crowd at the start, from 0 (evenly)")
+    add("--region", type=float, default=1.0, help="share of the vector that has all indices")
+    add("--seed", type=int, default=0, help="of the synthetic streams (default: %(default)s)")
+    add("--streams", type=Path, metavar="FILE", help="recorded ones, with numel and k of their own")
+
+
+def run(options: argparse.Namespace) -> Output:
+    """Simulate every algorithm on every world."""
+    network = _network(options)
+    workload, streams = _workload(options)
+    algorithms = list(ALGORITHMS) if options.algorithms == "all" else options.algorithms.split(",")
+    for name in algorithms:
+        check_choice("--algorithms", name, ALGORITHMS)
+    if options.plot:
+        load_pyplot()  # better now than after all the work
+    outcomes = []
+    for world_size in _numbers("--ranks", options.ranks):
+        for algorithm in algorithms:
+            print(f"simulating {algorithm} on {world_size} ranks …", file=sys.stderr, flush=True)
+            outcomes.append(
+                simulate(
+                    *(algorithm, world_size, workload, network, streams),
+                    steps=options.steps,
+                    stretch=options.stretch,
+                )
+            )
+    outcomes = with_efficiency(outcomes)
+    title = (
+        f"n = {workload.numel:,}, k = {workload.k:,}, α = {options.alpha:g} s, "
+        f"β = {options.beta:g} s/byte, γ = {options.gamma:g} s/byte, "
+        f"{workload.compute_s:g} s of computing"
+    )
+    if options.plot:
+        plot_outcomes(outcomes, title, options.plot)
+    report = {
+        "workload": asdict(workload),
+        "network": asdict(network),
+        "rows": [asdict(outcome) for outcome in outcomes],
+    }
+    return Output(report, f"{title}\n\n{outcome_table(outcomes)}")
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as text; words and messages are those of one rank in one step."""
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for o in outcomes:
+        words = (o.sent_words, o.received_words)
+        rows.append(
+            (
+                o.algorithm,
+                str(o.world_size),
+                *(f"{figure:,.0f}" for w in words for figure in (w.worst, w.mean)),
+                f"{o.messages.worst:,.0f}",
+                f"{o.exchange_s * 1e3:.4g} ms",
+                f"{o.step_s * 1e3:.4g} ms",
+                "" if o.efficiency is None else f"{o.efficiency:.1%}",
+            )
+        )
+    return table(rows)
+
+
+def _network(options: argparse.Namespace) -> Network:
+    inside = None
+    if (options.node_alpha is None) != (options.node_beta is None):
+        raise ConfigError("--node-alpha and --node-beta go together")
+    if options.node_alpha is not None:
+        inside = Link(options.node_alpha, options.node_beta)
+    return Network(
+        Link(options.alpha, options.beta, options.gamma),
+        options.gap,
+        options.ranks_per_node,
+        inside,
+        options.slow_rank,
+        options.slow_factor,
+    )
+
+
+def _workload(options: argparse.Namespace) -> tuple[Workload, StreamSource]:
+    if options.streams is not None:
+        recorded = RecordedStreams.load(options.streams)
+        if options.stretch is None:
+            options.stretch = 1.0
+        return Workload(recorded.numel, recorded.k, options.compute), recorded
+    k = round(check_density(options.density) * check_count("--numel", options.numel, 1))
+    synthetic = SyntheticStreams(options.overlap, options.skew, options.region, options.seed)
+    return Workload(options.numel, k, options.compute), synthetic
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name} must be whole numbers with commas, got {text!r}") from error
+    return [check_count(name, number, 1) for number in numbers]
+
+
+SIMULATE = Command(
+    name="simulate",
+    summary="simulate the collectives on up to 1,024 ranks of a network",
+    examples=(
+        "hvd-sparse simulate --ranks 2,4,8,16,32 --numel 14700000 --density 0.001",
+        "hvd-sparse simulate --ranks 32,64,128,256 --numel 133547324 --density 0.01 "
+        "--alpha 1.5e-6 --beta 1e-9 --compute 0.25 --plot scaling.png --json scaling.json",
+    ),
+    add_arguments=add_arguments,
+    run=run,
+    json_file=True,
+)

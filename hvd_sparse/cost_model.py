@@ -1,0 +1,276 @@
+"""What each allreduce costs: messages, words and bytes to reduce, and the time they take.
+
+Sources: Table 1 of Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning"
+(PPoPP '22); section 5.3 of Renggli et al., "SparCML" (SC '19).
+
+Symbols: P ranks, n elements, k entries per rank, K entries of the sum, α `alpha_s`, β
+`beta_s_per_byte`, γ `reduction_s_per_byte`. A word has four bytes; an entry is two words. β_s of
+SparCML is the time of an entry, β_d that of a word.
+
+| algorithm | messages of a rank, at most | words that it receives |
+|---|---|---|
+| dense (Rabenseifner) | 2 log P | 2n (P-1)/P |
+| topk_allgather (TopkA) | log P | 2k (P-1) |
+| ssar_recursive_double | log P | from 2k log P to 2k (P-1) |
+| ssar_split_allgather | P - 1 + log P | from 4k (P-1)/P to 2kP |
+| dsar_split_allgather | P - 1 + log P | from n (P-1)/P to (2k + n) (P-1)/P |
+| topk_dsa (TopkDSA) | P - 1 + log P | from 4k (P-1)/P to (2k + n) (P-1)/P |
+| gtopk | 2 log P | 4k log P |
+| oktopk | 2P + 2 log P; above 16 ranks log P more | from 2k (P-1)/P to 6k (P-1)/P |
+
+Both papers give intervals where a cost depends on how far the ranks' indices coincide. In between,
+`expected` takes them as drawn independently, which `expected_nnz` turns into the fill-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil, log2
+
+from hvd_sparse.checks import check_at_least, check_choice, check_count
+from hvd_sparse.errors import ConfigError
+
+WORD_BYTES = 4
+ENTRY_BYTES = 8
+DIRECT_ALLGATHER_RANKS = 4
+"""Up to here `Transport.allgather` sends P - 1 messages at once, beyond log P in turn."""
+OKTOPK_LEVELS = 71
+"""Levels that Ok-Topk's threshold may move to; the ranks count what passes each of them."""
+OKTOPK_LEVELS_GATHERED_RANKS = 16
+"""Up to here these counts are gathered, with a word each, beyond summed, with two."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the network and the local reduction cost.
+
+    Attributes:
+        alpha_s: α, seconds of a message.
+        beta_s_per_byte: β, seconds of a byte on the wire.
+        reduction_s_per_byte: γ, seconds to reduce a byte that was received.
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+    reduction_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_s", "beta_s_per_byte", "reduction_s_per_byte"):
+            check_at_least(name, getattr(self, name), 0.0)
+
+
+ORDINARY_LINK = Link(alpha_s=1e-4, beta_s_per_byte=8e-9, reduction_s_per_byte=1e-9)
+"""TCP over 1 Gb/s, for where nothing is measured."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank waits for in one allreduce, on the longest path through it.
+
+    Attributes:
+        messages: Messages that follow one another.
+        entries: Sparse entries received.
+        dense_words: Other words received.
+    """
+
+    messages: float
+    entries: float = 0.0
+    dense_words: float = 0.0
+
+    @property
+    def words(self) -> float:
+        """Words received, with two words an entry."""
+        return 2 * self.entries + self.dense_words
+
+    def nbytes(self, entry_bytes: float = ENTRY_BYTES) -> float:
+        """Bytes received, for a wire on which an entry has `entry_bytes`."""
+        return self.entries * entry_bytes + self.dense_words * WORD_BYTES
+
+    def seconds(self, link: Link, entry_bytes: float = ENTRY_BYTES) -> float:
+        """The time it takes: α a message, β + γ a byte."""
+        byte_s = link.beta_s_per_byte + link.reduction_s_per_byte
+        return self.messages * link.alpha_s + self.nbytes(entry_bytes) * byte_s
+
+
+@dataclass(frozen=True)
+class CostRange:
+    """The interval of a cost, and its value for indices that are drawn independently."""
+
+    least: Cost
+    expected: Cost
+    most: Cost
+
+
+NOTHING = CostRange(Cost(0), Cost(0), Cost(0))
+
+
+def expected_nnz(numel: int, k: float, ranks: float) -> float:
+    """K: entries in a sum of streams of k entries each, drawn independently (fill-in)."""
+    return numel * (1.0 - (1.0 - k / numel) ** ranks) if numel else 0.0
+
+
+def allgather_messages(P: int) -> int:
+    """Messages that a rank sends in `Transport.allgather`."""
+    return P - 1 if P <= DIRECT_ALLGATHER_RANKS else ceil(log2(P))
+
+
+def _allreduce_messages(P: int) -> int:
+    """Rounds of `Transport.allreduce_sum`."""
+    cube = P.bit_length() - 1
+    return cube if 1 << cube == P else cube + 2
+
+
+def dense(P: int, n: int, k: int) -> CostRange:
+    """Rabenseifner: recursive halving, recursive doubling; a fold before and after for odd P."""
+    cube = 1 << (P.bit_length() - 1)
+    folds = 0 if cube == P else 1
+    words = 2 * n * (cube - 1) / cube + 2 * folds * n
+    cost = Cost(2 * log2(cube) + 2 * folds, dense_words=words)
+    return CostRange(cost, cost, cost)
+
+
+def topk_allgather(P: int, n: int, k: int) -> CostRange:
+    """TopkA: α log P + 2k (P-1) β."""
+    cost = Cost(allgather_messages(P), entries=k * (P - 1))
+    return CostRange(cost, cost, cost)
+
+
+def ssar_recursive_double(P: int, n: int, k: int) -> CostRange:
+    """SparCML 5.3.1: round t brings a sum of 2^t streams, dense where that is shorter."""
+    cube = 1 << (P.bit_length() - 1)
+    rounds = int(log2(cube))
+    folds = 0 if cube == P else 1
+    sums = [P / cube * 2**t for t in range(rounds)]
+    received = [_sum_of_streams(n, k, m) for m in sums]
+    received += [Cost(1, entries=k), _sum_of_streams(n, k, P)] * folds
+    most = [Cost(1, entries=k * m) for m in sums]
+    most += [Cost(1, entries=k), Cost(1, entries=k * P)] * folds
+    return CostRange(Cost(rounds, entries=k * rounds), _in_turn(received), _in_turn(most))
+
+
+def ssar_split_allgather(P: int, n: int, k: int) -> CostRange:
+    """SparCML 5.3.2: (P - 1 + log P) α, then from 2k (P-1)/P β_s to kP β_s."""
+    messages, share = P - 1 + allgather_messages(P), (P - 1) / P
+    return CostRange(
+        Cost(messages, entries=2 * k * share),
+        _in_turn([Cost(messages - 1, entries=k * share), _sum_of_streams(n, k, P, share)]),
+        Cost(messages, entries=k * P),
+    )
+
+
+def dsar_split_allgather(P: int, n: int, k: int) -> CostRange:
+    """SparCML 5.3.3: (P - 1 + log P) α + k β_s + n (P-1)/P β_d at most."""
+    messages, share = P - 1 + allgather_messages(P), (P - 1) / P
+    return CostRange(
+        Cost(messages, dense_words=n * share),
+        Cost(messages, entries=k * share, dense_words=n * share),
+        Cost(messages, entries=k, dense_words=n * share),
+    )
+
+
+def topk_dsa(P: int, n: int, k: int) -> CostRange:
+    """TopkDSA: (P + 2 log P) α, then from 4k (P-1)/P β to (2k + n) (P-1)/P β."""
+    messages, share = P - 1 + allgather_messages(P), (P - 1) / P
+    return CostRange(
+        Cost(messages, entries=2 * k * share),
+        ssar_split_allgather(P, n, k).expected,
+        Cost(messages, entries=k * share, dense_words=n * share),
+    )
+
+
+def gtopk(P: int, n: int, k: int) -> CostRange:
+    """gTopk: 2 log P α + 4k log P β, a tree up and a tree down."""
+    rounds = 2 * ceil(log2(P))
+    cost = Cost(rounds, entries=k * rounds)
+    return CostRange(Cost(rounds), cost, cost)
+
+
+def oktopk(P: int, n: int, k: int) -> CostRange:
+    """Ok-Topk: (2P + 2 log P) α, then from 2k (P-1)/P β to 6k (P-1)/P β.
+
+    Expected are k entries for each phase, and no balancing: the boundaries have seen to it.
+    """
+    share, gathers = (P - 1) / P, 2 * allgather_messages(P)
+    control = oktopk_control(P)
+    return CostRange(
+        Cost(P - 1 + gathers, entries=k * share),
+        _in_turn([Cost(P - 1 + gathers, entries=2 * k * share), control]),
+        _in_turn([Cost(2 * (P - 1) + gathers, entries=3 * k * share), control]),
+    )
+
+
+def oktopk_control(P: int) -> Cost:
+    """What moving the threshold costs beside the gathering of the ranks' shares."""
+    if P <= OKTOPK_LEVELS_GATHERED_RANKS:
+        return Cost(0, dense_words=OKTOPK_LEVELS * (P - 1))
+    rounds = _allreduce_messages(P)
+    return Cost(rounds, dense_words=2 * OKTOPK_LEVELS * rounds + P - 1)
+
+
+Formula = Callable[[int, int, int], CostRange]
+FORMULAS: Mapping[str, Formula] = {
+    "dense": dense,
+    "topk_allgather": topk_allgather,
+    "ssar_recursive_double": ssar_recursive_double,
+    "ssar_split_allgather": ssar_split_allgather,
+    "dsar_split_allgather": dsar_split_allgather,
+    "topk_dsa": topk_dsa,
+    "gtopk": gtopk,
+    "oktopk": oktopk,
+}
+
+
+def cost(algorithm: str, world_size: int, numel: int, k: int) -> CostRange:
+    """What one allreduce costs a rank.
+
+    Args:
+        algorithm: One of `FORMULAS`.
+        world_size: P, at least 1.
+        numel: n, at least 0.
+        k: Entries of each rank, in `[0, numel]`.
+    """
+    check_choice("algorithm", algorithm, FORMULAS)
+    check_count("world_size", world_size, 1)
+    check_count("numel", numel, 0)
+    if not 0 <= k <= numel:
+        raise ConfigError(f"k must be in [0, numel = {numel}], got {k!r}")
+    return FORMULAS[algorithm](world_size, numel, k) if world_size > 1 else NOTHING
+
+
+def cheapest(
+    algorithms: Iterable[str],
+    world_size: int,
+    numel: int,
+    k: int,
+    link: Link,
+    entry_bytes: float = ENTRY_BYTES,
+) -> str:
+    """The algorithm with the least expected time; the first named of equals.
+
+    A pure function: ranks that give the same arguments get the same answer.
+    """
+    return min(
+        algorithms,
+        key=lambda name: cost(name, world_size, numel, k).expected.seconds(link, entry_bytes),
+    )
+
+
+def _sum_of_streams(n: int, k: int, ranks: float, share: float = 1.0) -> Cost:
+    """A message with a share of the sum of several ranks' streams, in the shorter form.
+
+    The form is decided before the sum is taken, by what its last two operands have together.
+    """
+    operands = expected_nnz(n, k, max(1.0, ranks / 2)) * min(2.0, ranks)
+    if 2 * operands >= n:
+        return Cost(1, dense_words=n * share)
+    return Cost(1, entries=expected_nnz(n, k, ranks) * share)
+
+
+def _in_turn(costs: Iterable[Cost]) -> Cost:
+    every = list(costs)
+    return Cost(
+        sum(c.messages for c in every),
+        sum(c.entries for c in every),
+        sum(c.dense_words for c in every),
+    )

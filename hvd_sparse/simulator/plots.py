@@ -1,0 +1,61 @@
+"""Curves over the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.simulator.simulation import Outcome
+
+CURVES: tuple[tuple[str, bool, Callable[[Outcome], float | None]], ...] = (
+    ("seconds of an exchange", True, lambda o: o.exchange_s),
+    ("words received by the worst rank", True, lambda o: o.received_words.worst),
+    ("parallel efficiency, weak scaling", False, lambda o: o.efficiency),
+)
+
+
+def load_pyplot() -> Any:
+    """Matplotlib's pyplot, drawing to files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("a plot needs matplotlib: pip install 'hvd-sparse[examples]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot_outcomes(outcomes: Sequence[Outcome], title: str, path: Path | str) -> None:
+    """Draw time, volume and efficiency against the number of ranks, a curve per algorithm.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    pyplot = load_pyplot()
+    figure, every = pyplot.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4))
+    ranks = sorted({o.world_size for o in outcomes})
+    for axes, (label, is_log, figure_of) in zip(every, CURVES, strict=True):
+        for algorithm in dict.fromkeys(o.algorithm for o in outcomes):
+            points = [(o.world_size, figure_of(o)) for o in outcomes if o.algorithm == algorithm]
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=algorithm)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ranks, [str(r) for r in ranks])
+        axes.set_xlabel("ranks")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if is_log:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0, 1.05)
+    every[0].legend(fontsize="small")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,142 @@
+"""Ranks that take turns: one thread each, of which exactly one runs.
+
+A thousand threads that all want the interpreter's lock would mostly fight over it. Here a rank runs
+until it has to wait for a message, and then hands over to one whose message has come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from hvd_sparse.errors import PeerLostError, PlanError
+
+Result = TypeVar("Result")
+Pick = Callable[[int], int]
+
+STACK_BYTES = 1 << 20
+
+
+def first_come(count: int) -> int:
+    """Of `count` ranks that could go on, the one that has waited longest."""
+    return 0
+
+
+class Scheduler:
+    """Runs P ranks in turns.
+
+    All methods but `run` are called from the rank whose turn it is.
+
+    Args:
+        world_size: P.
+        pick: Given how many ranks could go on, longest waiting first, which of them does.
+    """
+
+    def __init__(self, world_size: int, pick: Pick = first_come) -> None:
+        self._pick = pick
+        self._turns = [threading.Lock() for _ in range(world_size)]
+        self._ready = list(range(world_size))
+        self._waiting: dict[int, str] = {}
+        self._failure: BaseException | None = None
+        for turn in self._turns:
+            turn.acquire()
+
+    def wait(self, rank: int, reason: str) -> None:
+        """Let the others run until somebody calls `wake` for this rank.
+
+        Raises:
+            PeerLostError: Another rank failed.
+        """
+        self._waiting[rank] = reason
+        self._hand_over()
+        self._turns[rank].acquire()
+        if self._failure is not None:
+            raise PeerLostError(f"another rank failed: {self._failure!r}") from self._failure
+
+    def wake(self, rank: int) -> None:
+        """A waiting rank can go on."""
+        if self._waiting.pop(rank, None) is not None:
+            self._ready.append(rank)
+
+    def fail(self, error: BaseException) -> None:
+        """Let all waits fail, those to come too."""
+        if self._failure is None:
+            self._failure = error
+            for rank in [*self._waiting, *self._ready]:
+                self._turns[rank].release()
+            self._waiting.clear()
+            self._ready.clear()
+
+    def run(self, fn: Callable[[int], Result]) -> list[Result]:
+        """Run `fn(rank)` on every rank; may be called once.
+
+        Returns:
+            The ranks' results, in order.
+
+        Raises:
+            BaseException: What the first rank to fail raised.
+            PlanError: All ranks wait, and nobody is left to send.
+        """
+        results: dict[int, Result] = {}
+
+        def body(rank: int) -> None:
+            self._turns[rank].acquire()
+            if self._failure is not None:
+                return
+            try:
+                results[rank] = fn(rank)
+            except BaseException as error:  # every kind has to reach the caller
+                self.fail(error)
+            else:
+                self._hand_over()
+
+        with _one_thread_per_operation(), _small_stacks():
+            threads = [
+                threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True)
+                for rank in range(len(self._turns))
+            ]
+            for thread in threads:
+                thread.start()
+            self._hand_over()
+            for thread in threads:
+                thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return [results[rank] for rank in range(len(threads))]
+
+    def _hand_over(self) -> None:
+        if self._failure is not None:
+            return
+        if self._ready:
+            self._turns[self._ready.pop(self._pick(len(self._ready)))].release()
+        elif self._waiting:
+            rank, reason = min(self._waiting.items())
+            self.fail(
+                PlanError(
+                    f"{len(self._waiting)} ranks wait for what nobody sends: rank {rank} for "
+                    f"{reason}, for one; the ranks make different calls"
+                )
+            )
+
+
+@contextmanager
+def _one_thread_per_operation() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _small_stacks() -> Iterator[None]:
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)

@@ -1,0 +1,237 @@
+"""Collectives on simulated ranks: what is counted, and that it depends on nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_sparse.cli.main import FAILED, main
+from hvd_sparse.cost_model import Link, cost
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.simulator import (
+    ALGORITHMS,
+    Network,
+    RecordedStreams,
+    SimulatedTransport,
+    SyntheticStreams,
+    Workload,
+    record,
+    run_simulated,
+    simulate,
+    with_efficiency,
+)
+from hvd_sparse.transports import Transport, run_ranks
+
+NETWORK = Network(Link(1e-5, 1e-9, 1e-10))
+ONE_REGION = SyntheticStreams(region=0.01, overlap=0.5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_order_of_threads_makes_no_difference(algorithm: str) -> None:
+    workload, streams = Workload(20_000, 300, 1e-3), SyntheticStreams(overlap=0.3, skew=0.5)
+    network = Network(Link(1e-5, 1e-9, 1e-9), gap_s=2e-6, slow_rank=3, slow_factor=2.0)
+    outcomes = [simulate(algorithm, 13, workload, network, streams)]
+    for seed in range(4):
+        choose = random.Random(seed)
+        outcomes.append(simulate(algorithm, 13, workload, network, streams, pick=choose.randrange))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 8, 11])
+def test_allgather_is_that_of_all_transports(world_size: int) -> None:
+    def gather(transport: SimulatedTransport, method: Any) -> Any:
+        own = torch.arange(13 * transport.rank, dtype=torch.uint8)
+        blocks = method(transport, (own,), channel="a")
+        return [b.tolist() for b in blocks], transport.clock.now_s, transport.traffic
+
+    for stretch in (1.0, 7.0):
+        ours = run_simulated(
+            world_size, lambda t: gather(t, SimulatedTransport.allgather), NETWORK, stretch=stretch
+        )
+        theirs = run_simulated(
+            world_size, lambda t: gather(t, Transport.allgather), NETWORK, stretch=stretch
+        )
+        for mine, reference in zip(ours, theirs, strict=True):
+            assert mine[0] == reference[0]
+            if stretch == 1.0:  # otherwise its tables would be stretched with their blocks
+                assert mine[1:] == reference[1:]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
+def test_bytes_and_results_are_those_of_the_local_transport(
+    algorithm: str, world_size: int
+) -> None:
+    numel, k, streams = 5_000, 200, SyntheticStreams(overlap=0.2)
+
+    def reduce(transport: Transport) -> tuple[list[int], list[float], int, int]:
+        stream = streams.stream(transport.rank, 0, numel, k)
+        reduced = ALGORITHMS[algorithm](transport, numel, k).reduce(stream).reduced
+        traffic = transport.traffic
+        return (
+            reduced.indices.tolist(),
+            reduced.values.tolist(),
+            traffic.bytes_sent,
+            traffic.bytes_received,
+        )
+
+    assert run_simulated(world_size, reduce, NETWORK) == run_ranks(world_size, reduce)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_stretched_simulation_tells_the_same(algorithm: str) -> None:
+    workload, streams = Workload(1 << 19, 1 << 13), SyntheticStreams(overlap=0.25)
+    full = simulate(algorithm, 8, workload, NETWORK, streams, stretch=1.0)
+    short = simulate(algorithm, 8, workload, NETWORK, streams, stretch=8.0)
+    assert short.stretch == 8.0
+    assert short.exchange_s == pytest.approx(full.exchange_s, rel=0.05)
+    assert short.received_words.worst == pytest.approx(full.received_words.worst, rel=0.05)
+    assert short.result_nnz == pytest.approx(full.result_nnz, rel=0.05)
+    assert short.messages == full.messages
+
+
+def check_oktopk_volume(world_size: int, k: int, streams: SyntheticStreams) -> None:
+    """Never above 6k (P-1)/P words sent or received, never below 2k (P-1)/P received.
+
+    The papers count entries alone. What is no entry is subtracted: the headers, the tables of
+    allgather, and the counts by which the ranks find the threshold.
+    """
+    outcome = simulate("oktopk", world_size, Workload(100 * k, k), NETWORK, streams, stretch=1.0)
+    share = (world_size - 1) / world_size
+    control = cost("oktopk", world_size, 100 * k, k).expected.dense_words
+    control += 2 * outcome.messages.worst + 4 * 2 * world_size  # headers, and two tables of sizes
+    tolerance = 0.1 * k  # of the result's nnz
+    assert outcome.received_words.mean >= 2 * (k - tolerance) * share
+    for words in (outcome.sent_words, outcome.received_words):
+        assert words.worst <= 6 * k * share + control
+    assert abs(outcome.result_nnz - k) <= tolerance
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16, 31, 48])
+@pytest.mark.parametrize("spread", ["even", "crowded", "one region"])
+def test_oktopk_stays_within_its_volume(world_size: int, spread: str) -> None:
+    streams = {
+        "even": SyntheticStreams(),
+        "crowded": SyntheticStreams(skew=3.0, overlap=0.5),
+        "one region": ONE_REGION,
+    }[spread]
+    check_oktopk_volume(world_size, 4_000, streams)
+
+
+@pytest.mark.slow
+def test_oktopk_stays_within_its_volume_on_128_ranks() -> None:
+    check_oktopk_volume(128, 4_000, ONE_REGION)
+
+
+def test_a_slow_rank_and_a_quick_node_show() -> None:
+    workload, streams = Workload(100_000, 1_000, 1e-2), SyntheticStreams()
+    plain = simulate("oktopk", 8, workload, NETWORK, streams)
+    slow = Network(NETWORK.link, slow_rank=5, slow_factor=2.0)
+    assert simulate("oktopk", 8, workload, slow, streams).step_s > 2e-2
+    nodes = Network(NETWORK.link, ranks_per_node=4, inside=Link(1e-7, 1e-11))
+    assert simulate("oktopk", 8, workload, nodes, streams).step_s < plain.step_s
+    assert plain.exchange_s == pytest.approx(plain.step_s - 1e-2)
+
+
+def test_efficiency_is_relative_to_the_smallest_world() -> None:
+    workload = Workload(100_000, 1_000, 1e-3)
+    outcomes = with_efficiency(
+        [simulate("topk_allgather", p, workload, NETWORK, SyntheticStreams()) for p in (8, 2, 4)]
+    )
+    by_size = {o.world_size: o for o in outcomes}
+    assert by_size[2].efficiency == 1.0
+    assert by_size[8].efficiency == by_size[2].step_s / by_size[8].step_s < 1.0
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1, 5, 1000, 9001])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("skew", [0.0, 9.0])
+@pytest.mark.parametrize("density", [0.01, 0.5, 1.0])
+def test_synthetic_streams_are_streams(
+    numel: int, overlap: float, skew: float, density: float
+) -> None:
+    k = round(density * numel)
+    source = SyntheticStreams(overlap, skew)
+    one, other = (source.stream(rank, 3, numel, k) for rank in (0, 1))
+    assert one.nnz == other.nnz == k
+    assert bool((one.indices[1:] > one.indices[:-1]).all())
+    assert k == 0 or 0 <= int(one.indices[0]) <= int(one.indices[-1]) < numel
+    again = source.stream(0, 3, numel, k)
+    assert torch.equal(again.indices, one.indices)
+    assert torch.equal(again.values, one.values)
+    common = len(set(one.indices.tolist()) & set(other.indices.tolist()))
+    assert common >= round(overlap * k)
+
+
+def test_a_region_and_a_skew_crowd_the_indices() -> None:
+    assert int(SyntheticStreams(region=0.1).stream(0, 0, 10_000, 500).indices[-1]) < 1_000
+    even, skewed = (
+        SyntheticStreams(skew=skew).stream(0, 0, 10_000, 500).indices.float().median()
+        for skew in (0.0, 3.0)
+    )
+    assert skewed < even / 2
+
+
+def test_recorded_streams_come_back(tmp_path: Path) -> None:
+    source = SyntheticStreams()
+    steps = [[source.stream(rank, step, 500, 20) for rank in range(3)] for step in range(2)]
+    record(tmp_path / "streams.npz", steps)
+    recorded = RecordedStreams.load(tmp_path / "streams.npz")
+    assert (recorded.numel, recorded.k) == (500, 20)
+    for step in range(4):
+        for rank in range(3):
+            stream, original = recorded.stream(rank, step, 500, 20), steps[step % 2][rank]
+            assert torch.equal(stream.indices, original.indices)
+            assert torch.equal(stream.values, original.values)
+    with pytest.raises(ConfigError, match="3 ranks were recorded, rank 3"):
+        simulate("oktopk", 4, Workload(500, 20), NETWORK, recorded)
+    with pytest.raises(ConfigError, match="numel must be 500"):
+        recorded.stream(0, 0, 400, 20)
+    (tmp_path / "other.npz").write_bytes(b"no recording")
+    with pytest.raises(ConfigError, match="no recording"):
+        RecordedStreams.load(tmp_path / "other.npz")
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any) -> None:
+    files = ["--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.png")]
+    work = ["--ranks", "2,5", "--numel", "5000", "--compute", "0.001", "--slow-rank", "1"]
+    status = main(["simulate", *work, *files])
+    shown = capsys.readouterr().out
+    assert status == 0
+    assert (tmp_path / "s.png").stat().st_size > 1000
+    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+    assert [(r["world_size"], r["algorithm"]) for r in rows] == [
+        (p, name) for p in (2, 5) for name in ALGORITHMS
+    ]
+    assert all(f"{row['exchange_s'] * 1e3:.4g} ms" in shown for row in rows)
+    assert all(row["received_words"]["worst"] >= row["received_words"]["mean"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "2,x"], "--ranks must be whole numbers"),
+        (["--ranks", "0"], "--ranks must be a whole number of at least 1, got 0"),
+        (["--algorithms", "magic"], "--algorithms must be one of"),
+        (["--density", "2"], "density must be in (0, 1], got 2"),
+        (["--node-alpha", "1"], "--node-alpha and --node-beta go together"),
+        (["--beta", "nan"], "beta_s_per_byte must be a number of at least 0, got nan"),
+        (["--slow-rank", "7"], "slow_rank must be below 2, got 7"),
+        (["--streams", "/nowhere.npz"], "/nowhere.npz"),
+        (["--overlap", "1.5"], "overlap must be in [0, 1], got 1.5"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: Any) -> None:
+    assert main(["simulate", "--ranks", "2", "--numel", "100", *arguments]) == FAILED
+    assert message in capsys.readouterr().err

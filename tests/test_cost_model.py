@@ -1,0 +1,146 @@
+"""The cost model: the papers' formulas, and what the simulator counts."""
+
+from __future__ import annotations
+
+from math import log2
+
+import pytest
+
+from hvd_sparse.collectives.oktopk import LEVEL_BINS, LEVELS_GATHERED_RANKS
+from hvd_sparse.cost_model import (
+    FORMULAS,
+    OKTOPK_LEVELS,
+    OKTOPK_LEVELS_GATHERED_RANKS,
+    Cost,
+    Link,
+    cheapest,
+    cost,
+    expected_nnz,
+    oktopk_control,
+)
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.simulator import ALGORITHMS, Network, SyntheticStreams, Workload, simulate
+
+LINK = Link(1e-5, 1e-9, 1e-10)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 16, 32])
+@pytest.mark.parametrize("density", [0.01, 0.05, 0.3])
+def test_predictions_are_what_the_simulator_counts(
+    algorithm: str, world_size: int, density: float
+) -> None:
+    numel = 60_000
+    k = round(density * numel)
+    outcome = simulate(
+        algorithm, world_size, Workload(numel, k), Network(LINK), SyntheticStreams(), stretch=1.0
+    )
+    model = cost(algorithm, world_size, numel, k)
+    control = 3 * outcome.messages.worst + 10 * world_size  # headers, tables of sizes
+    received, messages = outcome.received_words, outcome.messages.worst
+    words = received.mean
+    if algorithm == "gtopk":  # its root first receives, then sends
+        words = received.worst + outcome.sent_words.worst
+    assert words == pytest.approx(model.expected.words, rel=0.1, abs=control)
+    assert model.least.words * 0.9 <= received.worst <= model.most.words * 1.02 + control
+    assert messages <= model.most.messages
+    assert outcome.exchange_s == pytest.approx(model.expected.seconds(LINK), rel=0.15, abs=2e-5)
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 7, 31])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_other_worlds_take_the_predicted_time(algorithm: str, world_size: int) -> None:
+    numel, k = 60_000, 1_200
+    outcome = simulate(
+        algorithm, world_size, Workload(numel, k), Network(LINK), SyntheticStreams(), stretch=1.0
+    )
+    expected = cost(algorithm, world_size, numel, k).expected
+    assert outcome.exchange_s == pytest.approx(expected.seconds(LINK), rel=0.2, abs=2e-5)
+
+
+def test_rows_of_table_1() -> None:
+    P, n, k = 64, 1_000_000, 1_000
+    share = (P - 1) / P
+    assert cost("dense", P, n, k).expected == Cost(2 * log2(P), dense_words=2 * n * share)
+    assert cost("topk_allgather", P, n, k).most.words == 2 * k * (P - 1)
+    assert cost("topk_allgather", P, n, k).most.messages == log2(P)
+    assert cost("gtopk", P, n, k).most.words == 4 * k * log2(P)
+    dsa = cost("dsar_split_allgather", P, n, k)
+    assert dsa.expected.words == (2 * k + n) * share
+    assert dsa.most.messages <= P + 2 * log2(P)
+    oktopk = cost("oktopk", P, n, k)
+    control = oktopk_control(P).words
+    assert oktopk.least.words == 2 * k * share
+    assert oktopk.most.words - control == 6 * k * share
+    assert oktopk.most.messages <= 2 * P + 3 * log2(P)
+
+
+def test_lemma_5_1_bounds_what_sums_everything() -> None:
+    """SparCML's lemma 5.1: 2 (P-1)/P k β_d at least if all overlap, and log P messages."""
+    P, n, k = 32, 1_000_000, 500
+    for name in ("topk_allgather", "ssar_recursive_double", "ssar_split_allgather"):
+        least = cost(name, P, n, k).least
+        assert least.words >= 2 * (P - 1) / P * k
+        assert least.messages >= log2(P)
+    double = cost("ssar_recursive_double", P, n, k)
+    assert double.least.entries == k * log2(P)
+    assert double.most.entries == k * (P - 1)
+    split = cost("ssar_split_allgather", P, n, k)
+    assert split.least.entries == 2 * k * (P - 1) / P
+    assert split.most.entries == k * P
+
+
+def test_intervals_are_in_order() -> None:
+    for name in FORMULAS:
+        for P in (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 1024):
+            for n, k in ((0, 0), (1, 1), (1000, 10), (1000, 1000), (10**8, 10**6)):
+                c = cost(name, P, n, k)
+                # Table 1 counts no control words; a sum that fills up is sent dense.
+                control = oktopk_control(P).words if name == "oktopk" and P > 1 else 0
+                assert c.expected.words <= c.most.words + control + 1e-6
+                assert c.expected.messages <= c.most.messages
+
+
+def test_fill_in() -> None:
+    assert expected_nnz(1000, 10, 1) == pytest.approx(10)
+    assert expected_nnz(1000, 0, 8) == 0
+    assert expected_nnz(1000, 1000, 3) == 1000
+    assert expected_nnz(0, 0, 3) == 0
+    assert expected_nnz(1_000_000, 10_000, 16) == pytest.approx(148_542, rel=1e-3)
+
+
+def test_the_constants_are_oktopks() -> None:
+    assert len(LEVEL_BINS) == OKTOPK_LEVELS
+    assert LEVELS_GATHERED_RANKS == OKTOPK_LEVELS_GATHERED_RANKS
+
+
+def test_the_cheapest_changes_with_size_and_link() -> None:
+    names = ("topk_allgather", "oktopk", "dense")
+    slow, quick = Link(1e-4, 8e-9), Link(1e-3, 1e-12)
+    assert cheapest(names, 64, 10**7, 10**5, slow) == "oktopk"
+    assert cheapest(names, 64, 10**7, 10**5, quick) == "topk_allgather"
+    assert cheapest(names, 64, 10**7, 10, slow) == "topk_allgather"
+    assert cheapest(names, 64, 10**7, 10**7, slow) == "dense"
+    assert cheapest(names, 1, 10**7, 10**7, slow) == "topk_allgather"
+
+
+def test_a_smaller_wire_costs_less() -> None:
+    expected = cost("oktopk", 8, 10**6, 10**4).expected
+    assert expected.seconds(LINK, entry_bytes=4) < expected.seconds(LINK)
+    assert expected.nbytes() == 4 * expected.words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("magic", 2, 10, 1), "algorithm must be one of"),
+        (("oktopk", 0, 10, 1), "world_size"),
+        (("oktopk", 2, -1, 0), "numel"),
+        (("oktopk", 2, 10, 11), r"k must be in \[0, numel = 10\], got 11"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: tuple[str, int, int, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cost(*arguments)
+    with pytest.raises(ConfigError, match="alpha_s"):
+        Link(-1.0, 0.0)
