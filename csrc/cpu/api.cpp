@@ -1,6 +1,7 @@
 #include "api.h"
 
 namespace hvds {
+namespace {
 
 Gradients GradientsOf(const int64_t* segments, int64_t count, int64_t n) {
   Gradients gradients;
@@ -19,10 +20,23 @@ Gradients GradientsOf(const int64_t* segments, int64_t count, int64_t n) {
   return gradients;
 }
 
+}  // namespace
+
+Source SourceOf(const HvdsSource& source) {
+  Source checked{source.residual, GradientsOf(source.segments, source.segment_count, source.n)};
+  if (source.buffer != nullptr) {
+    if (source.segment_count == 0) throw BadArgument();
+    checked.rule = source.nesterov ? kNesterov : kMomentum;
+    checked.buffer = source.buffer;
+    checked.factor = source.factor;
+  }
+  return checked;
+}
+
 }  // namespace hvds
 
 // Rises with every change of a function's arguments.
-HVDS_API int32_t hvds_abi_version() { return 2; }
+HVDS_API int32_t hvds_abi_version() { return 4; }
 
 // 0 portable, 1 AVX2, 2 AVX-512: what is live, and a switch for tests. Setting what the processor
 // lacks is kHvdsBadArgument.

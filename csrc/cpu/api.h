@@ -21,6 +21,19 @@ enum HvdsStatus : int32_t {
   kHvdsBadArgument = 3,  // a length or a code that no caller of ours gives
 };
 
+// What is accumulated. `segments`: `segment_count` triples (address, numel, dtype code) whose
+// numels add up to n; none: there is nothing to add. `buffer`: that of a momentum with factor
+// `factor`, or null.
+struct HvdsSource {
+  float* residual;
+  int64_t n;
+  const int64_t* segments;
+  int64_t segment_count;
+  float* buffer;
+  float factor;
+  int32_t nesterov;
+};
+
 namespace hvds {
 
 struct BadArgument {};
@@ -40,8 +53,7 @@ int32_t Guarded(Body body) {
   return kHvdsOk;
 }
 
-// From `count` triples (address, numel, dtype code) whose numels add up to n; none: nothing is
-// added.
-Gradients GradientsOf(const int64_t* segments, int64_t count, int64_t n);
+// Throws BadArgument unless the segments add up to n and, with a buffer, are there.
+Source SourceOf(const HvdsSource& source);
 
 }  // namespace hvds

@@ -1,26 +1,67 @@
 // The C interface to accumulation and selection.
+//
+// Where the size of a selection is not known beforehand, it stays with the calling thread until its
+// next call, and hvds_take copies it out.
 #include "api.h"
+#include "extract.h"
 #include "passes.h"
 #include "topk.h"
 
 using hvds::BadArgument;
 using hvds::Guarded;
+using hvds::SourceOf;
 using hvds::ThreadWorkspace;
 using hvds::Workspace;
 
-// `segments`: `segment_count` triples (address, numel, dtype code) whose numels add up to n; none:
-// there is nothing to add. The selection stays with the calling thread until its next call;
-// hvds_take copies it out.
-HVDS_API int32_t hvds_accumulate_select(float* residual, int64_t n, const int64_t* segments,
-                                        int64_t segment_count, uint32_t key, int32_t threads,
-                                        int64_t* nnz) {
+namespace {
+
+// A key above infinity's would leave non-finite sums unnoticed.
+void CheckKey(uint32_t key) {
+  if (key < 1 || key > hvds::kNonFiniteKey) throw BadArgument();
+}
+
+}  // namespace
+
+// Selects in [begin, end); what becomes non-finite goes out everywhere.
+HVDS_API int32_t hvds_accumulate_select(const HvdsSource* source, uint32_t key, int64_t begin,
+                                        int64_t end, int32_t threads, int64_t* nnz) {
   return Guarded([&] {
-    // A key above infinity's would leave non-finite sums unnoticed.
-    if (key < 1 || key > hvds::kNonFiniteKey) throw BadArgument();
-    const hvds::Gradients gradients = hvds::GradientsOf(segments, segment_count, n);
+    CheckKey(key);
+    if (begin < 0 || end < begin || end > source->n) throw BadArgument();
     Workspace& workspace = ThreadWorkspace();
-    hvds::Accumulate(workspace, residual, gradients, {key}, hvds::Mode::kTake, threads);
-    for (const hvds::SpoiledList& list : workspace.TakeSpoiled()) list.Restore(residual);
+    const hvds::Source checked = SourceOf(*source);
+    hvds::Search search{key};
+    search.begin = static_cast<size_t>(begin);
+    search.end = static_cast<size_t>(end);
+    hvds::Accumulate(workspace, checked, search, hvds::Mode::kTake, threads);
+    hvds::RestoreSpoiled(workspace, checked);
+    *nnz = static_cast<int64_t>(workspace.TotalCount());
+  });
+}
+
+// 1 <= slots_per_bucket <= 255; 1 <= buckets < 2^31.
+HVDS_API int32_t hvds_hash_select(const HvdsSource* source, uint32_t key, int64_t buckets,
+                                  int32_t slots_per_bucket, uint64_t a, uint64_t b, int32_t threads,
+                                  int64_t* nnz) {
+  return Guarded([&] {
+    CheckKey(key);
+    if (slots_per_bucket < 1 || slots_per_bucket > 255) throw BadArgument();
+    if (buckets < 1 || buckets > INT32_MAX) throw BadArgument();
+    Workspace& workspace = ThreadWorkspace();
+    hvds::HashSelect(workspace, SourceOf(*source), key, {a, b, static_cast<uint64_t>(buckets)},
+                     static_cast<uint32_t>(slots_per_bucket), threads);
+    *nnz = static_cast<int64_t>(workspace.TotalCount());
+  });
+}
+
+// 1 <= k <= group_numel.
+HVDS_API int32_t hvds_accumulate_group_topk(const HvdsSource* source, int64_t k,
+                                            int64_t group_numel, int32_t threads, int64_t* nnz) {
+  return Guarded([&] {
+    if (k < 1 || k > group_numel) throw BadArgument();
+    Workspace& workspace = ThreadWorkspace();
+    hvds::GroupTopk(workspace, SourceOf(*source), static_cast<size_t>(k),
+                    static_cast<size_t>(group_numel), threads);
     *nnz = static_cast<int64_t>(workspace.TotalCount());
   });
 }
@@ -35,16 +76,14 @@ HVDS_API int32_t hvds_take(int32_t* indices, float* values, int64_t nnz, int32_t
 }
 
 // `indices` and `values` have room for min(k, n). `pivot_key` 0: no guess.
-HVDS_API int32_t hvds_accumulate_topk(float* residual, int64_t n, const int64_t* segments,
-                                      int64_t segment_count, int64_t k, uint32_t pivot_key,
+HVDS_API int32_t hvds_accumulate_topk(const HvdsSource* source, int64_t k, uint32_t pivot_key,
                                       int32_t threads, int32_t* indices, float* values,
                                       int64_t* nnz, float* threshold) {
   return Guarded([&] {
     if (k < 0) throw BadArgument();
-    const hvds::Gradients gradients = hvds::GradientsOf(segments, segment_count, n);
     Workspace& workspace = ThreadWorkspace();
     uint32_t kth_key;
-    *nnz = static_cast<int64_t>(hvds::AccumulateTopk(workspace, residual, gradients,
+    *nnz = static_cast<int64_t>(hvds::AccumulateTopk(workspace, SourceOf(*source),
                                                      static_cast<size_t>(k), pivot_key, threads,
                                                      indices, values, &kth_key));
     *threshold = hvds::FloatOf(kth_key);

@@ -65,3 +65,11 @@ HVDS_API int32_t hvds_decode(void* out, int32_t dtype, int64_t n, const int32_t*
                  {indices, values, static_cast<size_t>(nnz)}, threads);
   });
 }
+
+// x[index] = 0; with `values` not null, what was there goes to it. Indices unique.
+HVDS_API int32_t hvds_take_at(float* x, int64_t n, const int32_t* indices, int64_t nnz,
+                              int32_t threads, float* values) {
+  return Guarded([&] {
+    hvds::TakeAt(x, static_cast<size_t>(n), indices, static_cast<size_t>(nnz), threads, values);
+  });
+}

@@ -9,46 +9,84 @@
 
 namespace hvds {
 
-// Entries that became non-finite, with what the residual held before.
+// How gradients enter an accumulator: r += g, or through a momentum u with factor m (DGC):
+// u = m * u + g; r = r + u, and in Nesterov's form u = m * (u + g); r = (r + u) + g.
+enum Rule : int32_t { kPlain = 0, kMomentum = 1, kNesterov = 2, kRules = 3 };
+
+// `n` consecutive elements of an accumulator, from flat position `first_index` on.
+struct Span {
+  float* residual;
+  float* buffer;         // u, unused for kPlain
+  float factor;          // m, unused for kPlain
+  const void* gradient;  // of the dtype that a table names, unused for kNoGradient
+  size_t n;
+  int32_t first_index;
+};
+
+// Entries that became non-finite, with what the accumulator held before.
 struct SpoiledList {
   std::vector<int32_t> indices;
-  std::vector<float> before;
+  std::vector<float> residual_before;
+  std::vector<float> buffer_before;
 
-  void Add(int32_t index, float value) {
+  void Add(int32_t index, float residual, float buffer) {
     indices.push_back(index);
-    before.push_back(value);
+    residual_before.push_back(residual);
+    buffer_before.push_back(buffer);
   }
   // Puts back what was there before, or 0 where that was not finite itself: after every operation
-  // the residual is finite.
-  void Restore(float* residual) const {
+  // the residual is finite. `buffer` may be null.
+  void Restore(float* residual, float* buffer) const {
+    const auto finite = [](float x) { return KeyOf(x) < kNonFiniteKey ? x : 0.0f; };
     for (size_t i = 0; i < indices.size(); ++i) {
-      residual[indices[i]] = KeyOf(before[i]) < kNonFiniteKey ? before[i] : 0.0f;
+      residual[indices[i]] = finite(residual_before[i]);
+      if (buffer != nullptr) buffer[indices[i]] = finite(buffer_before[i]);
     }
   }
 };
 
-// residual[i] += gradient[i] for i in [0, n); whatever reaches `key` goes, in ascending order, to
-// `indices` (as first_index + i) and `values`. A `take` pass leaves zero where an entry went out, a
-// `scan` pass leaves the sum.
+// Adds the gradient to the residual; whatever sum reaches `key` goes, in ascending order, to
+// `indices` and `values`. A `take` pass leaves zero where an entry went out, a `scan` pass leaves
+// the sum.
 //
 // Preconditions: 1 <= key; room for n entries, of which only those that are emitted get written; no
-// alignment beyond the element's. `gradient` is of the dtype that the table names, and unused for
-// kNoGradient, where a scan writes nothing to `residual`. Non-finite sums are noted in `spoiled` if
-// it is not null, provided that key <= kNonFiniteKey. Returns the number of entries.
-using PassFn = size_t (*)(float* residual, const void* gradient, size_t n, int32_t first_index,
-                          uint32_t key, int32_t* indices, float* values, SpoiledList* spoiled);
+// alignment beyond the element's. With kNoGradient, which goes with kPlain alone, a scan writes
+// nothing to the residual. Non-finite sums are noted in `spoiled` if it is not null, provided that
+// key <= kNonFiniteKey. Returns the number of entries.
+using PassFn = size_t (*)(const Span& span, uint32_t key, int32_t* indices, float* values,
+                          SpoiledList* spoiled);
+
+// Writes to `sums` what a pass would make of the residual, and changes nothing else.
+using SumFn = void (*)(const Span& span, float* sums);
 
 // Copies the entries at or above, or else below, `key` >= 1, in order; in place is allowed. Room
 // for n entries. Returns their number.
 using FilterFn = size_t (*)(const int32_t* indices, const float* values, size_t n, uint32_t key,
                             int32_t* out_indices, float* out_values);
 
+// Sums over the finite, nonzero elements of some magnitude.
+struct MomentSums {
+  int64_t count = 0;
+  double sum = 0.0, of_squares = 0.0, of_magnitudes = 0.0, of_logs = 0.0;
+  float largest = 0.0f;
+};
+
 struct Kernels {
-  PassFn take[kDtypes];
-  PassFn scan[kDtypes];
+  PassFn take[kRules][kDtypes];
+  PassFn scan[kRules][kDtypes];
+  SumFn sum[kRules][kDtypes];
 
   FilterFn at_least;
   FilterFn below;
+
+  // Adds to counts[t] how many of the sums reach keys[t] >= 1.
+  void (*count)(const float* sums, size_t n, const uint32_t* keys, size_t key_count,
+                uint64_t* counts);
+  // Adds what the finite ones of n <= kMomentsNumel sums that reach `key` >= 1 contribute.
+  void (*moments)(const float* sums, size_t n, uint32_t key, MomentSums* result);
+  // A key >= 1 that at least k of the sums reach and, for small k, not many more; 1 if fewer than k
+  // are above 0.
+  uint32_t (*pivot)(const float* sums, size_t n, size_t k);
 
   // Copies `bytes`, a multiple of 64, past the caches. Both ends are aligned to 64 bytes.
   void (*stream_out)(void* to, const void* from, size_t bytes);
@@ -58,6 +96,20 @@ struct Kernels {
   // Nearest-even narrowing, for kFloat16 and kBFloat16; the other entries are null.
   void (*narrow[kDtypes])(const float* from, size_t n, uint16_t* to);
 };
+
+constexpr size_t kMomentsNumel = 4096;
+
+// A table by rule and dtype of what macro `F` makes of them; kNoGradient goes with kPlain alone.
+#define HVDS_BY_RULE_AND_DTYPE(F)                                                             \
+  {                                                                                           \
+    {F(kPlain, kFloat32), F(kPlain, kFloat16), F(kPlain, kBFloat16), F(kPlain, kNoGradient)}, \
+        {F(kMomentum, kFloat32), F(kMomentum, kFloat16), F(kMomentum, kBFloat16), nullptr}, { \
+      F(kNesterov, kFloat32), F(kNesterov, kFloat16), F(kNesterov, kBFloat16), nullptr        \
+    }                                                                                         \
+  }
+#define HVDS_TAKE(rule, dtype) Pass<rule, dtype, true>
+#define HVDS_SCAN(rule, dtype) Pass<rule, dtype, false>
+#define HVDS_SUMS(rule, dtype) Sums<rule, dtype>
 
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 

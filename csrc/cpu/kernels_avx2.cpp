@@ -1,4 +1,6 @@
 // AVX2: eight elements to a register, selections as bit masks walked by count-trailing-zeros.
+#include "element.h"
+#include "estimate_loops.h"
 #include "kernels.h"
 
 #if HVDS_X86
@@ -24,13 +26,6 @@ HVDS_AVX2_INLINE __m256 Gradient(const void* gradient, size_t i) {
   }
 }
 
-template <Dtype kDtype>
-float GradientAt(const void* gradient, size_t i) {
-  if constexpr (kDtype == kFloat32) return static_cast<const float*>(gradient)[i];
-  if constexpr (kDtype == kFloat16) return WidenFloat16(static_cast<const uint16_t*>(gradient)[i]);
-  return WidenBFloat16(static_cast<const uint16_t*>(gradient)[i]);
-}
-
 // Keys have no sign bit, so that a signed comparison orders them; `below` is the key less one.
 HVDS_AVX2_INLINE __m256 AtLeast(__m256 x, __m256i below) {
   const __m256i magnitude =
@@ -38,64 +33,106 @@ HVDS_AVX2_INLINE __m256 AtLeast(__m256 x, __m256i below) {
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(magnitude, below));
 }
 
+// One register's worth of an accumulator, before and after the gradient has come in.
+template <Rule kRule, Dtype kDtype>
+struct Line {
+  __m256 before, sum;
+  __m256 buffer_before, buffer;  // unless kPlain
+
+  HVDS_AVX2_INLINE void Load(const Span& span, size_t i) {
+    before = _mm256_loadu_ps(span.residual + i);
+    sum = before;
+    if constexpr (kDtype != kNoGradient) {
+      const __m256 g = Gradient<kDtype>(span.gradient, i);
+      if constexpr (kRule == kPlain) {
+        sum = _mm256_add_ps(before, g);
+      } else {
+        const __m256 m = _mm256_set1_ps(span.factor);
+        buffer_before = _mm256_loadu_ps(span.buffer + i);
+        if constexpr (kRule == kMomentum) {
+          buffer = _mm256_add_ps(_mm256_mul_ps(m, buffer_before), g);
+          sum = _mm256_add_ps(before, buffer);
+        } else {
+          buffer = _mm256_mul_ps(m, _mm256_add_ps(buffer_before, g));
+          sum = _mm256_add_ps(_mm256_add_ps(before, buffer), g);
+        }
+      }
+    }
+  }
+};
+
 // Four registers at a time with one branch on whether any of them has a hit, then the tail by
 // element.
-template <Dtype kDtype, bool kTake>
-HVDS_AVX2 size_t Pass(float* residual, const void* gradient, size_t n, int32_t first_index,
-                      uint32_t key, int32_t* indices, float* values, SpoiledList* spoiled) {
+template <Rule kRule, Dtype kDtype, bool kTake>
+HVDS_AVX2 size_t Pass(const Span& span_in, uint32_t key, int32_t* indices, float* values,
+                      SpoiledList* spoiled) {
+  const Span span = span_in;  // so that stores do not seem to change it
   const __m256i below = _mm256_set1_epi32(static_cast<int32_t>(key - 1));
   size_t count = 0;
   size_t i = 0;
-  const auto emit = [&](size_t at, float before, float sum) {
-    const int32_t index = first_index + static_cast<int32_t>(at);
+  const auto emit = [&](size_t at, float sum, float before, float buffer_before) {
+    const int32_t index = span.first_index + static_cast<int32_t>(at);
     if (__builtin_expect(KeyOf(sum) >= kNonFiniteKey && spoiled != nullptr, 0)) {
-      spoiled->Add(index, before);
+      spoiled->Add(index, before, buffer_before);
     }
     indices[count] = index;
     values[count++] = sum;
   };
 
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    __m256 before[4], sum[4], hit[4];
+  for (; i + 4 * kLanes <= span.n; i += 4 * kLanes) {
+    Line<kRule, kDtype> line[4];
+    __m256 hit[4];
 #pragma GCC unroll 4
     for (size_t j = 0; j < 4; ++j) {
       const size_t at = i + j * kLanes;
-      before[j] = _mm256_loadu_ps(residual + at);
-      sum[j] = before[j];
+      line[j].Load(span, at);
+      hit[j] = AtLeast(line[j].sum, below);
       if constexpr (kDtype != kNoGradient) {
-        sum[j] = _mm256_add_ps(before[j], Gradient<kDtype>(gradient, at));
+        _mm256_storeu_ps(span.residual + at,
+                         kTake ? _mm256_andnot_ps(hit[j], line[j].sum) : line[j].sum);
       }
-      hit[j] = AtLeast(sum[j], below);
-      if constexpr (kDtype != kNoGradient) {
-        _mm256_storeu_ps(residual + at, kTake ? _mm256_andnot_ps(hit[j], sum[j]) : sum[j]);
-      }
+      if constexpr (kRule != kPlain) _mm256_storeu_ps(span.buffer + at, line[j].buffer);
     }
     const __m256 any = _mm256_or_ps(_mm256_or_ps(hit[0], hit[1]), _mm256_or_ps(hit[2], hit[3]));
     if (_mm256_movemask_ps(any) != 0) {
-      alignas(32) float before_lanes[4 * kLanes], sum_lanes[4 * kLanes];
+      alignas(32) float before[4 * kLanes], sum[4 * kLanes], buffer_before[4 * kLanes];
       uint32_t hits = 0;
 #pragma GCC unroll 4
       for (size_t j = 0; j < 4; ++j) {
-        _mm256_store_ps(before_lanes + j * kLanes, before[j]);
-        _mm256_store_ps(sum_lanes + j * kLanes, sum[j]);
+        _mm256_store_ps(before + j * kLanes, line[j].before);
+        _mm256_store_ps(sum + j * kLanes, line[j].sum);
+        _mm256_store_ps(buffer_before + j * kLanes,
+                        kRule == kPlain ? _mm256_setzero_ps() : line[j].buffer_before);
         hits |= static_cast<uint32_t>(_mm256_movemask_ps(hit[j])) << (j * kLanes);
       }
       for (; hits != 0; hits &= hits - 1) {
         const size_t lane = static_cast<size_t>(__builtin_ctz(hits));
-        emit(i + lane, before_lanes[lane], sum_lanes[lane]);
-        if constexpr (kDtype == kNoGradient && kTake) residual[i + lane] = 0.0f;
+        emit(i + lane, sum[lane], before[lane], buffer_before[lane]);
+        if constexpr (kDtype == kNoGradient && kTake) span.residual[i + lane] = 0.0f;
       }
     }
   }
-  for (; i < n; ++i) {
-    const float before = residual[i];
-    float sum = before;
-    if constexpr (kDtype != kNoGradient) sum += GradientAt<kDtype>(gradient, i);
-    const bool hit = KeyOf(sum) >= key;
-    if (kDtype != kNoGradient || (kTake && hit)) residual[i] = kTake && hit ? 0.0f : sum;
-    if (hit) emit(i, before, sum);
+  for (; i < span.n; ++i) {
+    const Element<kRule, kDtype> element(span, i);
+    const bool hit = KeyOf(element.sum) >= key;
+    if (kDtype != kNoGradient || (kTake && hit)) {
+      span.residual[i] = kTake && hit ? 0.0f : element.sum;
+    }
+    if (kRule != kPlain) span.buffer[i] = element.buffer;
+    if (hit) emit(i, element.sum, element.before, element.buffer_before);
   }
   return count;
+}
+
+template <Rule kRule, Dtype kDtype>
+HVDS_AVX2 void Sums(const Span& span, float* sums) {
+  size_t i = 0;
+  for (; i + kLanes <= span.n; i += kLanes) {
+    Line<kRule, kDtype> line;
+    line.Load(span, i);
+    _mm256_storeu_ps(sums + i, line.sum);
+  }
+  for (; i < span.n; ++i) sums[i] = Element<kRule, kDtype>(span, i).sum;
 }
 
 template <bool kAtLeast>
@@ -121,6 +158,17 @@ HVDS_AVX2 size_t Filter(const int32_t* indices, const float* values, size_t n, u
   }
   return count;
 }
+
+HVDS_AVX2 void Count(const float* sums, size_t n, const uint32_t* keys, size_t key_count,
+                     uint64_t* counts) {
+  CountLoop(sums, n, keys, key_count, counts);
+}
+
+HVDS_AVX2 void Moments(const float* sums, size_t n, uint32_t key, MomentSums* result) {
+  MomentsLoop(sums, n, key, result);
+}
+
+HVDS_AVX2 uint32_t Pivot(const float* sums, size_t n, size_t k) { return PivotLoop(sums, n, k); }
 
 HVDS_AVX2 void StreamOut(void* to, const void* from, size_t bytes) {
   auto* target = static_cast<__m256i*>(to);
@@ -148,11 +196,14 @@ HVDS_AVX2 void NarrowToBFloat16(const float* from, size_t n, uint16_t* to) {
 }  // namespace
 
 const Kernels kAvx2Kernels = {
-    {Pass<kFloat32, true>, Pass<kFloat16, true>, Pass<kBFloat16, true>, Pass<kNoGradient, true>},
-    {Pass<kFloat32, false>, Pass<kFloat16, false>, Pass<kBFloat16, false>,
-     Pass<kNoGradient, false>},
+    HVDS_BY_RULE_AND_DTYPE(HVDS_TAKE),
+    HVDS_BY_RULE_AND_DTYPE(HVDS_SCAN),
+    HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,
+    Count,
+    Moments,
+    Pivot,
     StreamOut,
     StreamFence,
     {nullptr, NarrowToFloat16, NarrowToBFloat16, nullptr},

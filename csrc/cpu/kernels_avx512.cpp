@@ -1,4 +1,5 @@
 // AVX-512 (F, BW, DQ, VL): sixteen elements to a register, selections as mask registers.
+#include "estimate_loops.h"
 #include "kernels.h"
 
 #if HVDS_X86
@@ -48,44 +49,66 @@ HVDS_AVX512_INLINE size_t Emit(__mmask16 hits, __m512i index, __m512 value, int3
   return count;
 }
 
+// By value, so that the caller's registers stay registers.
 HVDS_AVX512 __attribute__((noinline, cold)) void Note(__mmask16 lanes, int32_t first_index,
-                                                      __m512 before, SpoiledList* spoiled) {
-  alignas(64) float lane_values[kLanes];
-  _mm512_store_ps(lane_values, before);
+                                                      __m512 residual_before, __m512 buffer_before,
+                                                      SpoiledList* spoiled) {
+  alignas(64) float residual_lanes[kLanes], buffer_lanes[kLanes];
+  _mm512_store_ps(residual_lanes, residual_before);
+  _mm512_store_ps(buffer_lanes, buffer_before);
   for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
     const int lane = __builtin_ctz(rest);
-    spoiled->Add(first_index + lane, lane_values[lane]);
+    spoiled->Add(first_index + lane, residual_lanes[lane], buffer_lanes[lane]);
   }
 }
 
-// One register's worth: sums, compares, and stores what the residual keeps of it.
-template <Dtype kDtype, bool kTake>
-struct Lanes {
+// One register's worth of an accumulator, before and after the gradient has come in. The lanes
+// that are not named are zero.
+template <Rule kRule, Dtype kDtype>
+struct Line {
   __m512 before, sum;
-  __mmask16 hits;
+  __m512 buffer_before, buffer;  // unless kPlain
 
-  HVDS_AVX512_INLINE void Accumulate(float* residual, const void* gradient, size_t i,
-                                     __mmask16 lanes, __m512i key) {
-    before = _mm512_maskz_loadu_ps(lanes, residual + i);
+  HVDS_AVX512_INLINE void Load(const Span& span, size_t i, __mmask16 lanes) {
+    before = _mm512_maskz_loadu_ps(lanes, span.residual + i);
     sum = before;
     if constexpr (kDtype != kNoGradient) {
-      sum = _mm512_add_ps(before, Gradient<kDtype>(gradient, i, lanes));
-    }
-    hits = _mm512_cmpge_epu32_mask(Keys(sum), key);
-    if constexpr (kDtype != kNoGradient) {
-      const __m512 kept = kTake ? _mm512_maskz_mov_ps(_knot_mask16(hits), sum) : sum;
-      _mm512_mask_storeu_ps(residual + i, lanes, kept);
-    } else if constexpr (kTake) {
-      if (hits) _mm512_mask_storeu_ps(residual + i, hits, _mm512_setzero_ps());
+      const __m512 g = Gradient<kDtype>(span.gradient, i, lanes);
+      if constexpr (kRule == kPlain) {
+        sum = _mm512_add_ps(before, g);
+      } else {
+        const __m512 m = _mm512_set1_ps(span.factor);
+        buffer_before = _mm512_maskz_loadu_ps(lanes, span.buffer + i);
+        if constexpr (kRule == kMomentum) {
+          buffer = _mm512_add_ps(_mm512_mul_ps(m, buffer_before), g);
+          sum = _mm512_add_ps(before, buffer);
+        } else {
+          buffer = _mm512_mul_ps(m, _mm512_add_ps(buffer_before, g));
+          sum = _mm512_add_ps(_mm512_add_ps(before, buffer), g);
+        }
+      }
     }
   }
 
-  HVDS_AVX512_INLINE size_t EmitHits(int32_t first_index, int32_t* indices, float* values,
-                                     SpoiledList* spoiled) const {
+  // Stores what the accumulator keeps.
+  template <bool kTake>
+  HVDS_AVX512_INLINE void Store(const Span& span, size_t i, __mmask16 lanes, __mmask16 hits) const {
+    if constexpr (kDtype != kNoGradient) {
+      const __m512 kept = kTake ? _mm512_maskz_mov_ps(_knot_mask16(hits), sum) : sum;
+      _mm512_mask_storeu_ps(span.residual + i, lanes, kept);
+    } else if constexpr (kTake) {
+      if (hits) _mm512_mask_storeu_ps(span.residual + i, hits, _mm512_setzero_ps());
+    }
+    if constexpr (kRule != kPlain) _mm512_mask_storeu_ps(span.buffer + i, lanes, buffer);
+  }
+
+  HVDS_AVX512_INLINE size_t EmitHits(__mmask16 hits, int32_t first_index, int32_t* indices,
+                                     float* values, SpoiledList* spoiled) const {
     const __mmask16 non_finite =
         _mm512_mask_cmpge_epu32_mask(hits, Keys(sum), _mm512_set1_epi32(kNonFiniteKey));
     if (__builtin_expect(non_finite != 0 && spoiled != nullptr, 0)) {
-      Note(non_finite, first_index, before, spoiled);
+      Note(non_finite, first_index, before, kRule == kPlain ? _mm512_setzero_ps() : buffer_before,
+           spoiled);
     }
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return Emit(hits, _mm512_add_epi32(_mm512_set1_epi32(first_index), lane), sum, indices, values);
@@ -94,39 +117,58 @@ struct Lanes {
 
 // A masked head brings the residual to a cache line, then four lines at a time with one branch on
 // whether any of them has a hit, then a masked tail.
-template <Dtype kDtype, bool kTake>
-HVDS_AVX512 size_t Pass(float* residual, const void* gradient, size_t n, int32_t first_index,
-                        uint32_t key, int32_t* indices, float* values, SpoiledList* spoiled) {
+template <Rule kRule, Dtype kDtype, bool kTake>
+HVDS_AVX512 size_t Pass(const Span& span_in, uint32_t key, int32_t* indices, float* values,
+                        SpoiledList* spoiled) {
+  const Span span = span_in;  // so that stores do not seem to change it
   const __m512i key_lanes = _mm512_set1_epi32(static_cast<int32_t>(key));
   size_t count = 0;
   size_t i = 0;
-
+  const auto hits_of = [&](const Line<kRule, kDtype>& line) HVDS_AVX512 {
+    return _mm512_cmpge_epu32_mask(Keys(line.sum), key_lanes);
+  };
+  const auto emit = [&](const Line<kRule, kDtype>& line, __mmask16 hits, size_t at) HVDS_AVX512 {
+    count += line.EmitHits(hits, span.first_index + static_cast<int32_t>(at), indices + count,
+                           values + count, spoiled);
+  };
   const auto partial_line = [&](size_t length) HVDS_AVX512 {
-    Lanes<kDtype, kTake> line;
-    line.Accumulate(residual, gradient, i, FirstLanes(length), key_lanes);
-    count += line.EmitHits(first_index + static_cast<int32_t>(i), indices + count, values + count,
-                           spoiled);
+    const __mmask16 lanes = FirstLanes(length);
+    Line<kRule, kDtype> line;
+    line.Load(span, i, lanes);
+    const __mmask16 hits = hits_of(line);
+    line.template Store<kTake>(span, i, lanes, hits);
+    emit(line, hits, i);
     i += length;
   };
 
-  const size_t misaligned = reinterpret_cast<uintptr_t>(residual) / sizeof(float) % kLanes;
-  if (misaligned != 0) partial_line(n < kLanes - misaligned ? n : kLanes - misaligned);
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    Lanes<kDtype, kTake> line[4];
+  const size_t misaligned = reinterpret_cast<uintptr_t>(span.residual) / sizeof(float) % kLanes;
+  if (misaligned != 0) partial_line(span.n < kLanes - misaligned ? span.n : kLanes - misaligned);
+  for (; i + 4 * kLanes <= span.n; i += 4 * kLanes) {
+    Line<kRule, kDtype> line[4];
+    __mmask16 hits[4];
 #pragma GCC unroll 4
     for (size_t j = 0; j < 4; ++j) {
-      line[j].Accumulate(residual, gradient, i + j * kLanes, FirstLanes(kLanes), key_lanes);
+      line[j].Load(span, i + j * kLanes, FirstLanes(kLanes));
+      hits[j] = hits_of(line[j]);
+      line[j].template Store<kTake>(span, i + j * kLanes, FirstLanes(kLanes), hits[j]);
     }
-    if (line[0].hits | line[1].hits | line[2].hits | line[3].hits) {
+    if (hits[0] | hits[1] | hits[2] | hits[3]) {
 #pragma GCC unroll 4
-      for (size_t j = 0; j < 4; ++j) {
-        count += line[j].EmitHits(first_index + static_cast<int32_t>(i + j * kLanes),
-                                  indices + count, values + count, spoiled);
-      }
+      for (size_t j = 0; j < 4; ++j) emit(line[j], hits[j], i + j * kLanes);
     }
   }
-  while (i < n) partial_line(n - i < kLanes ? n - i : kLanes);
+  while (i < span.n) partial_line(span.n - i < kLanes ? span.n - i : kLanes);
   return count;
+}
+
+template <Rule kRule, Dtype kDtype>
+HVDS_AVX512 void Sums(const Span& span, float* sums) {
+  for (size_t i = 0; i < span.n; i += kLanes) {
+    const __mmask16 lanes = FirstLanes(span.n - i < kLanes ? span.n - i : kLanes);
+    Line<kRule, kDtype> line;
+    line.Load(span, i, lanes);
+    _mm512_mask_storeu_ps(sums + i, lanes, line.sum);
+  }
 }
 
 template <bool kAtLeast>
@@ -144,6 +186,17 @@ HVDS_AVX512 size_t Filter(const int32_t* indices, const float* values, size_t n,
   }
   return count;
 }
+
+HVDS_AVX512 void Count(const float* sums, size_t n, const uint32_t* keys, size_t key_count,
+                       uint64_t* counts) {
+  CountLoop(sums, n, keys, key_count, counts);
+}
+
+HVDS_AVX512 void Moments(const float* sums, size_t n, uint32_t key, MomentSums* result) {
+  MomentsLoop(sums, n, key, result);
+}
+
+HVDS_AVX512 uint32_t Pivot(const float* sums, size_t n, size_t k) { return PivotLoop(sums, n, k); }
 
 HVDS_AVX512 void StreamOut(void* to, const void* from, size_t bytes) {
   auto* target = static_cast<char*>(to);
@@ -170,11 +223,14 @@ HVDS_AVX512 void NarrowToBFloat16(const float* from, size_t n, uint16_t* to) {
 }  // namespace
 
 const Kernels kAvx512Kernels = {
-    {Pass<kFloat32, true>, Pass<kFloat16, true>, Pass<kBFloat16, true>, Pass<kNoGradient, true>},
-    {Pass<kFloat32, false>, Pass<kFloat16, false>, Pass<kBFloat16, false>,
-     Pass<kNoGradient, false>},
+    HVDS_BY_RULE_AND_DTYPE(HVDS_TAKE),
+    HVDS_BY_RULE_AND_DTYPE(HVDS_SCAN),
+    HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,
+    Count,
+    Moments,
+    Pivot,
     StreamOut,
     StreamFence,
     {nullptr, NarrowToFloat16, NarrowToBFloat16, nullptr},

@@ -1,53 +1,51 @@
 // Plain C++: what runs where no vector variant does, and what the others are tested against.
 #include <cstring>
 
+#include "element.h"
+#include "estimate_loops.h"
 #include "kernels.h"
 
 namespace hvds {
 namespace {
 
-template <Dtype kDtype>
-float Gradient(const void* gradient, size_t i) {
-  if constexpr (kDtype == kFloat32) return static_cast<const float*>(gradient)[i];
-  if constexpr (kDtype == kFloat16) return WidenFloat16(static_cast<const uint16_t*>(gradient)[i]);
-  if constexpr (kDtype == kBFloat16) {
-    return WidenBFloat16(static_cast<const uint16_t*>(gradient)[i]);
-  }
-}
-
 // Blocks of kBlock elements: a straight loop that the compiler can vectorise adds and notes whether
 // anything reaches the key; only then is the block looked at element by element.
-template <Dtype kDtype, bool kTake>
-size_t Pass(float* residual, const void* gradient, size_t n, int32_t first_index, uint32_t key,
-            int32_t* indices, float* values, SpoiledList* spoiled) {
+template <Rule kRule, Dtype kDtype, bool kTake>
+size_t Pass(const Span& span, uint32_t key, int32_t* indices, float* values, SpoiledList* spoiled) {
   constexpr size_t kBlock = 32;
   size_t count = 0;
-  for (size_t begin = 0; begin < n; begin += kBlock) {
-    const size_t length = n - begin < kBlock ? n - begin : kBlock;
-    float* const r = residual + begin;
-    float sums[kBlock];
+  for (size_t begin = 0; begin < span.n; begin += kBlock) {
+    const size_t length = span.n - begin < kBlock ? span.n - begin : kBlock;
+    float* const r = span.residual + begin;
+    float sums[kBlock], buffer[kBlock];
     uint32_t hit = 0;
     for (size_t i = 0; i < length; ++i) {
-      if constexpr (kDtype == kNoGradient) {
-        sums[i] = r[i];
-      } else {
-        sums[i] = r[i] + Gradient<kDtype>(gradient, begin + i);
-      }
+      const Element<kRule, kDtype> element(span, begin + i);
+      sums[i] = element.sum;
+      buffer[i] = element.buffer;
       hit |= KeyOf(sums[i]) >= key;
     }
     if (hit) {
       for (size_t i = 0; i < length; ++i) {
         if (KeyOf(sums[i]) < key) continue;
-        const int32_t index = first_index + static_cast<int32_t>(begin + i);
-        if (KeyOf(sums[i]) >= kNonFiniteKey && spoiled != nullptr) spoiled->Add(index, r[i]);
+        const int32_t index = span.first_index + static_cast<int32_t>(begin + i);
+        if (KeyOf(sums[i]) >= kNonFiniteKey && spoiled != nullptr) {
+          spoiled->Add(index, r[i], kRule == kPlain ? 0.0f : span.buffer[begin + i]);
+        }
         indices[count] = index;
         values[count++] = sums[i];
         if (kTake) sums[i] = 0.0f;
       }
     }
     if (kDtype != kNoGradient || (kTake && hit)) std::memcpy(r, sums, length * sizeof(float));
+    if (kRule != kPlain) std::memcpy(span.buffer + begin, buffer, length * sizeof(float));
   }
   return count;
+}
+
+template <Rule kRule, Dtype kDtype>
+void Sums(const Span& span, float* sums) {
+  for (size_t i = 0; i < span.n; ++i) sums[i] = Element<kRule, kDtype>(span, i).sum;
 }
 
 template <bool kAtLeast>
@@ -62,6 +60,16 @@ size_t Filter(const int32_t* indices, const float* values, size_t n, uint32_t ke
   return count;
 }
 
+void Count(const float* sums, size_t n, const uint32_t* keys, size_t key_count, uint64_t* counts) {
+  CountLoop(sums, n, keys, key_count, counts);
+}
+
+void Moments(const float* sums, size_t n, uint32_t key, MomentSums* result) {
+  MomentsLoop(sums, n, key, result);
+}
+
+uint32_t Pivot(const float* sums, size_t n, size_t k) { return PivotLoop(sums, n, k); }
+
 void StreamOut(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
 
 void StreamFence() {}
@@ -74,11 +82,14 @@ void Narrow(const float* from, size_t n, uint16_t* to) {
 }  // namespace
 
 const Kernels kPortableKernels = {
-    {Pass<kFloat32, true>, Pass<kFloat16, true>, Pass<kBFloat16, true>, Pass<kNoGradient, true>},
-    {Pass<kFloat32, false>, Pass<kFloat16, false>, Pass<kBFloat16, false>,
-     Pass<kNoGradient, false>},
+    HVDS_BY_RULE_AND_DTYPE(HVDS_TAKE),
+    HVDS_BY_RULE_AND_DTYPE(HVDS_SCAN),
+    HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,
+    Count,
+    Moments,
+    Pivot,
     StreamOut,
     StreamFence,
     {nullptr, Narrow<NarrowFloat16>, Narrow<NarrowBFloat16>, nullptr},

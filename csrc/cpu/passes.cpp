@@ -14,50 +14,29 @@ constexpr size_t kBlock = 4096;  // elements between two looks at a part's capac
 constexpr size_t kTaskNumel = size_t{1} << 16;
 constexpr int kTasksPerThread = 4;  // so that a thread that is held up holds up little
 
-// The first element of task `t` of `tasks`, at a multiple of 64.
-size_t TaskBegin(size_t n, int t, int tasks) { return t == tasks ? n : n / tasks * t / 64 * 64; }
-
-void AccumulateRange(Part& part, float* residual, const Gradients& gradients, size_t begin,
-                     size_t end, const Search& search, Mode mode) {
-  if (begin == end) return;
+void AccumulateRange(Part& part, const Source& source, size_t begin, size_t end,
+                     const Search& search, Mode mode) {
   const Kernels& kernels = ActiveKernels();
-  const PassFn* const pass = mode == Mode::kTake ? kernels.take : kernels.scan;
+  const PassFn* const pass = (mode == Mode::kTake ? kernels.take : kernels.scan)[source.rule];
   SpoiledList* const spoiled = mode == Mode::kRead ? nullptr : &part.spoiled;
   uint32_t key = search.key;
-  for (size_t s = gradients.Find(begin); begin < end; ++s) {
-    const Segment& segment = gradients.segments[s];
-    const size_t item_bytes = segment.dtype == kFloat32 ? 4 : 2;
-    const size_t segment_end = std::min(end, segment.begin + segment.numel);
-    while (begin < segment_end) {
-      const size_t length = std::min(kBlock, segment_end - begin);
-      const auto* gradient =
-          static_cast<const char*>(segment.data) + (begin - segment.begin) * item_bytes;
-      part.Reserve(part.count + length);
-      part.count += pass[segment.dtype](
-          residual + begin, segment.dtype == kNoGradient ? nullptr : gradient, length,
-          static_cast<int32_t>(begin), key, part.indices.data() + part.count,
-          part.values.data() + part.count, spoiled);
+  const auto pass_over = [&](size_t from, size_t to, bool inside) {
+    source.ForEachSpan(from, to, kBlock, [&](const Span& span, Dtype dtype) {
+      part.Reserve(part.count + span.n);
+      part.count +=
+          pass[dtype](span, inside ? key : kNonFiniteKey, part.indices.data() + part.count,
+                      part.values.data() + part.count, spoiled);
       if (part.count > search.limit) {
         key = search.raised_key;
         part.over_limit = true;
       }
-      begin += length;
-    }
-  }
-}
-
-float GradientAt(const Segment& segment, size_t at) {
-  const size_t i = at - segment.begin;
-  switch (segment.dtype) {
-    case kFloat32:
-      return static_cast<const float*>(segment.data)[i];
-    case kFloat16:
-      return WidenFloat16(static_cast<const uint16_t*>(segment.data)[i]);
-    case kBFloat16:
-      return WidenBFloat16(static_cast<const uint16_t*>(segment.data)[i]);
-    default:
-      return 0.0f;
-  }
+    });
+  };
+  const size_t from = std::clamp(search.begin, begin, end);
+  const size_t to = std::clamp(search.end, from, end);
+  pass_over(begin, from, false);
+  pass_over(from, to, true);
+  pass_over(to, end, false);
 }
 
 // A scrambled 32-bit number, so that the sample does not beat with a layer's width.
@@ -68,6 +47,10 @@ uint32_t Scramble(uint32_t x) {
 }
 
 }  // namespace
+
+size_t TaskBegin(size_t n, int t, int tasks, size_t grain) {
+  return t == tasks ? n : n / tasks * t / grain * grain;
+}
 
 int TaskCount(size_t n, int threads) {
   if (threads <= 1) return 1;
@@ -87,14 +70,28 @@ size_t Gradients::Find(size_t at) const {
   return static_cast<size_t>(after - segments.begin()) - 1;
 }
 
-void Accumulate(Workspace& workspace, float* residual, const Gradients& gradients,
-                const Search& search, Mode mode, int threads) {
-  const size_t n = gradients.numel;
+void Accumulate(Workspace& workspace, const Source& source, const Search& search, Mode mode,
+                int threads) {
+  const size_t n = source.numel();
   const int tasks = TaskCount(n, threads);
   workspace.Use(tasks);
   Run(tasks, threads, [&](int t) {
-    AccumulateRange(workspace.parts[t], residual, gradients, TaskBegin(n, t, tasks),
-                    TaskBegin(n, t + 1, tasks), search, mode);
+    AccumulateRange(workspace.parts[t], source, TaskBegin(n, t, tasks), TaskBegin(n, t + 1, tasks),
+                    search, mode);
+  });
+}
+
+void RestoreSpoiled(Workspace& workspace, const Source& source) {
+  for (const SpoiledList& list : workspace.TakeSpoiled()) {
+    list.Restore(source.residual, source.buffer);
+  }
+}
+
+void SumRange(const Source& source, size_t begin, size_t end, float* sums) {
+  const Kernels& kernels = ActiveKernels();
+  source.ForEachSpan(begin, end, SIZE_MAX, [&](const Span& span, Dtype dtype) {
+    kernels.sum[source.rule][dtype](span, sums);
+    sums += span.n;
   });
 }
 
@@ -110,10 +107,9 @@ void CopyOut(const Workspace& workspace, int32_t* indices, float* values, int th
   });
 }
 
-uint32_t EstimatePivot(Workspace& workspace, const float* residual, const Gradients& gradients,
-                       size_t k, int threads) {
+uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int threads) {
   constexpr size_t kMaxSample = size_t{1} << 16, kMinSample = size_t{1} << 12;
-  const size_t n = gradients.numel;
+  const size_t n = source.numel();
   if (n <= 8 * kMinSample) return 1;
   const size_t sample = std::clamp(n / 64, kMinSample, kMaxSample);
 
@@ -125,17 +121,21 @@ uint32_t EstimatePivot(Workspace& workspace, const float* residual, const Gradie
 
   workspace.keys.Reserve(sample);
   uint32_t* const keys = workspace.keys.data();
+  const std::vector<Segment>& segments = source.gradients.segments;
+  const SumFn* const sum = ActiveKernels().sum[source.rule];
   const int tasks = TaskCount(n, threads);
   Run(tasks, threads, [&](int t) {
     // One element at random out of each of `sample` equal strata.
     const size_t stratum = n / sample;
     const size_t first = sample * t / tasks, last = sample * (t + 1) / tasks;
-    size_t s = gradients.Find(first * stratum);
+    size_t s = source.gradients.Find(first * stratum);
     for (size_t i = first; i < last; ++i) {
       const size_t at =
           i * stratum + (stratum * uint64_t{Scramble(static_cast<uint32_t>(i))} >> 32);
-      while (at >= gradients.segments[s].begin + gradients.segments[s].numel) ++s;
-      keys[i] = KeyOf(residual[at] + GradientAt(gradients.segments[s], at));
+      while (at >= segments[s].begin + segments[s].numel) ++s;
+      float x;
+      sum[segments[s].dtype](source.SpanOf(segments[s], at, 1), &x);
+      keys[i] = KeyOf(x);
     }
   });
   uint32_t* const nth = keys + static_cast<size_t>(rank);

@@ -1,6 +1,7 @@
 // Passes over a residual and the gradients that lie side by side over it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -30,11 +31,50 @@ struct Gradients {
   size_t Find(size_t at) const;
 };
 
-// What a pass looks for. A task that has found more than `limit` entries goes on with `raised_key`.
+// What is accumulated: gradients into a residual, directly or through a momentum.
+struct Source {
+  float* residual;
+  Gradients gradients;
+  Rule rule = kPlain;
+  float* buffer = nullptr;
+  float factor = 0.0f;
+
+  size_t numel() const { return gradients.numel; }
+
+  // Calls use(span, dtype) for [begin, end) in order, in pieces of at most `most` elements and of
+  // one segment.
+  template <typename Use>
+  void ForEachSpan(size_t begin, size_t end, size_t most, Use use) const {
+    if (begin >= end) return;
+    for (size_t s = gradients.Find(begin); begin < end; ++s) {
+      const Segment& segment = gradients.segments[s];
+      const size_t segment_end = std::min(end, segment.begin + segment.numel);
+      for (size_t n; begin < segment_end; begin += n) {
+        n = std::min(most, segment_end - begin);
+        use(SpanOf(segment, begin, n), segment.dtype);
+      }
+    }
+  }
+  Span SpanOf(const Segment& segment, size_t begin, size_t n) const {
+    const size_t item_bytes = segment.dtype == kFloat32 ? 4 : 2;
+    const auto* data = static_cast<const char*>(segment.data);
+    return {residual + begin,
+            buffer == nullptr ? nullptr : buffer + begin,
+            factor,
+            data == nullptr ? nullptr : data + (begin - segment.begin) * item_bytes,
+            n,
+            static_cast<int32_t>(begin)};
+  }
+};
+
+// What a pass looks for. Below `begin` and from `end` on, only non-finite sums are found. A task
+// that has found more than `limit` entries goes on with `raised_key`.
 struct Search {
   uint32_t key;
   size_t limit = SIZE_MAX;
   uint32_t raised_key = 0;
+  size_t begin = 0;
+  size_t end = SIZE_MAX;
 };
 
 enum class Mode {
@@ -43,23 +83,30 @@ enum class Mode {
   kRead,  // like kScan, and non-finite values are not news
 };
 
-// residual += gradients; what reaches the key goes to the workspace's parts: ascending within a
-// part, and from part to part.
-void Accumulate(Workspace& workspace, float* residual, const Gradients& gradients,
-                const Search& search, Mode mode, int threads);
+// Adds the gradients; what reaches the key goes to the workspace's parts: ascending within a part,
+// and from part to part.
+void Accumulate(Workspace& workspace, const Source& source, const Search& search, Mode mode,
+                int threads);
+
+// Puts back what the accumulator held where a sum came out non-finite.
+void RestoreSpoiled(Workspace& workspace, const Source& source);
 
 // Copies the parts' entries, one after the other, to the output.
 void CopyOut(const Workspace& workspace, int32_t* indices, float* values, int threads);
 
-// A key with probably at least k entries at or above it and not many more, from a sample of
-// residual + gradients; 1 if everything that is not zero has to be looked at.
-uint32_t EstimatePivot(Workspace& workspace, const float* residual, const Gradients& gradients,
-                       size_t k, int threads);
+// A key with probably at least k entries at or above it and not many more, from a sample of what
+// the source accumulates to; 1 if everything that is not zero has to be looked at.
+uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int threads);
 
 // The k-th largest key of x, by counting; 1 <= k <= n.
 uint32_t ExactKey(const float* x, size_t n, size_t k, int threads);
 
-// How many tasks a pass over `n` elements is cut into.
+// Writes to `sums` what a pass over [begin, end) would make of the residual.
+void SumRange(const Source& source, size_t begin, size_t end, float* sums);
+
+// How many tasks a pass over `n` elements is cut into, and the first element of task `t`: at a
+// multiple of `grain`.
 int TaskCount(size_t n, int threads);
+size_t TaskBegin(size_t n, int t, int tasks, size_t grain = 64);
 
 }  // namespace hvds

@@ -113,19 +113,33 @@ void DecodeAs(T* out, Dtype dtype, size_t n, const Stream& stream, int threads) 
   });
 }
 
+// Calls use(i, indices[i]) for every i, each index checked to lie in [0, n).
+template <typename Use>
+void ForEachIndex(const int32_t* indices, size_t nnz, size_t n, int threads, Use use) {
+  constexpr size_t kTaskEntries = size_t{1} << 15;
+  const size_t useful = std::max<size_t>(1, nnz / kTaskEntries);
+  const int tasks = threads <= 1 ? 1 : static_cast<int>(std::min<size_t>(useful, 4 * threads));
+  Run(tasks, threads, [&](int t) {
+    const size_t end = nnz * (t + 1) / tasks;
+    for (size_t i = nnz * t / tasks; i < end; ++i) {
+      const size_t at = static_cast<uint32_t>(indices[i]);
+      if (at >= n) throw BadIndex();
+      use(i, at);
+    }
+  });
+}
+
 }  // namespace
 
 void ScatterAdd(float* x, size_t n, const Stream& stream, int threads) {
-  constexpr size_t kTaskEntries = size_t{1} << 15;
-  const size_t useful = std::max<size_t>(1, stream.nnz / kTaskEntries);
-  const int tasks = threads <= 1 ? 1 : static_cast<int>(std::min<size_t>(useful, 4 * threads));
-  Run(tasks, threads, [&](int t) {
-    const size_t end = stream.nnz * (t + 1) / tasks;
-    for (size_t i = stream.nnz * t / tasks; i < end; ++i) {
-      const size_t at = static_cast<uint32_t>(stream.indices[i]);
-      if (at >= n) throw BadIndex();
-      x[at] += stream.values[i];
-    }
+  ForEachIndex(stream.indices, stream.nnz, n, threads,
+               [&](size_t i, size_t at) { x[at] += stream.values[i]; });
+}
+
+void TakeAt(float* x, size_t n, const int32_t* indices, size_t nnz, int threads, float* values) {
+  ForEachIndex(indices, nnz, n, threads, [&](size_t i, size_t at) {
+    if (values != nullptr) values[i] = x[at];
+    x[at] = 0.0f;
   });
 }
 

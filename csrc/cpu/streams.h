@@ -36,6 +36,9 @@ size_t Difference(const Stream& stream, const int32_t* other, size_t other_count
 // x[index] += value; indices unique.
 void ScatterAdd(float* x, size_t n, const Stream& stream, int threads);
 
+// values = x[indices], unless `values` is null, and x[indices] = 0; indices unique.
+void TakeAt(float* x, size_t n, const int32_t* indices, size_t nnz, int threads, float* values);
+
 // out = 0 but for out[index] = value, narrowed to `dtype`.
 void Decode(void* out, Dtype dtype, size_t n, const Stream& stream, int threads);
 

@@ -20,11 +20,11 @@ def torch_on_one_thread() -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=product(ISA_NAMES, (1, 2, 3)),
+    params=product(ISA_NAMES, (1, 3)),
     ids=lambda isa_and_threads: "-".join(map(str, isa_and_threads)),
 )
 def native(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
-    """The library on each instruction set that this processor has, on 1, 2 and 3 threads."""
+    """The library on each instruction set that this processor has, on 1 and 3 threads."""
     isa, threads = request.param
     ops = NativeOps(threads=threads)
     before = ops.isa

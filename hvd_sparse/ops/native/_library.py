@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from ctypes import c_int32, c_int64
+from collections.abc import Mapping
+from ctypes import c_int32
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 Signatures = Mapping[str, tuple[type, ...]]
 """Arguments of a family's C functions, without their prefix `hvds_`; each returns a status."""
 
-_ABI_VERSION = 2
+_ABI_VERSION = 4
 _OK, _BAD_INDEX, _BAD_ARGUMENT = 0, 2, 3
 
 
@@ -70,14 +70,6 @@ class NativeLibrary:
 
     def _thread_count(self) -> int:
         return torch.get_num_threads() if self._threads is None else self._threads
-
-
-def segments(gradients: Sequence[Tensor]) -> tuple[ctypes.Array[c_int64], int]:
-    """The table of (address, numel, dtype) triples, and how many there are."""
-    table: list[int] = []
-    for gradient in gradients:
-        table += (gradient.data_ptr(), gradient.numel(), DTYPE_CODES[gradient.dtype])
-    return (c_int64 * len(table))(*table), len(gradients)
 
 
 def empty_stream(nnz: int) -> tuple[Tensor, Tensor]:

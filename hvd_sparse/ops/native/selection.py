@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref, c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from typing import ClassVar
 
 from torch import Tensor
 
-from hvd_sparse.ops import reference
 from hvd_sparse.ops._checks import pivot_key, threshold_key
 from hvd_sparse.ops.momentum import Momentum
-from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check, empty_stream, segments
+from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check, empty_stream
+from hvd_sparse.ops.native._source import Source
 
 
 class NativeSelection(NativeLibrary):
     """As `hvd_sparse.ops.selection`, on checked arguments."""
 
     signatures: ClassVar[Signatures] = {
-        "accumulate_select": (c_void_p, c_int64, c_void_p, c_int64, c_uint32, c_int32, c_void_p),
+        "accumulate_select": (c_void_p, c_uint32, c_int64, c_int64, c_int32, c_void_p),
+        "hash_select": (c_void_p, c_uint32, c_int64, c_int32, *(c_uint64,) * 2, c_int32, c_void_p),
+        "accumulate_group_topk": (c_void_p, c_int64, c_int64, c_int32, c_void_p),
         "take": (c_void_p, c_void_p, c_int64, c_int32),
-        "accumulate_topk": (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_uint32, c_int32)
-        + (c_void_p,) * 4,
+        "accumulate_topk": (c_void_p, c_int64, c_uint32, c_int32) + (c_void_p,) * 4,
     }
-
-    accumulate_group_topk = staticmethod(reference.accumulate_group_topk)
-    partition_select = staticmethod(reference.partition_select)
-    hash_select = staticmethod(reference.hash_select)
 
     def accumulate_select(
         self,
@@ -35,24 +32,78 @@ class NativeSelection(NativeLibrary):
         threshold: float,
         momentum: Momentum | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Adds, and moves out what reaches the threshold."""
-        if momentum is not None:
-            return reference.accumulate_select(residual, gradients, threshold, momentum)
+        """Moves out what reaches the threshold."""
+        return self.partition_select(
+            residual, gradients, threshold, 0, residual.numel(), momentum=momentum
+        )
+
+    def partition_select(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        threshold: float,
+        start: int,
+        stop: int,
+        momentum: Momentum | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Moves out what reaches the threshold in `[start, stop)`."""
+        source = Source(residual, gradients, momentum)
         threads = self._thread_count()
         nnz = c_int64()
         check(
             self._library.hvds_accumulate_select(
-                residual.data_ptr(),
-                residual.numel(),
-                *segments(gradients),
+                byref(source), threshold_key(threshold), start, stop, threads, byref(nnz)
+            )
+        )
+        return self._take(nnz.value, threads)
+
+    def hash_select(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        threshold: float,
+        slots: int,
+        slots_per_bucket: int,
+        a: int,
+        b: int,
+        momentum: Momentum | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Moves out what reaches the threshold and finds a free slot."""
+        source = Source(residual, gradients, momentum)
+        threads = self._thread_count()
+        nnz = c_int64()
+        check(
+            self._library.hvds_hash_select(
+                byref(source),
                 threshold_key(threshold),
+                slots // slots_per_bucket,
+                slots_per_bucket,
+                a,
+                b,
                 threads,
                 byref(nnz),
             )
         )
-        indices, values = empty_stream(nnz.value)
-        check(self._library.hvds_take(indices.data_ptr(), values.data_ptr(), nnz.value, threads))
-        return indices, values
+        return self._take(nnz.value, threads)
+
+    def accumulate_group_topk(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        k: int,
+        group_numel: int = 512,
+        momentum: Momentum | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Moves out the k largest magnitudes of each group."""
+        source = Source(residual, gradients, momentum)
+        threads = self._thread_count()
+        nnz = c_int64()
+        check(
+            self._library.hvds_accumulate_group_topk(
+                byref(source), k, group_numel, threads, byref(nnz)
+            )
+        )
+        return self._take(nnz.value, threads)
 
     def accumulate_topk(
         self,
@@ -62,16 +113,13 @@ class NativeSelection(NativeLibrary):
         pivot: float = 0.0,
         momentum: Momentum | None = None,
     ) -> tuple[Tensor, Tensor, float]:
-        """Adds, and moves out the k largest magnitudes."""
-        if momentum is not None:
-            return reference.accumulate_topk(residual, gradients, k, pivot, momentum)
+        """Moves out the k largest magnitudes."""
+        source = Source(residual, gradients, momentum)
         indices, values = empty_stream(min(k, residual.numel()))
         nnz, threshold = c_int64(), c_float()
         check(
             self._library.hvds_accumulate_topk(
-                residual.data_ptr(),
-                residual.numel(),
-                *segments(gradients),
+                byref(source),
                 k,
                 pivot_key(pivot),
                 self._thread_count(),
@@ -82,3 +130,9 @@ class NativeSelection(NativeLibrary):
             )
         )
         return indices[: nnz.value], values[: nnz.value], threshold.value
+
+    def _take(self, nnz: int, threads: int) -> tuple[Tensor, Tensor]:
+        """What this thread's last call has selected."""
+        indices, values = empty_stream(nnz)
+        check(self._library.hvds_take(indices.data_ptr(), values.data_ptr(), nnz, threads))
+        return indices, values

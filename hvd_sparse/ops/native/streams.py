@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from ctypes import byref, c_int32, c_int64, c_uint32, c_void_p
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from hvd_sparse.ops import reference
 from hvd_sparse.ops._checks import threshold_key
 from hvd_sparse.ops.native._library import (
     DTYPE_CODES,
@@ -27,11 +27,9 @@ class NativeStreams(NativeLibrary):
         "difference": (c_void_p, c_void_p, c_int64, c_void_p, c_int64) + (c_void_p,) * 3,
         "threshold_stream": (c_void_p, c_void_p, c_int64, c_uint32) + (c_void_p,) * 3,
         "scatter_add": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32),
+        "take_at": (c_void_p, c_int64, c_void_p, c_int64, c_int32, c_void_p),
         "decode": (c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_int64, c_int32),
     }
-
-    take_at = staticmethod(reference.take_at)
-    zero_at = staticmethod(reference.zero_at)
 
     def merge_sum(
         self, streams: Sequence[tuple[Tensor, Tensor]], numel: int
@@ -126,4 +124,29 @@ class NativeStreams(NativeLibrary):
             ),
             "indices",
             out.numel(),
+        )
+
+    def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
+        """Moves entries out of a vector."""
+        values = torch.empty(indices.numel(), dtype=torch.float32)
+        self._take_at(x, indices, values.data_ptr())
+        return values
+
+    def zero_at(self, x: Tensor, indices: Tensor) -> None:
+        """Zeroes entries of a vector."""
+        self._take_at(x, indices, None)
+
+    def _take_at(self, x: Tensor, indices: Tensor, values: int | None) -> None:
+        """Zeroes, after copying to the address `values` if there is one."""
+        check(
+            self._library.hvds_take_at(
+                x.data_ptr(),
+                x.numel(),
+                indices.data_ptr(),
+                indices.numel(),
+                self._thread_count(),
+                values,
+            ),
+            "indices",
+            x.numel(),
         )

@@ -1,0 +1,32 @@
+// Other ways out of an accumulator than everything above a threshold. What is selected goes to the
+// workspace's parts, as with a pass.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "passes.h"
+#include "workspace.h"
+
+namespace hvds {
+
+// Where index i belongs: h = ((a * i + b) mod 2^64) >> 32, scaled to [0, buckets).
+struct BucketHash {
+  uint64_t a, b, buckets;
+
+  uint64_t operator()(int32_t index) const {
+    return ((a * static_cast<uint64_t>(index) + b) >> 32) * buckets >> 32;
+  }
+};
+
+// Adds the gradients; of what reaches the key, each bucket takes the `slots_per_bucket` lowest
+// indices, and the rest stays. Non-finite sums need no slot.
+void HashSelect(Workspace& workspace, const Source& source, uint32_t key, const BucketHash& hash,
+                uint32_t slots_per_bucket, int threads);
+
+// Adds the gradients; of every `group_numel` consecutive elements, the min(k, nonzeros) largest
+// magnitudes go out, ties to the lower index.
+void GroupTopk(Workspace& workspace, const Source& source, size_t k, size_t group_numel,
+               int threads);
+
+}  // namespace hvds

@@ -1,0 +1,44 @@
+"""What is accumulated, as the C interface takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, cast
+from typing import ClassVar
+
+from torch import Tensor
+
+from hvd_sparse.ops.momentum import Momentum
+from hvd_sparse.ops.native._library import DTYPE_CODES
+
+
+class Source(Structure):
+    """`HvdsSource` of csrc/cpu/api.h. The tensors must outlive it."""
+
+    _fields_: ClassVar = [
+        ("residual", c_void_p),
+        ("n", c_int64),
+        ("segments", c_void_p),
+        ("segment_count", c_int64),
+        ("buffer", c_void_p),
+        ("factor", c_float),
+        ("nesterov", c_int32),
+    ]
+
+    def __init__(
+        self, residual: Tensor, gradients: Sequence[Tensor], momentum: Momentum | None
+    ) -> None:
+        table: list[int] = []
+        for gradient in gradients:
+            table += (gradient.data_ptr(), gradient.numel(), DTYPE_CODES[gradient.dtype])
+        self._segments = (c_int64 * len(table))(*table)  # kept alive
+        super().__init__(
+            residual=residual.data_ptr(),
+            n=residual.numel(),
+            segments=cast(self._segments, c_void_p),
+            segment_count=len(gradients),
+        )
+        if momentum is not None:
+            self.buffer = momentum.buffer.data_ptr()
+            self.factor = momentum.factor
+            self.nesterov = momentum.nesterov
