@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from hvd_sparse.adapter import SparseCompressor
 from hvd_sparse.checks import check_at_least, check_choice, check_count, check_density
@@ -23,6 +23,7 @@ from hvd_sparse.collectives import (
     automatic_collective,
 )
 from hvd_sparse.engine import Method
+from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording import Recorder
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
 from hvd_sparse.transports.choose import TRANSPORT_NAMES
@@ -46,6 +47,7 @@ Record = str | os.PathLike[str] | Recorder | None
 BUCKET_NUMEL = 1 << 23
 DENSE_BELOW = 1024
 TIMEOUT_S = 600.0
+POLICY_VARIABLE = "HVD_SPARSE_POLICY"
 
 
 class _HorovodCompressor:
@@ -193,6 +195,61 @@ class Compression:
             record=record,
         )
 
+    @staticmethod
+    def from_policy(
+        policy: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        named_parameters: NamedParameters = None,
+        *,
+        model: Module | None = None,
+        record: Record = None,
+    ) -> SparseCompressor:
+        """What a policy file says: tensors by rules, each with its own compressor.
+
+        A rule that decides on no parameter is warned of.
+
+        Args:
+            policy: Path of a YAML file, or what it would hold; None takes the path from the
+                environment variable HVD_SPARSE_POLICY. All ranks need the same rules.
+            named_parameters: See the class; None takes those of `model`, if that is given.
+            model: Where rules ask for the class of the module that owns a parameter.
+            record: See the class.
+
+        Raises:
+            ConfigError: The policy is wrong; the message says file, line, key, range and value.
+            OSError: It cannot be read.
+        """
+        from hvd_sparse.policy import assign, load_policy
+
+        if policy is None:
+            policy = os.environ.get(POLICY_VARIABLE) or None
+        if policy is None:
+            raise ConfigError(f"policy must be a path or a mapping, or {POLICY_VARIABLE} set")
+        if named_parameters is None and model is not None:
+            named_parameters = model.named_parameters()
+        named = None if named_parameters is None else list(named_parameters)
+        checked = load_policy(policy, constructors())
+        return SparseCompressor(
+            named,
+            assign(checked, named, model),
+            transport=checked.transport,
+            timeout_s=checked.timeout_s,
+            dense_below=0,
+            observer=_observer(record),
+        )
+
+
+def constructors() -> dict[str, Callable[..., SparseCompressor]]:
+    """The constructors of `Compression` that compress by one method, by their names."""
+    return {
+        name: getattr(Compression, name)
+        for name, member in vars(Compression).items()
+        if isinstance(member, staticmethod) and name != "from_policy"
+    }
+
+
+def _observer(record: Record) -> Recorder | None:
+    return record if isinstance(record, Recorder | None) else Recorder(record)
+
 
 def _compressor(
     named_parameters: NamedParameters,
@@ -227,5 +284,5 @@ def _compressor(
         transport=transport,
         timeout_s=timeout_s,
         dense_below=dense_below,
-        observer=record if isinstance(record, Recorder | None) else Recorder(record),
+        observer=_observer(record),
     )

@@ -179,10 +179,16 @@ class SparseCompressor:
         has its residual added to its next gradient.
 
         Args:
-            method: A `Method` for all tensors, or an `Assignment`.
+            method: A `Method` for all tensors, or an `Assignment`: the `method` of another
+                compression, made by any constructor.
+
+        Raises:
+            PlanError: On every rank, where they want different ones.
         """
         self.method = method
         self._engine.reassign(method)
+        if self._world is not None:
+            self._engine.agree()
 
     def close(self) -> None:
         """Stop the background thread and close the connections; a later step opens them again."""
@@ -245,6 +251,7 @@ class SparseCompressor:
         world = HorovodBootstrap(process_set)
         transport = create_transport(self._transport_name, world, self._timeout_s)
         self._engine.connect(transport)
+        self._engine.agree()
         self._world, self._world_size = mpi_ops._handle_map, world.size
         self._standin = make_standin(world.rank)
         logger.info("rank %d of %d uses transport %s", world.rank, world.size, transport.name)

@@ -17,7 +17,10 @@ import torch.distributed
 
 from hvd_sparse import __version__, ops
 from hvd_sparse.cli.command import Command, Output, no_arguments, table
+from hvd_sparse.compression import POLICY_VARIABLE, constructors
+from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.native import LIBRARY_PATH
+from hvd_sparse.policy import load_policy
 from hvd_sparse.transports.choose import TRANSPORT_NAMES, VARIABLE
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -108,7 +111,9 @@ def settings() -> list[Finding]:
     """Environment variables that decide, or that make every step slow."""
     found = []
     for name in sorted(os.environ):
-        if name.startswith("HVD_SPARSE_"):
+        if name == POLICY_VARIABLE:
+            found.append(policy(os.environ[name]))
+        elif name.startswith("HVD_SPARSE_"):
             found.append(Finding(name, "ok", os.environ[name]))
     for name in SLOW_SETTINGS:
         if os.environ.get(name) == "0":
@@ -118,6 +123,15 @@ def settings() -> list[Finding]:
             Finding("HOROVOD_AUTOTUNE", "problem", "tunes on tensors of two elements: unset it")
         )
     return found
+
+
+def policy(path: str) -> Finding:
+    """Whether the policy that the environment names can be used."""
+    try:
+        rules = len(load_policy(path, constructors()).rules)
+    except (HvdSparseError, OSError) as error:
+        return Finding(POLICY_VARIABLE, "problem", str(error))
+    return Finding(POLICY_VARIABLE, "ok", f"{path}: valid, {rules} rules")
 
 
 def chosen_transport(mpi_finding: Finding) -> Finding:

@@ -15,9 +15,10 @@ from hvd_sparse.cli.command import Command
 from hvd_sparse.cli.report import REPORT
 from hvd_sparse.cli.simulate import SIMULATE
 from hvd_sparse.cli.trace import TRACE
+from hvd_sparse.cli.validate import VALIDATE
 from hvd_sparse.errors import HvdSparseError
 
-COMMANDS: tuple[Command, ...] = (CHECK, REPORT, TRACE, SIMULATE)
+COMMANDS: tuple[Command, ...] = (CHECK, REPORT, TRACE, VALIDATE, SIMULATE)
 
 FAILED = 2
 """Exit status where a command could not do its work, as argparse's own for wrong arguments."""

@@ -18,7 +18,13 @@ from hvd_sparse import ops
 from hvd_sparse.collectives import IndexUnion
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
-from hvd_sparse.engine.plan import Assignment, BucketPlan, TensorSpec, agree_on_plan
+from hvd_sparse.engine.plan import (
+    Assignment,
+    BucketPlan,
+    TensorSpec,
+    agree_on_assignment,
+    agree_on_plan,
+)
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.errors import PlanError
@@ -143,6 +149,15 @@ class Engine:
         self._drop_plan()
         self._restored = state
         self.assignment = assignment
+
+    def agree(self) -> None:
+        """Check that all ranks have the same assignment; they call this together, between steps.
+
+        Raises:
+            PlanError: On every rank, where they have not.
+        """
+        assert self._transport is not None
+        agree_on_assignment(self.assignment, self._transport)
 
     def connect(self, transport: Transport) -> None:
         """Use a transport from the next step on; the plan is made anew, residuals are kept."""

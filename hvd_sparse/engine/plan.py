@@ -143,6 +143,19 @@ def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list
     return sorted(plans, key=lambda plan: last_arrival[plan.specs[-1].name])
 
 
+def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
+    """Check that all ranks have one assignment, before any of them waits for another's bucket.
+
+    Raises:
+        PlanError: On every rank, where they have not.
+    """
+    mine = {"assignment": assignment.description, "plan": []}
+    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel="assignment")
+    theirs = [json.loads(bytes(message.numpy())) for message in messages]
+    for rank, other in enumerate(theirs):
+        _check_same(theirs[0], other, rank)
+
+
 def agree_on_plan(
     arrivals: Sequence[TensorSpec], assignment: Assignment, transport: Transport
 ) -> list[BucketPlan]:

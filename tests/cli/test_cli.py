@@ -79,6 +79,17 @@ def test_check_names_what_the_environment_decides(monkeypatch: Any, capsys: Any)
     assert found["HOROVOD_CACHE_CAPACITY"]["state"] == "problem"
 
 
+def test_check_reads_the_policy(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("version: 1\nrules: [{compress: never}]\n")
+    _, found = checked(monkeypatch, capsys, HVD_SPARSE_POLICY=str(path))
+    assert found["HVD_SPARSE_POLICY"]["detail"].endswith("policy.yaml: valid, 1 rules")
+    path.write_text("version: 1\nrules: [{compress: maybe}]\n")
+    status, found = checked(monkeypatch, capsys, HVD_SPARSE_POLICY=str(path))
+    assert status == 1
+    assert "policy.yaml:2: rules[0].compress" in found["HVD_SPARSE_POLICY"]["detail"]
+
+
 def test_check_without_horovod(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(check, "_version", lambda name: None)
     status, found = checked(monkeypatch, capsys)

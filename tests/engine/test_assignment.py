@@ -150,6 +150,15 @@ def test_ranks_with_other_assignments_are_told_so() -> None:
 
     run_ranks(2, worker)
 
+    def early(transport: Transport) -> None:
+        engine = Engine(Table(a=Choice(LARGE)) if transport.rank else Table())
+        engine.connect(transport)
+        with pytest.raises(PlanError, match=r"ranks compress differently: rank 0 .*rank 1"):
+            engine.agree()
+        engine.disconnect()
+
+    run_ranks(2, early)
+
 
 def test_an_assignment_that_is_not_a_function_of_the_tensor_is_found_out() -> None:
     def worker(transport: Transport) -> None:

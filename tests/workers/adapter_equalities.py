@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -401,6 +402,35 @@ def reassigned_to_dense(run: Run) -> nn.Module:
                 optimizer.step()
     if run.sparse:
         assert not compression.state_dict()["residual"]
+    return model
+
+
+@scenario
+def policy(run: Run) -> nn.Module:
+    """Two compressors, a named bucket and dense tensors in one model; changed half-way."""
+    model = Net()
+    rules: list[dict[str, Any]] = [
+        {"match": {"name": "*.bias"}, "compress": "never"},
+        {"match": {"name": "*.first.*"}, "compressor": "topk", "bucket": "first"},
+        {"match": {"module": "Linear"}, "compressor": "oktopk"},
+    ]
+    first = {"version": 1, "defaults": {"density": 1.0}, "rules": rules}
+    second = {**first, "rules": rules[2:]}
+    compression: Any = hvd.Compression.none
+    if run.sparse:
+        from_policy = partial(
+            hvd_sparse.Compression.from_policy, named_parameters=run.named(model), model=model
+        )
+        compression = from_policy(first)
+    optimizer = run.distributed(sgd(model), model, compression=compression)
+    train(model, optimizer)
+    if run.sparse:
+        assert [b.names for b in compression.stats().buckets][-1] == (f"{run.label}.first.weight",)
+        compression.reassign(from_policy(second).method)
+    train(model, optimizer)
+    if run.sparse:
+        (bucket,) = compression.stats().buckets
+        assert len(bucket.names) == 6
     return model
 
 

@@ -1,0 +1,97 @@
+"""`hvd-sparse validate`: check a policy file, alone or against a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hvd_sparse.cli.command import Command, Output, table
+from hvd_sparse.cli.model import load_model
+from hvd_sparse.compression import constructors
+from hvd_sparse.engine import TensorSpec
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.policy.assignment import PolicyAssignment
+from hvd_sparse.policy.load import load_policy, owning_modules, warnings_of
+from hvd_sparse.policy.schema import json_schema
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The policy, the model, the schema."""
+    parser.add_argument("policy", nargs="?", help="a policy file")
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="show what becomes of each of this model's parameters",
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of policies, for editors"
+    )
+
+
+def run(options: argparse.Namespace) -> Output:
+    """Check; the status is 1 where a rule decides on nothing."""
+    if options.schema:
+        schema = json_schema(constructors())
+        return Output(schema, json.dumps(schema, indent=2))
+    if options.policy is None:
+        raise ConfigError("a policy file must be given, or --schema")
+    policy = load_policy(options.policy, constructors())
+    model = None if options.model is None else load_model(options.model)
+    named = None if model is None else list(model.named_parameters())
+    owners = {} if model is None else owning_modules(model)
+    modules = {name: owners[id(p)] for name, p in named or ()}
+    assignment = PolicyAssignment(policy.rules, modules)
+    warned = warnings_of(policy, assignment, named)
+    tensors = tensors_of(assignment, named or ())
+    count = len(policy.rules)
+    lines = [f"{options.policy}: valid, {count} rule{'s' * (count != 1)}"]
+    if tensors:
+        rows = [("parameter", "elements", "rule", "reduced")]
+        for tensor in tensors:
+            rule = "-" if tensor["rule"] is None else f"rules[{tensor['rule']}]"
+            rows.append((tensor["name"], f"{tensor['numel']:,}", rule, tensor["reduced"]))
+        lines += ["", table(rows)]
+    lines += [f"warning: {warning}" for warning in warned]
+    report = {"policy": options.policy, "rules": count, "warnings": warned, "tensors": tensors}
+    return Output(report, "\n".join(lines), status=1 if warned else 0)
+
+
+def tensors_of(
+    assignment: PolicyAssignment, named: Sequence[tuple[str, nn.Parameter]]
+) -> list[dict[str, Any]]:
+    """What becomes of each parameter that is trained."""
+    tensors = []
+    for name, p in named:
+        if not p.requires_grad:
+            continue
+        spec = TensorSpec(name, tuple(p.shape), str(p.dtype))
+        rule, choice = assignment.rule_of(spec), assignment.choice_of(spec)
+        reduced = "dense" if choice.method is None else choice.method.description
+        if choice.bucket:
+            reduced += f" in bucket {choice.bucket!r}"
+        tensors.append(
+            {
+                "name": name,
+                "numel": spec.numel,
+                "rule": None if rule is None else rule.place,
+                "reduced": reduced,
+            }
+        )
+    return tensors
+
+
+VALIDATE = Command(
+    name="validate",
+    summary="check a policy file",
+    examples=(
+        "hvd-sparse validate policy.yaml",
+        "hvd-sparse validate policy.yaml --model torchvision.models:resnet18",
+        "hvd-sparse validate --schema > policy.schema.json",
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,133 @@
+"""Rules on tensors: the first one that matches decides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from hvd_sparse.engine import Choice, Method, TensorSpec
+
+DENSE = Choice(None)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a rule asks of a tensor; None asks nothing.
+
+    Attributes:
+        name: Glob on the parameter's name.
+        name_regex: Regular expression for the whole name.
+        min_numel: Least number of elements.
+        max_numel: Most.
+        ndim: Number of dimensions.
+        dtype: Type, as `float32`.
+        module: Class of the module that owns the parameter.
+    """
+
+    name: str | None = None
+    name_regex: str | None = None
+    min_numel: int | None = None
+    max_numel: int | None = None
+    ndim: int | None = None
+    dtype: str | None = None
+    module: str | None = None
+
+    def matches(self, spec: TensorSpec, module: str | None) -> bool:
+        """Whether a tensor, owned by a module of that class, meets all of it."""
+        return (
+            self.matches_name(spec.name)
+            and (self.min_numel is None or spec.numel >= self.min_numel)
+            and (self.max_numel is None or spec.numel <= self.max_numel)
+            and self.ndim in (None, len(spec.shape))
+            and self.dtype in (None, spec.dtype.removeprefix("torch."))
+            and self.module in (None, module)
+        )
+
+    def matches_name(self, name: str) -> bool:
+        """Whether a name meets what is asked of names."""
+        if self.name is not None and not fnmatchcase(name, self.name):
+            return False
+        return self.name_regex is None or re.fullmatch(self.name_regex, name) is not None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        place: Its place in the policy.
+        condition: Which tensors it is for.
+        method: How they are compressed; None: not at all.
+        bucket: Name of their bucket, or "".
+    """
+
+    place: int
+    condition: Condition
+    method: Method | None
+    bucket: str
+
+    @property
+    def choice(self) -> Choice:
+        """What becomes of a tensor that it decides."""
+        return Choice(self.method, self.bucket)
+
+    @property
+    def description(self) -> str:
+        """All of it in words."""
+        return f"{self.condition} {self.bucket!r} {self.method and self.method.description}"
+
+
+class PolicyAssignment:
+    """The assignment that a policy makes for a model.
+
+    Args:
+        rules: In order.
+        modules: Class of the owning module, by parameter name; where rules ask for it.
+    """
+
+    def __init__(self, rules: Sequence[Rule], modules: Mapping[str, str]) -> None:
+        self.rules = tuple(rules)
+        self.modules = dict(modules)
+
+    @property
+    def description(self) -> str:
+        """See `Assignment.description`."""
+        return "policy " + "; ".join(rule.description for rule in self.rules)
+
+    def rule_of(self, spec: TensorSpec) -> Rule | None:
+        """The rule that decides on a tensor."""
+        module = self.modules.get(spec.name)
+        return next((rule for rule in self.rules if rule.condition.matches(spec, module)), None)
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        """See `Assignment.choice_of`."""
+        rule = self.rule_of(spec)
+        return DENSE if rule is None else rule.choice
+
+    def idle_rules(self, specs: Iterable[TensorSpec]) -> list[tuple[Rule, str]]:
+        """Rules that decide on none of a model's tensors, with the reason."""
+        tensors = [(spec, self.rule_of(spec), self.modules.get(spec.name)) for spec in specs]
+        idle = []
+        for rule in self.rules:
+            met = [(spec, first) for spec, first, m in tensors if rule.condition.matches(spec, m)]
+            if not met:
+                idle.append((rule, f"matches none of the {len(tensors)} parameters"))
+            elif all(first is not rule for _, first in met):
+                places = sorted({first.place for _, first in met if first is not None})
+                names = " and ".join(f"rules[{place}]" for place in places)
+                idle.append((rule, f"is shadowed: {names} decide{'s' * (len(places) == 1)} before"))
+        return idle
+
+    def needs_modules(self) -> list[Rule]:
+        """Rules that ask for a module's class."""
+        return [rule for rule in self.rules if rule.condition.module is not None]
+
+    def unreachable_rules(self) -> list[tuple[Rule, str]]:
+        """Rules behind one that matches everything, whatever the model."""
+        for rule in self.rules:
+            if rule.condition == Condition():
+                reason = f"is shadowed: rules[{rule.place}] matches everything"
+                return [(later, reason) for later in self.rules[rule.place + 1 :]]
+        return []

@@ -1,0 +1,166 @@
+"""YAML as plain containers that know on which line each of their values stands.
+
+What is read is YAML's core: mappings with text keys, lists, text, numbers, booleans and null. Tags,
+anchors, aliases and several documents are refused, and so is nesting beyond what a policy needs:
+none of them says anything that a policy could mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import yaml
+
+from hvd_sparse.errors import ConfigError
+
+Path = tuple[str | int, ...]
+"""Where a value stands: keys and places in lists, from the outside in."""
+
+DEEPEST = 12
+LONGEST_SHOWN = 60
+STR = "tag:yaml.org,2002:str"
+PLAIN_TAGS = tuple(f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
+
+
+class Document:
+    """Plain data, and where each part of it comes from.
+
+    Args:
+        source: Name that begins every error.
+        data: The whole of it.
+        lines: Line number by path; empty where the data was no file.
+    """
+
+    def __init__(self, source: str, data: Any, lines: Mapping[Path, int] | None = None) -> None:
+        self.source = source
+        self.data = data
+        self._lines = lines or {}
+
+    def place(self, path: Path) -> str:
+        """Source, and line where there is one, of a path or of the nearest thing around it."""
+        while path and path not in self._lines:
+            path = path[:-1]
+        line = self._lines.get(path)
+        return self.source if line is None else f"{self.source}:{line}"
+
+    def error(self, path: Path, message: str) -> ConfigError:
+        """An error that says where, what, and why, in one line."""
+        words = f"{dotted(path)}: {message}" if path else message
+        return ConfigError(f"{self.place(path)}: {' '.join(words.split())}")
+
+
+def dotted(path: Path) -> str:
+    """`("rules", 2, "density")` as `rules[2].density`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, not longer than a line should be."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """The known names, after the one that was probably meant."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + f"known are {', '.join(sorted(known))}"
+
+
+def read_yaml(text: str | bytes, source: str) -> Document:
+    """Read a YAML text.
+
+    Raises:
+        ConfigError: It is none, or more than plain data; the message names the line.
+    """
+    lines: dict[Path, int] = {}
+    try:
+        _refuse_references(text, source)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        data = None if node is None else _Builder(loader, source, lines).build(node, ())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{source}:{mark.line + 1}" if mark else source
+        problem = " ".join(str(error.problem or error.context).split())
+        raise ConfigError(f"{place}: not YAML: {problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:  # characters that YAML does not have
+        raise ConfigError(f"{source}:1: not YAML: {' '.join(str(error).split())}") from None
+    return Document(source, data, lines)
+
+
+def _refuse_references(text: str | bytes, source: str) -> None:
+    """Aliases and deep nesting, found before anything is built of them."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        place = f"{source}:{event.start_mark.line + 1}"  # type: ignore[union-attr]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise ConfigError(f"{place}: anchors and aliases are not for policies")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ConfigError(f"{place}: nested deeper than {DEEPEST} levels")
+
+
+class _Builder:
+    """Makes data of nodes, and notes their lines."""
+
+    def __init__(self, loader: yaml.SafeLoader, source: str, lines: dict[Path, int]) -> None:
+        self._loader, self._source, self._lines = loader, source, lines
+
+    def build(self, node: yaml.Node, path: Path) -> Any:
+        self._lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*path, place)) for place, item in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode)
+        return self._scalar(node, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.build(key_node, path) if isinstance(key_node, yaml.ScalarNode) else None
+            if not isinstance(key, str):
+                raise self._error(key_node, path, "a key must be text")
+            if key in data:
+                raise self._error(key_node, (*path, key), "the key is there twice")
+            self._lines[(*path, key)] = key_node.start_mark.line + 1
+            data[key] = self.build(value_node, (*path, key))
+        return data
+
+    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
+        text: str = node.value
+        if node.tag == STR:
+            return as_number(text) if node.style is None else text
+        if node.tag not in PLAIN_TAGS:
+            return self._other(node, path, text)
+        try:
+            return self._loader.construct_object(node)
+        except (ValueError, OverflowError):
+            raise self._error(node, path, f"not a number: {shown(text)}") from None
+
+    def _other(self, node: yaml.Node, path: Path, text: str) -> str:
+        """Dates and the like are text here; a tag that was written is refused."""
+        implied: Any = self._loader.resolve
+        if node.tag == implied(yaml.ScalarNode, text, (True, False)):
+            return text
+        raise self._error(node, path, f"the tag {shown(node.tag)} is not for policies")
+
+    def _error(self, node: yaml.Node, path: Path, message: str) -> ConfigError:
+        here = Document(self._source, None, {path: node.start_mark.line + 1})
+        return here.error(path, message)
+
+
+def as_number(text: str) -> str | float:
+    """`1e-3` is a number to its reader, though text to YAML 1.1, which wants `1.0e-3`."""
+    if "e" not in text.lower() or not text.lstrip("+-")[:1].isdigit():
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,245 @@
+"""From a policy file to an assignment, or to one error that says where."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from pathlib import Path as FilePath
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from torch.nn import Module, Parameter
+
+from hvd_sparse.engine import Method, TensorSpec
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.policy.assignment import Condition, PolicyAssignment, Rule
+from hvd_sparse.policy.document import Document, Path, read_yaml, shown, suggestion
+from hvd_sparse.policy.schema import Constructors, Match, arguments_of, policy_model
+
+_model = cache(lambda items: policy_model(dict(items)))
+"""Models by their constructors: making one takes milliseconds, checking with it microseconds."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy that has been checked.
+
+    Attributes:
+        document: Where it comes from.
+        rules: In order.
+        transport: As `Compression`'s constructors take it.
+        timeout_s: The same.
+    """
+
+    document: Document
+    rules: tuple[Rule, ...]
+    transport: str
+    timeout_s: float
+
+
+def load_policy(
+    source: str | os.PathLike[str] | Mapping[str, Any], constructors: Constructors
+) -> Policy:
+    """Read and check a policy.
+
+    Args:
+        source: A path, or what such a file holds.
+        constructors: Constructors of `Compression` by name.
+
+    Raises:
+        ConfigError: Something in it is wrong; the message names file, line and key.
+        OSError: The file cannot be read.
+    """
+    if isinstance(source, Mapping):
+        return check_policy(Document("policy", dict(source)), constructors)
+    path = os.fspath(source)
+    return check_policy(read_yaml(FilePath(path).read_bytes(), path), constructors)
+
+
+def check_policy(document: Document, constructors: Constructors) -> Policy:
+    """Check what was read.
+
+    Raises:
+        ConfigError: As `load_policy`.
+    """
+    model = _model(tuple(constructors.items()))
+    if not isinstance(document.data, dict):
+        raise document.error((), f"a policy is a mapping with {', '.join(model.model_fields)}")
+    try:
+        policy: Any = model.model_validate(document.data)
+    except ValidationError as error:
+        raise _located(document, error, model) from None
+    defaults = policy.defaults.model_dump(exclude_unset=True)
+    rules = tuple(
+        _rule(document, place, rule, defaults, constructors)
+        for place, rule in enumerate(policy.rules)
+    )
+    if not policy.timeout_s > 0:
+        raise document.error(("timeout_s",), f"must be a number above 0, got {policy.timeout_s!r}")
+    return Policy(document, rules, policy.transport, policy.timeout_s)
+
+
+def assign(
+    policy: Policy, named: Sequence[tuple[str, Parameter]] | None, model: Module | None
+) -> PolicyAssignment:
+    """The policy's assignment for a model; warns of rules that decide on none of its parameters.
+
+    Args:
+        policy: The policy.
+        named: The model's parameters by name; None where they are not known yet.
+        model: The model itself, where rules ask for classes of modules.
+
+    Raises:
+        ConfigError: A rule asks for a module's class, but there is no model.
+    """
+    owners = {} if model is None else owning_modules(model)
+    modules = {name: owners[id(p)] for name, p in named or () if id(p) in owners}
+    assignment = PolicyAssignment(policy.rules, modules)
+    asking = assignment.needs_modules()
+    if asking and model is None:
+        path = ("rules", asking[0].place, "match", "module")
+        raise policy.document.error(path, "model must be given where a rule asks for a module")
+    for warning in warnings_of(policy, assignment, named):
+        warnings.warn(f"hvd_sparse: {warning}", stacklevel=3)
+    return assignment
+
+
+def warnings_of(
+    policy: Policy,
+    assignment: PolicyAssignment,
+    named: Sequence[tuple[str, Parameter]] | None,
+) -> list[str]:
+    """Rules that decide on nothing, with their places; on nothing in any model, without one."""
+    if named is None:
+        idle = assignment.unreachable_rules()
+    else:
+        idle = assignment.idle_rules(
+            TensorSpec(name, tuple(p.shape), str(p.dtype)) for name, p in named if p.requires_grad
+        )
+    return [str(policy.document.error(("rules", rule.place), reason)) for rule, reason in idle]
+
+
+def owning_modules(model: Module) -> dict[int, str]:
+    """The class of the module that owns each parameter, by the parameter's `id`."""
+    return {
+        id(p): type(module).__name__
+        for module in model.modules()
+        for p in module.parameters(recurse=False)
+    }
+
+
+def _rule(
+    document: Document,
+    place: int,
+    rule: Any,
+    defaults: dict[str, Any],
+    constructors: Constructors,
+) -> Rule:
+    path: Path = ("rules", place)
+    condition = _condition(document, (*path, "match"), rule.match)
+    own = rule.model_dump(exclude_unset=True, exclude={"match", "compress"})
+    if rule.compress == "never":
+        if own:
+            key = next(iter(own))
+            raise document.error((*path, key), "says how to compress, but compress is never")
+        return Rule(place, condition, None, "")
+    settings = defaults | own
+    name = settings.pop("compressor", None)
+    if name is None:
+        raise document.error(path, f"compressor must be given, one of {', '.join(constructors)}")
+    bucket = settings.pop("bucket", None) or ""
+    taken = arguments_of(constructors[name])
+    for key in own:
+        if key not in taken and key not in ("compressor", "bucket"):
+            raise document.error(
+                (*path, key), f"{name} has no such argument: {suggestion(key, taken)}"
+            )
+    arguments = {key: value for key, value in settings.items() if key in taken}
+    for key, parameter in signature(constructors[name]).parameters.items():
+        if key in taken and parameter.default is parameter.empty and key not in arguments:
+            raise document.error(path, f"{key} must be given: {name} needs it")
+    try:
+        method = constructors[name](None, **arguments).method
+    except ConfigError as error:
+        raise _of_argument(document, path, own, arguments, str(error)) from None
+    assert isinstance(method, Method)
+    return Rule(place, condition, method, bucket)
+
+
+def _of_argument(
+    document: Document, path: Path, own: dict[str, Any], arguments: dict[str, Any], message: str
+) -> ConfigError:
+    """An error of a constructor, at the argument that it names."""
+    key, _, words = message.partition(" ")
+    if key not in arguments:
+        return document.error(path, message)
+    return document.error((*path, key) if key in own else ("defaults", key), words)
+
+
+def _condition(document: Document, path: Path, match: Match) -> Condition:
+    if match.name is not None and match.name_regex is not None:
+        raise document.error((*path, "name_regex"), "name and name_regex exclude each other")
+    condition = Condition(**match.model_dump())
+    try:
+        condition.matches_name("")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise document.error((*path, "name_regex"), f"not a regular expression: {error}") from None
+    if None not in (match.min_numel, match.max_numel) and match.min_numel > match.max_numel:  # type: ignore[operator]
+        raise document.error(
+            (*path, "max_numel"), f"must be at least min_numel, got {match.max_numel}"
+        )
+    return condition
+
+
+def _located(document: Document, error: ValidationError, model: type[BaseModel]) -> ConfigError:
+    """Pydantic's first complaint, in our words."""
+    first = error.errors(include_url=False)[0]
+    path = _path_in(document.data, first["loc"])
+    kind, value = first["type"], first["input"]
+    context = first.get("ctx", {})
+    if kind == "extra_forbidden":
+        return document.error(path, f"unknown key: {suggestion(str(path[-1]), _keys(model, path))}")
+    if kind == "missing":
+        return document.error(path, f"{first['loc'][-1]} must be given")
+    wanted = {
+        "literal_error": f"must be {context.get('expected', '')}",
+        "greater_than_equal": f"must be a whole number of at least {context.get('ge')}",
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "string_type": "must be text",
+        "bool_type": "must be true or false",
+        "list_type": "must be a list",
+        "model_type": "must be a mapping",
+        "dict_type": "must be a mapping",
+    }.get(kind, first["msg"])
+    return document.error(path, f"{wanted}, got {shown(value)}")
+
+
+def _path_in(data: Any, location: Path) -> Path:
+    """The part of pydantic's location that leads through the data: it also names types."""
+    path: Path = ()
+    for part in location:
+        there = isinstance(data, list) if isinstance(part, int) else isinstance(data, dict)
+        if not there or (isinstance(part, str) and part not in data):
+            break
+        path, data = (*path, part), data[part]
+    return path
+
+
+def _keys(model: type[BaseModel], path: Path) -> list[str]:
+    """Keys that may stand beside the last one of a path."""
+    if len(path) == 1:
+        return list(model.model_fields)
+    if path[0] == "rules":
+        if "match" in path[:-1]:
+            return list(Match.model_fields)
+        (rule,) = model.model_fields["rules"].annotation.__args__  # type: ignore[union-attr]
+        return list(rule.model_fields)
+    annotation: Any = model.model_fields["defaults"].annotation
+    return list(annotation.model_fields)

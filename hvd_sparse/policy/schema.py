@@ -1,0 +1,116 @@
+"""What a policy may say: pydantic models, and the JSON schema that they give.
+
+The keys of a rule are those below and the arguments of the constructors of `Compression`: a new
+constructor, or a new argument, can be named in policies without a change here. A constructor checks
+its own arguments' ranges.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from hvd_sparse.transports.choose import TRANSPORT_NAMES
+
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+Constructors = Mapping[str, Callable[..., Any]]
+"""Constructors of `Compression` by name."""
+
+ELSEWHERE = ("named_parameters", "dense_below", "transport", "timeout_s", "record")
+"""Arguments of constructors that hold for the whole policy, or that rules say in another way."""
+
+
+AtLeast0 = Annotated[int, Field(ge=0)]
+
+
+def _key(words: str) -> Any:
+    """A key that may be left out."""
+    return Field(default=None, description=words)
+
+
+class Match(BaseModel):
+    """Conditions on a tensor; all that are given must hold, and none are met by every tensor."""
+
+    model_config = STRICT
+
+    name: str | None = _key("Glob on the parameter's name, as layers.*.weight")
+    name_regex: str | None = _key("Regular expression that the whole name must match")
+    min_numel: AtLeast0 | None = _key("Least elements")
+    max_numel: AtLeast0 | None = _key("Most elements")
+    ndim: AtLeast0 | None = _key("Number of dimensions")
+    dtype: Literal["float32", "float16", "bfloat16"] | None = _key("Type of the gradient")
+    module: str | None = _key("Class of the module that owns the parameter, as Linear")
+
+
+def arguments_of(constructor: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments that a rule can give, with their types."""
+    hints = get_type_hints(constructor)
+    names = inspect.signature(constructor).parameters
+    return {name: hints[name] for name in names if name not in ELSEWHERE}
+
+
+def described_arguments(constructor: Callable[..., Any]) -> dict[str, str]:
+    """The first sentence about each argument in the constructor's docstring."""
+    text = inspect.getdoc(constructor) or ""
+    entries = re.findall(r"^    (\w+): (.+?)(?=^    \w|^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    return {
+        name: " ".join(words.split()) for name, words in entries if "See the class" not in words
+    }
+
+
+def policy_model(constructors: Constructors) -> type[BaseModel]:
+    """The model of a whole policy."""
+    settings: dict[str, Any] = {
+        "compressor": (
+            Literal[tuple(constructors)] | None,
+            _key("Constructor of hvd_sparse.Compression"),
+        ),
+        "bucket": (str | None, _key("Tensors of one bucket name are exchanged as one vector")),
+    }
+    for name, constructor in constructors.items():
+        descriptions = described_arguments(constructor)
+        for argument, kind in arguments_of(constructor).items():
+            others = f"{settings[argument][1].description} " if argument in settings else ""
+            text = f"{others}{name}: {descriptions.get(argument, 'see the constructor')}"
+            settings[argument] = (kind | None, _key(text))
+    of_rule: dict[str, Any] = {
+        "match": (Match, Field(default=Match(), description="Tensors that the rule is for")),
+        "compress": (
+            Literal["always", "never"],
+            Field(default="always", description="never: Horovod reduces these tensors densely"),
+        ),
+        **settings,
+    }
+    rule = create_model("Rule", __config__=STRICT, **of_rule)
+    defaults = create_model("Defaults", __config__=STRICT, **settings)
+    of_policy: dict[str, Any] = {
+        "version": (Literal[1], Field(description="Version of the format")),
+        "transport": (
+            Literal[TRANSPORT_NAMES],
+            Field(default="auto", description="What carries the messages"),
+        ),
+        "timeout_s": (
+            float,
+            Field(default=600.0, description="Seconds until a silent peer is given up"),
+        ),
+        "defaults": (
+            defaults,
+            Field(default=defaults(), description="Keys for rules that do not say them"),
+        ),
+        "rules": (
+            list[rule],  # type: ignore[valid-type]
+            Field(description="The first one that matches a tensor decides; none: it is dense"),
+        ),
+    }
+    return create_model("Policy", __config__=STRICT, **of_policy)
+
+
+def json_schema(constructors: Constructors) -> dict[str, Any]:
+    """The schema, for editors: `# yaml-language-server: $schema=…` on a policy's first line."""
+    schema = policy_model(constructors).model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
