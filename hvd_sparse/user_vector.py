@@ -75,7 +75,12 @@ class TensorForm(Form):
         assert sparse.indices is not None
         rows = torch.unravel_index(sparse.indices.long(), self.shape[: self.sparse_dim])
         return torch.sparse_coo_tensor(
-            torch.stack(rows), sparse.values, self.shape, is_coalesced=True, device=self.device
+            torch.stack(rows),
+            sparse.values,
+            self.shape,
+            device=self.device,
+            check_invariants=False,
+            is_coalesced=True,
         )
 
 
@@ -84,11 +89,12 @@ def read_vector(x: object) -> tuple[Part, Form]:
 
     Raises:
         TypeError: It is no stream or sparse COO tensor.
+        ValueError: A stream's indices do not ascend, or are out of range.
         UnsupportedError: Its values have another type than 32 or 64 bits, or it is too long.
     """
     if isinstance(x, SparseStream):
         form: Form = StreamForm(x.numel, x.values.dtype, tuple(x.values.shape[1:]))
-        part = Part(x.indices.cpu(), x.values.cpu(), 0, x.numel)
+        part = Part(_checked_indices(x), x.values.cpu().contiguous(), 0, x.numel)
     elif isinstance(x, Tensor) and x.layout == torch.sparse_coo:
         x = x.detach().coalesce()
         shape = tuple(x.shape)
@@ -106,3 +112,17 @@ def read_vector(x: object) -> tuple[Part, Form]:
     if form.numel > MAX_NUMEL or 0 in form.block:
         raise UnsupportedError(f"x must have fewer than 2**31 non-empty elements, got {form}")
     return part, form
+
+
+def _checked_indices(stream: SparseStream) -> Tensor:
+    """A stream's indices, as they have to be."""
+    indices = stream.indices.cpu().contiguous()
+    if indices.dtype != torch.int32 or indices.dim() != 1 or stream.values.dim() == 0:
+        raise TypeError(f"x.indices must be int32 (nnz,), got {indices.dtype} {indices.shape}")
+    if len(indices) != len(stream.values):
+        raise ValueError(f"x must have {len(indices)} values, got {len(stream.values)}")
+    if len(indices) and (int(indices[0]) < 0 or int(indices[-1]) >= stream.numel):
+        raise ValueError(f"x.indices must be in [0, {stream.numel})")
+    if bool((indices[1:] <= indices[:-1]).any()):
+        raise ValueError("x.indices must be strictly ascending")
+    return indices

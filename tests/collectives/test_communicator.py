@@ -151,6 +151,10 @@ def test_mistakes_are_named() -> None:
             communicator.allreduce_async(x, algorithm="ring")
         with pytest.raises(ConfigError, match="op must be one of sum, max, min; got 'mean'"):
             communicator.allreduce_async(x, op="mean")
+        for places, message in (([3, 3], "ascending"), ([-1, 2], "in .0, 10"), ([1], "1 values")):
+            stream = SparseStream(torch.tensor(places).int(), torch.ones(2), 10)
+            with pytest.raises(ValueError, match=message):
+                communicator.allreduce_async(stream)
         with pytest.raises(UnsupportedError, match="float16"):
             communicator.allreduce_async(x.half())
         with pytest.raises(UnsupportedError, match="got op 'max' on torch"):
