@@ -1,4 +1,4 @@
-"""Builds the native library, `hvd_sparse/_native.so`, from `csrc/cpu`.
+"""Builds the native library, `hvd_sparse/_native.so`, from `csrc/cpu`, and ships `csrc/cuda`.
 
 Everything else about the package stands in pyproject.toml. The library has a plain C interface and
 is loaded with ctypes: no Python or torch headers, hence one wheel for every Python 3 of a platform.
@@ -20,6 +20,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 SOURCE_DIR = Path("csrc/cpu")
+CUDA_SOURCE_DIR = Path("csrc/cuda")
+SHIPPED_CUDA_DIR = Path("hvd_sparse/csrc/cuda")  # in a wheel; a checkout has them where they are
 LIBRARY = Path("hvd_sparse/_native.so")
 COMPILE_FLAGS = (
     "-O3",
@@ -82,13 +84,23 @@ class BuildNative(build_ext):
             linked = [str(path) for path in objects.values()]
             self._call([*command, *linked, *flags, *LINK_FLAGS, "-o", str(fresh)])
             fresh.replace(library)
+        if not self.inplace:
+            shipped = ROOT / self.build_lib / SHIPPED_CUDA_DIR
+            shutil.rmtree(shipped, ignore_errors=True)
+            shutil.copytree(ROOT / CUDA_SOURCE_DIR, shipped)
 
     def get_source_files(self) -> list[str]:
         """What a source distribution has to carry."""
-        return [str(path.relative_to(ROOT)) for path in sorted((ROOT / SOURCE_DIR).iterdir())]
+        return [
+            str(path.relative_to(ROOT))
+            for folder in (SOURCE_DIR, CUDA_SOURCE_DIR)
+            for path in sorted((ROOT / folder).iterdir())
+        ]
 
     def get_outputs(self) -> list[str]:
-        return [str(self._library())]
+        shipped = Path(self.build_lib) / SHIPPED_CUDA_DIR
+        kernels = [] if self.inplace else [str(path) for path in (ROOT / shipped).glob("*")]
+        return [str(self._library()), *kernels]
 
     def get_output_mapping(self) -> dict[str, str]:
         if not self.inplace:

@@ -121,19 +121,20 @@ uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int
 
   workspace.keys.Reserve(sample);
   uint32_t* const keys = workspace.keys.data();
-  const SumFn* const sum = ElementSums(source.rule);
+  const std::vector<Segment>& segments = source.gradients.segments;
+  const SumFn* const sum = ActiveKernels().sum[source.rule];
   const int tasks = TaskCount(n, threads);
   Run(tasks, threads, [&](int t) {
     // One element at random out of each of `sample` equal strata.
     const size_t stratum = n / sample;
     const size_t first = sample * t / tasks, last = sample * (t + 1) / tasks;
-    Cursor cursor(source.gradients);
+    size_t s = source.gradients.Find(first * stratum);
     for (size_t i = first; i < last; ++i) {
       const size_t at =
           i * stratum + (stratum * uint64_t{Scramble(static_cast<uint32_t>(i))} >> 32);
-      const Segment& segment = cursor.MoveTo(at);
+      while (at >= segments[s].begin + segments[s].numel) ++s;
       float x;
-      sum[segment.dtype](source.SpanOf(segment, at, 1), &x);
+      sum[segments[s].dtype](source.SpanOf(segments[s], at, 1), &x);
       keys[i] = KeyOf(x);
     }
   });

@@ -61,7 +61,7 @@ def test_sdist_carries_the_native_sources(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.[ch]*")}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*/*.[ch]*")}
     assert sources
     assert sources | {"LICENSE", "CHANGELOG.md", "hvd_sparse/py.typed"} <= names
     assert not [name for name in names if name.endswith(".so")]
@@ -72,6 +72,9 @@ def test_wheel_has_the_library_and_installs_without_torch(dist: Path, tmp_path: 
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {"hvd_sparse/__init__.py", "hvd_sparse/py.typed"} <= set(names)
+    kernels = {f"hvd_sparse/csrc/cuda/{path.name}" for path in (ROOT / "csrc" / "cuda").iterdir()}
+    assert kernels
+    assert kernels <= set(names)
     (library,) = (name for name in names if name.endswith(".so"))
 
     venv = tmp_path / "venv"

@@ -1,0 +1,97 @@
+// Gradients into a residual, and what passes a threshold out of it, in one pass.
+//
+// One block per tile. Reads 8 bytes per element and writes 4 (6 and 4 for 16-bit gradients); with
+// momentum it reads 12 and writes 8. Entries come out in ascending order.
+#include "accumulate.cuh"
+
+// The least key that passes: one given by the host, or left on the device by an earlier kernel.
+__device__ __forceinline__ u32 LeastKey(u32 key, const u32* key_at) {
+  if (key_at != nullptr) key = *key_at;
+  return Min(key < 1u ? 1u : key, kNonFiniteKey);
+}
+
+template <bool kMomentum>
+__device__ __forceinline__ void SelectTile(f32* residual, const Momentum& momentum,
+                                           const Segment* segments, i32 segment_count, u32 least,
+                                           i64 start, i64 stop, i64 first_tile, u64 capacity,
+                                           Header* header, i32* indices, f32* values) {
+  const u32 ticket = TakeTicket(header);
+  const Tile tile = FindTile(segments, segment_count, first_tile + ticket);
+  Sums<kMomentum> sums;
+  sums.Load(residual, momentum, tile);
+  const u32 hits = sums.Where(tile, [=](u32 key, i64 at) {
+    return key >= kNonFiniteKey || (key >= least && at >= start && at < stop);
+  });
+  u32 rank[kRounds];
+  const u32 count = RankHits(hits, rank);
+  const u64 before = SumBefore(header, ticket, count);
+  if (!Fits(header, ticket, before, count, capacity)) return;
+
+  Emit(tile, hits, rank, before, sums.sum, indices, values);
+#pragma unroll
+  for (u32 round = 0; round < kRounds; ++round) {
+    const u32 place = PlaceOf(round, 0), left = LeftOf(tile, place);
+    f32* const v = residual + tile.begin + place;
+    f32* const u = kMomentum ? momentum.buffer + tile.begin + place : nullptr;
+#pragma unroll
+    for (u32 i = 0; i < kQuad; ++i) {
+      if (!Has(hits, round, i)) continue;
+      if (IsFinite(sums.sum[round][i])) {
+        sums.sum[round][i] = 0.0f;
+      } else {
+        sums.sum[round][i] = Kept(v[i]);
+        if (kMomentum) sums.MomentumOf(round, i) = Kept(u[i]);
+      }
+    }
+    StoreQuad(v, left, sums.sum[round]);
+    if (kMomentum) StoreQuad(u, left, sums.u[round]);
+  }
+}
+
+// Adds the gradients, over all elements; entries in [start, stop) that reach the key leave, and
+// non-finite ones wherever they are.
+//
+// The grid has one block per tile, from `first_tile` on. `indices` and `values` have room for
+// `capacity` entries; compact.cuh says what happens where that is too little.
+KERNEL accumulate_select(f32* residual, const Segment* segments, i32 segment_count, u32 key,
+                         const u32* key_at, i64 start, i64 stop, i64 first_tile, u64 capacity,
+                         Header* header, i32* indices, f32* values) {
+  SelectTile<false>(residual, Momentum{}, segments, segment_count, LeastKey(key, key_at), start,
+                    stop, first_tile, capacity, header, indices, values);
+}
+
+// The same with momentum. u is not masked where entries leave.
+KERNEL accumulate_momentum_select(f32* residual, f32* buffer, f32 factor, i32 nesterov,
+                                  const Segment* segments, i32 segment_count, u32 key,
+                                  const u32* key_at, i64 start, i64 stop, i64 first_tile,
+                                  u64 capacity, Header* header, i32* indices, f32* values) {
+  SelectTile<true>(residual, Momentum{buffer, factor, nesterov != 0}, segments, segment_count,
+                   LeastKey(key, key_at), start, stop, first_tile, capacity, header, indices,
+                   values);
+}
+
+// Magnitudes of the sums at start + stride * j + r for r in [0, run), one thread per sample;
+// nothing is changed. `buffer` is null without momentum.
+KERNEL sample_accumulator(const f32* residual, f32* buffer, f32 factor, i32 nesterov,
+                          const Segment* segments, i32 segment_count, i64 start, i64 stride,
+                          i64 run, i64 samples, f32* magnitudes) {
+  const i64 sample = ThreadInGrid();
+  if (sample >= samples) return;
+  const i64 at = start + sample / run * stride + sample % run;
+  i32 low = 0, high = segment_count;  // the segment is in [low, high)
+  while (high - low > 1) {
+    const i32 middle = (low + high) / 2;
+    if (segments[middle].begin <= at) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const Tile whole = TileOf(segments[low], 0);
+  const f32 g = GradientAt(whole, static_cast<u32>(at - whole.begin));
+  const Momentum momentum{buffer, factor, nesterov != 0};
+  f32 u = buffer == nullptr ? 0.0f : buffer[at];
+  const f32 sum = buffer == nullptr ? SumOf<false>(residual[at], g, u, momentum)
+                                    : SumOf<true>(residual[at], g, u, momentum);
+  magnitudes[sample] = FloatOf(KeyOf(sum));
+}

@@ -1,0 +1,142 @@
+// Streams: merging, filtering, and the way back to a dense vector.
+//
+// Sums are taken stream by stream, in the order of the list, without atomics: every rank has the
+// same bits. An index out of range stops the kernel, as it does in torch.
+#include "compact.cuh"
+
+__device__ __forceinline__ i64 CheckedIndex(i32 index, i64 numel) {
+  if (index < 0 || index >= numel) Trap();
+  return index;
+}
+
+// -- Merging: a bitmap of the union tells every index its place --------------------------------
+
+// One thread per entry. `bitmap` has a bit per index, zero at first.
+KERNEL mark_indices(const i32* indices, i64 count, i64 numel, u32* bitmap) {
+  const i64 i = ThreadInGrid();
+  if (i >= count) return;
+  const i64 index = CheckedIndex(indices[i], numel);
+  atomicOr(&bitmap[index / 32], 1u << (index % 32));
+}
+
+// before[w] = bits set in the words before w. One block per kRoundNumel words, and four words per
+// thread; the header's total is the number of bits.
+KERNEL rank_words(const u32* bitmap, i64 words, Header* header, u32* before) {
+  const u32 tile = TakeTicket(header);
+  const i64 first = static_cast<i64>(tile) * kRoundNumel + threadIdx.x * kQuad;
+  u32 counts[kQuad];
+  u32 own = 0;
+  for (u32 i = 0; i < kQuad; ++i) {
+    counts[i] = first + i < words ? static_cast<u32>(__popc(bitmap[first + i])) : 0u;
+    own += counts[i];
+  }
+  u32 in_block;
+  u32 sum = SumOfThreadsBefore(own, in_block);
+  sum += static_cast<u32>(SumBefore(header, tile, in_block));
+  for (u32 i = 0; i < kQuad; ++i) {
+    if (first + i < words) before[first + i] = sum;
+    sum += counts[i];
+  }
+}
+
+// Adds one stream to the merged one, whose values are -0.0 at first. One thread per entry.
+KERNEL add_stream(const i32* indices, const f32* values, i64 count, const u32* bitmap,
+                  const u32* before, i32* out_indices, f32* out_values) {
+  const i64 i = ThreadInGrid();
+  if (i >= count) return;
+  const i32 index = indices[i];
+  const u32 below = bitmap[index / 32] & ((1u << (index % 32)) - 1u);
+  const u32 to = before[index / 32] + static_cast<u32>(__popc(below));
+  out_indices[to] = index;
+  out_values[to] = Add(out_values[to], values[i]);
+}
+
+// -- Filters
+// ---------------------------------------------------------------------------------------
+
+// What of a tile of entries is a hit, to its place in the output.
+__device__ inline void KeepHits(u32 tile, u32 hits, const i32* indices, const f32* values,
+                                Header* header, i32* out_indices, f32* out_values) {
+  u32 rank[kRounds];
+  const u32 count = RankHits(hits, rank);
+  const u64 before = SumBefore(header, tile, count);
+  for (u32 round = 0; round < kRounds; ++round) {
+    u64 to = before + rank[round];
+    for (u32 i = 0; i < kQuad; ++i) {
+      if (!(hits >> (round * kQuad + i) & 1u)) continue;
+      const i64 from = static_cast<i64>(tile) * kTile + PlaceOf(round, i);
+      out_indices[to] = indices[from];
+      out_values[to] = values[from];
+      ++to;
+    }
+  }
+}
+
+// The entries that reach a key, which is at least 1. One block per tile of entries.
+KERNEL keep_large(const i32* indices, const f32* values, i64 count, u32 key, Header* header,
+                  i32* out_indices, f32* out_values) {
+  const u32 tile = TakeTicket(header);
+  u32 hits = 0;
+  for (u32 item = 0; item < kItems; ++item) {
+    const i64 at = static_cast<i64>(tile) * kTile + PlaceOf(item / kQuad, item % kQuad);
+    if (at < count && KeyOf(values[at]) >= key) hits |= 1u << item;
+  }
+  KeepHits(tile, hits, indices, values, header, out_indices, out_values);
+}
+
+__device__ inline bool Contains(const i32* sorted, i64 count, i32 index) {
+  i64 low = 0, high = count;  // the first element >= index is in [low, high]
+  while (low < high) {
+    const i64 middle = (low + high) / 2;
+    if (sorted[middle] < index) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < count && sorted[low] == index;
+}
+
+// The entries whose index is not in `other`, which is ascending. One block per tile of entries.
+KERNEL keep_absent(const i32* indices, const f32* values, i64 count, const i32* other,
+                   i64 other_count, Header* header, i32* out_indices, f32* out_values) {
+  const u32 tile = TakeTicket(header);
+  u32 hits = 0;
+  for (u32 item = 0; item < kItems; ++item) {
+    const i64 at = static_cast<i64>(tile) * kTile + PlaceOf(item / kQuad, item % kQuad);
+    if (at < count && !Contains(other, other_count, indices[at])) hits |= 1u << item;
+  }
+  KeepHits(tile, hits, indices, values, header, out_indices, out_values);
+}
+
+// -- A dense vector at a stream's indices, one thread per entry
+// ------------------------------------
+
+KERNEL scatter_add(f32* x, i64 numel, const i32* indices, const f32* values, i64 count) {
+  const i64 i = ThreadInGrid();
+  if (i >= count) return;
+  const i64 index = CheckedIndex(indices[i], numel);
+  x[index] = Add(x[index], values[i]);
+}
+
+// `out`, of the given dtype, is zero at first.
+KERNEL scatter(void* out, i32 dtype, i64 numel, const i32* indices, const f32* values, i64 count) {
+  const i64 i = ThreadInGrid();
+  if (i >= count) return;
+  const i64 index = CheckedIndex(indices[i], numel);
+  if (dtype == kFloat32) {
+    static_cast<f32*>(out)[index] = values[i];
+  } else {
+    static_cast<u16*>(out)[index] =
+        dtype == kFloat16 ? NarrowFloat16(values[i]) : NarrowBFloat16(values[i]);
+  }
+}
+
+// Zeroes entries, after copying them to `values` unless that is null.
+KERNEL clear_at(f32* x, i64 numel, const i32* indices, i64 count, f32* values) {
+  const i64 i = ThreadInGrid();
+  if (i >= count) return;
+  const i64 index = CheckedIndex(indices[i], numel);
+  if (values != nullptr) values[i] = x[index];
+  x[index] = 0.0f;
+}

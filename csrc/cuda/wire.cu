@@ -1,0 +1,201 @@
+// What goes over the wire: bit-packed gaps between indices, and values of a few bits.
+//
+// The formats, and every bit of them, are those of hvd_sparse/ops/wire.py. A block has 1024 entries
+// at a time, a quad per thread, and so a warp has the 128 gaps that share a width.
+#include "compact.cuh"
+
+constexpr u32 kGapBlock = kLanes * kQuad;
+
+__device__ __forceinline__ u32 GapBytes(u32 gaps, u32 width) { return (gaps * width + 7) / 8; }
+
+__device__ __forceinline__ u32 WarpMax(u32 x) {
+  for (u32 by = kLanes / 2; by > 0; by /= 2) {
+    const u32 other = __shfl_down_sync(kAllLanes, x, by);
+    x = x < other ? other : x;
+  }
+  return __shfl_sync(kAllLanes, x, 0);
+}
+
+// Packs indices, 1024 per block. The code is a width per 128 gaps, then their bits; there is room
+// for four bytes per index behind the widths. The header's total is the number of bytes behind the
+// widths; `stopped` is not 0 where the indices were not ascending.
+KERNEL gap_encode(const i32* indices, i64 count, i64 start, Header* header, u8* code) {
+  SHARED(u32, gaps, kRoundNumel);
+  const u32 tile = TakeTicket(header);
+  const i64 first = static_cast<i64>(tile) * kRoundNumel + threadIdx.x * kQuad;
+  u32 largest = 0;
+  for (u32 i = 0; i < kQuad; ++i) {
+    const i64 at = first + i;
+    i64 gap = 0;
+    if (at < count) gap = indices[at] - (at == 0 ? start - 1 : i64{indices[at - 1]}) - 1;
+    if (gap < 0) header->stopped = 1;
+    gaps[threadIdx.x * kQuad + i] = static_cast<u32>(gap);
+    largest = static_cast<u32>(gap) > largest ? static_cast<u32>(gap) : largest;
+  }
+  const u32 width = kLanes - static_cast<u32>(__clz(static_cast<int>(WarpMax(largest))));
+
+  const i64 widths = (count + kGapBlock - 1) / kGapBlock;
+  const i64 number = static_cast<i64>(tile) * kWarps + WarpInBlock();  // of the warp's gaps
+  const i64 left = count - number * kGapBlock;
+  const u32 own = left <= 0 ? 0u : static_cast<u32>(Min<i64>(left, kGapBlock));
+  const u32 bytes = GapBytes(own, width);
+  u32 in_block;
+  const u32 before = SumOfThreadsBefore(Lane() == 0 ? bytes : 0u, in_block);
+  u8* const to =
+      code + widths + SumBefore(header, tile, in_block) + __shfl_sync(kAllLanes, before, 0);
+  if (own > 0 && Lane() == 0) code[number] = static_cast<u8>(width);
+  const u32* const from = gaps + WarpInBlock() * kGapBlock;
+  for (u32 byte = Lane(); byte < bytes; byte += kLanes) {
+    u32 gap = byte * 8 / width;  // the first one that has bits in this byte
+    const u32 skipped = byte * 8 - gap * width;
+    u32 bits = from[gap] >> skipped;
+    for (u32 filled = width - skipped; filled < 8 && ++gap < own; filled += width) {
+      bits |= from[gap] << filled;
+    }
+    to[byte] = static_cast<u8>(bits);
+  }
+}
+
+// Reads packed indices, 1024 per block. `bytes_header` ends with the bytes that the widths ask for
+// as its total, `index_header` with the last index less `start` plus 1; `stopped` of the former is
+// not 0 where a width is impossible. Nothing outside of the code is read.
+KERNEL gap_decode(const u8* code, i64 code_bytes, i64 count, i64 start, Header* bytes_header,
+                  Header* index_header, i32* indices) {
+  const u32 tile = TakeTicket(bytes_header);
+  const i64 widths = (count + kGapBlock - 1) / kGapBlock;
+  const i64 number = static_cast<i64>(tile) * kWarps + WarpInBlock();  // of the warp's gaps
+  const i64 left = count - number * kGapBlock;
+  const u32 own = left <= 0 ? 0u : static_cast<u32>(Min<i64>(left, kGapBlock));
+  u32 width = own > 0 ? code[number] : 0u;
+  if (width > 31) {
+    bytes_header->stopped = 1;
+    width = 0;
+  }
+  u32 bytes_in_block;
+  const u32 bytes_before =
+      SumOfThreadsBefore(Lane() == 0 ? GapBytes(own, width) : 0u, bytes_in_block);
+  const i64 from = widths + static_cast<i64>(SumBefore(bytes_header, tile, bytes_in_block)) +
+                   __shfl_sync(kAllLanes, bytes_before, 0);
+
+  u64 steps[kQuad];  // from each index to the next
+  u64 sum = 0;
+  for (u32 i = 0; i < kQuad; ++i) {
+    const u32 place = Lane() * kQuad + i;
+    steps[i] = 0;
+    if (place < own) {
+      const u32 bit = place * width;
+      u64 bits = 0;
+      for (u32 byte = 0; byte * 8 < bit % 8 + width; ++byte) {
+        const i64 at = from + bit / 8 + byte;
+        if (at < code_bytes) bits |= u64{code[at]} << (byte * 8);
+      }
+      steps[i] = (bits >> (bit % 8) & ((u64{1} << width) - 1)) + 1;
+    }
+    sum += steps[i];
+  }
+  u64 in_block;
+  const u64 before = SumOfThreadsBefore(sum, in_block);
+  u64 index = SumBefore(index_header, tile, in_block) + before;
+  for (u32 i = 0; i < kQuad; ++i) {
+    index += steps[i];
+    const i64 at = static_cast<i64>(tile) * kRoundNumel + threadIdx.x * kQuad + i;
+    if (at < count) indices[at] = static_cast<i32>(start - 1 + static_cast<i64>(index));
+  }
+}
+
+// 24 random bits for a position: the lowbias32 mixer.
+__device__ __forceinline__ u32 Random24(u32 position, u64 seed) {
+  u32 h = position * 0x9e3779b9u + static_cast<u32>(seed);
+  h = (h ^ h >> 16) * 0x7feb352du;
+  h = (h ^ h >> 15 ^ static_cast<u32>(seed >> 32)) * 0x846ca68bu;
+  return (h ^ h >> 16) >> 8;
+}
+
+// Rounds values to levels: one block per tile, so that a round of a block is one bucket, or two.
+// `codes` is aligned to 4 bytes.
+KERNEL qsgd_quantize(const f32* x, i64 n, u32 bits, u32 bucket_numel, u64 seed, u8* codes,
+                     f32* scales) {
+  SHARED(u32, largest, kRounds * kWarps);
+  const i64 begin = static_cast<i64>(blockIdx.x) * kTile;
+  const u32 numel = static_cast<u32>(Min<i64>(n - begin, kTile));
+  const u32 levels = (1u << (bits - 1)) - 1;
+  const u32 warps_of_bucket = bucket_numel / kGapBlock;
+  f32 values[kRounds][kQuad];
+#pragma unroll
+  for (u32 round = 0; round < kRounds; ++round) {
+    const u32 place = PlaceOf(round, 0);
+    LoadQuad(x + begin + place, place >= numel ? 0u : Min(numel - place, kQuad), values[round]);
+  }
+#pragma unroll
+  for (u32 round = 0; round < kRounds; ++round) {
+    u32 key = 0;
+    for (u32 i = 0; i < kQuad; ++i) {
+      const u32 own = KeyOf(values[round][i]);
+      key = key < own ? own : key;
+    }
+    key = WarpMax(key);
+    if (Lane() == 0) largest[round * kWarps + WarpInBlock()] = key;
+  }
+  __syncthreads();
+#pragma unroll
+  for (u32 round = 0; round < kRounds; ++round) {
+    const u32 place = PlaceOf(round, 0);
+    if (place >= numel) continue;
+    const u32 first_warp = WarpInBlock() / warps_of_bucket * warps_of_bucket;
+    u32 key = 0;
+    for (u32 warp = first_warp; warp < first_warp + warps_of_bucket; ++warp) {
+      const u32 other = largest[round * kWarps + warp];
+      key = key < other ? other : key;
+    }
+    f32 scale = FloatOf(key);
+    f32 per_level = Divide(static_cast<f32>(levels), scale);
+    if (key >= kNonFiniteKey) {
+      scale = FloatOf(0x7fc00000u);
+      per_level = 0.0f;
+    } else if (!IsFinite(per_level)) {  // the bucket is zero, or too small for its levels
+      scale = 0.0f;
+      per_level = 0.0f;
+    }
+    if (place % bucket_numel == 0) scales[(begin + place) / bucket_numel] = scale;
+
+    u32 packed = 0;
+    for (u32 i = 0; i < kQuad && place + i < numel; ++i) {
+      const f32 value = per_level == 0.0f ? 0.0f : values[round][i];
+      const f32 level = Min(Multiply(FloatOf(KeyOf(value)), per_level), static_cast<f32>(levels));
+      const u32 whole = static_cast<u32>(level);
+      const u32 odds =
+          static_cast<u32>(Multiply(Add(level, -static_cast<f32>(whole)), 16777216.0f));
+      const u32 rounded = whole + (Random24(static_cast<u32>(begin + place + i), seed) < odds);
+      packed |= (value < 0.0f ? levels - rounded : levels + rounded) << (i * bits);
+    }
+    const u32 items = Min(numel - place, kQuad);
+    u8* const to = codes + (begin + place) * bits / 8;
+    if (items == kQuad && bits == 8) {
+      *reinterpret_cast<u32*>(to) = packed;
+    } else if (items == kQuad && bits == 4) {
+      *reinterpret_cast<u16*>(to) = static_cast<u16>(packed);
+    } else {
+      for (u32 byte = 0; byte * 8 < items * bits; ++byte)
+        to[byte] = static_cast<u8>(packed >> byte * 8);
+    }
+  }
+}
+
+// The values of levels, a quad per thread.
+KERNEL qsgd_dequantize(const u8* codes, const f32* scales, i64 n, u32 bits, u32 bucket_numel,
+                       f32* x) {
+  const i64 first = ThreadInGrid() * kQuad;
+  if (first >= n) return;
+  const u32 items = static_cast<u32>(Min<i64>(n - first, kQuad));
+  const u8* const from = codes + first * bits / 8;
+  u32 packed = 0;
+  for (u32 byte = 0; byte * 8 < items * bits; ++byte) packed |= u32{from[byte]} << (byte * 8);
+  const i32 levels = (1 << (bits - 1)) - 1;
+  const f32 step = Divide(scales[first / bucket_numel], static_cast<f32>(levels));
+  f32 values[kQuad];
+  for (u32 i = 0; i < kQuad; ++i) {
+    const i32 code = static_cast<i32>(packed >> (i * bits) & ((1u << bits) - 1u));
+    values[i] = Multiply(static_cast<f32>(code - levels), step);
+  }
+  StoreQuad(x + first, items, values);
+}

@@ -1,0 +1,168 @@
+"""What the passes over tiles need: the gradients' table, headers, room for streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_sparse.ops.cuda._launcher import THREADS, AddressTable, Argument, Launcher
+from hvd_sparse.ops.momentum import Momentum
+
+TILE = 4096
+"""Elements of a tile at most (`kTile` in csrc/cuda/gradients.cuh)."""
+HEADER_WORDS = 8
+"""64-bit words of a `Header` (csrc/cuda/compact.cuh)."""
+NO_GRADIENT = 3
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+Entries = tuple[Tensor, Tensor]
+
+
+class KernelFamily:
+    """A family of operations on CUDA tensors; the launcher makes them run.
+
+    Args:
+        launcher: Starts the kernels.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launch = launcher.launch
+
+
+class Accumulator:
+    """A residual, its gradients and its momentum, as the kernels of accumulate.cuh take them.
+
+    Attributes:
+        numel: n.
+        tiles: How many tiles there are.
+        table: The segments' table and their number.
+        momentum: Buffer (None without momentum), factor, and whether it is Nesterov's.
+    """
+
+    def __init__(
+        self, residual: Tensor, gradients: Sequence[Tensor], momentum: Momentum | None
+    ) -> None:
+        self.residual = residual
+        self.numel = residual.numel()
+        segments = [gradient for gradient in gradients if gradient.numel() > 0]
+        rows: list[tuple[int, ...]] = []
+        tensors: list[tuple[int, Tensor]] = []
+        begin = self.tiles = 0
+        for segment in segments:
+            tensors.append((5 * len(rows), segment))
+            numel = segment.numel()
+            rows.append((segment.data_ptr(), begin, numel, self.tiles, DTYPE_CODES[segment.dtype]))
+            begin += numel
+            self.tiles += tile_count(numel)
+        if not segments:
+            rows.append((0, 0, self.numel, 0, NO_GRADIENT))
+            self.tiles = tile_count(self.numel)
+        uploaded = upload(torch.tensor(rows, dtype=torch.int64), residual.device)
+        self.table: tuple[Argument, Argument] = (
+            AddressTable(uploaded, tensors),
+            np.int32(len(rows)),
+        )
+        self.momentum: tuple[Argument, Argument, Argument] = (None, np.float32(0), np.int32(0))
+        if momentum is not None and segments:  # without gradients u stands still
+            self.momentum = (
+                momentum.buffer,
+                np.float32(momentum.factor),
+                np.int32(momentum.nesterov),
+            )
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the gradients enter through momentum."""
+        return self.momentum[0] is not None
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """A small table to the device, without waiting for the device."""
+    if device.type != "cuda":
+        return host
+    # The caching host allocator keeps the pinned block until the copy on this stream is done.
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def tile_count(numel: int) -> int:
+    """Tiles of `numel` elements."""
+    return -(-numel // TILE)
+
+
+def thread_blocks(count: int) -> int:
+    """Blocks that have a thread for each of `count` entries."""
+    return -(-count // THREADS)
+
+
+def new_header(tiles: int, device: torch.device) -> Tensor:
+    """A `Header` and the status words of a pass over `tiles` tiles."""
+    return torch.zeros(HEADER_WORDS + tiles, dtype=torch.int64, device=device)
+
+
+def total_of(header: Tensor) -> int:
+    """The number of entries that a pass has found; waits for it."""
+    return int(header[1])
+
+
+def empty_stream(capacity: int, device: torch.device) -> Entries:
+    """Room for a stream."""
+    return (
+        torch.empty(capacity, dtype=torch.int32, device=device),
+        torch.empty(capacity, dtype=torch.float32, device=device),
+    )
+
+
+class OrderedPass:
+    """One launch that compacts in order, into room for a guessed number of entries.
+
+    What does not fit is left as it was, from some tile on, and a second launch takes it.
+
+    Attributes:
+        header: See `Header` in csrc/cuda/compact.cuh.
+        indices: Room for `capacity` indices.
+        values: Room for as many values.
+        capacity: Room for how many entries.
+    """
+
+    def __init__(self, tiles: int, capacity: int, device: torch.device) -> None:
+        self.header = new_header(tiles, device)
+        self.indices, self.values = empty_stream(capacity, device)
+        self.capacity = capacity
+        self.first_tile = 0
+        self.tiles = tiles
+
+    def outputs(self) -> tuple[Argument, ...]:
+        """The kernels' last arguments, from `first_tile` on."""
+        return (
+            np.int64(self.first_tile),
+            np.uint64(self.capacity),
+            self.header,
+            self.indices,
+            self.values,
+        )
+
+    def finish(self, launch: Callable[[OrderedPass], None]) -> Entries:
+        """All entries, after a second launch if there are more than there was room for.
+
+        Waits for their number.
+
+        Args:
+            launch: Starts a pass that finds the same entries.
+        """
+        _, total, stopped, written = self.header[:4].tolist()
+        if not stopped:
+            return self.entries(total)
+        rest = OrderedPass(self.tiles - (stopped - 1), total - written, self.header.device)
+        rest.first_tile = self.first_tile + stopped - 1
+        launch(rest)
+        return (
+            torch.cat([self.indices[:written], rest.indices]),
+            torch.cat([self.values[:written], rest.values]),
+        )
+
+    def entries(self, count: int) -> Entries:
+        """The first `count` entries."""
+        return self.indices[:count], self.values[:count]

@@ -1,0 +1,124 @@
+"""What a threshold is estimated from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_sparse.magnitude import key_magnitude
+from hvd_sparse.ops import reference
+from hvd_sparse.ops.cuda._passes import Accumulator, KernelFamily, thread_blocks, tile_count
+from hvd_sparse.ops.moments import Moments
+from hvd_sparse.ops.momentum import Momentum
+
+DIGITS = 3
+"""Of a key, from the top (csrc/cuda/topk.cu)."""
+DESCENT_WORDS = (32 + DIGITS * 2048 * 4) // 8
+"""64-bit words of a `Descent` there."""
+MOST_COUNTING_BLOCKS = 1024
+
+
+class Descent:
+    """A radix descent to the k-th largest key.
+
+    Attributes:
+        state: A `Descent` (csrc/cuda/topk.cu) as int64 words; the second one is the key.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.state = torch.zeros(DESCENT_WORDS, dtype=torch.int64, device=device)
+
+    def key(self) -> Tensor:
+        """Where the key is, on the device."""
+        return self.state[1:2].view(torch.int32)
+
+    def kth_key(self) -> int:
+        """The key; waits for it."""
+        return int(self.state[1])
+
+
+class CudaEstimation(KernelFamily):
+    """As `hvd_sparse.ops.estimation`, on checked arguments."""
+
+    def kth_magnitude(self, x: Tensor, k: int) -> float:
+        """The k-th largest magnitude."""
+        return key_magnitude(self._descend(x, k).kth_key())
+
+    def sample_accumulator(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        start: int,
+        stride: int,
+        run: int = 1,
+        momentum: Momentum | None = None,
+    ) -> Tensor:
+        """Magnitudes of some of the sums."""
+        accumulator = Accumulator(residual, gradients, momentum)
+        whole_runs, left = divmod(max(0, accumulator.numel - start), stride)
+        samples = whole_runs * run + min(left, run)
+        return self._sample(accumulator, start, stride, run, samples)
+
+    def accumulator_moments(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        threshold: float = 0.0,
+        momentum: Momentum | None = None,
+    ) -> Moments:
+        """Moments of the finite sums that reach the threshold, by torch's own operations."""
+        return reference.accumulator_moments(residual, gradients, threshold, momentum)
+
+    def count_at_least(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        thresholds: Sequence[float],
+        momentum: Momentum | None = None,
+    ) -> list[int]:
+        """How many of the sums reach each threshold, by torch's own operations."""
+        return reference.count_at_least(residual, gradients, thresholds, momentum)
+
+    def _sample(
+        self, accumulator: Accumulator, start: int, stride: int, run: int, samples: int
+    ) -> Tensor:
+        """Starts sampling `samples` magnitudes."""
+        magnitudes = torch.empty(samples, device=accumulator.residual.device)
+        self._launch(
+            "sample_accumulator",
+            thread_blocks(samples),
+            accumulator.residual,
+            *accumulator.momentum,
+            *accumulator.table,
+            np.int64(start),
+            np.int64(stride),
+            np.int64(run),
+            np.int64(samples),
+            magnitudes,
+        )
+        return magnitudes
+
+    def _descend(self, x: Tensor, k: int, passed: Tensor | None = None) -> Descent:
+        """Starts a descent to the k-th largest key of `x`.
+
+        Args:
+            x: float32 `(n,)`, or room for what a pass leaves.
+            k: Rank, from 1 on.
+            passed: Header of that pass; if it does not leave k entries, the key is 0.
+        """
+        descent = Descent(x.device)
+        for digit in range(DIGITS):
+            self._launch(
+                "count_digits",
+                min(tile_count(x.numel()), MOST_COUNTING_BLOCKS),
+                x,
+                np.int64(x.numel()),
+                passed,
+                np.uint64(k),
+                np.uint32(digit),
+                descent.state,
+            )
+        return descent

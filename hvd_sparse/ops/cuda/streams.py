@@ -1,0 +1,140 @@
+"""Streams, and their way back to a dense vector.
+
+An index out of range, which the other implementations refuse, stops the kernel here: torch reports
+it as a device-side failure with the next operation that waits, as it does for its own indexing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_sparse.ops._checks import threshold_key
+from hvd_sparse.ops.cuda._launcher import Argument
+from hvd_sparse.ops.cuda._passes import (
+    DTYPE_CODES,
+    Entries,
+    KernelFamily,
+    empty_stream,
+    new_header,
+    thread_blocks,
+    tile_count,
+    total_of,
+)
+
+WORDS_PER_BLOCK = 1024
+"""Words of a bitmap that a block ranks (`kRoundNumel` in csrc/cuda/gradients.cuh)."""
+
+
+class CudaStreams(KernelFamily):
+    """As `hvd_sparse.ops.streams`, on checked arguments."""
+
+    def merge_sum(self, streams: Sequence[Entries], numel: int) -> Entries:
+        """The sum of streams, in the order of the list.
+
+        A bitmap of the union tells every index its place; the streams are then added one by one.
+        """
+        device = streams[0][0].device
+        words = -(-numel // 32)
+        bitmap = torch.zeros(words, dtype=torch.int32, device=device)
+        before = torch.empty(words, dtype=torch.int32, device=device)
+        for indices, _ in streams:
+            self._launch(
+                "mark_indices",
+                thread_blocks(indices.numel()),
+                indices,
+                np.int64(indices.numel()),
+                np.int64(numel),
+                bitmap,
+            )
+        blocks = -(-words // WORDS_PER_BLOCK)
+        header = new_header(blocks, device)
+        self._launch("rank_words", blocks, bitmap, np.int64(words), header, before)
+        merged, total = empty_stream(sum(indices.numel() for indices, _ in streams), device)
+        total.fill_(-0.0)  # the neutral element of a float sum: 0.0 + -0.0 would lose a sign
+        for indices, values in streams:
+            self._launch(
+                "add_stream",
+                thread_blocks(indices.numel()),
+                indices,
+                values,
+                np.int64(indices.numel()),
+                bitmap,
+                before,
+                merged,
+                total,
+            )
+        nnz = total_of(header)
+        return merged[:nnz], total[:nnz]
+
+    def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries:
+        """The entries whose index is not in `other`."""
+        return self._filter("keep_absent", indices, values, other, np.int64(other.numel()))
+
+    def threshold_stream(self, indices: Tensor, values: Tensor, threshold: float) -> Entries:
+        """The entries that reach the threshold."""
+        return self._filter("keep_large", indices, values, np.uint32(threshold_key(threshold)))
+
+    def _filter(
+        self, kernel: str, indices: Tensor, values: Tensor, *arguments: Argument
+    ) -> Entries:
+        """The entries that a kernel keeps; waits for their number."""
+        numel, device = indices.numel(), indices.device
+        header = new_header(tile_count(numel), device)
+        kept = empty_stream(numel, device)
+        self._launch(
+            kernel, tile_count(numel), indices, values, np.int64(numel), *arguments, header, *kept
+        )
+        nnz = total_of(header)
+        return kept[0][:nnz], kept[1][:nnz]
+
+    def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Adds a stream to a vector."""
+        self._launch(
+            "scatter_add",
+            thread_blocks(indices.numel()),
+            x,
+            np.int64(x.numel()),
+            indices,
+            values,
+            np.int64(indices.numel()),
+        )
+
+    def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Writes a stream as a dense vector."""
+        out.zero_()
+        self._launch(
+            "scatter",
+            thread_blocks(indices.numel()),
+            out,
+            np.int32(DTYPE_CODES[out.dtype]),
+            np.int64(out.numel()),
+            indices,
+            values,
+            np.int64(indices.numel()),
+        )
+
+    def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
+        """Moves entries out of a vector."""
+        values = torch.empty(indices.numel(), device=x.device)
+        self._clear(x, indices, values)
+        return values
+
+    def zero_at(self, x: Tensor, indices: Tensor) -> None:
+        """Zeroes entries of a vector."""
+        self._clear(x, indices, None)
+
+    def _clear(self, x: Tensor, indices: Tensor, values: Tensor | None) -> None:
+        """Zeroes entries, after copying them to `values` if that is not None."""
+        self._launch(
+            "clear_at",
+            thread_blocks(indices.numel()),
+            x,
+            np.int64(x.numel()),
+            indices,
+            np.int64(indices.numel()),
+            values,
+        )

@@ -1,0 +1,260 @@
+"""The tests that run kernels on the CPU find mistakes: each of these is caught.
+
+What they cannot find is an order of memory accesses that a CPU never shows: a missing
+`__threadfence`, or a plain load where `LoadRelaxed` is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_sparse.magnitude import key_magnitude
+from hvd_sparse.ops import reference
+from hvd_sparse.ops.cuda import CudaOps, selection
+from hvd_sparse.ops.cuda.estimation import DIGITS, Descent
+from tests.cuda.shim_launcher import FAMILIES, SANITIZED, TRACED, KernelFailure, Mutation, Shim
+from tests.ops.cases import assert_same, cut, generator, same_as_reference, stream, vectors
+
+BARRIER = "__syncthreads();"
+ATTEMPTS = 30
+"""Launchers with different seeds, until one of them shows the mistake."""
+
+MUTATIONS = {
+    # compact.cuh
+    "tiles by block index": Mutation(
+        "accumulate",
+        "SHARED(u32, ticket, 1);",
+        "ticket[0] = static_cast<u32>(atomicAdd(&header->ticket, u64{1}));",
+        "ticket[0] = blockIdx.x;",
+    ),
+    "tickets without a barrier": Mutation("accumulate", "header->ticket, u64{1}));", BARRIER, ""),
+    "no barrier before the scan": Mutation(
+        "accumulate", "counts[round * kWarps + WarpInBlock()] = in_warp;", BARRIER, ""
+    ),
+    "no barrier after the scan": Mutation(
+        "accumulate", "if (Lane() == kLanes - 1) total[0] = sum;", BARRIER, ""
+    ),
+    "scan that skips a neighbour": Mutation(
+        "accumulate", "const u32 other = __shfl_up_sync", "Lane() >= by", "Lane() > by"
+    ),
+    "inclusive scan": Mutation("accumulate", "counts[Lane()] = ", "sum - own", "sum"),
+    "look-back that trusts its own count": Mutation(
+        "accumulate", "StoreRelaxed(&status[tile], (", "tile == 0", "true"
+    ),
+    "look-back that leaves out the last": Mutation(
+        "accumulate", "u64 part = ", "Lane() <= nearest", "Lane() < nearest"
+    ),
+    "look-back that counts one twice": Mutation(
+        "accumulate", "if (sums != 0) break;", "last -= kLanes;", "last -= kLanes - 1;"
+    ),
+    "look-back without a barrier": Mutation(
+        "accumulate", "if (tile + 1 == gridDim.x) header->total = sum + own;", BARRIER, ""
+    ),
+    "one entry more than there is room": Mutation(
+        "accumulate", "inline bool Fits(", "before + count <= capacity", "before <= capacity"
+    ),
+    "resumed one tile late": Mutation(
+        "accumulate", "header->stopped = ", "u64{tile} + 1", "u64{tile} + 2"
+    ),
+    # gradients.cuh, accumulate.cuh and accumulate.cu
+    "segment off by one": Mutation(
+        "accumulate",
+        "number) {\n  i32 low",
+        "segments[middle].first_tile <= number",
+        "segments[middle].first_tile < number",
+    ),
+    "load past the end": Mutation(
+        "accumulate", "void LoadQuad(", "i < left ? from[i] : 0.0f", "from[i]"
+    ),
+    "wide load anywhere": Mutation(
+        "accumulate", "void LoadQuad(", "left == kQuad && IsAligned(from, 16)", "left == kQuad"
+    ),
+    "store past the end": Mutation("accumulate", "void StoreQuad(", "i < left", "true"),
+    "spoiled residual": Mutation(
+        "accumulate", "sums.sum[round][i] = 0.0f;", "Kept(v[i])", "sums.sum[round][i]"
+    ),
+    "threshold that is too high": Mutation(
+        "accumulate", "return key >= kNonFiniteKey || (", "key >= least", "key > least"
+    ),
+    # topk.cu
+    "no barrier after the bins are cleared": Mutation(
+        "topk", "kThreads) counts[bin] = 0;", BARRIER, ""
+    ),
+    "bins without atomics": Mutation(
+        "topk",
+        "(peers & LanesBelow()) == 0) {",
+        "atomicAdd(&counts[bin], static_cast<u32>(__popc(peers)));",
+        "counts[bin] += static_cast<u32>(__popc(peers));",
+    ),
+    "no barrier after counting": Mutation(
+        "topk", "atomicAdd(&counts[bin], static_cast<u32>(__popc(peers)));", BARRIER, ""
+    ),
+    "last block without atomics": Mutation(
+        "topk",
+        "is_last[0] =",
+        "atomicAdd(&descent->finished[digit], 1u) + 1",
+        "++descent->finished[digit]",
+    ),
+    "no barrier among the warps' sums": Mutation(
+        "topk", "if (Lane() == 0) of_warp[WarpInBlock()] = from;", BARRIER, ""
+    ),
+    "one tie too many": Mutation(
+        "topk",
+        "if (is_above || (is_tie && ",
+        "ties_before < ties_wanted",
+        "ties_before <= ties_wanted",
+    ),
+    "bin off by one": Mutation(
+        "topk",
+        "u32 bin = kBinsOfThread - 1;",
+        "above + counts[bin] < wanted",
+        "above + counts[bin] <= wanted",
+    ),
+    # streams.cu
+    "bits without atomics": Mutation(
+        "streams",
+        "KERNEL mark_indices(",
+        "atomicOr(&bitmap[index / 32], 1u << (index % 32));",
+        "bitmap[index / 32] |= 1u << (index % 32);",
+    ),
+    "no barrier among the words' sums": Mutation(
+        "streams", "if (Lane() == kLanes - 1) of_warp[WarpInBlock()] = upto;", BARRIER, ""
+    ),
+    "unchecked index": Mutation(
+        "streams",
+        "CheckedIndex(i32 index, i64 numel) {",
+        "index < 0 || index >= numel",
+        "index < 0",
+    ),
+    "search that ends early": Mutation("streams", "bool Contains(", "low < high", "low + 1 < high"),
+    # hashing.cu
+    "slots without atomics": Mutation(
+        "hashing",
+        "void Claim(",
+        "atomicMin(&bucket[slot], index)",
+        "NonAtomicMin(&bucket[slot], index)",
+    ),
+    "loser forgotten": Mutation(
+        "hashing", "const u32 found = ", "found < index ? index : found", "found"
+    ),
+    "spoiled residual of a hit": Mutation(
+        "hashing", "residual[index] = is_spoiled ? ", "Kept(v)", "sum"
+    ),
+    # wire.cu
+    "no barrier among the warps' maxima": Mutation(
+        "wire", "if (Lane() == 0) largest[round * kWarps + WarpInBlock()] = key;", BARRIER, ""
+    ),
+    "gap bits cut short": Mutation(
+        "wire", "steps[i] = 0;", "byte * 8 < bit % 8 + width", "byte * 8 < width"
+    ),
+    "gaps before the first": Mutation("wire", "if (at < count) gap = ", "start - 1", "start"),
+}
+
+
+def select(ops: CudaOps) -> None:
+    for name, residual, gradient in vectors(9001)[::4]:
+        same_as_reference(ops, "accumulate_select", residual, cut(gradient, 4), 1.5, what=name)
+    # Many small tiles, of which many blocks are resident at once.
+    residual, gradient = torch.randn(2, 700, generator=generator())
+    pieces = [*gradient[:698].split(6), gradient[698:]]
+    same_as_reference(ops, "accumulate_select", residual, pieces, 1.0)
+    same_as_reference(ops, "accumulate_select", residual[1:], [gradient[1:]], 1.0)
+    ties = torch.ones(5000)
+    same_as_reference(ops, "accumulate_select", ties, [], 1.0)
+
+
+def topk(ops: CudaOps) -> None:
+    for _, residual, gradient in vectors(9001)[:5:4]:
+        same_as_reference(ops, "accumulate_topk", residual, [gradient], 300)
+    assert_same(ops.kth_magnitude(residual, 1), reference.kth_magnitude(residual, 1))
+    # More blocks than tiles: which is the last one, is the question.
+    descent = Descent(residual.device)
+    numel, k = residual.numel(), 5
+    for digit in range(DIGITS):
+        count = (np.int64(numel), None, np.uint64(k), np.uint32(digit))
+        ops._launch("count_digits", 48, residual, *count, descent.state)
+    assert_same(key_magnitude(descent.kth_key()), reference.kth_magnitude(residual, k))
+
+
+def merge(ops: CudaOps) -> None:
+    streams = [stream(40_000, 3000, seed) for seed in range(3)]
+    assert_same(ops.merge_sum(streams, 40_000), reference.merge_sum(streams, 40_000))
+    kept = ops.difference(*streams[0], streams[1][0])
+    assert_same(kept, reference.difference(*streams[0], streams[1][0]))
+    with pytest.raises(KernelFailure, match="trap"):
+        ops.scatter_add(torch.zeros(4), *stream(9, 9, 0))
+
+
+def hashing(ops: CudaOps) -> None:
+    _, residual, gradient = vectors(5000)[8]  # not finite everywhere
+    for slots, slots_per_bucket in ((64, 1), (64, 8)):
+        same_as_reference(
+            ops, "hash_select", residual, [gradient], 1.0, slots, slots_per_bucket, 12345, 6789
+        )
+
+
+def wire(ops: CudaOps) -> None:
+    indices, x = stream(100_000, 3000, 1)[0], torch.randn(9001, generator=generator())
+    code = ops.gap_encode(indices, 0)
+    assert_same(code, reference.gap_encode(indices, 0))
+    assert_same(ops.gap_decode(code, 3000, 0, 100_000), indices)
+    assert_same(ops.qsgd_quantize(x, 4, 512, 7), reference.qsgd_quantize(x, 4, 512, 7))
+
+
+EXERCISES: dict[str, Callable[[CudaOps], None]] = {
+    "accumulate": select,
+    "hashing": hashing,
+    "streams": merge,
+    "topk": topk,
+    "wire": wire,
+}
+ASAN_FINDS = (
+    "load past the end",
+    "wide load anywhere",
+    "store past the end",
+    "one entry more than there is room",
+)
+
+
+@pytest.fixture(scope="module")
+def shims() -> dict[bool, Shim]:
+    """With all mutations built in: one whose fibers race, and one under the sanitizers."""
+    mutations = tuple(MUTATIONS.values())
+    return {
+        False: Shim(FAMILIES, TRACED, mutations),
+        True: Shim(("accumulate",), SANITIZED, mutations),
+    }
+
+
+def run(shim: Shim, family: str, mutation: int | None, seed: int) -> None:
+    launcher = shim.launcher(seed, mutation)
+    try:
+        EXERCISES[family](CudaOps(launcher))
+    finally:
+        launcher.close()
+
+
+@pytest.fixture(autouse=True)
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "LEAST_CAPACITY", 1000)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_mutation(shims: dict[bool, Shim], family: str) -> None:
+    for seed in range(2):
+        run(shims[False], family, None, seed)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_is_caught(shims: dict[bool, Shim], name: str) -> None:
+    number, family = list(MUTATIONS).index(name), MUTATIONS[name].family
+    for seed in range(ATTEMPTS):
+        try:
+            run(shims[name in ASAN_FINDS], family, number, seed)
+        except (AssertionError, IndexError, RuntimeError, pytest.fail.Exception):
+            return
+    pytest.fail(f"nothing was wrong in {ATTEMPTS} runs")

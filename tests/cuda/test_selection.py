@@ -1,0 +1,143 @@
+"""Selection on CUDA, its kernels run on the CPU (shim/shim.h), against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvd_sparse.ops.cuda import CudaOps, selection
+from tests.ops.cases import INF, NAN, cut, generator, same_as_reference, vectors
+
+NUMELS = (0, 1, 5, 1000, 4096, 9001)
+"""Up to three tiles of 4096 elements."""
+FORMS = (None, False, True)
+"""Without momentum, with it, with Nesterov's."""
+A, B = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+
+
+def buffer_for(numel: int, nesterov: bool | None) -> torch.Tensor | None:
+    return None if nesterov is None else torch.randn(numel, generator=generator(1))
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
+@pytest.mark.parametrize("numel", NUMELS)
+def test_select(cuda: CudaOps, numel: int, nesterov: bool | None) -> None:
+    momentum = {"buffer": buffer_for(numel, nesterov), "nesterov": bool(nesterov)}
+    for name, residual, gradient in vectors(numel):
+        for gradients, threshold in (
+            ([gradient], 2.5),
+            ([gradient], INF),
+            (cut(gradient, 4), 1.5),
+            ([], 1.5),
+        ):
+            if gradients or nesterov is None:
+                same_as_reference(
+                    cuda, "accumulate_select", residual, gradients, threshold, what=name, **momentum
+                )
+
+
+@pytest.mark.parametrize("threshold", [0.0, 3.0, NAN])
+def test_selection_that_outgrows_its_room(
+    cuda: CudaOps, threshold: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "LEAST_CAPACITY", 500)
+    for nesterov in FORMS:
+        for name, residual, gradient in vectors(9001):
+            same_as_reference(
+                cuda,
+                "accumulate_select",
+                residual,
+                cut(gradient, 4),
+                threshold,
+                buffer=buffer_for(9001, nesterov),
+                nesterov=bool(nesterov),
+                what=name,
+            )
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_topk(cuda: CudaOps, numel: int) -> None:
+    for name, residual, gradient in vectors(numel):
+        for k, pivot in ((0, 0.0), (1, 2.0), (17, 0.0), (17, 3.5), (numel, 0.0), (numel + 1, 2.0)):
+            same_as_reference(
+                cuda, "accumulate_topk", residual, [gradient], k, pivot, what=f"{name}, k {k}"
+            )
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
+def test_topk_from_a_sampled_pivot(
+    cuda: CudaOps, nesterov: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "LEAST_SAMPLE", 1 << 9)
+    numel = 13_001
+    momentum = {"buffer": buffer_for(numel, nesterov), "nesterov": bool(nesterov)}
+    for name, residual, gradient in vectors(numel):
+        gradients = cut(torch.nan_to_num(gradient, INF, INF, -INF), 5)
+        same_as_reference(cuda, "accumulate_topk", residual, gradients, 100, what=name, **momentum)
+
+
+@pytest.mark.parametrize("pivot", [0.0, 1e-3, 3.0, 100.0])
+def test_topk_with_little_room(
+    cuda: CudaOps, pivot: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "LEAST_CAPACITY", 10)
+    for name, residual, gradient in vectors(9001):
+        same_as_reference(cuda, "accumulate_topk", residual, [gradient], 200, pivot, what=name)
+
+
+def test_partition(cuda: CudaOps) -> None:
+    for name, residual, gradient in vectors(9001):
+        for start, stop in ((0, 0), (3000, 5000), (5000, 9001)):
+            same_as_reference(
+                cuda, "partition_select", residual, cut(gradient, 3), 1.5, start, stop, what=name
+            )
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
+@pytest.mark.parametrize("numel", [0, 1, 1000, 9001])
+def test_hash(cuda: CudaOps, numel: int, nesterov: bool | None) -> None:
+    momentum = {"buffer": buffer_for(numel, nesterov), "nesterov": bool(nesterov)}
+    for name, residual, gradient in vectors(numel):
+        for slots, slots_per_bucket in ((1, 1), (100, 1), (96, 8), (2 * numel + 8, 1)):
+            same_as_reference(
+                cuda,
+                "hash_select",
+                residual,
+                cut(gradient, 3),
+                1.5,
+                slots,
+                slots_per_bucket,
+                A,
+                B,
+                what=f"{name}, {slots}",
+                **momentum,
+            )
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
+def test_sample(cuda: CudaOps, nesterov: bool | None) -> None:
+    for numel in (0, 1, 1000, 9001):
+        momentum = {"buffer": buffer_for(numel, nesterov), "nesterov": bool(nesterov)}
+        for name, residual, gradient in vectors(numel):
+            for start, stride, run in ((0, 1, 1), (5, 97, 1), (96, 100, 17), (3, 40, 40)):
+                same_as_reference(
+                    cuda,
+                    "sample_accumulator",
+                    residual,
+                    cut(gradient, 4),
+                    start,
+                    stride,
+                    run,
+                    what=name,
+                    **momentum,
+                )
+
+
+def test_any_alignment(cuda: CudaOps) -> None:
+    for offset in range(5):
+        residual, gradient = torch.randn(2, 6000, generator=generator(offset))
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            pieces = [gradient[3:1000].to(dtype), gradient.to(dtype)[1000 + offset : 5000]]
+            numel = sum(piece.numel() for piece in pieces)
+            for state in (residual[offset : offset + numel], residual[:numel]):
+                same_as_reference(cuda, "accumulate_select", state, pieces, 1.0, what=str(offset))
