@@ -6,23 +6,25 @@
 Each world is a real job under the unmodified horovodrun: on loopback, or with `--netlab RATE` one
 rank per host of a network of namespaces whose links are shaped to RATE (needs root, and the netlab
 script through `--netlab-script` or HVD_SPARSE_NETLAB). benchmarks/allreduce_worker.py is what runs.
+
+Then a sweep over ranks and densities compares the exchanges of all algorithms with one another, and
+with what "auto" picks (benchmarks/allreduce_sweep.py); `--plot FILE` draws it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks._launch import Launcher
 from benchmarks._report import Row, write_report
+from benchmarks.allreduce_sweep import plot_sweep, sweep, sweep_rows
+from hvd_sparse.simulator.plots import load_pyplot
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 NUMEL = 14_700_000
+SWEEP_NUMEL, SWEEP_DENSITIES = 1 << 22, [0.0001, 0.001, 0.01, 0.05]
 GOALS = {  # the factor by which a sparse reduction is to beat the faster dense one
     (None, 2, 0.001): 2.0,
     (None, 4, 0.001): 2.0,
@@ -31,57 +33,30 @@ GOALS = {  # the factor by which a sparse reduction is to beat the faster dense 
 }
 
 
-def horovodrun_command(ranks: int, hosts: str, worker_arguments: list[str]) -> list[str]:
-    """A launch of the worker on `ranks` ranks."""
-    horovodrun = str(Path(sys.executable).parent / "horovodrun")
-    worker = str(REPOSITORY / "benchmarks" / "allreduce_worker.py")
-    return [
-        *(horovodrun, "--gloo", "-np", str(ranks), "-H", hosts),
-        *(sys.executable, worker, *worker_arguments),
-    ]
-
-
-def measure(ranks: int, density: float, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    ranks: int, density: float, options: argparse.Namespace, at: Launcher
+) -> dict[str, Any]:
     """Run one world twice, for its times and for its bytes, and return what its rank 0 found.
 
     Horovod's threads talk in every cycle of 1 ms, work or none. Bytes are counted in a launch with
     long cycles, so that an interface sees little but the reduction.
     """
-    times = launch(ranks, density, options, [], {})
-    return times | launch(ranks, density, options, ["--count-bytes"], {"HOROVOD_CYCLE_TIME": "300"})
+    print(f"measuring P = {ranks}, density {density} …", file=sys.stderr, flush=True)
+    arguments = ["--numel", str(options.numel), "--density", str(density)]
+    arguments += ["--repeats", str(options.repeats)]
+    times = at.run("allreduce_worker.py", ranks, arguments)
+    bytes_ = at.run(
+        "allreduce_worker.py",
+        ranks,
+        [*arguments, "--count-bytes"],
+        {"HOROVOD_CYCLE_TIME": "300"},
+    )
+    return times | bytes_
 
 
-def launch(
-    ranks: int,
-    density: float,
-    options: argparse.Namespace,
-    more_arguments: list[str],
-    more_environment: dict[str, str],
-) -> dict[str, Any]:
-    """Run one world, and return what its rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        arguments = [
-            *("--out", str(out), "--numel", str(options.numel), "--density", str(density)),
-            *("--repeats", str(options.repeats)),
-            *more_arguments,
-        ]
-        if options.netlab:
-            hosts = ",".join(f"nl{rank + 1}:1" for rank in range(ranks))
-            command = horovodrun_command(ranks, hosts, [*arguments, "--interface", "eth0"])
-            command = [options.netlab_script, "exec", "1", *command]
-        else:
-            command = horovodrun_command(ranks, f"localhost:{ranks}", arguments)
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **more_environment}
-        print(f"measuring P = {ranks}, density {density} …", file=sys.stderr, flush=True)
-        subprocess.run(command, check=True, env=environment, stdout=sys.stderr, timeout=900)
-        result: dict[str, Any] = json.loads(out.read_text())
-        return result
-
-
-def rows_of(ranks: int, density: float, result: dict[str, Any], netlab: str | None) -> list[Row]:
+def rows_of(ranks: int, density: float, result: dict[str, Any], at: Launcher) -> list[Row]:
     """The rows of one world: times against both dense allreduces, and the bytes."""
-    case = f"P={ranks} density={density:g} {netlab or 'loopback'}"
+    case = f"P={ranks} density={density:g} {at.place}"
     seconds = result["seconds"]
     dense = {name: seconds[name] for name in ("horovod", "gloo")}
     faster = min(dense, key=lambda name: dense[name])
@@ -90,7 +65,7 @@ def rows_of(ranks: int, density: float, result: dict[str, Any], netlab: str | No
         for baseline, dense_s in dense.items():
             ratio = dense_s / seconds[name]
             is_goal = name == "oktopk" and baseline == faster
-            goal = GOALS.get((netlab, ranks, density)) if is_goal else None
+            goal = GOALS.get((at.rate, ranks, density)) if is_goal else None
             rows.append(
                 Row(
                     case=case,
@@ -131,23 +106,30 @@ def main() -> None:
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01])
     parser.add_argument("--ranks", type=int, nargs="+", help="default: 2 4, on netlab 4")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--netlab", metavar="RATE", help="shape links, as `tc` spells it: 1gbit")
-    parser.add_argument("--netlab-script", default=os.environ.get("HVD_SPARSE_NETLAB"))
+    parser.add_argument("--sweep-ranks", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--sweep-density", type=float, nargs="+", default=SWEEP_DENSITIES)
+    parser.add_argument("--sweep-numel", type=int, default=SWEEP_NUMEL)
+    parser.add_argument("--plot", type=Path, help="draw the sweep, like SparCML's figure 3")
+    Launcher.add_arguments(parser)
     options = parser.parse_args()
-    if options.netlab and not options.netlab_script:
-        parser.error("--netlab needs --netlab-script, or HVD_SPARSE_NETLAB")
+    at = Launcher.of(parser, options)
+    if options.plot:
+        load_pyplot()
 
     rows = []
-    for ranks in options.ranks or ([4] if options.netlab else [2, 4]):
-        if options.netlab:
-            subprocess.run([options.netlab_script, "up", str(ranks), options.netlab], check=True)
-        try:
+    for ranks in options.ranks or ([4] if at.rate else [2, 4]):
+        with at.network(ranks):
             for density in options.density:
-                result = measure(ranks, density, options)
-                rows += rows_of(ranks, density, result, options.netlab)
-        finally:
-            if options.netlab:
-                subprocess.run([options.netlab_script, "down"], check=True)
+                rows += rows_of(ranks, density, measure(ranks, density, options, at), at)
+    worlds = {}
+    for ranks in options.sweep_ranks:
+        with at.network(ranks):
+            worlds[ranks] = sweep(
+                *(ranks, options.sweep_numel, options.sweep_density, options.repeats, at)
+            )
+        rows += sweep_rows(ranks, worlds[ranks], options.sweep_numel, at)
+    if options.plot and worlds:
+        plot_sweep(worlds, options.sweep_numel, at, options.plot)
     write_report("allreduce", rows, options.json)
 
 

@@ -10,7 +10,14 @@ from hvd_sparse.errors import (
     TransportTimeout,
     UnsupportedError,
 )
+from hvd_sparse.functional import (
+    sparse_allgather,
+    sparse_allgather_async,
+    sparse_allreduce,
+    sparse_allreduce_async,
+)
 from hvd_sparse.recording import Recorder
+from hvd_sparse.stream import SparseStream
 
 __version__ = "0.1.0"
 
@@ -21,8 +28,13 @@ __all__ = [
     "PeerLostError",
     "PlanError",
     "Recorder",
+    "SparseStream",
     "TransportError",
     "TransportTimeout",
     "UnsupportedError",
     "__version__",
+    "sparse_allgather",
+    "sparse_allgather_async",
+    "sparse_allreduce",
+    "sparse_allreduce_async",
 ]

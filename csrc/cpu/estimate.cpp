@@ -32,27 +32,37 @@ size_t SampleNumel(size_t n, size_t start, size_t stride, size_t run) {
 
 void Sample(const Source& source, size_t start, size_t stride, size_t run, int threads,
             float* sample) {
-  constexpr size_t kAhead = 16;  // runs: enough to hide a memory's latency
+  constexpr size_t kAhead = 32;  // runs: enough to hide a memory's latency
   const size_t n = source.numel();
   const size_t runs = start >= n ? 0 : (n - start - 1) / stride + 1;
+  const SumFn* const sum = ElementSums(source.rule);
   const int tasks = TaskCount(runs * std::min<size_t>(stride, 64), threads);
   Run(tasks, threads, [&](int t) {
     const size_t first = runs * t / tasks, last = runs * (t + 1) / tasks;
-    const std::vector<Segment>& segments = source.gradients.segments;
-    size_t ahead_segment = first < last ? source.gradients.Find(start + first * stride) : 0;
-    const auto prefetch = [&](size_t at) {
-      while (at >= segments[ahead_segment].begin + segments[ahead_segment].numel) ++ahead_segment;
-      const Span span = source.SpanOf(segments[ahead_segment], at, 1);
-      __builtin_prefetch(span.residual);
-      if (span.buffer != nullptr) __builtin_prefetch(span.buffer);
-      if (span.gradient != nullptr) __builtin_prefetch(span.gradient);
-    };
+    Cursor here(source.gradients), ahead(source.gradients);
     for (size_t r = first; r < last; ++r) {
-      if (r + kAhead < last) prefetch(start + (r + kAhead) * stride);
-      const size_t begin = start + r * stride, end = std::min(n, begin + run);
-      float* const out = sample + r * run;
-      SumRange(source, begin, end, out);
-      for (size_t i = 0; i < end - begin; ++i) out[i] = FloatOf(KeyOf(out[i]));
+      if (r + kAhead < last) {
+        const size_t at = start + (r + kAhead) * stride;
+        const Span span = source.SpanOf(ahead.MoveTo(at), at, 1);
+        // Addresses that are never used may be prefetched too: the run may end with a segment.
+        for (const size_t i : {size_t{0}, run - 1}) {
+          __builtin_prefetch(span.residual + i);
+          if (span.buffer != nullptr) __builtin_prefetch(span.buffer + i);
+          if (span.gradient != nullptr) {
+            __builtin_prefetch(static_cast<const float*>(span.gradient) + i);
+          }
+        }
+      }
+      size_t begin = start + r * stride;
+      const size_t end = std::min(n, begin + run);
+      for (float* out = sample + r * run; begin < end;) {
+        const Segment& segment = here.MoveTo(begin);
+        const size_t length = std::min(end, segment.begin + segment.numel) - begin;
+        sum[segment.dtype](source.SpanOf(segment, begin, length), out);
+        for (size_t i = 0; i < length; ++i) out[i] = FloatOf(KeyOf(out[i]));
+        begin += length;
+        out += length;
+      }
     }
   });
 }
@@ -82,17 +92,31 @@ MomentSums Moments(const Source& source, uint32_t key, int threads) {
 
 void CountAtLeast(const Source& source, const uint32_t* keys, size_t key_count, int threads,
                   uint64_t* counts) {
+  std::fill_n(counts, key_count, 0);
+  if (key_count == 0) return;
   const size_t n = source.numel();
   const Kernels& kernels = ActiveKernels();
+  const uint32_t lowest = *std::min_element(keys, keys + key_count);
   const int tasks = TaskCount(n, threads);
   std::vector<std::vector<uint64_t>> found(tasks, std::vector<uint64_t>(key_count));
   Run(tasks, threads, [&](int t) {
+    // Only what reaches the lowest key is compared with the others.
+    int32_t unused[kBlock] = {};
+    float reaching[kBlock];
     ForEachBlock(source, TaskBegin(n, t, tasks), TaskBegin(n, t + 1, tasks),
-                 [&](const float* sums, size_t count, size_t) {
-                   kernels.count(sums, count, keys, key_count, found[t].data());
+                 [&](const float* sums, size_t length, size_t) {
+                   const size_t nnz =
+                       kernels.at_least(unused, sums, length, lowest, unused, reaching);
+                   for (size_t k = 0; k < key_count; ++k) {
+                     const auto key = static_cast<int32_t>(keys[k]);
+                     int32_t count = 0;
+                     for (size_t i = 0; i < nnz; ++i) {
+                       count += static_cast<int32_t>(KeyOf(reaching[i])) >= key;
+                     }
+                     found[t][k] += static_cast<uint64_t>(count);
+                   }
                  });
   });
-  std::fill_n(counts, key_count, 0);
   for (const std::vector<uint64_t>& of_task : found) {
     for (size_t k = 0; k < key_count; ++k) counts[k] += of_task[k];
   }

@@ -1,5 +1,5 @@
-// Loops over sums, written so that compilers vectorise them: each instruction set's kernels inline
-// them and so compile them anew. All get the same results, bit for bit.
+// Loops over sums, in the compiler's vector types: each instruction set's kernels inline them and
+// so compile them anew, to registers as wide as they have. All get the same results, bit for bit.
 #pragma once
 
 #include <algorithm>
@@ -11,67 +11,69 @@
 
 namespace hvds {
 
-// Adds to counts[t] how many of the sums reach keys[t], for kKeys keys at a time.
-template <size_t kKeys>
-HVDS_INLINE void CountSome(const float* sums, size_t n, const uint32_t* keys, uint64_t* counts) {
-  int32_t below[kKeys], found[kKeys] = {};
-  for (size_t t = 0; t < kKeys; ++t) below[t] = static_cast<int32_t>(keys[t] - 1);
-  for (size_t i = 0; i < n; ++i) {
-    const auto key = static_cast<int32_t>(KeyOf(sums[i]));
-    for (size_t t = 0; t < kKeys; ++t) found[t] += key > below[t];
-  }
-  for (size_t t = 0; t < kKeys; ++t) counts[t] += static_cast<uint64_t>(found[t]);
-}
+template <typename T, size_t kLanes>
+struct VectorOf {
+  typedef T Type __attribute__((vector_size(kLanes * sizeof(T))));
+};
 
-HVDS_INLINE void CountLoop(const float* sums, size_t n, const uint32_t* keys, size_t key_count,
-                           uint64_t* counts) {
-  size_t t = 0;
-  for (; t + 8 <= key_count; t += 8) CountSome<8>(sums, n, keys + t, counts + t);
-  for (; t < key_count; ++t) CountSome<1>(sums, n, keys + t, counts + t);
-}
-
-// Sixteen lanes, whatever the registers' width, so that the order of additions is always the same.
-// The logarithm of a product of mantissas stands for a sum of logarithms: 256 of them, each below
-// 2, stay below 2^256.
+// Eight lanes of sums, whatever the registers' width, so that the order of additions is always the
+// same; kRegister doubles to a register. The logarithm of a product of mantissas stands for a sum
+// of logarithms: there are 512 to a lane, each below 2, so that their product stays below 2^512.
+template <size_t kRegister>
 HVDS_INLINE void MomentsLoop(const float* sums, size_t n, uint32_t key, MomentSums* result) {
-  constexpr size_t kLanes = 16;
-  double sum[kLanes] = {}, of_squares[kLanes] = {}, of_magnitudes[kLanes] = {};
-  double mantissas[kLanes];
-  int64_t exponents[kLanes] = {}, count[kLanes] = {};
-  float largest[kLanes] = {};
-  std::fill_n(mantissas, kLanes, 1.0);
-  const auto add = [&](float x, size_t lane) __attribute__((always_inline)) {
-    const uint32_t magnitude_key = KeyOf(x);
-    const bool used = magnitude_key >= key && magnitude_key < kNonFiniteKey;
-    const double value = used ? x : 0.0;
-    const double magnitude = used ? FloatOf(magnitude_key) : 1.0;
-    uint64_t bits;
-    std::memcpy(&bits, &magnitude, sizeof bits);
-    const uint64_t mantissa_bits = (bits & 0x000fffffffffffffu) | 0x3ff0000000000000u;
-    double mantissa;
-    std::memcpy(&mantissa, &mantissa_bits, sizeof mantissa);
-    sum[lane] += value;
-    of_squares[lane] += value * value;
-    of_magnitudes[lane] += value < 0.0 ? -value : value;
-    mantissas[lane] *= mantissa;
-    exponents[lane] += static_cast<int64_t>(bits >> 52) - 1023;
-    count[lane] += used;
-    const float candidate = used ? FloatOf(magnitude_key) : 0.0f;
-    largest[lane] = candidate > largest[lane] ? candidate : largest[lane];
+  constexpr size_t kLanes = 8, kRegisters = kLanes / kRegister;
+  static_assert(kMomentsNumel / kLanes <= 512, "products of mantissas must not overflow");
+  using Ints = typename VectorOf<int32_t, kRegister>::Type;
+  using Floats = typename VectorOf<float, kRegister>::Type;
+  using Longs = typename VectorOf<uint64_t, kRegister>::Type;
+  using Doubles = typename VectorOf<double, kRegister>::Type;
+  Doubles sum[kRegisters] = {}, of_squares[kRegisters] = {}, of_magnitudes[kRegisters] = {};
+  Doubles mantissas[kRegisters];
+  Longs exponents[kRegisters] = {};
+  Ints count[kRegisters] = {}, largest[kRegisters] = {};
+  for (Doubles& product : mantissas) product = Doubles{} + 1.0;
+  const auto add = [&](const float* eight) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (size_t r = 0; r < kRegisters; ++r) {
+      Ints bits;
+      std::memcpy(&bits, eight + r * kRegister, sizeof bits);
+      const Ints magnitude_key = bits & static_cast<int32_t>(kMagnitudeMask);
+      const Ints used = (magnitude_key >= static_cast<int32_t>(key)) &
+                        (magnitude_key < static_cast<int32_t>(kNonFiniteKey));
+      const Ints used_key = magnitude_key & used;
+      const Doubles value = __builtin_convertvector((Floats)(bits & used), Doubles);
+      const Doubles magnitude = __builtin_convertvector((Floats)used_key, Doubles);
+      const Longs magnitude_bits = (Longs)magnitude;
+      sum[r] += value;
+      of_squares[r] += magnitude * magnitude;
+      of_magnitudes[r] += magnitude;
+      // Of a zero, mantissa 1 and exponent field 0: it leaves no trace.
+      mantissas[r] *= (Doubles)((magnitude_bits & 0x000fffffffffffffu) | 0x3ff0000000000000u);
+      exponents[r] += magnitude_bits >> 52;
+      count[r] -= used;
+      const Ints larger = used_key > largest[r];
+      largest[r] = (used_key & larger) | (largest[r] & ~larger);
+    }
   };
   size_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (size_t lane = 0; lane < kLanes; ++lane) add(sums[i + lane], lane);
+  for (; i + kLanes <= n; i += kLanes) add(sums + i);
+  if (i < n) {
+    float rest[kLanes] = {};
+    std::copy(sums + i, sums + n, rest);
+    add(rest);
   }
-  for (size_t lane = 0; i + lane < n; ++lane) add(sums[i + lane], lane);
-  for (size_t lane = 0; lane < kLanes; ++lane) {
-    result->count += count[lane];
-    result->sum += sum[lane];
-    result->of_squares += of_squares[lane];
-    result->of_magnitudes += of_magnitudes[lane];
-    result->of_logs +=
-        std::log(mantissas[lane]) + 0.693147180559945309417 * static_cast<double>(exponents[lane]);
-    result->largest = std::max(result->largest, largest[lane]);
+  for (size_t r = 0; r < kRegisters; ++r) {
+    for (size_t lane = 0; lane < kRegister; ++lane) {
+      constexpr double kLn2 = 0.693147180559945309417;
+      const int64_t used = count[r][lane];
+      const int64_t exponent = static_cast<int64_t>(exponents[r][lane]) - 1023 * used;
+      result->count += used;
+      result->sum += sum[r][lane];
+      result->of_squares += of_squares[r][lane];
+      result->of_magnitudes += of_magnitudes[r][lane];
+      result->of_logs += std::log(mantissas[r][lane]) + kLn2 * static_cast<double>(exponent);
+      result->largest = std::max(result->largest, FloatOf(static_cast<uint32_t>(largest[r][lane])));
+    }
   }
 }
 

@@ -79,9 +79,6 @@ struct Kernels {
   FilterFn at_least;
   FilterFn below;
 
-  // Adds to counts[t] how many of the sums reach keys[t] >= 1.
-  void (*count)(const float* sums, size_t n, const uint32_t* keys, size_t key_count,
-                uint64_t* counts);
   // Adds what the finite ones of n <= kMomentsNumel sums that reach `key` >= 1 contribute.
   void (*moments)(const float* sums, size_t n, uint32_t key, MomentSums* result);
   // A key >= 1 that at least k of the sums reach and, for small k, not many more; 1 if fewer than k

@@ -159,13 +159,8 @@ HVDS_AVX2 size_t Filter(const int32_t* indices, const float* values, size_t n, u
   return count;
 }
 
-HVDS_AVX2 void Count(const float* sums, size_t n, const uint32_t* keys, size_t key_count,
-                     uint64_t* counts) {
-  CountLoop(sums, n, keys, key_count, counts);
-}
-
 HVDS_AVX2 void Moments(const float* sums, size_t n, uint32_t key, MomentSums* result) {
-  MomentsLoop(sums, n, key, result);
+  MomentsLoop<4>(sums, n, key, result);
 }
 
 HVDS_AVX2 uint32_t Pivot(const float* sums, size_t n, size_t k) { return PivotLoop(sums, n, k); }
@@ -201,7 +196,6 @@ const Kernels kAvx2Kernels = {
     HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,
-    Count,
     Moments,
     Pivot,
     StreamOut,

@@ -187,13 +187,8 @@ HVDS_AVX512 size_t Filter(const int32_t* indices, const float* values, size_t n,
   return count;
 }
 
-HVDS_AVX512 void Count(const float* sums, size_t n, const uint32_t* keys, size_t key_count,
-                       uint64_t* counts) {
-  CountLoop(sums, n, keys, key_count, counts);
-}
-
 HVDS_AVX512 void Moments(const float* sums, size_t n, uint32_t key, MomentSums* result) {
-  MomentsLoop(sums, n, key, result);
+  MomentsLoop<8>(sums, n, key, result);
 }
 
 HVDS_AVX512 uint32_t Pivot(const float* sums, size_t n, size_t k) { return PivotLoop(sums, n, k); }
@@ -228,7 +223,6 @@ const Kernels kAvx512Kernels = {
     HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,
-    Count,
     Moments,
     Pivot,
     StreamOut,

@@ -60,12 +60,8 @@ size_t Filter(const int32_t* indices, const float* values, size_t n, uint32_t ke
   return count;
 }
 
-void Count(const float* sums, size_t n, const uint32_t* keys, size_t key_count, uint64_t* counts) {
-  CountLoop(sums, n, keys, key_count, counts);
-}
-
 void Moments(const float* sums, size_t n, uint32_t key, MomentSums* result) {
-  MomentsLoop(sums, n, key, result);
+  MomentsLoop<4>(sums, n, key, result);
 }
 
 uint32_t Pivot(const float* sums, size_t n, size_t k) { return PivotLoop(sums, n, k); }
@@ -87,7 +83,6 @@ const Kernels kPortableKernels = {
     HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,
-    Count,
     Moments,
     Pivot,
     StreamOut,

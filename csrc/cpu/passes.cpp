@@ -121,20 +121,19 @@ uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int
 
   workspace.keys.Reserve(sample);
   uint32_t* const keys = workspace.keys.data();
-  const std::vector<Segment>& segments = source.gradients.segments;
-  const SumFn* const sum = ActiveKernels().sum[source.rule];
+  const SumFn* const sum = ElementSums(source.rule);
   const int tasks = TaskCount(n, threads);
   Run(tasks, threads, [&](int t) {
     // One element at random out of each of `sample` equal strata.
     const size_t stratum = n / sample;
     const size_t first = sample * t / tasks, last = sample * (t + 1) / tasks;
-    size_t s = source.gradients.Find(first * stratum);
+    Cursor cursor(source.gradients);
     for (size_t i = first; i < last; ++i) {
       const size_t at =
           i * stratum + (stratum * uint64_t{Scramble(static_cast<uint32_t>(i))} >> 32);
-      while (at >= segments[s].begin + segments[s].numel) ++s;
+      const Segment& segment = cursor.MoveTo(at);
       float x;
-      sum[segments[s].dtype](source.SpanOf(segments[s], at, 1), &x);
+      sum[segment.dtype](source.SpanOf(segment, at, 1), &x);
       keys[i] = KeyOf(x);
     }
   });

@@ -31,6 +31,22 @@ struct Gradients {
   size_t Find(size_t at) const;
 };
 
+// Walks over segments in ascending order.
+class Cursor {
+ public:
+  explicit Cursor(const Gradients& gradients) : segments_(gradients.segments) {}
+
+  // The segment that holds `at`, which must not be below that of the call before.
+  const Segment& MoveTo(size_t at) {
+    while (at >= segments_[s_].begin + segments_[s_].numel) ++s_;
+    return segments_[s_];
+  }
+
+ private:
+  const std::vector<Segment>& segments_;
+  size_t s_ = 0;
+};
+
 // What is accumulated: gradients into a residual, directly or through a momentum.
 struct Source {
   float* residual;
@@ -100,6 +116,10 @@ uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int
 
 // The k-th largest key of x, by counting; 1 <= k <= n.
 uint32_t ExactKey(const float* x, size_t n, size_t k, int threads);
+
+// The kernels that sum a few elements best, by dtype: a vector register would reach into lines and
+// pages that are not asked for.
+inline const SumFn* ElementSums(Rule rule) { return kPortableKernels.sum[rule]; }
 
 // Writes to `sums` what a pass over [begin, end) would make of the residual.
 void SumRange(const Source& source, size_t begin, size_t end, float* sums);

@@ -28,10 +28,10 @@ def calling_optimizer(compressor: object) -> Any:
 
 
 def calling_parameter() -> Parameter | None:
-    """The parameter whose gradient Horovod is handing over, read from its frame, or None."""
+    """The parameter whose gradient Horovod hands over or takes back, from its frame, or None."""
     frame = sys._getframe(1)
     for _ in range(SEARCHED_FRAMES):
-        if frame.f_code.co_name == "_allreduce_grad_async":
+        if frame.f_code.co_name in ("_allreduce_grad_async", "synchronize"):
             candidate = frame.f_locals.get("p")
             return candidate if isinstance(candidate, Parameter) else None
         if frame.f_back is None:

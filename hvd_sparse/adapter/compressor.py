@@ -6,7 +6,8 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_sparse.adapter.binding import ParameterLookup, calling_optimizer
+from hvd_sparse.adapter.binding import ParameterLookup, calling_optimizer, calling_parameter
+from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
+from hvd_sparse.checks import check_choice
+from hvd_sparse.communicator import ALGORITHMS
 from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.transports.choose import create_transport
@@ -78,6 +82,7 @@ class SparseCompressor:
         self._timeout_s = timeout_s
         self._dense_below = dense_below
         self._lookup = None if named_parameters is None else ParameterLookup(named_parameters)
+        self._embeddings: EmbeddingExchange | None = None
         self._start()
 
     def _start(self) -> None:
@@ -133,25 +138,56 @@ class SparseCompressor:
             HorovodInternalError: A peer is gone; `hvd.elastic` recovers from it.
             PlanError: Ranks have different gradients.
         """
+        if self._embeddings is not None and (self._world_is_current() or self._begin_step()):
+            self._embeddings.launch()  # before this rank waits for anything
         self._stepping = False
         if ctx is None:
-            return tensor
+            return self._embedding_gradient(tensor)
         if isinstance(ctx, Dense):
             if ctx.flushed is not None and tensor.isfinite().all():
                 self._engine.forget_leftover(ctx.flushed)  # otherwise the step will be skipped
             return tensor.to(ctx.dtype)
         self._learn_scale(tensor)
-        try:
+        with as_horovod_error():
             result = self._engine.result(ctx.name)
-        except TransportError as error:
-            from horovod.common.exceptions import HorovodInternalError
-
-            raise HorovodInternalError(f"hvd_sparse: {error}") from error
         if result.shape != ctx.shape:
             raise RuntimeError(f"{ctx.name}: shape {tuple(result.shape)} is not {tuple(ctx.shape)}")
         return result
 
+    def _embedding_gradient(self, tensor: Tensor) -> Tensor:
+        """What becomes of a sparse gradient that Horovod has gathered, or of its stand-in."""
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if self._embeddings is None or optimizer is None:
+            return tensor
+        import horovod.torch as hvd
+
+        scale = 1.0 / self._world_size if optimizer.op == hvd.Average else 1.0
+        with as_horovod_error():
+            result = self._embeddings.result(calling_parameter(), scale)
+        return tensor if result is None else result
+
     # -- for the user ------------------------------------------------------------------------------
+
+    def exchange_embeddings(
+        self, named_parameters: Iterable[tuple[str, Parameter]], *, algorithm: str = "auto"
+    ) -> None:
+        """Reduce the gradients of embeddings with `sparse=True` too, by `sparse_allreduce`.
+
+        Otherwise Horovod gathers them, which grows with the number of ranks. Nothing is selected
+        or rounded. To be called before the first backward pass.
+
+        Args:
+            named_parameters: As `model.named_parameters()`, the same on all ranks; those whose
+                gradients are not sparse are left alone.
+            algorithm: See `hvd_sparse.sparse_allreduce`.
+
+        Raises:
+            ConfigError: `algorithm` is unknown, or this was called before.
+        """
+        check_choice("algorithm", algorithm, ["auto", *ALGORITHMS])
+        if self._embeddings is not None:
+            raise ConfigError("exchange_embeddings must be called once, got a second call")
+        self._embeddings = EmbeddingExchange((p for _, p in named_parameters), algorithm)
 
     def stats(self) -> Stats:
         """What was selected, sent and waited for, per bucket and step."""
@@ -193,6 +229,8 @@ class SparseCompressor:
     def close(self) -> None:
         """Stop the background thread and close the connections; a later step opens them again."""
         self._engine.disconnect()
+        if self._embeddings is not None:
+            self._embeddings.disconnect()
         self._world = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,6 +246,7 @@ class SparseCompressor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lookup = None
+        self._embeddings = None
         self._start()
 
     # -- the start of a step -----------------------------------------------------------------------
@@ -251,6 +290,8 @@ class SparseCompressor:
         world = HorovodBootstrap(process_set)
         transport = create_transport(self._transport_name, world, self._timeout_s)
         self._engine.connect(transport)
+        if self._embeddings is not None:
+            self._embeddings.connect(create_transport(self._transport_name, world, self._timeout_s))
         self._engine.agree()
         self._world, self._world_size = mpi_ops._handle_map, world.size
         self._standin = make_standin(world.rank)
@@ -300,6 +341,17 @@ class SparseCompressor:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
+
+
+@contextmanager
+def as_horovod_error() -> Iterator[None]:
+    """A lost peer is an error that `hvd.elastic` recovers from."""
+    try:
+        yield
+    except TransportError as error:
+        from horovod.common.exceptions import HorovodInternalError
+
+        raise HorovodInternalError(f"hvd_sparse: {error}") from error
 
 
 def as_horovod_takes_it(tensor: Tensor) -> Tensor:

@@ -1,37 +1,57 @@
-"""The choice of a collective from the costs in Ok-Topk's Table 1."""
+"""The choice of a collective by size, density, world and link, from the cost model."""
 
 from __future__ import annotations
 
-from math import ceil, log2
+from collections.abc import Callable, Mapping, Sequence
 
 from hvd_sparse.collectives.base import Collective
+from hvd_sparse.collectives.dsar_split_allgather import DsarSplitAllgather
+from hvd_sparse.collectives.link import link_of
 from hvd_sparse.collectives.oktopk import OkTopk
+from hvd_sparse.collectives.ssar_recursive_double import SsarRecursiveDouble
+from hvd_sparse.collectives.ssar_split_allgather import SsarSplitAllgather
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
+from hvd_sparse.cost_model import cheapest
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 
-ALPHA_S = 1e-4
-"""α: what a message costs on an ordinary TCP network."""
-BETA_S_PER_WORD = 3.2e-8
-"""β: what a word of four bytes costs at 1 Gb/s."""
+LOSSLESS: Mapping[str, Callable[..., Collective]] = {
+    "topk_allgather": TopkAllgather,
+    "ssar_recursive_double": SsarRecursiveDouble,
+    "ssar_split_allgather": SsarSplitAllgather,
+    "dsar_split_allgather": DsarSplitAllgather,
+}
+"""What sums all that the ranks bring."""
+CANDIDATES: Mapping[str, Callable[..., Collective]] = {**LOSSLESS, "oktopk": OkTopk}
+"""The same, and what applies the k largest of the sum."""
 
 
-def topk_allgather_s(world_size: int, k: int) -> float:
-    """Cost of TopkA: α log P + 2k (P-1) β."""
-    return ceil(log2(world_size)) * ALPHA_S + 2 * k * (world_size - 1) * BETA_S_PER_WORD
+def cheapest_algorithm(
+    transport: Transport, numel: int, k: int, algorithms: Sequence[str] = tuple(LOSSLESS)
+) -> str:
+    """The algorithm with the least expected time on a transport; the same on every rank.
 
+    Collective: the first call on a transport measures its link, unless `transport.link` is given.
 
-def oktopk_s(world_size: int, k: int) -> float:
-    """Cost of Ok-Topk: (2P + 2 log P) α + 6k (P-1)/P β."""
-    messages = 2 * world_size + 2 * ceil(log2(world_size))
-    return messages * ALPHA_S + 6 * k * (world_size - 1) / world_size * BETA_S_PER_WORD
+    Args:
+        transport: What the messages go over.
+        numel: n, equal on all ranks.
+        k: Entries of a rank, equal on all ranks.
+        algorithms: Names that `hvd_sparse.cost_model` knows; among equals the first one wins.
+
+    Raises:
+        TransportError: A peer is gone or did not answer.
+    """
+    return cheapest(algorithms, transport.world_size, numel, k, link_of(transport))
 
 
 def automatic_collective(
     transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN
 ) -> Collective:
-    """TopkA where the world or k is small, Ok-Topk elsewhere; the same on every rank."""
-    world_size = transport.world_size
-    if topk_allgather_s(world_size, k) <= oktopk_s(world_size, k):
-        return TopkAllgather(transport, numel, k, wire=wire)
-    return OkTopk(transport, numel, k, wire=wire)
+    """The cheapest of `CANDIDATES`; see `cheapest_algorithm`.
+
+    Which one that is depends on a measurement, so two runs may differ where two cost about the
+    same. Name a collective, or set `transport.link`, where they must not.
+    """
+    name = cheapest_algorithm(transport, numel, k, tuple(CANDIDATES))
+    return CANDIDATES[name](transport, numel, k, wire=wire)

@@ -19,7 +19,6 @@ from hvd_sparse.ops.estimation import (
     count_at_least,
     kth_magnitude,
     sample_accumulator,
-    sampled_threshold,
 )
 from hvd_sparse.ops.moments import Moments
 from hvd_sparse.ops.momentum import Momentum
@@ -61,7 +60,6 @@ __all__ = [
     "qsgd_dequantize",
     "qsgd_quantize",
     "sample_accumulator",
-    "sampled_threshold",
     "scatter_add",
     "take_at",
     "threshold_stream",

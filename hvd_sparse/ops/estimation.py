@@ -15,10 +15,6 @@ from hvd_sparse.ops._dispatch import implementation
 from hvd_sparse.ops.moments import Moments
 from hvd_sparse.ops.momentum import Momentum
 
-_SAMPLE_DENSITY = 0.01
-_SAMPLE_RUN = 4
-_SAMPLE_NUMEL_MIN, _SAMPLE_NUMEL_MAX = 2**12, 2**18
-
 
 def kth_magnitude(x: Tensor, k: int) -> float:
     """The k-th largest magnitude.
@@ -46,7 +42,7 @@ def sample_accumulator(
 ) -> Tensor:
     """Magnitudes of the accumulator at regular places.
 
-    Memory is read by the cache line: four consecutive elements cost about what one does.
+    Memory is read by the cache line: 16 consecutive elements cost little more than one does.
 
     Args:
         residual: float32 `(n,)`.
@@ -70,44 +66,6 @@ def sample_accumulator(
     return implementation(device).sample_accumulator(
         residual, gradients, start, stride, run, momentum
     )
-
-
-def sampled_threshold(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    k: int,
-    seed: int,
-    momentum: Momentum | None = None,
-) -> float:
-    """About the k-th largest magnitude of the accumulator, from a strided sample of 1 %.
-
-    The sample has 4096 to 262144 elements (all of a shorter vector), so that it takes a small part
-    of a pass. The k-th magnitude of n is estimated by the exact one of rank k·m/n in the sample of
-    m: the number of entries that it lets pass has a relative standard deviation of about
-    (k·m/n)^(-1/2), more where neighbours resemble each other.
-
-    Source: Lin et al., "Deep Gradient Compression" (ICLR '18), section 3: threshold by sampling.
-
-    Args:
-        residual: float32 `(n,)`, n >= 1.
-        gradients: As for `accumulate_select`.
-        k: How many entries should pass, in [1, n].
-        seed: Random and non-negative: it sets where the sample begins.
-        momentum: As for `accumulate_select`.
-
-    Raises:
-        TypeError: A tensor has another dtype, or a number is not an int.
-        ValueError: As for `accumulate_select`, or a number is out of its range.
-    """
-    numel, _ = checks.accumulation(residual, gradients, momentum)
-    checks.integer("k", k, 1, numel)
-    checks.integer("seed", seed, 0)
-    wanted = min(max(round(numel * _SAMPLE_DENSITY), _SAMPLE_NUMEL_MIN), _SAMPLE_NUMEL_MAX)
-    stride = max(1, numel * _SAMPLE_RUN // wanted)
-    run = min(_SAMPLE_RUN, stride)
-    sample = sample_accumulator(residual, gradients, seed % stride, stride, run, momentum)
-    rank = round(k * sample.numel() / numel)
-    return kth_magnitude(sample, min(max(rank, 1), sample.numel()))
 
 
 def accumulator_moments(

@@ -6,7 +6,7 @@ release: 1 % of the elements, strided, from a random start.
 Symbols: n elements, s of them sampled, k wanted.
 
 Departures:
-  * Runs of four neighbours, at an odd stride, so that it does not beat with a layer's width of a
+  * Runs of 16 neighbours, at an odd stride, so that it does not beat with a layer's width of a
     power of two; 4096 to 262144 elements in all.
   * Of the sample, s k/n ± its square root (one standard deviation) reach the k-th magnitude. The
     threshold is taken two deviations deeper than that rank. So it lets a little too many pass as a
@@ -31,7 +31,7 @@ from hvd_sparse.selectors.thresholded import Estimator
 
 SAMPLE_SHARE = 0.01
 LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 18
-RUN = 4
+RUN = 16
 """Neighbours that are looked at together: memory is read by the cache line."""
 
 

@@ -95,23 +95,3 @@ def test_moments_by_hand() -> None:
     assert moments.sum_of_logs == pytest.approx(math.log(12.0))
     empty = ops.accumulator_moments(torch.zeros(0), [])
     assert empty == Moments(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("numel", [1, 5, 1000, 2**16 + 1, 2**20])
-def test_sampled_threshold(numel: int) -> None:
-    residual, gradient = torch.randn(2, numel, generator=generator())
-    k = max(1, numel // 100)
-    exact = ops.kth_magnitude(residual + gradient, k)
-    for seed in (0, 1, 2**31 - 1):
-        sampled = ops.sampled_threshold(residual, [gradient], k, seed)
-        if numel <= 4096:
-            assert sampled == exact
-        else:
-            passed = int(((residual + gradient).abs() >= sampled).sum())
-            assert passed == pytest.approx(k, rel=0.5)
-
-
-def test_sampled_threshold_with_momentum() -> None:
-    v, u, g = torch.randn(3, 1000, generator=generator())
-    exact = ops.kth_magnitude(v + (u * 0.9 + g), 10)
-    assert ops.sampled_threshold(v, [g], 10, 0, Momentum(u, 0.9)) == exact

@@ -1,0 +1,127 @@
+"""One rank of `benchmarks.allreduce`'s sweep: all collectives on random streams."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.distributed
+from torch import Tensor
+
+from benchmarks.allreduce_worker import torch_gloo_allreduce
+from hvd_sparse.collectives.automatic import CANDIDATES, LOSSLESS, cheapest_algorithm
+from hvd_sparse.collectives.link import link_of
+from hvd_sparse.simulator import ALGORITHMS, SyntheticStreams
+from hvd_sparse.stream import SparseStream
+from hvd_sparse.transports import Transport
+from hvd_sparse.transports.choose import create_transport
+from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+
+dist: Any = torch.distributed
+WARMUP_STEPS = 3
+STREAMS = SyntheticStreams()
+
+
+def dense(stream: SparseStream) -> Tensor:
+    out = torch.zeros(stream.numel)
+    out[stream.indices.long()] = stream.values
+    return out
+
+
+def verify(name: str, reduced: SparseStream, stream: SparseStream) -> None:
+    """Ranks agree; what applies everything has the dense sum, what applies k has part of it."""
+    result = dense(reduced)
+    bits = result.view(torch.int32).sum(dtype=torch.int64)
+    assert hvd.allreduce(bits, op=hvd.Min) == hvd.allreduce(bits, op=hvd.Max), name
+    total = hvd.allreduce(dense(stream), op=hvd.Sum)
+    if name in LOSSLESS or name in ("dense", "topk_dsa"):
+        torch.testing.assert_close(result, total, rtol=1e-5, atol=1e-4, msg=name)
+    elif name == "oktopk":
+        applied = reduced.indices.long()
+        torch.testing.assert_close(result[applied], total[applied], rtol=1e-5, atol=1e-4, msg=name)
+
+
+def timed(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of the slowest rank, the contenders taking turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            dist.barrier()
+            start = perf_counter()
+            function()
+            seconds[name].append(perf_counter() - start)
+    everyone = hvd.allgather_object(seconds, name="seconds")
+    return {
+        name: median(max(each) for each in zip(*(r[name] for r in everyone), strict=True))
+        for name in functions
+    }
+
+
+def measure(
+    transport: Transport,
+    numel: int,
+    density: float,
+    repeats: int,
+    gloo_allreduce: Callable[[Tensor], object],
+) -> dict[str, Any]:
+    """Every algorithm at one density, and what would be chosen."""
+    k = max(1, round(density * numel))
+    streams = [STREAMS.stream(hvd.rank(), step, numel, k) for step in range(WARMUP_STEPS)]
+    functions: dict[str, Callable[[], object]] = {}
+    for name, make in ALGORITHMS.items():
+        collective = make(transport, numel, k)
+        for stream in streams:
+            reduction = collective.reduce(stream)
+        verify(name, reduction.reduced, streams[-1])
+        functions[name] = lambda reduce=collective.reduce: reduce(streams[-1])  # type: ignore[misc]
+    vector = dense(streams[-1])
+    functions["gloo"] = lambda: gloo_allreduce(vector)
+    functions["gloo"]()
+    return {
+        "density": density,
+        "k": k,
+        "seconds": timed(functions, repeats),
+        "chosen": {
+            "auto": cheapest_algorithm(transport, numel, k, tuple(CANDIDATES)),
+            "auto of everything": cheapest_algorithm(transport, numel, k),
+        },
+    }
+
+
+def main() -> None:
+    """Measure every density, and write rank 0's findings."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--numel", type=int, required=True)
+    parser.add_argument("--density", type=float, nargs="+", required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--interface")
+    options = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+
+    gloo_allreduce = torch_gloo_allreduce(options.interface)
+    transport = create_transport("auto", HorovodBootstrap(hvd.global_process_set), 120.0)
+    link = link_of(transport)
+    found = [
+        measure(transport, options.numel, density, options.repeats, gloo_allreduce)
+        for density in options.density
+    ]
+    if hvd.rank() == 0:
+        facts = {"alpha_s": link.alpha_s, "beta_s_per_byte": link.beta_s_per_byte}
+        facts["reduction_s_per_byte"] = link.reduction_s_per_byte
+        options.out.write_text(json.dumps({"link": facts, "densities": found}))
+    hvd.barrier()
+    transport.close()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Gradients of embeddings (`sparse=True`) by sparse allreduce, instead of Horovod's allgather.
+
+Horovod never calls `compress` for a sparse gradient. A hook that runs before Horovod's therefore
+takes the gradient over, and leaves a stand-in of one row of zeros, which costs next to nothing to
+gather; where Horovod hands that back, the sum takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvd_sparse.communicator import Communicator, SparseHandle
+from hvd_sparse.transports import Transport
+from hvd_sparse.user_vector import DTYPES
+
+
+class EmbeddingExchange:
+    """The sparse gradients among some parameters'.
+
+    Args:
+        parameters: Any of the optimizer's, in the same order on all ranks; those whose gradients
+            are not sparse are left alone.
+        algorithm: See `sparse_allreduce`.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], algorithm: str) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._algorithm = algorithm
+        self._taken: dict[Parameter, Tensor] = {}
+        self._standins: dict[Parameter, Tensor] = {}
+        self._handles: dict[Parameter, SparseHandle[Tensor]] = {}
+        self._communicator: Communicator | None = None
+        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self._parameters]
+
+    def connect(self, transport: Transport) -> None:
+        """Use a transport, which is this object's alone, from the next step on."""
+        self.disconnect()
+        self._communicator = Communicator(transport)
+
+    def disconnect(self) -> None:
+        """Close the transport, if there is one, and drop an exchange that is under way."""
+        self._handles = {}
+        if self._communicator is not None:
+            self._communicator.transport.abort()
+            self._communicator.close()
+        self._communicator = None
+
+    def _take(self, parameter: Tensor) -> None:
+        """Take a sparse gradient over, as soon as a backward pass has made or added to it."""
+        gradient = parameter.grad
+        if gradient is None or not gradient.is_sparse:
+            return
+        assert isinstance(parameter, Parameter)
+        taken = self._taken.get(parameter)
+        if taken is not None and gradient is self._standins[parameter]:
+            gradient = taken + gradient  # another pass before the same step has added to it
+        self._taken[parameter] = gradient
+        parameter.grad = self._standins[parameter] = _standin(gradient)
+
+    def launch(self) -> None:
+        """Start to exchange what was taken, in the order that all ranks share."""
+        if not self._taken:
+            return
+        assert self._communicator is not None
+        for parameter in self._parameters:
+            gradient = self._taken.pop(parameter, None)
+            if gradient is not None:
+                wide = gradient if gradient.dtype in DTYPES else gradient.float()
+                self._handles[parameter] = self._communicator.allreduce_async(
+                    wide, algorithm=self._algorithm
+                )
+
+    def result(self, parameter: Parameter | None, scale: float) -> Tensor | None:
+        """The sum of a parameter's gradients times `scale`; None if none was taken.
+
+        Raises:
+            TransportError: A peer is gone or did not answer.
+            PlanError: Ranks have different gradients.
+        """
+        handle = None if parameter is None else self._handles.pop(parameter, None)
+        if handle is None:
+            return None
+        assert parameter is not None
+        return (handle.wait() * scale).to(parameter.dtype)
+
+
+def _standin(gradient: Tensor) -> Tensor:
+    """A sparse tensor of the same shape that stands for nothing: zeros, in one row."""
+    sparse_dim = gradient.sparse_dim()
+    places = torch.zeros((sparse_dim, 1), dtype=torch.int64, device=gradient.device)
+    values = gradient.new_zeros((1, *gradient.shape[sparse_dim:]), layout=torch.strided)
+    return torch.sparse_coo_tensor(places, values, gradient.shape, check_invariants=False)

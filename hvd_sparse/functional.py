@@ -1,0 +1,124 @@
+"""Sparse collectives among Horovod's ranks, for sparse vectors of any origin.
+
+Each Horovod world has one connection for these calls, made at the first of them, beside Horovod's
+own and beside those of compressors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from hvd_sparse.communicator import Communicator, SparseHandle
+from hvd_sparse.operation import Operation
+from hvd_sparse.transports.choose import create_transport
+from hvd_sparse.user_vector import SparseVector
+from hvd_sparse.wire import Wire
+
+Vector = TypeVar("Vector", bound=SparseVector)
+
+TIMEOUT_S = 600.0
+
+
+def sparse_allreduce(
+    x: Vector,
+    *,
+    algorithm: str = "auto",
+    op: str | Operation = "sum",
+    wire: str | Wire = "float32",
+    process_set: Any = None,
+) -> Vector:
+    """Combine the ranks' sparse vectors, element by element; all ranks get the same bits.
+
+    Source: Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning"
+    (SC '19), section 5.
+
+    All ranks make the same calls in the same order. A small message first tells whether they do.
+
+    Args:
+        x: A `SparseStream`, or a torch sparse COO tensor (with dense dimensions too, as embedding
+            gradients have), of the same shape on all ranks; float32, float64, int32 or int64.
+        algorithm: "ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather", or
+            "auto", the cheapest one for the size, the density and the world.
+        op: "sum", "max", "min", or an `Operation`. Absent entries stand for its neutral element: a
+            maximum is one over the ranks that have the entry.
+        wire: Form of the messages, see `Compression`; other ones than "float32" carry sums of
+            float32 vectors only, and their rounding is what `SparseHandle.lost` returns.
+        process_set: One of Horovod's; None for all ranks.
+
+    Returns:
+        What came of it, in the form of `x`; tensors are coalesced. Entries that equal the neutral
+        element may be there or not.
+
+    Raises:
+        TypeError: `x` is nothing of that kind.
+        ConfigError: An argument is out of its range.
+        UnsupportedError: The values' type, or the wire for it, is not supported.
+        PlanError: Ranks made different calls.
+        TransportError: A peer is gone or did not answer.
+    """
+    handle = sparse_allreduce_async(
+        x, algorithm=algorithm, op=op, wire=wire, process_set=process_set
+    )
+    return handle.wait()
+
+
+def sparse_allreduce_async(
+    x: Vector,
+    *,
+    algorithm: str = "auto",
+    op: str | Operation = "sum",
+    wire: str | Wire = "float32",
+    process_set: Any = None,
+) -> SparseHandle[Vector]:
+    """Start what `sparse_allreduce` does; `x` must not change until the handle is waited for."""
+    return communicator(process_set).allreduce_async(x, algorithm=algorithm, op=op, wire=wire)
+
+
+def sparse_allgather(x: Vector, *, process_set: Any = None) -> list[Vector]:
+    """Give every rank's sparse vector to every rank.
+
+    Args:
+        x: As in `sparse_allreduce`.
+        process_set: As in `sparse_allreduce`.
+
+    Returns:
+        The vectors, in the order of the ranks.
+
+    Raises:
+        TypeError: See `sparse_allreduce`; and so are the others.
+    """
+    return sparse_allgather_async(x, process_set=process_set).wait()
+
+
+def sparse_allgather_async(x: Vector, *, process_set: Any = None) -> SparseHandle[list[Vector]]:
+    """Start what `sparse_allgather` does; `x` must not change until the handle is waited for."""
+    return communicator(process_set).allgather_async(x)
+
+
+@dataclass(frozen=True, eq=False)
+class _Generation:
+    """One life of Horovod: every `hvd.init()` makes a new handle map."""
+
+    handle_map: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Generation) and self.handle_map is other.handle_map
+
+    def __hash__(self) -> int:
+        return id(self.handle_map)
+
+
+def communicator(process_set: Any = None) -> Communicator:
+    """The communicator of a process set, connected at the first call, which is collective."""
+    from horovod.torch import mpi_ops
+
+    return _connect(_Generation(mpi_ops._handle_map), process_set)
+
+
+@lru_cache(maxsize=8)
+def _connect(generation: _Generation, process_set: Any) -> Communicator:
+    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+
+    return Communicator(create_transport("auto", HorovodBootstrap(process_set), TIMEOUT_S))
