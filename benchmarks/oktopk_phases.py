@@ -39,6 +39,19 @@ NAIVE = {
 """Per phase, what balances it, and what does not. Levelling is for shares that are uneven, which
 balanced regions leave few of."""
 
+TIMED = {
+    "split and reduce": [
+        ("oktopk", "uniform regions, no levelling"),
+        ("oktopk", "not overlapped"),
+        ("oktopk", "not rotated"),
+    ],
+    "balance and allgather": [
+        ("oktopk", "uniform regions, no levelling"),
+        ("uniform regions, levelled", "uniform regions, no levelling"),
+    ],
+}
+"""Per phase, whose time is compared with whose."""
+
 
 def worst_words(variant: type[MeasuredOkTopk], P: int, numel: int, k: int) -> dict[str, float]:
     """Words that the busiest rank receives or sends in each phase, averaged over some steps."""
@@ -97,21 +110,17 @@ def volume_rows(P: int, numel: int, density: float) -> list[Row]:
 
 
 def time_rows(P: int, numel: int, density: float, found: dict[str, Any], place: str) -> list[Row]:
-    """Each variant's phases, against Ok-Topk's."""
+    """Each phase with what it has, against the same without."""
     case = f"P={P} n={numel} density={density:g} {place}, skewed"
-    rows = []
-    for phase, ours_s in found["oktopk"].items():
-        for name, phases in found.items():
-            if name == "oktopk":
-                continue
-            rows.append(
-                Row(
-                    *(case, f"oktopk {phase}", ours_s * 1e3, "ms"),
-                    baseline=f"{name}: {phases[phase] * 1e3:.2f} ms",
-                    ratio=phases[phase] / ours_s,
-                )
-            )
-    return rows
+    return [
+        Row(
+            *(case, f"{phase}, {ours}", found[ours][phase] * 1e3, "ms"),
+            baseline=f"{other}: {found[other][phase] * 1e3:.2f} ms",
+            ratio=found[other][phase] / found[ours][phase],
+        )
+        for phase, pairs in TIMED.items()
+        for ours, other in pairs
+    ]
 
 
 def main() -> None:
