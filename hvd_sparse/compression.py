@@ -218,6 +218,7 @@ class Compression:
             ConfigError: The policy is wrong; the message says file, line, key, range and value.
             OSError: It cannot be read.
         """
+        from hvd_sparse.planner import Planner
         from hvd_sparse.policy import assign, load_policy
 
         if policy is None:
@@ -228,9 +229,10 @@ class Compression:
             named_parameters = model.named_parameters()
         named = None if named_parameters is None else list(named_parameters)
         checked = load_policy(policy, constructors())
+        rules = assign(checked, named, model)
         return SparseCompressor(
             named,
-            assign(checked, named, model),
+            Planner(rules, checked.profile) if rules.planned else rules,
             transport=checked.transport,
             timeout_s=checked.timeout_s,
             dense_below=0,

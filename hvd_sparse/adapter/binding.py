@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 
 SEARCHED_FRAMES = 8
@@ -61,6 +62,10 @@ class ParameterLookup:
 
     def __len__(self) -> int:
         return len(self._named)
+
+    def specs(self) -> list[TensorSpec]:
+        """The parameters, in the order in which they were named."""
+        return [TensorSpec(name, tuple(p.shape), str(p.dtype)) for name, p in self._named]
 
     def name_of(self, gradient: Tensor) -> str | None:
         """The parameter's name, or None where the tensor is no known parameter's gradient."""

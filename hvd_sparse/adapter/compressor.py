@@ -17,17 +17,21 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import ParameterLookup, calling_optimizer, calling_parameter
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
+from hvd_sparse.adapter.planning import Planning
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.checks import check_choice
 from hvd_sparse.communicator import ALGORITHMS
 from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError, UnsupportedError
+from hvd_sparse.planner import Planner
+from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import create_transport
 
 logger = logging.getLogger("hvd_sparse")
 
 SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Types that are exchanged sparsely; the residual is float32, so float64 would lose precision."""
+SPARSE_DTYPE_NAMES = tuple(map(str, SPARSE_DTYPES))
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,12 @@ class SparseCompressor:
         self._engine = Engine(self.method, self.observer)
         self._optimizer: weakref.ref[Any] | None = None
         self._world: object | None = None
+        self._transport: Transport
+        self._process_set: Any = None
         self._world_size = 1
         self._standin = make_standin(0)
         self._stepping = False
+        self._planning: Planning | None = None
         self._warned: set[str] = set()
         try:
             from hvd_sparse.adapter.elastic import register
@@ -120,6 +127,8 @@ class SparseCompressor:
                 f"{len(self._lookup)} named_parameters: it is reduced densely"
             )
             return tensor, Dense(tensor.dtype)
+        if self._planning is not None:
+            self._planning.arrived(name)
         spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype))
         if not self._is_sparse(spec, tensor):
             return self._hand_to_horovod(name, tensor)
@@ -224,6 +233,7 @@ class SparseCompressor:
         self.method = method
         self._engine.reassign(method)
         if self._world is not None:
+            self._start_planning()
             self._engine.agree()
 
     def close(self) -> None:
@@ -260,6 +270,8 @@ class SparseCompressor:
             self._bind(optimizer)
         if not self._world_is_current():
             self._connect(optimizer.process_set)
+        elif self._planning is not None:
+            self._review()
         self._stepping = True
         return True
 
@@ -292,10 +304,30 @@ class SparseCompressor:
         self._engine.connect(transport)
         if self._embeddings is not None:
             self._embeddings.connect(create_transport(self._transport_name, world, self._timeout_s))
+        self._process_set, self._transport = process_set, transport
+        self._start_planning()
         self._engine.agree()
         self._world, self._world_size = mpi_ops._handle_map, world.size
         self._standin = make_standin(world.rank)
         logger.info("rank %d of %d uses transport %s", world.rank, world.size, transport.name)
+
+    def _start_planning(self) -> None:
+        self._planning = None
+        if isinstance(self.method, Planner):
+            assert self._lookup is not None
+            specs = [spec for spec in self._lookup.specs() if spec.dtype in SPARSE_DTYPE_NAMES]
+            self._planning = Planning(
+                self.method, self._engine, specs, self._transport, self._process_set
+            )
+
+    def _review(self) -> None:
+        assert self._planning is not None
+        try:
+            self._planning.begin_step()
+        except TransportError as error:
+            from horovod.common.exceptions import HorovodInternalError
+
+            raise HorovodInternalError(f"hvd_sparse: {error}") from error
 
     def _is_sparse(self, spec: TensorSpec, tensor: Tensor) -> bool:
         if tensor.dtype not in SPARSE_DTYPES or spec.numel < max(1, self._dense_below):

@@ -32,7 +32,8 @@ class Command:
         summary: One line for `hvd-sparse --help`.
         examples: Whole command lines, for its own help.
         add_arguments: Adds its arguments; `--json` is there already.
-        run: Does the work. A `HvdSparseError` or an `OSError` reaches the user as one line.
+        run: Does the work; None is for ranks that have nothing to tell. A `HvdSparseError` or an
+            `OSError` reaches the user as one line.
         json_file: Whether `--json` names a file to write beside the text, instead of printing JSON.
     """
 
@@ -40,7 +41,7 @@ class Command:
     summary: str
     examples: Sequence[str]
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], Output]
+    run: Callable[[argparse.Namespace], Output | None]
     json_file: bool = False
 
 

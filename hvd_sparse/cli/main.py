@@ -12,13 +12,15 @@ from pathlib import Path
 from hvd_sparse import __version__
 from hvd_sparse.cli.check import CHECK
 from hvd_sparse.cli.command import Command
+from hvd_sparse.cli.plan import PLAN
+from hvd_sparse.cli.profile import PROFILE
 from hvd_sparse.cli.report import REPORT
 from hvd_sparse.cli.simulate import SIMULATE
 from hvd_sparse.cli.trace import TRACE
 from hvd_sparse.cli.validate import VALIDATE
 from hvd_sparse.errors import HvdSparseError
 
-COMMANDS: tuple[Command, ...] = (CHECK, REPORT, TRACE, VALIDATE, SIMULATE)
+COMMANDS: tuple[Command, ...] = (CHECK, PLAN, PROFILE, REPORT, TRACE, VALIDATE, SIMULATE)
 
 FAILED = 2
 """Exit status where a command could not do its work, as argparse's own for wrong arguments."""
@@ -54,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = options.command
     try:
         output = command.run(options)
+        if output is None:
+            return 0
         report = json.dumps(output.report, indent=2)
         if isinstance(options.json, Path):
             options.json.write_text(report + "\n", encoding="utf-8")

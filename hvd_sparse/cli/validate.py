@@ -71,6 +71,8 @@ def tensors_of(
         spec = TensorSpec(name, tuple(p.shape), str(p.dtype))
         rule, choice = assignment.rule_of(spec), assignment.choice_of(spec)
         reduced = "dense" if choice.method is None else choice.method.description
+        if assignment.candidates_of(spec):
+            reduced = "as the planner decides"
         if choice.bucket:
             reduced += f" in bucket {choice.bucket!r}"
         tensors.append(

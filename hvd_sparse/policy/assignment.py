@@ -59,24 +59,27 @@ class Rule:
     Attributes:
         place: Its place in the policy.
         condition: Which tensors it is for.
-        method: How they are compressed; None: not at all.
+        methods: How they are compressed: one method, or the planner's candidates; none: not at all.
         bucket: Name of their bucket, or "".
+        planned: Whether a planner chooses, and may leave them dense.
     """
 
     place: int
     condition: Condition
-    method: Method | None
+    methods: tuple[Method, ...]
     bucket: str
+    planned: bool
 
     @property
     def choice(self) -> Choice:
-        """What becomes of a tensor that it decides."""
-        return Choice(self.method, self.bucket)
+        """What becomes of a tensor that it decides, a planner aside."""
+        return DENSE if self.planned or not self.methods else Choice(self.methods[0], self.bucket)
 
     @property
     def description(self) -> str:
         """All of it in words."""
-        return f"{self.condition} {self.bucket!r} {self.method and self.method.description}"
+        methods = " or ".join(method.description for method in self.methods) or "dense"
+        return f"{self.condition} {self.bucket!r} {'planned: ' * self.planned}{methods}"
 
 
 class PolicyAssignment:
@@ -105,6 +108,16 @@ class PolicyAssignment:
         """See `Assignment.choice_of`."""
         rule = self.rule_of(spec)
         return DENSE if rule is None else rule.choice
+
+    def candidates_of(self, spec: TensorSpec) -> tuple[Method, ...]:
+        """Methods of which a planner may choose one; none where a rule has decided."""
+        rule = self.rule_of(spec)
+        return rule.methods if rule is not None and rule.planned else ()
+
+    @property
+    def planned(self) -> bool:
+        """Whether any rule leaves its tensors to a planner."""
+        return any(rule.planned for rule in self.rules)
 
     def idle_rules(self, specs: Iterable[TensorSpec]) -> list[tuple[Rule, str]]:
         """Rules that decide on none of a model's tensors, with the reason."""

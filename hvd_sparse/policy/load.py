@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from torch.nn import Module, Parameter
 
-from hvd_sparse.engine import Method, TensorSpec
+from hvd_sparse.cost_model import FORMULAS
+from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.policy.assignment import Condition, PolicyAssignment, Rule
 from hvd_sparse.policy.document import Document, Path, read_yaml, shown, suggestion
@@ -34,12 +35,14 @@ class Policy:
         rules: In order.
         transport: As `Compression`'s constructors take it.
         timeout_s: The same.
+        profile: Path of the planner's profile, or None.
     """
 
     document: Document
     rules: tuple[Rule, ...]
     transport: str
     timeout_s: float
+    profile: str | None
 
 
 def load_policy(
@@ -81,7 +84,7 @@ def check_policy(document: Document, constructors: Constructors) -> Policy:
     )
     if not policy.timeout_s > 0:
         raise document.error(("timeout_s",), f"must be a number above 0, got {policy.timeout_s!r}")
-    return Policy(document, rules, policy.transport, policy.timeout_s)
+    return Policy(document, rules, policy.transport, policy.timeout_s, policy.profile)
 
 
 def assign(
@@ -147,12 +150,15 @@ def _rule(
         if own:
             key = next(iter(own))
             raise document.error((*path, key), "says how to compress, but compress is never")
-        return Rule(place, condition, None, "")
+        return Rule(place, condition, (), "", planned=False)
     settings = defaults | own
     name = settings.pop("compressor", None)
     if name is None:
         raise document.error(path, f"compressor must be given, one of {', '.join(constructors)}")
     bucket = settings.pop("bucket", None) or ""
+    planned = rule.compress == "auto"
+    if planned and "bucket" in own:
+        raise document.error((*path, "bucket"), "cannot be named where compress is auto")
     taken = arguments_of(constructors[name])
     for key in own:
         if key not in taken and key not in ("compressor", "bucket"):
@@ -163,12 +169,14 @@ def _rule(
     for key, parameter in signature(constructors[name]).parameters.items():
         if key in taken and parameter.default is parameter.empty and key not in arguments:
             raise document.error(path, f"{key} must be given: {name} needs it")
+    variants = [arguments]
+    if planned and "collective" in taken and "collective" not in arguments:
+        variants = [{**arguments, "collective": c} for c in FORMULAS if c != "dense"]
     try:
-        method = constructors[name](None, **arguments).method
+        methods = [constructors[name](None, **variant).method for variant in variants]
     except ConfigError as error:
         raise _of_argument(document, path, own, arguments, str(error)) from None
-    assert isinstance(method, Method)
-    return Rule(place, condition, method, bucket)
+    return Rule(place, condition, tuple(methods), bucket, planned)
 
 
 def _of_argument(

@@ -81,8 +81,12 @@ def policy_model(constructors: Constructors) -> type[BaseModel]:
     of_rule: dict[str, Any] = {
         "match": (Match, Field(default=Match(), description="Tensors that the rule is for")),
         "compress": (
-            Literal["always", "never"],
-            Field(default="always", description="never: Horovod reduces these tensors densely"),
+            Literal["auto", "always", "never"],
+            Field(
+                default="always",
+                description="never: Horovod reduces these tensors densely; auto: the planner "
+                "decides, by measured costs",
+            ),
         ),
         **settings,
     }
@@ -93,6 +97,10 @@ def policy_model(constructors: Constructors) -> type[BaseModel]:
         "transport": (
             Literal[TRANSPORT_NAMES],
             Field(default="auto", description="What carries the messages"),
+        ),
+        "profile": (
+            str | None,
+            _key("File of hvd-sparse profile; without it, the planner measures at the start"),
         ),
         "timeout_s": (
             float,

@@ -116,3 +116,54 @@ def test_as_a_process() -> None:
         timeout=60,
     )
     assert done.stdout.strip() == f"hvd-sparse {hvd_sparse.__version__}"
+
+
+@pytest.fixture
+def small_sweep(monkeypatch: Any) -> None:
+    monkeypatch.setattr("hvd_sparse.planner.measure.NUMELS", (1 << 8, 1 << 12))
+
+
+@pytest.mark.usefixtures("small_sweep")
+def test_plan_shows_every_tensor_and_why(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "plan_model.py").write_text(
+        "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(2000, 1000))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    slow = ["plan", "plan_model:make", "--ranks", "8", "--bandwidth", "10mbit", "--latency", "1us"]
+    assert main([*slow, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [t["name"] for t in report["tensors"]] == ["0.weight", "0.bias"]
+    assert report["tensors"][0]["choice"].startswith("topk collective=")
+    assert report["tensors"][0]["reason"].startswith("encode + decode")
+    assert report["predicted_s"] < report["dense_s"] / 5
+    assert main(slow) == 0
+    assert "8 ranks; costs: cost model" in capsys.readouterr().out
+    fast = [*slow[:4], "--bandwidth", "100tbit", "--latency", "1ns", "--backward", "10ms"]
+    assert main(fast) == 0
+    assert "encode + decode" in capsys.readouterr().out
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("version: 1\nrules: [{compress: never}]\n")
+    assert main([*slow, "--policy", str(policy)]) == FAILED
+    assert "no rule with compress: auto" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["fast", "0gbit", "25", "-1gbit", "25parsec"])
+def test_rates_are_checked(value: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "x:y", f"--bandwidth={value}"])
+    assert f"as 25gbit; got {value!r}" in capsys.readouterr().err
+
+
+def test_profile_needs_more_than_one_rank() -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    root = Path(hvd_sparse.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "hvd_sparse", "profile"],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == FAILED
+    assert "hvd-sparse profile: one rank exchanges nothing" in done.stderr

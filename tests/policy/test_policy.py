@@ -19,7 +19,9 @@ from torch import nn
 from hvd_sparse import Compression, ConfigError
 from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.compression import constructors
+from hvd_sparse.cost_model import FORMULAS
 from hvd_sparse.engine import TensorSpec
+from hvd_sparse.planner import Planner
 from hvd_sparse.policy.schema import json_schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,8 +76,11 @@ RULES = "version: 1\nrules:\n"
         ("version: 1\ndefaults: {compressor: topk,\n  density: 0}\nrules: [{}]\n",
          r"policy.yaml:3: defaults.density: must be in \(0, 1\], got 0"),
         (RULES + "  - density: 0.1\n", r"policy.yaml:3: rules\[0\]: compressor must be given"),
-        (RULES + "  - compress: auto\n",
-         r"policy.yaml:3: rules\[0\].compress: must be 'always' or 'never', got 'auto'"),
+        (RULES + "  - compress: sometimes\n",
+         r"policy.yaml:3: rules\[0\].compress: must be 'auto', .*, got 'sometimes'"),
+        (RULES + "  - compress: auto\n", r"policy.yaml:3: rules\[0\]: compressor must be given"),
+        (RULES + "  - {compress: auto, compressor: topk, bucket: x}\n",
+         r"policy.yaml:3: rules\[0\].bucket: cannot be named where compress is auto"),
         (RULES + "  - compress: never\n    density: 0.1\n",
          r"policy.yaml:4: rules\[0\].density: says how to compress, but compress is never"),
         (RULES + "  - match:\n      nmae: x\n",
@@ -210,6 +215,29 @@ def test_a_pickled_copy_decides_alike(tmp_path: Path) -> None:
     copy = pickle.loads(pickle.dumps(compression))
     assert copy.method.description == compression.method.description
     assert choices(copy, model) == choices(compression, model)
+
+
+def test_what_is_the_planners(tmp_path: Path) -> None:
+    text = RULES + (
+        "- {match: {ndim: 1}, compress: never}\n"
+        "- {match: {ndim: 4}, compressor: topk}\n"
+        "- {match: {module: Embedding}, compress: auto, compressor: oktopk}\n"
+        "- {compress: auto, compressor: topk, density: 0.1}\n"
+    )
+    model = Net()
+    compression = from_text(tmp_path, text, model)
+    assert isinstance(compression.method, Planner)
+    count = {
+        name: len(compression.method.rules.candidates_of(spec))
+        for name, p in model.named_parameters()
+        if (spec := TensorSpec(name, tuple(p.shape), str(p.dtype)))
+    }
+    assert count["conv.weight"] == count["norm.bias"] == 0
+    assert count["table.weight"] == 1
+    assert count["fc.weight"] == len(FORMULAS) - 1  # every collective, as none is named
+    kinds = choices(compression, model)
+    assert kinds["conv.weight"] == "topk"
+    assert kinds["fc.weight"] == "dense"  # nothing is decided yet
 
 
 # -- examples, schema, command line ----------------------------------------------------------------

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -21,7 +23,11 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
+from hvd_sparse.compression import constructors
 from hvd_sparse.engine import Choice, TensorSpec
+from hvd_sparse.planner.planner import FIRST_REVIEW_STEPS
+from hvd_sparse.planner.profile import Line, MethodCosts, Profile, place_of
+from hvd_sparse.policy import load_policy
 
 STEPS = 4
 Scenario = Callable[["Run"], nn.Module]
@@ -431,6 +437,36 @@ def policy(run: Run) -> nn.Module:
     if run.sparse:
         (bucket,) = compression.stats().buckets
         assert len(bucket.names) == 6
+    return model
+
+
+@scenario
+def planned(run: Run) -> nn.Module:
+    """Sparse by a profile of a slow network; dense once a review finds that it is fast."""
+    model = Net()
+    compression: Any = hvd.Compression.none
+    steps = FIRST_REVIEW_STEPS + 3
+    if run.sparse:
+        rule = {"compress": "auto", "compressor": "topk", "density": 1.0}
+        policy = {"version": 1, "transport": "gloo", "rules": [rule]}
+        candidates = load_policy(policy, constructors()).rules[0].methods
+        costs = MethodCosts("oktopk", 1.0, *(Line(1e-3, 1e-9) for _ in range(3)))
+        place = place_of("gloo", hvd.size(), 1)
+        methods = {method.description: costs for method in candidates}
+        path = Path(tempfile.mkdtemp()) / "profile.json"
+        Profile(place, Line(1.0, 1e-3), methods).save(path)
+        compression = hvd_sparse.Compression.from_policy(
+            {**policy, "profile": str(path)}, run.named(model)
+        )
+    optimizer = run.distributed(sgd(model), model, compression=compression)
+    for step in range(steps):
+        model.zero_grad()
+        model(data(step)).square().mean().backward()
+        optimizer.step()
+        if run.sparse:
+            sparse = step < FIRST_REVIEW_STEPS
+            assert bool(compression.stats().buckets) == sparse, step
+            assert bool(compression.method.plan.placements) == sparse, step
     return model
 
 

@@ -1,0 +1,71 @@
+"""A planner beside a training: measures through Horovod, and counts the steps to its reviews."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from hvd_sparse.engine import Engine, TensorSpec
+from hvd_sparse.planner import Planner, World
+from hvd_sparse.planner.planner import FIRST_REVIEW_STEPS, REVIEW_INTERVAL_STEPS
+from hvd_sparse.transports import Transport
+
+
+def horovods_allreduce(process_set: Any) -> Any:
+    """Horovod's dense allreduce, in place, under names of its own."""
+    import horovod.torch as hvd
+
+    def allreduce(tensor: Tensor) -> object:
+        name = f"hvd_sparse.planner.{tensor.numel()}"
+        return hvd.allreduce_(tensor, name=name, op=hvd.Sum, process_set=process_set)
+
+    return allreduce
+
+
+class Planning:
+    """One planner in one world.
+
+    Args:
+        planner: Decides; it is the engine's assignment.
+        engine: What exchanges by its decisions.
+        specs: The parameters in the order in which they were named; gradients come the other way.
+        transport: The engine's.
+        process_set: Horovod's name for the world.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        engine: Engine,
+        specs: Sequence[TensorSpec],
+        transport: Transport,
+        process_set: Any,
+    ) -> None:
+        self._planner = planner
+        self._engine = engine
+        self._specs = list(reversed(specs))
+        self._world = World(transport, horovods_allreduce(process_set))
+        self._steps_left = FIRST_REVIEW_STEPS
+        self._ready: dict[str, float] = {}
+        planner.decide(self._specs, self._world)
+
+    def arrived(self, name: str) -> None:
+        """A gradient is there; of interest in the last step before a review."""
+        if self._steps_left == 1:
+            self._ready[name] = perf_counter()
+
+    def begin_step(self) -> None:
+        """Review the plan where that is due; all ranks begin the same steps."""
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return
+        self._steps_left = REVIEW_INTERVAL_STEPS
+        first = min(self._ready.values(), default=0.0)
+        ready_s = {name: at - first for name, at in self._ready.items()}
+        self._ready = {}
+        if self._planner.review(self._specs, ready_s, self._engine.stats(), self._world):
+            self._engine.reassign(self._planner)
+            self._engine.agree()

@@ -1,0 +1,180 @@
+"""`hvd-sparse plan`: what the planner would do with a model, in any world."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from hvd_sparse.checks import check_count
+from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of
+from hvd_sparse.cli.command import Command, Output, table
+from hvd_sparse.cli.model import load_model
+from hvd_sparse.cli.units import bytes_per_s, seconds, shown_s
+from hvd_sparse.cost_model import Link
+from hvd_sparse.engine import TensorSpec
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.planner.choose import MARGIN, ChosenPlan, PlannedTensor, choose_plan
+from hvd_sparse.planner.measure import measure_encoding
+from hvd_sparse.planner.predict import Verdict, verdict
+from hvd_sparse.planner.profile import Profile, modelled, place_of
+from hvd_sparse.policy.assignment import PolicyAssignment
+from hvd_sparse.policy.load import owning_modules
+from hvd_sparse.transports import LocalWorld
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the world, and what may be chosen."""
+    parser.add_argument("model", metavar="MODULE:FACTORY", help="a function that makes the model")
+    parser.add_argument("--ranks", type=int, default=4, help="P (default: %(default)s)")
+    parser.add_argument(
+        "--bandwidth", type=bytes_per_s, default="1gbit", help="of a link (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--latency", type=seconds, default="100us", help="of a message (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--profile", type=Path, help="measured costs, in place of bandwidth and latency"
+    )
+    parser.add_argument(
+        "--backward",
+        type=seconds,
+        default=0.0,
+        metavar="TIME",
+        help="how long backward takes, which hides reductions (default: hides nothing)",
+    )
+    add_candidate_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> Output:
+    """Plan, and say why."""
+    check_count("--ranks", options.ranks, 2)
+    model = load_model(options.model)
+    rules = PolicyAssignment(policy_of(options).rules, {})
+    owners = owning_modules(model)
+    rules.modules = {name: owners[id(p)] for name, p in model.named_parameters()}
+    profile = profile_of(options, rules)
+    specs = [
+        TensorSpec(name, tuple(p.shape), str(p.dtype))
+        for name, p in reversed(list(model.named_parameters()))
+        if p.requires_grad
+    ]
+    tensors = as_they_come(specs, rules, options.backward)
+    plan = choose_plan(profile, tensors)
+    rows = [row_of(tensor, rules, profile, plan) for tensor in reversed(tensors)]
+    report = {
+        "costs": profile.source,
+        "ranks": options.ranks,
+        "dense_s": plan.dense_s,
+        "predicted_s": plan.predicted_s,
+        "buckets": len(set(plan.placements.values())),
+        "tensors": rows,
+    }
+    return Output(report, text_of(report, options.backward))
+
+
+def profile_of(options: argparse.Namespace, rules: PolicyAssignment) -> Profile:
+    """Costs: measured ones, or modelled ones with the encoding measured here."""
+    if options.profile is not None:
+        measured = Profile.load(options.profile)
+        return measured.carried_over(replace(measured.place, world_size=options.ranks))
+    methods = candidates_of(rules)
+    if not methods:
+        raise ConfigError(f"{options.policy}: no rule with compress: auto, nothing to plan")
+    print(f"measuring how {len(methods)} methods encode and decode here …", file=sys.stderr)
+    costs = measure_encoding(LocalWorld(1).transport(0), methods)
+    link = Link(options.latency, 1 / options.bandwidth)
+    return modelled(place_of("modelled", options.ranks, options.ranks), link, costs)
+
+
+def as_they_come(
+    specs: list[TensorSpec], rules: PolicyAssignment, backward_s: float
+) -> list[PlannedTensor]:
+    """Gradients that come during backward, each after a time that goes with its elements."""
+    done = list(accumulate(spec.numel for spec in specs))
+    first, total = done[0], max(1, done[-1] - done[0])
+    return [
+        PlannedTensor(spec, backward_s * (d - first) / total, rules.candidates_of(spec))
+        for spec, d in zip(specs, done, strict=True)
+    ]
+
+
+def row_of(
+    tensor: PlannedTensor, rules: PolicyAssignment, profile: Profile, plan: ChosenPlan
+) -> dict[str, Any]:
+    """One tensor: predictions for it alone, what was chosen, and why."""
+    spec, placement = tensor.spec, plan.placements.get(tensor.spec.name)
+    row: dict[str, Any] = {"name": spec.name, "numel": spec.numel, "sparse_s": None}
+    row["dense_s"] = profile.dense.at(spec.numel)
+    if not tensor.candidates:
+        method = rules.choice_of(spec).method
+        row["choice"] = "dense" if method is None else method.description
+        row["reason"] = "the policy says so"
+        return row
+    if placement is not None:
+        found = verdict(profile, profile.costs_of(placement.method), spec.numel)
+        row["choice"] = f"{placement.method}, bucket {placement.bucket.removeprefix('planned ')}"
+    else:
+        every = [profile.costs_of(method.description) for method in tensor.candidates]
+        found = min(
+            (verdict(profile, costs, spec.numel) for costs in every), key=lambda v: v.sparse_s
+        )
+        row["choice"] = "dense"
+    row["sparse_s"], row["reason"] = found.sparse_s, reason(found, plan, placement is not None)
+    return row
+
+
+def reason(found: Verdict, plan: ChosenPlan, is_sparse: bool) -> str:
+    """DRAGONN's equation (1) in words."""
+    left, right = shown_s(found.encode_decode_s), found.dense_s - found.exchange_s
+    if not found.holds:
+        words = f"encode + decode {left} > dense - sparse {shown_s(right)}"
+        if right <= 0:
+            words = f"the exchange alone takes {shown_s(found.exchange_s)}"
+        return f"alone, {words}; not so in its bucket" if is_sparse else words
+    if is_sparse:
+        return f"encode + decode {left} < dense - sparse {shown_s(right)}"
+    if not plan.placements:
+        return f"the whole model would gain less than {100 * (1 - MARGIN):.0f} %"
+    return "dense together with others costs less"
+
+
+def text_of(report: dict[str, Any], backward_s: float) -> str:
+    """The table, and the step."""
+    rows = [("tensor", "elements", "dense", "sparse", "choice", "reason")]
+    for row in report["tensors"]:
+        sparse = "" if row["sparse_s"] is None else shown_s(row["sparse_s"])
+        choice = re.sub(r" (bucket_numel=\d+|wire=float32)", "", row["choice"])
+        rows.append(
+            (
+                row["name"],
+                f"{row['numel']:,}",
+                shown_s(row["dense_s"]),
+                sparse,
+                choice,
+                row["reason"],
+            )
+        )
+    beside = f", beside a backward of {shown_s(backward_s)}" if backward_s else ""
+    gain = report["dense_s"] / report["predicted_s"]
+    return (
+        f"{report['ranks']} ranks; costs: {report['costs']}\n\n{table(rows)}\n\n"
+        f"all reductions{beside}: {shown_s(report['predicted_s'])} as planned, "
+        f"{shown_s(report['dense_s'])} dense ({gain:.2f} ×)"
+    )
+
+
+PLAN = Command(
+    name="plan",
+    summary="show what the planner would compress in a model, and why",
+    examples=(
+        "hvd-sparse plan torchvision.models:vgg16 --ranks 64 --bandwidth 25gbit --latency 30us",
+        "hvd-sparse plan models:make --policy policy.yaml --profile profile.json --backward 80ms",
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,84 @@
+"""`hvd-sparse profile`: measure what reductions cost, under horovodrun."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of
+from hvd_sparse.cli.command import Command, Output, table
+from hvd_sparse.cli.units import shown_s
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.planner.measure import LIMIT_S, measure_profile
+from hvd_sparse.planner.planner import meet
+from hvd_sparse.planner.profile import Profile
+from hvd_sparse.transports.choose import TRANSPORT_NAMES, create_transport
+
+SHOWN_NUMELS = (1_000, 100_000, 10_000_000)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure, and where the profile goes."""
+    add_candidate_arguments(parser)
+    parser.add_argument("--transport", default="auto", choices=TRANSPORT_NAMES)
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="S", help="seconds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("profile.json"), help="(default: %(default)s)"
+    )
+
+
+def run(options: argparse.Namespace) -> Output | None:
+    """Measure on all ranks; rank 0 saves and tells."""
+    methods = candidates_of(policy_of(options).rules)
+    if not methods:
+        raise ConfigError(f"{options.policy}: no rule with compress: auto, nothing to measure")
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ConfigError(f"horovod.torch cannot be imported: {error}") from error
+    from hvd_sparse.adapter.planning import horovods_allreduce
+    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+
+    hvd.init()
+    if hvd.size() == 1:
+        raise ConfigError("one rank exchanges nothing: start it by horovodrun -np 2 or more")
+    world = HorovodBootstrap(hvd.global_process_set)
+    transport = create_transport(options.transport, world, 60.0)
+    if hvd.rank() == 0:
+        print(f"measuring {len(methods)} methods for {options.limit:g} s …", file=sys.stderr)
+    allreduce = horovods_allreduce(hvd.global_process_set)
+    profile = measure_profile(transport, allreduce, methods, meet(transport), options.limit)
+    transport.close()
+    is_first = hvd.rank() == 0
+    hvd.shutdown()
+    if not is_first:
+        return None
+    profile.save(options.output)
+    return Output(profile.to_json(), f"{shown(profile)}\n\nsaved to {options.output}")
+
+
+def shown(profile: Profile) -> str:
+    """The profile as a table."""
+    place = profile.place
+    rows = [("elements", *(f"{numel:,}" for numel in SHOWN_NUMELS))]
+    rows.append(("dense", *(shown_s(profile.dense.at(numel)) for numel in SHOWN_NUMELS)))
+    for name, costs in profile.methods.items():
+        rows.append((name, *(shown_s(costs.seconds(numel)) for numel in SHOWN_NUMELS)))
+    title = f"{place.world_size} ranks, {place.host_class}, {place.transport}, torch {place.torch}"
+    return f"{title}\n{table(rows)}"
+
+
+PROFILE = Command(
+    name="profile",
+    summary="measure what reductions cost here, for the planner; under horovodrun",
+    examples=(
+        "horovodrun -np 4 hvd-sparse profile",
+        "horovodrun -np 4 hvd-sparse profile --policy policy.yaml -o profile.json",
+        "horovodrun -np 4 hvd-sparse profile --compressor oktopk --density 0.001 --json",
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,149 @@
+"""The search for a plan: which tensors are sparse, by which method, in which buckets.
+
+Costs are lines, so a tensor's size alone says on which side of DRAGONN's equation (1) it lies: the
+larger ones are compressed and the smaller ones are dense, together. For each group of tensors that
+may be compressed by the same candidates, every such cut, candidate and number of buckets is
+predicted, and the fastest is taken if it is faster than dense by more than a margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvd_sparse.engine.plan import Method, TensorSpec
+from hvd_sparse.planner.predict import Job, bucket_job, dense_job, finish_s
+from hvd_sparse.planner.profile import Profile
+
+MARGIN = 0.9
+"""A plan must be predicted to take less than this share of the dense time: what a prediction is
+wrong by must not cost more than not to compress."""
+BUCKET_COUNTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor as the planner sees it.
+
+    Attributes:
+        spec: Name, shape, type.
+        ready_s: When its gradient comes, from the first one on.
+        candidates: Methods that may reduce it; none: it stays dense.
+    """
+
+    spec: TensorSpec
+    ready_s: float
+    candidates: tuple[Method, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What becomes of one sparse tensor.
+
+    Attributes:
+        method: The method's description.
+        bucket: Name of its bucket.
+    """
+
+    method: str
+    bucket: str
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """A plan and what it is predicted to take.
+
+    Attributes:
+        placements: By name; a tensor that is not in it is dense.
+        predicted_s: From the first gradient to the last result.
+        dense_s: The same with everything dense.
+        sparse_s: Of `predicted_s`, the work of the sparse buckets.
+    """
+
+    placements: Mapping[str, Placement]
+    predicted_s: float
+    dense_s: float
+    sparse_s: float
+
+
+def choose_plan(profile: Profile, tensors: Sequence[PlannedTensor]) -> ChosenPlan:
+    """The fastest plan by prediction, or all dense where none is faster by the margin.
+
+    Raises:
+        ConfigError: The profile has no costs of a candidate.
+    """
+    groups: dict[tuple[str, ...], list[PlannedTensor]] = {}
+    for tensor in sorted(tensors, key=lambda t: t.ready_s):
+        if tensor.candidates and tensor.spec.numel:
+            key = (tensor.spec.dtype, *(m.description for m in tensor.candidates))
+            groups.setdefault(key, []).append(tensor)
+    dense_s = best_s = predict(profile, tensors, {})
+    chosen: dict[str, Placement] = {}
+    for number, group in enumerate(groups.values()):
+        found, found_s = chosen, best_s
+        for placements in _options(group, str(number)):
+            candidate = chosen | placements
+            seconds = predict(profile, tensors, candidate)
+            if seconds < found_s:
+                found, found_s = candidate, seconds
+        chosen, best_s = found, found_s
+    if best_s >= MARGIN * dense_s:
+        chosen, best_s = {}, dense_s
+    work = sum(job.seconds for job in bucket_jobs(profile, tensors, chosen))
+    return ChosenPlan(chosen, best_s, dense_s, work)
+
+
+def predict(
+    profile: Profile, tensors: Sequence[PlannedTensor], placements: Mapping[str, Placement]
+) -> float:
+    """Seconds from the first gradient to the last result."""
+    jobs = [
+        dense_job(profile, tensor.spec.numel, tensor.ready_s)
+        for tensor in tensors
+        if tensor.spec.name not in placements
+    ]
+    return finish_s(jobs + bucket_jobs(profile, tensors, placements), profile.dense.fixed_s)
+
+
+def bucket_jobs(
+    profile: Profile, tensors: Sequence[PlannedTensor], placements: Mapping[str, Placement]
+) -> list[Job]:
+    """The buckets of a plan."""
+    buckets: dict[Placement, list[PlannedTensor]] = {}
+    for tensor in tensors:
+        if tensor.spec.name in placements:
+            buckets.setdefault(placements[tensor.spec.name], []).append(tensor)
+    return [
+        bucket_job(
+            profile.costs_of(placement.method),
+            [t.spec.numel for t in held],
+            [t.ready_s for t in held],
+        )
+        for placement, held in buckets.items()
+    ]
+
+
+def _options(group: Sequence[PlannedTensor], label: str) -> list[dict[str, Placement]]:
+    """Every cut by size, with every candidate and number of buckets; `group` as it arrives."""
+    numels = sorted({1 << (tensor.spec.numel.bit_length() - 1) for tensor in group}, reverse=True)
+    options = []
+    for least in numels:
+        compressed = [tensor for tensor in group if tensor.spec.numel >= least]
+        total = sum(tensor.spec.numel for tensor in compressed)
+        for method in compressed[0].candidates:
+            fewest = -(-total // method.bucket_numel)
+            for count in sorted({max(fewest, n) for n in BUCKET_COUNTS if n <= len(compressed)}):
+                options.append(_split(compressed, total, method, count, label))
+    return options
+
+
+def _split(
+    tensors: Sequence[PlannedTensor], total: int, method: Method, count: int, label: str
+) -> dict[str, Placement]:
+    """Tensors in the order of their arrival, in about equal buckets."""
+    placements, before = {}, 0
+    for tensor in tensors:
+        bucket = before * count // total
+        placements[tensor.spec.name] = Placement(method.description, f"planned {label}.{bucket}")
+        before += tensor.spec.numel
+    return placements

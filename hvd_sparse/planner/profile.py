@@ -1,0 +1,266 @@
+"""What reductions cost in one world, as straight lines, and where that was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_sparse.cost_model import FORMULAS, Link, cost
+from hvd_sparse.errors import ConfigError
+
+VERSION = 1
+REFERENCE_NUMEL = 1 << 20
+"""Elements at which costs of two worlds are compared."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds as a fixed part and a part per element."""
+
+    fixed_s: float
+    per_element_s: float
+
+    def at(self, numel: float) -> float:
+        """The seconds for so many elements."""
+        return self.fixed_s + self.per_element_s * numel
+
+    def times(self, fixed: float, per_element: float) -> Line:
+        """Both parts, each by a factor."""
+        return Line(self.fixed_s * fixed, self.per_element_s * per_element)
+
+
+def fit_line(numels: Sequence[int], seconds: Sequence[float]) -> Line:
+    """The line with the least squared relative error, no part of it negative.
+
+    Where larger vectors took less time than smaller ones, which only noise can do, it is one that
+    promises nothing: the first time as the fixed part, and the whole of the last by its elements.
+    """
+    x, y = np.asarray(numels, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    (fixed_s, per_element_s), *_ = np.linalg.lstsq(
+        np.stack([1 / y, x / y], axis=1), np.ones(len(y)), rcond=None
+    )
+    if fixed_s < 0:
+        return Line(0.0, float((x / y).sum() / ((x / y) ** 2).sum()))
+    if per_element_s < 0:
+        return Line(float(y[0]), float(y[-1] / x[-1]))
+    return Line(float(fixed_s), float(per_element_s))
+
+
+@dataclass(frozen=True)
+class MethodCosts:
+    """One method's costs for a bucket, at its density.
+
+    Attributes:
+        collective: What it exchanges by, as `cost_model.FORMULAS` names it; "" where that has none.
+        density: k/n.
+        encode: Accumulating and selecting.
+        exchange: The collective.
+        decode: Writing the dense gradient.
+    """
+
+    collective: str
+    density: float
+    encode: Line
+    exchange: Line
+    decode: Line
+
+    def seconds(self, numel: float) -> float:
+        """All of a bucket's step."""
+        return self.encode.at(numel) + self.exchange.at(numel) + self.decode.at(numel)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where costs hold.
+
+    Attributes:
+        host_class: Processor and number of cores, and how many hosts there are.
+        world_size: P.
+        transport: Its name.
+        torch: Version.
+    """
+
+    host_class: str
+    world_size: int
+    transport: str
+    torch: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of one world.
+
+    Attributes:
+        place: Where they hold.
+        dense: Horovod's allreduce, per float32 element.
+        methods: By the methods' descriptions.
+        source: Where they come from, in words.
+    """
+
+    place: Place
+    dense: Line
+    methods: Mapping[str, MethodCosts]
+    source: str = "measured"
+
+    def costs_of(self, description: str) -> MethodCosts:
+        """A method's costs.
+
+        Raises:
+            ConfigError: The profile does not have them.
+        """
+        if description not in self.methods:
+            raise ConfigError(
+                f"the profile has no costs of {description!r}, only of {', '.join(self.methods)}"
+            )
+        return self.methods[description]
+
+    def calibrated(self, dense: float, methods: float) -> Profile:
+        """The same with all dense and all sparse costs multiplied by factors."""
+        scaled = {
+            name: MethodCosts(
+                c.collective,
+                c.density,
+                c.encode.times(methods, methods),
+                c.exchange.times(methods, methods),
+                c.decode.times(methods, methods),
+            )
+            for name, c in self.methods.items()
+        }
+        return Profile(self.place, self.dense.times(dense, dense), scaled, self.source)
+
+    def carried_over(self, place: Place) -> Profile:
+        """This profile for another number of ranks, by the ratios of the cost model.
+
+        Raises:
+            ConfigError: More than the number of ranks differs, or a method has no formula.
+        """
+        mine, other = asdict(self.place), asdict(place)
+        differing = [key for key in mine if key != "world_size" and mine[key] != other[key]]
+        if differing:
+            words = "; ".join(f"{key} {mine[key]!r}, here {other[key]!r}" for key in differing)
+            raise ConfigError(f"the profile was taken elsewhere: {words}")
+        old, new = self.place.world_size, place.world_size
+        if old == new:
+            return self
+        if old == 1:
+            raise ConfigError("a profile of one rank says nothing of exchanges between several")
+        methods = {}
+        for name, c in self.methods.items():
+            if c.collective not in FORMULAS:
+                raise ConfigError(
+                    f"the profile is of {old} ranks, here are {new}, and the cost model has no "
+                    f"formula for {name!r}"
+                )
+            k = max(1, round(c.density * REFERENCE_NUMEL))
+            ratios = cost_ratios(c.collective, old, new, REFERENCE_NUMEL, k)
+            methods[name] = MethodCosts(
+                c.collective, c.density, c.encode, c.exchange.times(*ratios), c.decode
+            )
+        dense = self.dense.times(*cost_ratios("dense", old, new, REFERENCE_NUMEL, 1))
+        return Profile(place, dense, methods, f"measured on {old} ranks, carried over to {new}")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        text = json.dumps({"version": VERSION, **asdict(self)}, indent=2)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain containers."""
+        return {"version": VERSION, **asdict(self)}
+
+    @staticmethod
+    def from_json(data: Any) -> Profile:
+        """Read what `to_json` made.
+
+        Raises:
+            ConfigError: It is not that.
+        """
+        try:
+            if data["version"] != VERSION:
+                raise ConfigError(f"version must be {VERSION}, got {data['version']!r}")
+            methods = {name: _method_costs(costs) for name, costs in data["methods"].items()}
+            place = Place(**data["place"])
+            return Profile(place, Line(**data["dense"]), methods, str(data["source"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"not a profile: {type(error).__name__}: {error}") from None
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Profile:
+        """Read a file that `save` has written.
+
+        Raises:
+            ConfigError: It is no profile.
+            OSError: It cannot be read.
+        """
+        try:
+            return Profile.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:  # ConfigError is one
+            raise ConfigError(f"{os.fspath(path)}: {error}") from None
+
+
+def _method_costs(data: Mapping[str, Any]) -> MethodCosts:
+    lines = {name: Line(**data[name]) for name in ("encode", "exchange", "decode")}
+    return MethodCosts(str(data["collective"]), float(data["density"]), **lines)
+
+
+def cost_ratios(algorithm: str, old: int, new: int, numel: int, k: int) -> tuple[float, float]:
+    """How much more messages, and bytes, an allreduce costs in a world of another size."""
+    before, after = (cost(algorithm, P, numel, k).expected for P in (old, new))
+    return after.messages / before.messages, after.nbytes() / before.nbytes()
+
+
+def modelled(place: Place, link: Link, methods: Mapping[str, MethodCosts]) -> Profile:
+    """A profile of a network that is not there, by the cost model.
+
+    Args:
+        place: The world.
+        link: The network.
+        methods: Measured costs of encoding and decoding; their exchanges are not read.
+
+    Raises:
+        ConfigError: A method's collective has no formula.
+    """
+
+    def line(algorithm: str, density: float) -> Line:
+        if algorithm not in FORMULAS:
+            raise ConfigError(f"the cost model has no formula for {algorithm!r}")
+        numel, k = REFERENCE_NUMEL, max(1, round(density * REFERENCE_NUMEL))
+        expected = cost(algorithm, place.world_size, numel, k).expected
+        fixed_s = expected.messages * link.alpha_s
+        return Line(fixed_s, (expected.seconds(link) - fixed_s) / numel)
+
+    with_exchange = {
+        name: MethodCosts(
+            c.collective, c.density, c.encode, line(c.collective, c.density), c.decode
+        )
+        for name, c in methods.items()
+    }
+    words = f"cost model: {link.alpha_s * 1e6:g} µs, {link.beta_s_per_byte * 1e9:g} ns/byte"
+    return Profile(place, line("dense", 1.0), with_exchange, words)
+
+
+def host_class(hosts: int) -> str:
+    """What kind of hosts this one is of, and how many there are."""
+    return f"{processor()}, {os.cpu_count()} cores, {hosts} host{'s' * (hosts != 1)}"
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown processor"
+
+
+def place_of(transport_name: str, world_size: int, hosts: int) -> Place:
+    """The place of this process."""
+    return Place(host_class(hosts), world_size, transport_name, str(torch.__version__))

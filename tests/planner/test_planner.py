@@ -1,0 +1,425 @@
+"""The planner: costs as lines, the search by them, and one plan on all ranks whatever happens."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_sparse.collectives import OkTopk, TopkAllgather
+from hvd_sparse.cost_model import Link
+from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
+from hvd_sparse.engine.stats import BucketStats, Stats
+from hvd_sparse.errors import ConfigError, PeerLostError, PlanError
+from hvd_sparse.planner import Planner, Profile, World
+from hvd_sparse.planner import planner as planner_module
+from hvd_sparse.planner.choose import PlannedTensor, choose_plan
+from hvd_sparse.planner.measure import measure_profile
+from hvd_sparse.planner.predict import Job, finish_s, verdict
+from hvd_sparse.planner.profile import Line, MethodCosts, Place, fit_line, modelled
+from hvd_sparse.selectors import ExactTopK
+from hvd_sparse.transports import LocalWorld, Transport
+from hvd_sparse.transports.local import run_ranks
+
+GATHER = Method(0.01, 1 << 23, ExactTopK, TopkAllgather, "gather 0.01")
+OKTOPK = Method(0.01, 1 << 23, ExactTopK, OkTopk, "oktopk 0.01")
+HERE = Place("a processor", 4, "local", "2.13.0")
+SHAPES = {"conv": (64, 64, 3, 3), "norm": (64,), "fc": (1000, 2000), "bias": (2000,)}
+SPECS = [TensorSpec(name, shape, "torch.float32") for name, shape in SHAPES.items()]
+
+
+def costs(fixed_s: float, per_element_s: float, collective: str = "topk_allgather") -> MethodCosts:
+    """Encoding, exchanging and decoding share the cost alike."""
+    line = Line(fixed_s / 3, per_element_s / 3)
+    return MethodCosts(collective, 0.01, line, line, line)
+
+
+def profile(dense: Line, gather: MethodCosts, oktopk: MethodCosts) -> Profile:
+    return Profile(HERE, dense, {"gather 0.01": gather, "oktopk 0.01": oktopk})
+
+
+SLOW_NETWORK = profile(Line(5e-4, 2e-8), costs(1e-3, 1e-9), costs(4e-3, 2e-9, "oktopk"))
+FAST_NETWORK = profile(Line(1e-4, 5e-10), costs(1e-3, 1e-9), costs(4e-3, 2e-9, "oktopk"))
+
+
+def planned(
+    ready_s: dict[str, float] | None = None, candidates: tuple[Method, ...] = (GATHER, OKTOPK)
+) -> list[PlannedTensor]:
+    return [PlannedTensor(spec, (ready_s or {}).get(spec.name, 0.0), candidates) for spec in SPECS]
+
+
+# -- lines and predictions -------------------------------------------------------------------------
+
+
+def test_a_line_through_exact_points() -> None:
+    line = fit_line([1 << 10, 1 << 15, 1 << 20], [1e-3 + 2e-9 * (1 << p) for p in (10, 15, 20)])
+    assert (line.fixed_s, line.per_element_s) == pytest.approx((1e-3, 2e-9))
+    assert line.at(1000) == pytest.approx(1e-3 + 2e-6)
+
+
+@pytest.mark.parametrize("seconds", [[1e-5, 1e-1], [2e-3, 1e-3], [5e-4, 5e-4]])
+def test_no_part_of_a_line_is_negative(seconds: list[float]) -> None:
+    line = fit_line([1000, 100_000], seconds)
+    assert line.fixed_s >= 0
+    assert line.per_element_s >= 0
+    assert line.at(50_000) >= min(seconds) / 2
+
+
+def test_reductions_follow_one_another_as_they_become_ready() -> None:
+    assert finish_s([], 2.0) == 2.0
+    assert finish_s([Job(0.0, 1.0), Job(0.5, 1.0), Job(5.0, 1.0)], 0.5) == 6.5
+    assert finish_s([Job(1.0, 1.0), Job(0.0, 3.0)], 0.0) == 4.0
+
+
+def test_equation_1() -> None:
+    found = verdict(SLOW_NETWORK, SLOW_NETWORK.methods["gather 0.01"], 1_000_000)
+    assert found.dense_s == pytest.approx(20.5e-3)
+    assert found.encode_decode_s == pytest.approx(2 / 3 * 2e-3)
+    assert found.sparse_s == pytest.approx(2e-3)
+    assert found.holds
+    assert not verdict(SLOW_NETWORK, SLOW_NETWORK.methods["gather 0.01"], 100).holds
+    assert not verdict(FAST_NETWORK, FAST_NETWORK.methods["gather 0.01"], 1_000_000).holds
+
+
+def test_the_large_ones_are_compressed_where_the_network_is_slow() -> None:
+    plan = choose_plan(SLOW_NETWORK, planned())
+    assert plan.placements["fc"].method == "gather 0.01"
+    assert "norm" not in plan.placements or plan.placements["norm"] == plan.placements["fc"]
+    assert plan.predicted_s < 0.2 * plan.dense_s
+    assert plan.dense_s == pytest.approx(5e-4 + 2e-8 * sum(spec.numel for spec in SPECS))
+    assert plan.predicted_s <= 5e-4 + plan.sparse_s + 2e-8 * 3000
+
+
+def test_nothing_is_where_it_is_fast() -> None:
+    plan = choose_plan(FAST_NETWORK, planned())
+    assert not plan.placements
+    assert plan.predicted_s == plan.dense_s
+
+
+def test_a_small_gain_is_not_worth_the_risk() -> None:
+    numel = sum(spec.numel for spec in SPECS)
+    level = profile(Line(0.0, 1e-8), costs(0.0, 0.95e-8), costs(0.0, 0.95e-8))
+    assert not choose_plan(level, planned()).placements
+    better = profile(Line(0.0, 1e-8), costs(0.0, 0.85e-8), costs(0.0, 0.95e-8))
+    plan = choose_plan(better, planned())
+    assert len(plan.placements) == len(SPECS)
+    assert plan.predicted_s == pytest.approx(0.85e-8 * numel)
+
+
+def test_buckets_are_formed_so_that_backward_hides_them() -> None:
+    """Two tensors whose gradients come far apart: the first need not wait for the second."""
+    specs = [TensorSpec(name, (1_000_000,), "torch.float32") for name in ("late", "early")]
+    tensors = [PlannedTensor(specs[0], 0.1, (GATHER,)), PlannedTensor(specs[1], 0.0, (GATHER,))]
+    plan = choose_plan(SLOW_NETWORK, tensors)
+    assert plan.placements["early"].bucket != plan.placements["late"].bucket
+    assert plan.predicted_s == pytest.approx(0.1 + 2e-3 + 5e-4)
+    at_once = [replace(tensor, ready_s=0.0) for tensor in tensors]
+    plan = choose_plan(SLOW_NETWORK, at_once)
+    assert plan.placements["early"].bucket == plan.placements["late"].bucket
+
+
+def test_tensors_without_candidates_and_without_elements_stay_dense() -> None:
+    tensors = [
+        PlannedTensor(SPECS[2], 0.0, ()),
+        PlannedTensor(TensorSpec("empty", (0, 5), "torch.float32"), 0.0, (GATHER,)),
+    ]
+    assert not choose_plan(SLOW_NETWORK, tensors).placements
+    assert choose_plan(SLOW_NETWORK, []).predicted_s == SLOW_NETWORK.dense.fixed_s
+
+
+def test_a_method_without_costs_is_named() -> None:
+    other = Method(0.5, 1, ExactTopK, TopkAllgather, "gather 0.5")
+    with pytest.raises(ConfigError, match=r"no costs of 'gather 0.5', only of gather 0.01"):
+        choose_plan(SLOW_NETWORK, planned(candidates=(other,)))
+
+
+# -- profiles --------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_saved_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    SLOW_NETWORK.save(path)
+    assert Profile.load(path) == SLOW_NETWORK
+    assert Profile.load(path).carried_over(HERE) == SLOW_NETWORK
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 2}', '{"version": 1}', "null"])
+def test_what_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"profile.json: "):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize("key", ["host_class", "transport", "torch"])
+def test_a_profile_from_elsewhere_is_refused(key: str) -> None:
+    elsewhere = replace(HERE, **{key: "another"})
+    with pytest.raises(ConfigError, match=f"taken elsewhere: {key} .*, here 'another'"):
+        SLOW_NETWORK.carried_over(elsewhere)
+
+
+def test_a_profile_of_another_world_size_is_carried_over_and_says_so() -> None:
+    larger = SLOW_NETWORK.carried_over(replace(HERE, world_size=8))
+    assert larger.source == "measured on 4 ranks, carried over to 8"
+    assert larger.place.world_size == 8
+    # TopkA's volume is 2k (P - 1); Rabenseifner's 2n (P-1)/P.
+    gather = larger.methods["gather 0.01"]
+    assert gather.exchange.per_element_s == pytest.approx(1e-9 / 3 * 7 / 3)
+    assert gather.encode == SLOW_NETWORK.methods["gather 0.01"].encode
+    assert larger.dense.per_element_s == pytest.approx(2e-8 * (7 / 8) / (3 / 4))
+    unknown = profile(Line(1e-3, 1e-8), costs(0, 1e-9, ""), costs(0, 1e-9))
+    with pytest.raises(ConfigError, match=r"profile is of 4 ranks, here are 8.*gather 0.01"):
+        unknown.carried_over(replace(HERE, world_size=8))
+    alone = Profile(replace(HERE, world_size=1), Line(0, 0), {})
+    with pytest.raises(ConfigError, match="one rank says nothing"):
+        alone.carried_over(HERE)
+
+
+def test_a_profile_by_the_cost_model() -> None:
+    link = Link(alpha_s=30e-6, beta_s_per_byte=8 / 25e9)
+    place = replace(HERE, world_size=64)
+    made = modelled(place, link, SLOW_NETWORK.methods)
+    assert made.dense.fixed_s == pytest.approx(12 * 30e-6)
+    assert made.dense.per_element_s == pytest.approx(2 * 4 * 63 / 64 * 8 / 25e9)
+    gather = made.methods["gather 0.01"]
+    assert gather.exchange.fixed_s == pytest.approx(6 * 30e-6)
+    assert gather.exchange.per_element_s == pytest.approx(0.01 * 8 * 63 * 8 / 25e9, rel=1e-3)
+    assert gather.encode == SLOW_NETWORK.methods["gather 0.01"].encode
+    with pytest.raises(ConfigError, match="no formula"):
+        modelled(place, link, {"x": costs(0, 0, "")})
+
+
+def test_measuring_keeps_to_its_time() -> None:
+    methods = {m.description: m for m in (GATHER, OKTOPK)}
+
+    def worker(transport: Transport) -> tuple[Profile, float]:
+        start = perf_counter()
+        found = measure_profile(transport, dense_of(transport), methods, HERE, limit_s=0.6)
+        return found, perf_counter() - start
+
+    for found, seconds in run_ranks(2, worker):
+        assert set(found.methods) == set(methods)
+        assert found.methods["oktopk 0.01"].collective == "oktopk"
+        assert found.dense.at(1 << 20) > 0
+        assert all(c.seconds(1 << 20) > 0 for c in found.methods.values())
+        assert seconds < 6  # 0.6 s on a machine that does nothing else
+
+
+# -- one plan on all ranks -------------------------------------------------------------------------
+
+
+class Rules:
+    """Everything above 1000 elements is the planner's."""
+
+    description = "above 1000"
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        return Choice(None)
+
+    def candidates_of(self, spec: TensorSpec) -> tuple[Method, ...]:
+        return (GATHER, OKTOPK) if spec.numel > 1000 else ()
+
+
+def dense_of(transport: Transport) -> Any:
+    return lambda tensor: transport.allreduce_sum(tensor, channel="dense")
+
+
+def decide(transport: Transport) -> Planner:
+    planner = Planner(Rules())
+    planner.decide(SPECS, World(transport, dense_of(transport)))
+    return planner
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_devices_of_different_speed_follow_rank_0(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank measures something else; alone, they would decide otherwise."""
+    by_rank = [SLOW_NETWORK, FAST_NETWORK, SLOW_NETWORK.calibrated(1.0, 0.1), FAST_NETWORK]
+
+    def measure(transport: Transport, *_: object) -> Profile:
+        sleep(0.02 * transport.rank)
+        return by_rank[transport.rank]
+
+    monkeypatch.setattr(planner_module, "measure_profile", measure)
+    planners = run_ranks(world_size, decide)
+    assert len({planner.description for planner in planners}) == 1
+    for planner in planners:
+        assert planner.choice_of(SPECS[2]).method is GATHER
+        assert planner.choice_of(SPECS[1]).method is None
+
+
+def test_a_slow_rank_holds_the_same_plan() -> None:
+    """With real measurements, one rank being busy meanwhile."""
+
+    def worker(transport: Transport) -> str:
+        def slow(tensor: Tensor) -> object:
+            if transport.rank == 1:
+                sleep(0.01)
+            return transport.allreduce_sum(tensor, channel="dense")
+
+        planner = Planner(Rules())
+        planner.decide(SPECS, World(transport, slow))
+        return planner.description
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hvd_sparse.planner.measure.NUMELS", (1 << 8, 1 << 12))
+        assert len(set(run_ranks(3, worker))) == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_fails_while_planning_takes_the_others_with_it(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not after the transport's timeout; and nobody has a plan."""
+
+    def measure(transport: Transport, *_: object) -> Profile:
+        if transport.rank == failing:
+            raise MemoryError("no memory for the sweep")
+        return SLOW_NETWORK
+
+    monkeypatch.setattr(planner_module, "measure_profile", measure)
+    world, raised = LocalWorld(3, timeout_s=60.0), {}
+    planners = [Planner(Rules()) for _ in range(3)]
+
+    def run(transport: Transport) -> None:
+        try:
+            planners[transport.rank].decide(SPECS, World(transport, dense_of(transport)))
+            transport.allreduce_sum(torch.zeros(1), channel="first step")
+        except BaseException as error:
+            raised[transport.rank] = type(error)
+
+    start = perf_counter()
+    threads = [threading.Thread(target=run, args=(t,)) for t in world.transports()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert perf_counter() - start < 20
+    expected = {rank: MemoryError if rank == failing else PeerLostError for rank in range(3)}
+    assert raised == expected
+    assert planners[failing].plan is None
+    if failing == 0:
+        assert all(planner.plan is None for planner in planners)
+
+
+def test_a_profile_that_rank_0_cannot_use_is_named_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    SLOW_NETWORK.save(path)
+
+    def worker(transport: Transport) -> None:
+        planner = Planner(Rules(), path if transport.rank == 0 else tmp_path / "not there.json")
+        with pytest.raises(PlanError, match="rank 0 cannot plan: the profile was taken elsewhere"):
+            planner.decide(SPECS, World(transport, dense_of(transport)))
+
+    run_ranks(2, worker)
+
+
+# -- reviews ---------------------------------------------------------------------------------------
+
+
+def stats_of(plan_names: set[str], exchange_s: float, steps: int = 10) -> Stats:
+    bucket = BucketStats(names=tuple(sorted(plan_names)), numel=1, k=1, steps=steps)
+    bucket.exchange_s = exchange_s * steps
+    return Stats("local", [bucket])
+
+
+@pytest.mark.parametrize(("factor", "changes"), [(1.0, False), (1.2, False), (30.0, True)])
+def test_a_plan_that_costs_more_than_predicted_is_made_anew(
+    factor: float, changes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
+    monkeypatch.setattr(Planner, "_dense_error", lambda self, world: 1.0)
+
+    def worker(transport: Transport) -> tuple[bool, str, Profile | None]:
+        planner = decide(transport)
+        assert planner.plan is not None
+        # The slowest rank waits for nobody: its exchange is the shortest, and counts.
+        exchange_s = factor * planner.plan.sparse_s * (1.0 + 5.0 * (transport.rank != 1))
+        stats = stats_of(set(planner.plan.placements), exchange_s)
+        changed = planner.review(SPECS, {}, stats, World(transport, dense_of(transport)))
+        return changed, planner.description, planner.profile
+
+    results = run_ranks(3, worker)
+    assert {changed for changed, _, _ in results} == {changes}
+    assert len({description for _, description, _ in results}) == 1
+    assert ("all dense" in results[0][1]) == changes
+    assert (results[0][2] == SLOW_NETWORK) == (factor <= 1.25)
+
+
+def test_a_review_knows_when_gradients_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
+    monkeypatch.setattr(Planner, "_dense_error", lambda self, world: 1.0)
+    specs = [TensorSpec(name, (1_000_000,), "torch.float32") for name in ("late", "early")]
+
+    def worker(transport: Transport) -> None:
+        planner, world = Planner(Rules()), World(transport, dense_of(transport))
+        planner.decide(specs, world)
+        assert planner.choice_of(specs[0]).bucket == planner.choice_of(specs[1]).bucket
+        assert planner.review(specs, {"late": 0.1, "early": 0.0}, Stats("local", []), world)
+        assert planner.choice_of(specs[0]).bucket != planner.choice_of(specs[1]).bucket
+
+    run_ranks(2, worker)
+
+
+def test_planned_training_loses_nothing_when_the_plan_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sparse, then dense by a review, over real engines: all mass is applied in the end."""
+    monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
+    monkeypatch.setattr(Planner, "_dense_error", lambda self, world: 1e-3)
+
+    def gradient(rank: int, step: int, spec: TensorSpec) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randint(-9, 10, spec.shape, generator=generator).float()
+
+    def worker(transport: Transport) -> dict[str, Tensor]:
+        planner, engine = Planner(Rules()), None
+        planner.decide(SPECS, World(transport, dense_of(transport)))
+        engine = Engine(planner)
+        engine.connect(transport)
+        applied = {spec.name: torch.zeros(spec.shape) for spec in SPECS}
+        for step in range(6):
+            if step == 3:
+                assert engine.planned
+                world = World(transport, dense_of(transport))
+                assert planner.review(SPECS, {}, engine.stats(), world)
+                engine.reassign(planner)
+                engine.agree()
+            sparse = [spec for spec in SPECS if engine.takes(spec)]
+            assert bool(sparse) == (step < 3)
+            for spec in SPECS:
+                grad = gradient(transport.rank, step, spec)
+                if spec in sparse:
+                    engine.submit(spec, grad)
+                    continue
+                leftover = engine.leftover(spec.name)
+                engine.forget_leftover(spec.name)
+                whole = grad if leftover is None else grad + leftover
+                applied[spec.name] += transport.allreduce_sum(whole, channel="dense")
+            engine.scale = 1.0
+            for spec in sparse:
+                applied[spec.name] += engine.result(spec.name)
+        assert not engine.state_dict()["residual"]
+        engine.disconnect()
+        return applied
+
+    for applied in run_ranks(2, worker):
+        for spec in SPECS:
+            total = sum(gradient(r, s, spec) for r in range(2) for s in range(6))
+            assert torch.equal(applied[spec.name], total)
+
+
+def test_a_profile_file_is_json(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    SLOW_NETWORK.save(path)
+    data = json.loads(path.read_text())
+    assert data["place"] == asdict(HERE)
+    assert Profile.from_json(data) == SLOW_NETWORK
