@@ -62,26 +62,31 @@ class Launcher:
         finally:
             subprocess.run([script, "down"], check=True)
 
+    @property
+    def interface(self) -> list[str]:
+        """The option by which a worker learns which interface counts its bytes."""
+        return ["--interface", "eth0"] if self.rate else []
+
     def run(
         self,
-        worker: str,
+        script: str,
         ranks: int,
         arguments: list[str],
         environment: Mapping[str, str] | None = None,
+        *,
+        out_option: str = "--out",
         timeout_s: float = 900.0,
     ) -> dict[str, Any]:
-        """Run a worker of this folder on every rank; returns what its rank 0 wrote to `--out`."""
+        """Run a script of the repository on every rank; returns the JSON that its rank 0 wrote."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(ranks)]
             if self.rate:
                 hosts = ",".join(f"nl{rank + 1}:1" for rank in range(ranks))
                 command = [str(self.script), "exec", "1", *command, "-H", hosts]
-                arguments = [*arguments, "--interface", "eth0"]
             else:
                 command += ["-H", f"localhost:{ranks}"]
-            path = str(REPOSITORY / "benchmarks" / worker)
-            command += [sys.executable, path, "--out", str(out), *arguments]
+            command += [sys.executable, str(REPOSITORY / script), out_option, str(out), *arguments]
             every = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
             subprocess.run(command, check=True, env=every, stdout=sys.stderr, timeout=timeout_s)
             result: dict[str, Any] = json.loads(out.read_text())

@@ -23,6 +23,7 @@ from benchmarks._report import Row, write_report
 from benchmarks.allreduce_sweep import plot_sweep, sweep, sweep_rows
 from hvd_sparse.simulator.plots import load_pyplot
 
+WORKER = "benchmarks/allreduce_worker.py"
 NUMEL = 14_700_000
 SWEEP_NUMEL, SWEEP_DENSITIES = 1 << 22, [0.0001, 0.001, 0.01, 0.05]
 GOALS = {  # the factor by which a sparse reduction is to beat the faster dense one
@@ -43,10 +44,10 @@ def measure(
     """
     print(f"measuring P = {ranks}, density {density} …", file=sys.stderr, flush=True)
     arguments = ["--numel", str(options.numel), "--density", str(density)]
-    arguments += ["--repeats", str(options.repeats)]
-    times = at.run("allreduce_worker.py", ranks, arguments)
+    arguments += ["--repeats", str(options.repeats), *at.interface]
+    times = at.run(WORKER, ranks, arguments)
     bytes_ = at.run(
-        "allreduce_worker.py",
+        WORKER,
         ranks,
         [*arguments, "--count-bytes"],
         {"HOROVOD_CYCLE_TIME": "300"},

@@ -28,8 +28,8 @@ World = Mapping[str, Any]
 def sweep(ranks: int, numel: int, densities: list[float], repeats: int, at: Launcher) -> World:
     """Run one world."""
     print(f"comparing all algorithms on P = {ranks} …", file=sys.stderr, flush=True)
-    arguments = ["--numel", str(numel), "--repeats", str(repeats), "--density"]
-    return at.run("sweep_worker.py", ranks, [*arguments, *map(str, densities)])
+    arguments = ["--numel", str(numel), "--repeats", str(repeats), *at.interface, "--density"]
+    return at.run("benchmarks/sweep_worker.py", ranks, [*arguments, *map(str, densities)])
 
 
 def sweep_rows(ranks: int, world: World, numel: int, at: Launcher) -> list[Row]:

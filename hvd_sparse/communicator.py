@@ -12,9 +12,10 @@ import torch
 
 from hvd_sparse.checks import check_choice
 from hvd_sparse.collectives.dsar_split_allgather import dsar_split_allgather
+from hvd_sparse.collectives.link import link_of
 from hvd_sparse.collectives.ssar_recursive_double import ssar_recursive_double
 from hvd_sparse.collectives.ssar_split_allgather import ssar_split_allgather
-from hvd_sparse.cost_model import ORDINARY_LINK, cheapest
+from hvd_sparse.cost_model import cheapest
 from hvd_sparse.errors import PlanError, UnsupportedError
 from hvd_sparse.operation import OPERATIONS, SUM, Operation
 from hvd_sparse.part import INDEX_BYTES, Part
@@ -164,10 +165,11 @@ class Communicator:
     def _cheapest(self, part: Part, k: int) -> str:
         """The algorithm that the cost model picks; its words are this vector's values."""
         words = part.value_bytes / WORD_BYTES
+        measured = link_of(self.transport)
         link = replace(
-            ORDINARY_LINK,
-            beta_s_per_byte=ORDINARY_LINK.beta_s_per_byte * words,
-            reduction_s_per_byte=ORDINARY_LINK.reduction_s_per_byte * words,
+            measured,
+            beta_s_per_byte=measured.beta_s_per_byte * words,
+            reduction_s_per_byte=measured.reduction_s_per_byte * words,
         )
         entry_bytes = (INDEX_BYTES + part.value_bytes) / words
         P = self.transport.world_size
