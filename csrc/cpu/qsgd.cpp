@@ -13,6 +13,8 @@
 namespace hvds {
 namespace {
 
+// A scale above this could make the top level infinite when it is multiplied out.
+constexpr uint32_t kMostScaleKey = 0x7f7fff00u;
 constexpr size_t kMostBucket = 4096;  // codes of one bucket fit on the stack
 
 // The lowbias32 mixer over (position, seed); its upper 24 bits are used.
@@ -171,7 +173,7 @@ void QsgdQuantize(const float* x, size_t n, const QsgdForm& form, uint64_t seed,
   ForBuckets(n, form.bucket_numel, threads, [&](size_t first, size_t length, size_t bucket) {
     alignas(64) uint8_t unpacked[kMostBucket];
     const uint32_t key = loops.largest_key(x + first, length);
-    float scale = FloatOf(key);
+    float scale = FloatOf(std::min(key, kMostScaleKey));
     float per_level = static_cast<float>(levels) / scale;
     if (key >= kNonFiniteKey) {
       scale = std::numeric_limits<float>::quiet_NaN();

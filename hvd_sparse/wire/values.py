@@ -13,6 +13,12 @@ from hvd_sparse import ops
 from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys
 
 SCALE_BYTES = 4
+TOP = 15
+"""Exponent that the largest of 16-bit values is brought to: float16 ends at 2**16."""
+MOST_EXPONENT = 128
+"""float32 ends at 2**128."""
+MOST_SHIFT = 126
+"""2**126 and its inverse are normal numbers."""
 
 
 class ValueCodec(ABC):
@@ -64,8 +70,8 @@ class Float32Values(ValueCodec):
 class HalfValues(ValueCodec):
     """16 bits per value, rounded to nearest, behind one power of two for all.
 
-    The power brings the largest finite magnitude near the top of the type's range: float16 spans 39
-    powers of two, and gradients may be anywhere.
+    The power brings the largest finite magnitude near the top of float16's range, which spans 40
+    powers of two: gradients may be anywhere.
 
     Attributes:
         dtype: float16 or bfloat16.
@@ -80,9 +86,13 @@ class HalfValues(ValueCodec):
     def encode(self, values: Tensor, seed: int) -> tuple[Tensor, ...]:
         """See `ValueCodec.encode`."""
         del seed  # it rounds to nearest
-        exponent = self._exponent(values)
-        scaled = (values * 2.0**exponent).to(self.dtype)
-        return (torch.tensor([2.0**-exponent]), scaled)
+        top = _exponent(values)
+        shift = max(-MOST_SHIFT, min(MOST_SHIFT, TOP - top))
+        scaled = values * 2.0**shift
+        if top == MOST_EXPONENT:  # what is rounded up here could not be scaled back
+            below = 2.0 ** (top + shift) * (1 - torch.finfo(self.dtype).eps / 2)
+            scaled = torch.where(values.isfinite(), scaled.clamp(-below, below), scaled)
+        return (torch.tensor([2.0**-shift]), scaled.to(self.dtype))
 
     def decode(self, data: Tensor, count: int) -> Tensor:
         """See `ValueCodec.decode`."""
@@ -90,19 +100,15 @@ class HalfValues(ValueCodec):
         scale = float(data[:SCALE_BYTES].view(torch.float32))
         return data[SCALE_BYTES:].view(self.dtype).float().mul_(scale)
 
-    def _exponent(self, values: Tensor) -> int:
-        """The power of two to multiply by; its inverse is a normal float32 too."""
-        keys = magnitude_keys(values)
-        largest = int(keys.max()) if keys.numel() else 0
-        if largest >= INFINITE_KEY:
-            finite = keys[keys < INFINITE_KEY]
-            largest = int(finite.max()) if finite.numel() else 0
-        if largest == 0:
-            return 0
-        top = math.frexp(key_magnitude(largest))[1]  # the largest magnitude is below 2**top
-        if self.dtype == torch.bfloat16:
-            return min(0, 127 - top)  # float32's range, but rounding must not leave it
-        return max(-126, min(126, 15 - top))
+
+def _exponent(values: Tensor) -> int:
+    """The least e with 2**e above all finite magnitudes; TOP where all are 0."""
+    keys = magnitude_keys(values)
+    largest = int(keys.max()) if keys.numel() else 0
+    if largest >= INFINITE_KEY:
+        finite = keys[keys < INFINITE_KEY]
+        largest = int(finite.max()) if finite.numel() else 0
+    return math.frexp(key_magnitude(largest))[1] if largest else TOP
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,14 @@ def test_qsgd_keeps_zeros_and_marks_what_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
+def test_qsgd_keeps_the_largest_values_finite(native: NativeOps, bits: int) -> None:
+    x = torch.tensor([3.4028235e38, -3.4028235e38, 3.402e38, 1.0])
+    quantised = native.qsgd_quantize(x, bits, 512, 5)
+    assert_same(quantised, reference.qsgd_quantize(x, bits, 512, 5))
+    assert bool(native.qsgd_dequantize(*quantised, 4, bits, 512).isfinite().all())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_qsgd_is_unbiased(bits: int) -> None:
     """The mean over many seeds is within five standard errors of every value."""
     x = torch.randn(512, generator=generator(bits))

@@ -9,6 +9,8 @@ from hvd_sparse.ops._checks import NON_FINITE_KEY, bad_index
 
 GAP_BLOCK = 128
 WORD_MASK = 0xFFFFFFFF
+MOST_SCALE_KEY = 0x7F7FFF00
+"""A scale above this could make the top level infinite when it is multiplied out."""
 
 
 def gap_encode(indices: Tensor, start: int) -> Tensor:
@@ -54,7 +56,7 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
     levels = (1 << (bits - 1)) - 1
     buckets = _rows(x, bucket_numel)
     largest = (buckets.view(torch.int32) & 0x7FFFFFFF).amax(1)
-    scales = largest.view(torch.float32)
+    scales = largest.clamp(max=MOST_SCALE_KEY).view(torch.float32)
     per_level = torch.full_like(scales, levels) / scales
     flat = ~per_level.isfinite()
     per_level = torch.where(flat | (largest >= NON_FINITE_KEY), 0.0, per_level)

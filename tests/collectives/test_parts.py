@@ -1,0 +1,138 @@
+"""The algebra of parts, and wires on any of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hvd_sparse.operation import OPERATIONS, Operation
+from hvd_sparse.part import Part, combine, join, uniform_regions
+from hvd_sparse.stream import SparseStream
+from hvd_sparse.wire import WIRES, CompactWire, Packer, PlainWire
+from hvd_sparse.wire.base import flat_message
+
+NUMEL = 60
+WHOLE_NUMBERS = st.integers(-100, 100)
+ENTRIES = st.dictionaries(st.integers(0, NUMEL - 1), WHOLE_NUMBERS, max_size=NUMEL)
+OPERATION_NAMES = st.sampled_from(sorted(OPERATIONS))
+
+
+def part_of(entries: dict[int, int], dtype: torch.dtype = torch.int64) -> Part:
+    places = sorted(entries)
+    values = torch.tensor([entries[place] for place in places], dtype=dtype)
+    return Part(torch.tensor(places, dtype=torch.int32), values, 0, NUMEL)
+
+
+def dense(part: Part, operation: Operation) -> Tensor:
+    return part.to_dense(operation).values
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(ENTRIES, min_size=1, max_size=5), OPERATION_NAMES)
+def test_combining_is_element_by_element(brought: list[dict[int, int]], name: str) -> None:
+    operation = OPERATIONS[name]
+    parts = [part_of(entries) for entries in brought]
+    expected = dense(parts[0], operation)
+    for part in parts[1:]:
+        expected = operation.combine(expected, dense(part, operation))
+    total = combine(parts, operation)
+    assert torch.equal(dense(total, operation), expected)
+    mixed = [part.to_dense(operation) if i % 2 else part for i, part in enumerate(parts)]
+    assert torch.equal(dense(combine(mixed, operation), operation), expected)
+    if len(parts) > 2:  # associative
+        head = combine(parts[:2], operation)
+        assert torch.equal(dense(combine([head, *parts[2:]], operation), operation), expected)
+
+
+@settings(deadline=None, max_examples=100)
+@given(ENTRIES, st.integers(1, 9), OPERATION_NAMES, st.booleans())
+def test_regions_join_to_the_whole(
+    entries: dict[int, int], world_size: int, name: str, settle: bool
+) -> None:
+    operation = OPERATIONS[name]
+    part = part_of(entries)
+    regions = [part.slice(*span) for span in uniform_regions(NUMEL, world_size)]
+    assert sum(region.numel for region in regions) == NUMEL
+    if settle:
+        regions = [region.settled(operation) for region in regions]
+    whole = join(regions, operation)
+    assert (whole.start, whole.stop) == (0, NUMEL)
+    assert torch.equal(dense(whole, operation), dense(part, operation))
+
+
+@settings(deadline=None, max_examples=100)
+@given(ENTRIES, OPERATION_NAMES)
+def test_the_form_is_the_smaller_one(entries: dict[int, int], name: str) -> None:
+    operation = OPERATIONS[name]
+    part = part_of(entries, torch.int32)
+    settled = part.settled(operation)
+    assert (settled.indices is None) == (len(entries) * 8 >= NUMEL * 4)
+    assert torch.equal(dense(settled, operation), dense(part, operation))
+    back = part.to_dense(operation).to_sparse(operation)
+    assert torch.equal(dense(back, operation), dense(part, operation))
+
+
+@pytest.mark.parametrize("nnz", [29, 30])
+def test_two_parts_turn_dense_where_their_entries_might_fill_half(nnz: int) -> None:
+    """(nnz1 + nnz2) · (4 + 4) >= 60 · 4, whether or not they coincide."""
+    first = part_of(dict.fromkeys(range(15), 1), torch.float32)
+    second = part_of(dict.fromkeys(range(nnz - 15), 1), torch.float32)
+    assert (combine([first, second]).indices is None) == (nnz == 30)
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.dictionaries(st.integers(0, NUMEL - 1), FLOATS), st.booleans(), st.integers(0, 9))
+def test_every_wire_keeps_what_it_does_not_send(
+    entries: dict[int, float], is_dense: bool, step: int
+) -> None:
+    """What is read plus what is lost is what was sent, and finite values stay finite."""
+    places = sorted(entries)
+    stream = SparseStream(
+        torch.tensor(places, dtype=torch.int32), torch.tensor([entries[p] for p in places]), NUMEL
+    )
+    part = Part.of(stream).to_dense() if is_dense else Part.of(stream)
+    largest = max(map(abs, entries.values()), default=0.0)
+    for wire in [*WIRES.values(), CompactWire("float32", "gap", dense_values="qsgd2")]:
+        packer = Packer(wire, 3, step)
+        payload, read = packer.pack(part)
+        decoded = wire.decode(flat_message(payload), 0, NUMEL)
+        assert torch.equal(decoded.values.view(torch.int32), read.values.view(torch.int32))
+        assert bool(read.values.isfinite().all()), wire.name
+        lost = packer.lost(NUMEL)
+        total = read.to_dense().values.double()
+        total[lost.indices.long()] += lost.values.double()
+        sent = part.to_dense().values.double()
+        assert float((total - sent).abs().max()) <= 1e-7 * largest, wire.name
+        if wire.is_lossless:
+            assert torch.equal(read.values, part.values)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e-6, 1.0, 1e20, 3e38])
+def test_float16_keeps_eleven_bits_at_any_scale(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = (torch.rand(1000, generator=generator) + 0.1) * scale / 1.1
+    part = Part(torch.arange(1000, dtype=torch.int32), values, 0, 1000)
+    for name, bits in (("float16", 11), ("bfloat16+gap", 8)):
+        read = WIRES[name].decode(flat_message(WIRES[name].encode(part, 0)), 0, 1000)
+        relative = ((read.values - values).abs() / values).max()
+        assert float(relative) <= 2.0**-bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32])
+@pytest.mark.parametrize("nnz", [0, 1, 3])
+def test_plain_messages_of_any_type(dtype: torch.dtype, nnz: int) -> None:
+    values = torch.arange(nnz * 3).view(nnz, 3).to(dtype)
+    wire = PlainWire(dtype, (3,))
+    for part in (
+        Part(torch.arange(nnz, dtype=torch.int32) + 10, values, 10, 20),
+        Part(None, values, 10, 10 + nnz),
+    ):
+        read = wire.decode(flat_message(wire.encode(part, 0)), part.start, part.stop)
+        assert torch.equal(read.values, part.values)
+        assert (read.indices is None) == (part.indices is None)
