@@ -8,7 +8,7 @@ cxx_sources = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint format build bench clean distclean
+.PHONY: help setup demo test sanitize lint format build bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target what; \
@@ -24,6 +24,13 @@ demo: setup ## train digits on 2 and 4 workers, dense and sparse: table and plot
 
 test: setup ## the tests (PYTEST_ARGS="-k name" for some of them)
 	@$(bin)/python -m pytest $(PYTEST_ARGS)
+
+sanitize: setup ## tests/ops with a native library that checks addresses and undefined behaviour
+	@CXXFLAGS="-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	$(bin)/python setup.py -q build --build-base build/sanitized --build-lib build/sanitized/lib
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(bin)/python -m pytest -o pythonpath="build/sanitized/lib ." tests/ops $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy and clang-format, as checks
 	@$(bin)/ruff check

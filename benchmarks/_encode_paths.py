@@ -1,0 +1,192 @@
+"""Every compressor's hot path: what one rank does in a step, and what it is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from benchmarks import _encode_job as pipelines
+from benchmarks._encode_job import GROUP_NUMEL, HASH_A, HASH_B, Job
+from hvd_sparse import ops
+from hvd_sparse.ops._interface import Ops
+from hvd_sparse.selectors import sampled
+
+ADD = "r.add_(g)"
+SELECT = "accumulate, select, zero"
+MOMENTUM_SHARE = 20 / 12
+"""Bytes per element of DGC's pass, three reads and two writes, over those of `r.add_(g)`."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A baseline that a path is held against: at most `factor` times `share` of its time.
+
+    Attributes:
+        factor: None where nothing is required.
+        everywhere: At every density, and not only at the lowest.
+    """
+
+    share: float = 1.0
+    factor: float | None = None
+    everywhere: bool = False
+
+
+@dataclass(frozen=True)
+class HotPath:
+    """What one rank does in a step.
+
+    Attributes:
+        run: Does it with the operations that it is given.
+        against: Other contenders' names, with their limits.
+        torch: What one would write in torch; the goal is for the faster.
+        speedup: How many times as fast as that it has to be at the lowest density.
+    """
+
+    metric: str
+    run: Callable[[Ops, Job], object]
+    torch: Mapping[str, Callable[[Job], object]]
+    against: Mapping[str, Limit] = field(default_factory=dict)
+    speedup: float | None = None
+
+
+def momentum_masked(o: Ops, job: Job, momentum: ops.Momentum) -> object:
+    """DGC: the corrected momentum is accumulated and selected from, and masked where it left."""
+    gradients, threshold = [job.gradient], job.corrected_threshold
+    indices, values = o.accumulate_select(job.velocity, gradients, threshold, momentum)
+    o.zero_at(job.buffer, indices)
+    return indices, values
+
+
+def momentum_topk_masked(o: Ops, job: Job) -> object:
+    indices, values, threshold = o.accumulate_topk(
+        job.velocity, [job.gradient], job.k, job.corrected_pivot, job.momentum
+    )
+    o.zero_at(job.buffer, indices)
+    return indices, values, threshold
+
+
+def sampled_threshold(o: Ops, job: Job) -> object:
+    """As `selectors.SampledThreshold` estimates it."""
+    wanted = min(round(sampled.SAMPLE_SHARE * job.numel), sampled.MOST_SAMPLE)
+    stride = max(1, job.numel * sampled.RUN // max(wanted, sampled.LEAST_SAMPLE)) | 1
+    sample = o.sample_accumulator(job.residual, [job.gradient], 0, stride, min(sampled.RUN, stride))
+    rank = sampled.deep_rank(sample.numel(), job.numel, job.k)
+    return o.kth_magnitude(sample, rank)
+
+
+def moments(o: Ops, job: Job) -> object:
+    found = o.accumulator_moments(job.residual, [job.gradient])
+    return (found.count, found.sum_of_squares, found.sum_of_magnitudes, found.largest)
+
+
+def hashed(slots_per_k: int, slots_per_bucket: int) -> Callable[[Ops, Job], object]:
+    return lambda o, job: o.hash_select(
+        job.residual,
+        [job.gradient],
+        job.threshold,
+        slots_per_k * job.k,
+        slots_per_bucket,
+        HASH_A,
+        HASH_B,
+    )
+
+
+def hot_paths(job: Job) -> list[HotPath]:
+    r, g = job.residual, [job.gradient]
+    compaction = {
+        "torch add, abs, topk, gather, zero": pipelines.torch_topk,
+        "torch add, abs, compare, nonzero, gather, zero": pipelines.torch_nonzero,
+    }
+    topk = {"torch add, abs, topk, gather, zero": pipelines.torch_topk}
+    hashing = {
+        "torch add, abs, compare, nonzero, hash, scatter, gather, zero": pipelines.torch_hash(
+            4 * job.k
+        )
+    }
+    within_passes = Limit(MOMENTUM_SHARE, 1.3)
+    not_slower = Limit(factor=1.05, everywhere=True)  # 5 % for what two equal times differ
+    return [
+        HotPath(
+            SELECT,
+            lambda o, job: o.accumulate_select(r, g, job.threshold),
+            compaction,
+            {ADD: Limit(factor=1.25)},
+            speedup=8.0,
+        ),
+        HotPath(
+            "accumulate, exact top-k",
+            lambda o, job: o.accumulate_topk(r, g, job.k, job.pivot),
+            topk,
+            {ADD: Limit()},
+            speedup=20.0,
+        ),
+        HotPath(
+            "accumulate, exact top-k, no pivot",
+            lambda o, job: o.accumulate_topk(r, g, job.k),
+            topk,
+            {ADD: Limit()},
+        ),
+        HotPath(
+            "DGC: momentum, select, zero, mask",
+            lambda o, job: momentum_masked(o, job, job.momentum),
+            {"torch mul, add, add, abs, compare, nonzero, gather, zero": pipelines.torch_momentum},
+            {ADD: within_passes},
+            speedup=7.0,
+        ),
+        HotPath(
+            "DGC with Nesterov's momentum",
+            lambda o, job: momentum_masked(o, job, job.nesterov),
+            {"torch add, mul, add, add, abs, compare, …, zero": pipelines.torch_nesterov},
+            {ADD: Limit(MOMENTUM_SHARE)},
+        ),
+        HotPath(
+            "DGC with exact top-k",
+            momentum_topk_masked,
+            {"torch mul, add, add, abs, topk, gather, zero": pipelines.torch_momentum_topk},
+            {ADD: Limit(MOMENTUM_SHARE)},
+        ),
+        HotPath(
+            "DRAGONN: hash to 4k slots", hashed(4, 1), hashing, {ADD: Limit(), SELECT: not_slower}
+        ),
+        HotPath(
+            "DRAGONN: hash to 2k slots by 8",
+            hashed(2, 8),
+            hashing,
+            {ADD: Limit(), SELECT: not_slower},
+        ),
+        HotPath(
+            "ExDyna: select in a quarter",
+            lambda o, job: o.partition_select(r, g, job.threshold, *job.partition),
+            {"torch add, abs, compare, nonzero, gather, zero": pipelines.torch_partition},
+            {ADD: Limit()},
+        ),
+        HotPath(
+            f"top-k of every {GROUP_NUMEL}",
+            lambda o, job: o.accumulate_group_topk(r, g, job.group_k, GROUP_NUMEL),
+            {"torch add, abs, topk by row, gather, scatter": pipelines.torch_group},
+            {ADD: Limit()},
+        ),
+        HotPath(
+            "sampled threshold",
+            sampled_threshold,
+            {"torch strided add, abs, topk": pipelines.torch_sampled_threshold},
+            {SELECT: Limit(factor=0.15, everywhere=True)},
+        ),
+        HotPath(
+            "moments",
+            moments,
+            {"torch add, mean, std, abs, mean, log, mean, max": pipelines.torch_moments},
+            {ADD: Limit()},
+        ),
+        HotPath(
+            f"counts above {len(job.thresholds)} thresholds",
+            lambda o, job: o.count_at_least(r, g, job.thresholds),
+            {"torch add, abs, compare and sum for each": pipelines.torch_counts},
+            {ADD: Limit()},
+        ),
+        HotPath(
+            "take at k indices",
+            lambda o, job: o.take_at(r, job.indices),
+            {"torch gather, zero": pipelines.torch_take_at},
+        ),
+    ]
