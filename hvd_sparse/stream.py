@@ -61,8 +61,25 @@ class SparseStream:
         return self.where(indices[places] == self.indices)
 
     def to(self, device: torch.device | str) -> SparseStream:
-        """The same stream on a device; itself, where it is there."""
-        return SparseStream(self.indices.to(device), self.values.to(device), self.numel)
+        """The same stream on a device; itself, where it is there.
+
+        Between the host and a CUDA device it goes through pinned memory. Only the way to the host
+        is waited for.
+        """
+        target, source = torch.device(device), self.indices.device
+        indices, values = self.indices, self.values
+        if target.type == "cpu" and source.type == "cuda":
+            indices = torch.empty_like(indices, device=target, pin_memory=True)
+            values = torch.empty_like(values, device=target, pin_memory=True)
+            indices.copy_(self.indices, non_blocking=True)
+            values.copy_(self.values, non_blocking=True)
+            torch.cuda.current_stream(source).synchronize()
+        elif target.type == "cuda" and source.type == "cpu":
+            indices = indices.pin_memory().to(target, non_blocking=True)
+            values = values.pin_memory().to(target, non_blocking=True)
+        else:
+            indices, values = indices.to(target), values.to(target)
+        return SparseStream(indices, values, self.numel)
 
     def times(self, factor: float) -> SparseStream:
         """Every value multiplied by a factor."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import BucketStats, StepStats
 from hvd_sparse.stream import SparseStream
@@ -36,6 +37,7 @@ class Bucket:
         method: How it is compressed and exchanged.
         step: Steps done; the position in the warm-up.
         memory: Error feedback over the whole bucket.
+        lane: Where its exchanges run.
         decoded: `(n,)`, in the gradients' type: where the reduced gradient is written. The
             gradients that the optimizer sees are views of it, as of any flat gradient bucket; it
             is written again only after all of the bucket's next gradients have come.
@@ -63,6 +65,7 @@ class Bucket:
         self.decoded = torch.zeros(
             self.numel, dtype=getattr(torch, specs[0].dtype.removeprefix("torch.")), device=device
         )
+        self.lane = Lane(device)
         names = tuple(spec.name for spec in specs)
         self.stats = BucketStats(names=names, numel=self.numel, k=self.collective.k)
         self.step_stats = StepStats()
@@ -86,6 +89,7 @@ class Bucket:
 
     def put(self, place: int, gradient: Tensor) -> None:
         """Take note of a gradient; it must not change until the bucket is done."""
+        self.lane.hand_over()
         if self._gradients[place] is None:
             self._missing -= 1
         self._gradients[place] = gradient

@@ -223,6 +223,7 @@ class Engine:
         for bucket, stats in zip(self._buckets, late, strict=True):
             with stats.timed("wait_s"):
                 self._wait_for(bucket, Phase.EXCHANGED)
+            bucket.lane.hand_back()
         if any(bucket.poisoned for bucket in self._buckets):
             undo(self._buckets)
         for bucket, stats in zip(self._buckets, late, strict=True):
@@ -301,9 +302,11 @@ class Engine:
                 for bucket in self._buckets:
                     if not self._wait_until_ready(bucket):
                         return
-                    exchange(bucket)
-                    if self.scale is not None and not bucket.decoding_would_overwrite_gradients():
-                        decode(bucket, self.scale, bucket.step_stats)
+                    with bucket.lane.work():
+                        exchange(bucket)
+                        overwrites = bucket.decoding_would_overwrite_gradients()
+                        if self.scale is not None and not overwrites:
+                            decode(bucket, self.scale, bucket.step_stats)
                     with self._changed:
                         bucket.stats.record(bucket.step_stats)
                         bucket.step_stats = StepStats()

@@ -1,16 +1,17 @@
-"""One function per kernel: a torch reference, and C++ for CPU tensors.
+"""One function per kernel: a torch reference, C++ for CPU tensors, and CUDA.
 
 Streams are pairs of `indices`, int32 `(nnz,)` strictly ascending, and `values`, float32 `(nnz,)`.
 Magnitudes are compared as integers, `bits(x) & 0x7fffffff`: NaN > inf > finite, and zeros of either
 sign are never selected. Arguments are checked here, once; the order of a stream's indices is a
 precondition.
 
-CPU tensors go to the native library, and tensors of other devices to the torch reference. Without
-the library, or with `HVD_SPARSE_NATIVE=0` in the environment, the reference does everything, with
-the same results.
+CPU tensors go to the native library, CUDA tensors to the kernels where CuPy is installed, and all
+others to the torch reference. Without the library or CuPy, or with `HVD_SPARSE_NATIVE=0` in the
+environment, the reference does everything, with the same results. On CUDA an index out of range
+is no exception: it stops the device, as in torch.
 
 A family of operations is a module here (what they promise, and their checks), one of the same name
-in `reference` and in `native`, and its part of the interface in `_interface`.
+in `reference`, `native` and `cuda`, and its part of the interface in `_interface`.
 """
 
 from hvd_sparse.ops._dispatch import backend

@@ -1,0 +1,107 @@
+"""Which implementation serves CUDA tensors, as far as that can be seen without a device."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_sparse.ops import _dispatch, reference
+from hvd_sparse.ops.cuda import AddressTable, CompileError, CudaOps, CupyLauncher
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    _dispatch._on_cuda.cache_clear()
+    _dispatch._warn_of_reference.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("HVD_SPARSE_NATIVE", raising=False)
+    yield
+    _dispatch._on_cuda.cache_clear()
+    _dispatch._warn_of_reference.cache_clear()
+
+
+class FakeCupy(ModuleType):
+    """What `CupyLauncher` uses of CuPy; kernels are recorded, and those of one file refuse."""
+
+    def __init__(self, broken: str = "") -> None:
+        super().__init__("cupy")
+        self.launches: list[tuple[object, ...]] = []
+        compiler = SimpleNamespace(CompileException=type("CompileException", (Exception,), {}))
+        stream = SimpleNamespace(from_external=nullcontext)
+
+        def device(index: int | None = None) -> object:
+            context = nullcontext()
+            context.compute_capability = "90"  # type: ignore[attr-defined]
+            return context
+
+        class RawModule:
+            def __init__(self, code: str, options: tuple[str, ...], backend: str) -> None:
+                self.code = code
+
+            def get_function(self, name: str) -> object:
+                if broken and f'#line 1 "{broken}"' in self.code:
+                    raise compiler.CompileException("expected a ;")
+                return lambda *call: launches.append((name, *call))
+
+        launches = self.launches
+        self.RawModule = RawModule
+        self.cuda = SimpleNamespace(Device=device, Stream=stream, compiler=compiler)
+
+
+@pytest.mark.usefixtures("torch_for_cuda")
+def test_without_cupy_a_warning_names_the_extra_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.warns(RuntimeWarning, match=r"pip install 'hvd-sparse\[cuda13\]'"):
+        assert _dispatch.implementation(DEVICE) is reference
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _dispatch.implementation(torch.device("cuda", 1)) is reference
+        assert _dispatch.backend(DEVICE) == "reference"
+
+
+@pytest.mark.usefixtures("torch_for_cuda")
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_SPARSE_NATIVE", "0")
+    assert _dispatch.implementation(DEVICE) is reference
+
+
+@pytest.mark.usefixtures("torch_for_cuda")
+def test_with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
+    assert isinstance(_dispatch.implementation(DEVICE), CudaOps)
+    assert _dispatch.backend(DEVICE) == "cuda"
+
+
+def launcher(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> CupyLauncher:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    return CupyLauncher(DEVICE)
+
+
+def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = FakeCupy()
+    kernels = launcher(monkeypatch, cupy)
+    x = torch.zeros(3)
+    rows = torch.zeros(5, dtype=torch.int64)
+    kernels.launch("scatter_add", 0, x)
+    kernels.launch("scatter_add", 2, x, AddressTable(rows, []), None, np.int64(5))
+    ((name, blocks, threads, arguments),) = cupy.launches
+    assert (name, blocks, threads) == ("scatter_add", (2,), (256,))
+    assert arguments == (x.data_ptr(), rows.data_ptr(), 0, 5)
+    assert [type(argument) for argument in arguments] == [np.uint64, np.uint64, np.uint64, np.int64]
+
+
+def test_an_error_names_kernel_and_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = launcher(monkeypatch, FakeCupy(broken="topk.cu"))
+    kernels.launch("scatter_add", 1)
+    with pytest.raises(CompileError, match=r"count_digits \(topk.cu\) .* sm_90: expected a ;"):
+        kernels.launch("count_digits", 1)
