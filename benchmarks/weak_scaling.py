@@ -135,8 +135,8 @@ def volume_rows(worlds: list[int]) -> list[Row]:
     rows = []
     for world_size in worlds:
         for name, streams in (
-            ("even", STREAMS),
             ("all entries in one region", SyntheticStreams(overlap=0.1, region=0.02)),
+            ("all of the result with one owner", SyntheticStreams(loud=1 / world_size)),
         ):
             say(f"oktopk's volume on {world_size} ranks, {name}")
             workload = Workload(100 * VOLUME_K, VOLUME_K)

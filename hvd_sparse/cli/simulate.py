@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overlap", type=float, default=0.0, help="share of indices that all ranks have")
     add("--skew", type=float, default=0.0, help="how indices crowd at the start, from 0 (evenly)")
     add("--region", type=float, default=1.0, help="share of the vector that has all indices")
+    add("--loud", type=float, default=0.0, help="share of entries, the first, with large values")
     add("--seed", type=int, default=0, help="of the synthetic streams (default: %(default)s)")
     add("--streams", type=Path, metavar="FILE", help="recorded ones, with numel and k of their own")
 
@@ -144,7 +145,9 @@ def _workload(options: argparse.Namespace) -> tuple[Workload, StreamSource]:
             options.stretch = 1.0
         return Workload(recorded.numel, recorded.k, options.compute), recorded
     k = round(check_density(options.density) * check_count("--numel", options.numel, 1))
-    synthetic = SyntheticStreams(options.overlap, options.skew, options.region, options.seed)
+    synthetic = SyntheticStreams(
+        options.overlap, options.skew, options.region, options.loud, options.seed
+    )
     return Workload(options.numel, k, options.compute), synthetic
 
 

@@ -26,6 +26,9 @@ Departures from the paper:
     nearest to k; where none is within k (1 ± tolerance), the threshold is evaluated exactly in the
     same step. Ties at an exact threshold are cut by rank and index. So the result holds k within
     the tolerance in every step.
+  * The paper levels shares where the largest exceeds four times the average, which can never be
+    with up to four ranks, although one that sends all of the result P - 1 times is over the bound
+    of 6k (P-1)/P from three ranks on. Here they are levelled in that case, too.
   * A lossy wire rounds values in both phases; whoever encodes takes the error back where the entry
     is in the result. The other entries go back whole to where they came from.
 """
@@ -46,6 +49,7 @@ from hvd_sparse.magnitude import key_magnitude, magnitude_keys, threshold_key
 from hvd_sparse.part import Part
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.base import allgather_loads
 from hvd_sparse.wire import PLAIN, Packer, Wire, sum_of
 
 BIN_BITS = 12
@@ -72,7 +76,8 @@ class OkTopk(Collective):
         k: See `Collective`; the result holds about k entries too.
         repartition_interval: τ, steps from one repartition to the next, at least 1.
         threshold_interval: τ′, steps from one exact global threshold to the next, at least 1.
-        balance_factor: Shares are levelled where the largest exceeds this many times the average.
+        balance_factor: Shares are levelled where the largest exceeds this many times the average,
+            or a rank would send more than in levelling and gathering together.
         tolerance: How far the result's nnz may be from k, as a share of k.
         wire: See `Collective`.
     """
@@ -168,7 +173,7 @@ class OkTopk(Collective):
             chosen = SparseStream(*passing, self.numel)
         else:
             chosen, shares = self._select_exactly(reduced_topk)
-        if max(shares) > self.balance_factor * sum(shares) / len(shares):
+        if self._is_unbalanced(shares):
             chosen = self._balance(chosen, shares, packer)
         payload, own = packer.pack(Part.of(chosen))
         messages = self.transport.allgather(payload, channel="allgather")
@@ -177,6 +182,13 @@ class OkTopk(Collective):
             for source, message in enumerate(messages)
         ]
         return SparseStream.concatenate(parts, self.numel)
+
+    def _is_unbalanced(self, shares: Sequence[int]) -> bool:
+        """Whether one share is far above the average, or gathering alone would pass the bound."""
+        P, total = len(shares), sum(shares)
+        if max(shares) > self.balance_factor * total / P:
+            return True
+        return max(allgather_loads(shares)) > 2 * total * (P - 1) / P
 
     def _follow_threshold(self, reduced_topk: SparseStream) -> list[int] | None:
         """Move the threshold a little, to the level that brings the result nearest to k.

@@ -54,8 +54,9 @@ def plot_outcomes(outcomes: Sequence[Outcome], title: str, path: Path | str) -> 
             axes.set_yscale("log")
         else:
             axes.set_ylim(0, 1.05)
-    every[0].legend(fontsize="small")
+    curves, names = every[0].get_legend_handles_labels()
+    figure.legend(curves, names, loc="lower center", ncols=len(names), fontsize="small")
     figure.suptitle(title)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -33,12 +33,16 @@ class SyntheticStreams:
         skew: How crowded the indices are, at least 0: an index is n u^(1 + skew) for a u that is
             uniform in [0, 1). 0 spreads them evenly; with 9, half of them are in the first 0.1 %.
         region: Share of the vector, from its start, that holds all indices, in (0, 1].
+        loud: Share of a stream's entries, the first ones, whose values are a thousand times as
+            large, in [0, 1]. With 1/P, all of a sum's largest values are with the owner of the
+            first of P regions.
         seed: Another seed gives other streams of the same kind.
     """
 
     overlap: float = 0.0
     skew: float = 0.0
     region: float = 1.0
+    loud: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,6 +50,8 @@ class SyntheticStreams:
             raise ConfigError(f"overlap must be in [0, 1], got {self.overlap!r}")
         if not 0 < self.region <= 1:
             raise ConfigError(f"region must be in (0, 1], got {self.region!r}")
+        if not 0 <= self.loud <= 1:
+            raise ConfigError(f"loud must be in [0, 1], got {self.loud!r}")
         check_at_least("skew", self.skew, 0.0)
         check_count("seed", self.seed, 0)
 
@@ -57,7 +63,9 @@ class SyntheticStreams:
         common = self._draw(shared, room, round(self.overlap * k), torch.empty(0).long())
         indices = self._draw(own, room, k, common)
         values = torch.randn(indices.numel(), generator=own)
-        return SparseStream(indices.int(), values * values.abs(), numel)
+        values *= values.abs()
+        values[: round(self.loud * indices.numel())] *= 1000
+        return SparseStream(indices.int(), values, numel)
 
     def _draw(self, generator: torch.Generator, room: int, count: int, taken: Tensor) -> Tensor:
         """`taken`, filled up with other indices to `count`; int64, ascending."""

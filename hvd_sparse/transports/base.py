@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from hvd_sparse.cost_model import Link
@@ -331,6 +332,21 @@ class Transport(ABC):
                 f"rank {src} has {arrived.numel()}"
             )
         return arrived.view(total.dtype).view(total.shape)
+
+
+def allgather_loads(sizes: Sequence[int]) -> list[int]:
+    """What each rank sends in `allgather` of blocks of these sizes, in order of the ranks."""
+    P = len(sizes)
+    if P <= DIRECT_ALLGATHER_RANKS:
+        return [size * (P - 1) for size in sizes]
+    ends = np.cumsum([0, *sizes, *sizes])
+    loads, distance = np.zeros(P, dtype=np.int64), 1
+    while distance < P:
+        count = min(distance, P - distance)
+        loads += ends[count : count + P] - ends[:P]
+        distance *= 2
+    every: list[int] = loads.tolist()
+    return every
 
 
 def check_peers(

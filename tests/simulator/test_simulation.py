@@ -26,6 +26,8 @@ from hvd_sparse.simulator import (
     with_efficiency,
 )
 from hvd_sparse.transports import Transport, run_ranks
+from hvd_sparse.transports.base import DIRECT_ALLGATHER_RANKS, allgather_loads
+from hvd_sparse.transports.framing import HEADER_BYTES
 
 NETWORK = Network(Link(1e-5, 1e-9, 1e-10))
 ONE_REGION = SyntheticStreams(region=0.01, overlap=0.5)
@@ -60,6 +62,21 @@ def test_allgather_is_that_of_all_transports(world_size: int) -> None:
             assert mine[0] == reference[0]
             if stretch == 1.0:  # otherwise its tables would be stretched with their blocks
                 assert mine[1:] == reference[1:]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 11])
+def test_loads_of_an_allgather_are_what_its_ranks_send(world_size: int) -> None:
+    sizes = [8 * (rank**2 % 7) for rank in range(world_size)]
+
+    def gather(transport: Transport) -> tuple[int, int]:
+        own = torch.zeros(sizes[transport.rank], dtype=torch.uint8)
+        transport.allgather((own,), channel="a")
+        return transport.traffic.bytes_sent, transport.traffic.messages_sent
+
+    loads = allgather_loads(sizes)
+    for rank, (sent, messages) in enumerate(run_simulated(world_size, gather, NETWORK)):
+        tables = 0 if world_size <= DIRECT_ALLGATHER_RANKS else 8 * (world_size - 1)
+        assert sent == loads[rank] + tables + HEADER_BYTES * messages
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -113,12 +130,13 @@ def check_oktopk_volume(world_size: int, k: int, streams: SyntheticStreams) -> N
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16, 31, 48])
-@pytest.mark.parametrize("spread", ["even", "crowded", "one region"])
+@pytest.mark.parametrize("spread", ["even", "crowded", "one region", "one owner"])
 def test_oktopk_stays_within_its_volume(world_size: int, spread: str) -> None:
     streams = {
         "even": SyntheticStreams(),
         "crowded": SyntheticStreams(skew=3.0, overlap=0.5),
         "one region": ONE_REGION,
+        "one owner": SyntheticStreams(loud=1 / world_size),
     }[spread]
     check_oktopk_volume(world_size, 4_000, streams)
 
