@@ -145,7 +145,7 @@ def main() -> None:
     for P in options.ranks:
         print(f"timing the phases on P = {P}, {at.place} …", file=sys.stderr, flush=True)
         with at.network(P):
-            found = at.run("oktopk_phases_worker.py", P, arguments)
+            found = at.run("benchmarks/oktopk_phases_worker.py", P, [*arguments, *at.interface])
         rows += time_rows(P, options.numel, options.density, found, at.place)
     write_report("oktopk_phases", rows, options.json)
 

@@ -157,7 +157,7 @@ def main() -> None:
         at = Launcher(rate, options.netlab_script)
         print(f"measuring P = {options.ranks}, {at.place} …", file=sys.stderr, flush=True)
         with at.network(options.ranks):
-            found = at.run("wire_worker.py", options.ranks, arguments)
+            found = at.run("benchmarks/wire_worker.py", options.ranks, [*arguments, *at.interface])
         case = f"P={options.ranks} n={options.numel} density={options.density:g} {at.place}"
         rows += network_rows(found, k, case)
     write_report("wire", rows, options.json)

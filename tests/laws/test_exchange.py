@@ -26,6 +26,7 @@ from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
+from hvd_sparse.wire import WIRES
 
 WORLDS = (1, 2, 3, 4, 7)
 SIZES = (0, 1, 5, 1000, 2**16 - 1, 2**16 + 1)
@@ -228,15 +229,16 @@ def test_topk_allgather_volume_is_its_tables_row() -> None:
         assert 8 * k * (world_size - 1) <= received <= 8 * k * (world_size - 1) + 500
 
 
+@pytest.mark.parametrize("wire", ["float32", "float16+gap", "qsgd4+gap"])
 @pytest.mark.parametrize("collective", ["oktopk", "topk_allgather"])
-def test_rounding_loses_nothing_that_matters(collective: str) -> None:
+def test_rounding_loses_nothing_that_matters(collective: str, wire: str) -> None:
     """With real numbers the law holds to float32's rounding over many steps."""
     numel, k, steps = 20_000, 200, 200
 
     def worker(transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
         memory = ErrorFeedback(numel, torch.device("cpu"))
         chooser = ReusedThreshold()
-        reducer = COLLECTIVES[collective](transport, numel, k)
+        reducer = COLLECTIVES[collective](transport, numel, k, wire=WIRES[wire])
         given, applied = torch.zeros(numel).double(), torch.zeros(numel).double()
         generator = torch.Generator().manual_seed(transport.rank)
         for _ in range(steps):
