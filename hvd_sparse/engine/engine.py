@@ -109,6 +109,7 @@ class Engine:
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
         self._buckets: list[Bucket] = []
         self._places: dict[str, tuple[Bucket, int]] = {}
+        self._taken: dict[TensorSpec, bool] = {}  # asked for every tensor in every step
         self._restored = EngineState()
         self._comparing = False
         self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64)
@@ -129,7 +130,10 @@ class Engine:
 
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the assignment gives the tensor to the engine, and not to Horovod."""
-        return self.assignment.choice_of(spec).method is not None
+        taken = self._taken.get(spec)
+        if taken is None:
+            taken = self._taken[spec] = self.assignment.choice_of(spec).method is not None
+        return taken
 
     def leftover(self, name: str) -> Tensor | None:
         """What waits to be sent of a tensor that is in no bucket: float32, its shape; or None."""
@@ -182,7 +186,7 @@ class Engine:
                 self._transport.abort()  # it waits for a peer in a step that nobody will finish
             self._thread.join()
         self._thread = self._error = self.scale = None
-        self._arrivals, self._buckets, self._places = {}, [], {}
+        self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
         self._stopping = False
 
     # -- a step, seen from the training thread -----------------------------------------------------

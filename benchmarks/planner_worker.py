@@ -1,0 +1,189 @@
+"""One rank of `benchmarks.planner`: trains one model in one way, and times its steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+from hvd_sparse import Compression
+from hvd_sparse.planner import Planner
+from hvd_sparse.planner.planner import FIRST_REVIEW_STEPS
+
+DENSITY = 0.01
+
+
+class Cnn(nn.Module):
+    """Many small tensors, and one large fully connected layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        widths = (3, 16, 32, 32, 64, 64, 64)
+        for number, (inputs, outputs) in enumerate(pairwise(widths)):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+            layers += [nn.MaxPool2d(2)] if number % 2 else []
+        self.features = nn.Sequential(*layers, nn.Flatten())
+        self.large = nn.Linear(64 * 8 * 8, 1024)
+        self.last = nn.Linear(1024, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.last(torch.relu(self.large(self.features(images))))
+        return scores
+
+    @staticmethod
+    def batch() -> Tensor:
+        return torch.randn(2, 3, 64, 64)
+
+
+class Transformer(nn.Module):
+    """Embedding, four layers, output."""
+
+    def __init__(self, vocabulary: int = 4000, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.layers(self.embedding(tokens)))
+        return scores
+
+    @staticmethod
+    def batch() -> Tensor:
+        return torch.randint(0, 4000, (2, 32))
+
+
+class Single(nn.Module):
+    """One layer, as DRAGONN's extreme classification has it, at a size that memory allows."""
+
+    numel = 126_700_000 // 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(128, self.numel // 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x)
+        return scores
+
+    @staticmethod
+    def batch() -> Tensor:
+        return torch.randn(1, 128)
+
+
+MODELS: dict[str, Any] = {"cnn": Cnn, "transformer": Transformer, "single": Single}
+
+
+def compression_of(way: str, model: nn.Module) -> Any:
+    """`dense`, `planned`, or the name of a collective for all tensors."""
+    if way == "dense":
+        return Compression.none
+    if way == "planned":
+        rule = {"compress": "auto", "compressor": "topk", "density": DENSITY}
+        return Compression.from_policy({"version": 1, "rules": [rule]}, model.named_parameters())
+    return Compression.topk(model.named_parameters(), density=DENSITY, collective=way)
+
+
+class Clock:
+    """Splits a step at its first gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._first = 0.0
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self._came)
+
+    def _came(self, _: Tensor) -> None:
+        self._first = self._first or perf_counter()
+
+    def step(
+        self, training_step: Callable[[], None], synchronized: list[float]
+    ) -> tuple[float, float]:
+        """Seconds of a step, and of it from its first gradient to the last reduced one."""
+        self._first = 0.0
+        start = perf_counter()
+        training_step()
+        return perf_counter() - start, synchronized.pop() - self._first
+
+
+def check_replicas(model: nn.Module) -> None:
+    """All ranks hold the same weights, bit for bit."""
+    for name, p in model.named_parameters():
+        bits = p.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64)
+        lowest, highest = hvd.allreduce(bits, op=hvd.Min), hvd.allreduce(bits, op=hvd.Max)
+        assert lowest == highest, f"{name}: ranks have different weights"
+
+
+def run(model_name: str, way: str, steps: int) -> dict[str, Any]:
+    """Train, check, time."""
+    torch.manual_seed(0)
+    model = MODELS[model_name]()
+    compression = compression_of(way, model)
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    torch.manual_seed(1 + hvd.rank())
+    clock, synchronized = Clock(model), []
+
+    def training_step() -> None:
+        model.zero_grad()
+        model(MODELS[model_name].batch()).square().mean().backward()
+        optimizer.synchronize()
+        synchronized.append(perf_counter())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    warmup = FIRST_REVIEW_STEPS + 5 if way == "planned" else 5
+    timed = [clock.step(training_step, synchronized) for _ in range(warmup + steps)][warmup:]
+    check_replicas(model)
+
+    every = hvd.allgather_object(timed, name="timed")
+    slowest = [max(at) for at in zip(*every, strict=True)]
+    found: dict[str, Any] = {
+        "step_s": median(step_s for step_s, _ in slowest),
+        "reduction_s": median(reduction_s for _, reduction_s in slowest),
+    }
+    if way == "planned":
+        planner = compression.method
+        assert isinstance(planner, Planner)
+        assert planner.plan is not None
+        found["predicted_s"] = planner.plan.predicted_s
+        found["sparse_tensors"] = len(planner.plan.placements)
+        found["methods"] = sorted({p.method for p in planner.plan.placements.values()})
+    return found
+
+
+def main() -> None:
+    """Run one way, and write what rank 0 found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--way", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--single-numel", type=int, default=Single.numel)
+    options = parser.parse_args()
+    Single.numel = options.single_numel
+    hvd.init()
+    torch.set_num_threads(1)
+    found = run(options.model, options.way, options.steps)
+    if hvd.rank() == 0:
+        options.out.write_text(json.dumps(found))
+    hvd.barrier()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
