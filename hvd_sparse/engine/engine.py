@@ -153,6 +153,8 @@ class Engine:
         self._drop_plan()
         self._restored = state
         self.assignment = assignment
+        if self.observer is not None and self._transport is not None:
+            self.observer.planned(self._transport, ())  # the next step's, if it has any bucket
 
     def agree(self) -> None:
         """Check that all ranks have the same assignment; they call this together, between steps.

@@ -18,7 +18,7 @@ class Observer(Protocol):
     """Called by the training thread between the end of an exchange and the next gradients."""
 
     def planned(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
-        """The step that ends now made a plan."""
+        """The step that ends now made a plan; without buckets: the last plan is given up."""
 
     def stepped(self, buckets: Sequence[Bucket]) -> None:
         """A step has ended; the buckets' statistics include it."""

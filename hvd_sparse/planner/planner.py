@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -243,7 +244,7 @@ class Planner:
             seconds.append(perf_counter() - start)
         if self.profile is None:
             return 1.0
-        return min(seconds) / self.profile.dense.at(PROBE_NUMEL)
+        return median(seconds) / self.profile.dense.at(PROBE_NUMEL)
 
 
 def meet(transport: Transport) -> Place:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from html import escape
+from itertools import pairwise
 
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording import figures
@@ -163,12 +164,14 @@ def ranks_section(recording: Recording) -> str:
 def plans_section(recording: Recording) -> str:
     """When the plan changed, and to what."""
     rows = []
-    for plan in recording.plans:
+    for plan, following in pairwise([*recording.plans, None]):
+        if plan is None or (following is not None and following.step == plan.step):
+            continue  # replaced before a step was taken by it
         numel = sum(bucket["numel"] for bucket in plan.buckets)
         kinds = sorted({f"{b['selector']} by {b['collective']}" for b in plan.buckets})
         rows.append(
             f"<tr><td>{plan.step}</td><td>{len(plan.buckets)}</td><td>{numel:,}</td>"
-            f'<td class="text">{escape(", ".join(kinds))}</td></tr>'
+            f'<td class="text">{escape(", ".join(kinds) or "all dense")}</td></tr>'
         )
     head = '<tr><th>from step</th><th>buckets</th><th>elements</th><th class="text">kinds</th></tr>'
     return section("Plans", f"{len(rows)} in this run.", table(head, rows))

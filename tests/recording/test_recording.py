@@ -18,7 +18,7 @@ import torch
 from hvd_sparse import ConfigError, Recorder
 from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.collectives import TopkAllgather
-from hvd_sparse.engine import Engine, Method, TensorSpec
+from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.engine import engine as engine_module
 from hvd_sparse.recording.budget import SAVED_S, Budget
 from hvd_sparse.recording.log import read_recording
@@ -126,6 +126,45 @@ def test_the_slowest_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(recording.ranks) == 3
     assert len(recording.ranks[0]["exchange_s"]) == 3
     assert slowest_rank(recording) == 1
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_changes_of_the_plan_are_recorded(tmp_path: Path) -> None:
+    """Another density after 3 steps, all dense after 6."""
+    path = tmp_path / "run.jsonl"
+    densities = {0: 0.05, 3: 0.2, 6: None}
+
+    class AllDense:
+        description = "all dense"
+
+        def choice_of(self, spec: TensorSpec) -> Choice:
+            return Choice(None)
+
+    def worker(transport: Transport) -> None:
+        spec = TensorSpec("w", (NUMEL,), "torch.float32")
+        engine = Engine(AllDense(), Recorder(path))
+        engine.connect(transport)
+        for step in range(8):
+            if step in densities:
+                density = densities[step]
+                words = f"test {density}"
+                engine.reassign(
+                    Method(density, NUMEL, ReusedThreshold, TopkAllgather, words)
+                    if density
+                    else AllDense()
+                )
+            if engine.takes(spec):
+                engine.submit(spec, torch.randn(NUMEL))
+                engine.scale = 1.0
+                engine.result("w")
+        engine.disconnect()
+
+    run_ranks(2, worker)
+    plans = [(plan.step, len(plan.buckets)) for plan in read_recording(path).plans]
+    assert plans == [(0, 0), (0, 1), (3, 0), (3, 1), (6, 0)]
+    page = page_of(path)
+    assert "3 in this run" in page
+    assert "all dense" in page
 
 
 class Clock:
