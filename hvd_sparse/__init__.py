@@ -1,6 +1,7 @@
 """Gradient sparsification for Horovod: `hvd.DistributedOptimizer(compression=…)`."""
 
 from hvd_sparse.compression import Compression
+from hvd_sparse.compressors import dgc_sgd
 from hvd_sparse.errors import (
     ConfigError,
     HvdSparseError,
@@ -16,6 +17,7 @@ from hvd_sparse.functional import (
     sparse_allreduce,
     sparse_allreduce_async,
 )
+from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.recording import Recorder
 from hvd_sparse.stream import SparseStream
 
@@ -25,6 +27,7 @@ __all__ = [
     "Compression",
     "ConfigError",
     "HvdSparseError",
+    "MomentumCorrectedSGD",
     "PeerLostError",
     "PlanError",
     "Recorder",
@@ -33,6 +36,7 @@ __all__ = [
     "TransportTimeout",
     "UnsupportedError",
     "__version__",
+    "dgc_sgd",
     "sparse_allgather",
     "sparse_allgather_async",
     "sparse_allreduce",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from numbers import Integral, Real
 
@@ -10,9 +11,28 @@ from hvd_sparse.errors import ConfigError
 
 def check_density(density: float) -> float:
     """A density is a number in (0, 1]."""
-    if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
-        raise ConfigError(f"density must be in (0, 1], got {density!r}")
-    return float(density)
+    return check_share("density", density)
+
+
+def check_share(name: str, value: float) -> float:
+    """A part of a whole, in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
+        raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
+    return float(value)
+
+
+def check_above(name: str, value: float, limit: float) -> float:
+    """A finite real number above a limit."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not limit < value < math.inf:
+        raise ConfigError(f"{name} must be a finite number above {limit:g}, got {value!r}")
+    return float(value)
+
+
+def check_flag(name: str, value: bool) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def check_at_least(name: str, value: float, least: float) -> float:

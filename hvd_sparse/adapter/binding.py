@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -67,6 +67,13 @@ class ParameterLookup:
         """The parameters, in the order in which they were named."""
         return [TensorSpec(name, tuple(p.shape), str(p.dtype)) for name, p in self._named]
 
+    def __iter__(self) -> Iterator[tuple[str, Parameter]]:
+        return iter(self._named)
+
+    def name_of_parameter(self, parameter: Parameter) -> str | None:
+        """The parameter's name, or None where it is not a known one."""
+        return self._names_by_id.get(id(parameter))
+
     def name_of(self, gradient: Tensor) -> str | None:
         """The parameter's name, or None where the tensor is no known parameter's gradient."""
         start = self._following.get(self._last, 0)
@@ -76,4 +83,4 @@ class ParameterLookup:
                 self._following[self._last] = self._last = place
                 return self._named[place][0]
         parameter = calling_parameter()  # sparse_as_dense: the tensor is a new one
-        return None if parameter is None else self._names_by_id.get(id(parameter))
+        return None if parameter is None else self.name_of_parameter(parameter)

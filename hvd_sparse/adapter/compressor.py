@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import ParameterLookup, calling_optimizer, calling_parameter
+from hvd_sparse.adapter.double_momentum import refuse_double_momentum
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.planning import Planning
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
@@ -230,11 +231,20 @@ class SparseCompressor:
         Raises:
             PlanError: On every rank, where they want different ones.
         """
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer is not None:
+            self._refuse_double_momentum(optimizer, method)
         self.method = method
         self._engine.reassign(method)
         if self._world is not None:
             self._start_planning()
             self._engine.agree()
+
+    def corrects_momentum(self, parameter: Parameter) -> bool:
+        """Whether the last gradient of a parameter came out of momentum correction."""
+        name = None if self._lookup is None else self._lookup.name_of_parameter(parameter)
+        method = None if name is None else self._engine.method_of(name)
+        return method is not None and method.memory.momentum > 0
 
     def close(self) -> None:
         """Stop the background thread and close the connections; a later step opens them again."""
@@ -292,7 +302,22 @@ class SparseCompressor:
         warn_of_slow_settings()
         if self._lookup is None:
             self._lookup = ParameterLookup((n, p) for p, n in optimizer._parameter_names.items())
+        self._refuse_double_momentum(optimizer, self.method)
         self._optimizer = weakref.ref(optimizer)
+
+    def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
+        assert self._lookup is not None
+        corrected = {}
+        for name, parameter in self._lookup:
+            spec = TensorSpec(name, tuple(parameter.shape), str(parameter.dtype))
+            method = assignment.choice_of(spec).method
+            if method is not None and method.memory.momentum > 0 and self._is_large(parameter):
+                corrected[parameter] = method.memory
+        refuse_double_momentum(optimizer, corrected)
+
+    def _is_large(self, tensor: Tensor) -> bool:
+        """Whether a tensor's type and size allow for a sparse exchange."""
+        return tensor.dtype in SPARSE_DTYPES and tensor.numel() >= max(1, self._dense_below)
 
     def _connect(self, process_set: Any) -> None:
         from horovod.torch import mpi_ops
@@ -330,7 +355,7 @@ class SparseCompressor:
             raise HorovodInternalError(f"hvd_sparse: {error}") from error
 
     def _is_sparse(self, spec: TensorSpec, tensor: Tensor) -> bool:
-        if tensor.dtype not in SPARSE_DTYPES or spec.numel < max(1, self._dense_below):
+        if not self._is_large(tensor):
             return False
         if not self._engine.takes(spec):
             return False

@@ -9,8 +9,8 @@ Symbols: P ranks, k entries wanted, k_i selected in partition i, k' their sum, �
 Steps, after this rank has taken the candidates out of its partition (selectors/online.py):
   1. scale δ by the density that it would reach (algorithm 5), and keep what reaches it;
   2. gather the indices, and sum all ranks' accumulators there (index_union.py, lines 11-13, 18);
-  3. move blocks between partitions by the k_i (algorithm 3), and pass the partitions on: rank r has
-     partition (t + r) mod P at step t.
+  3. move blocks between partitions by what was selected in them (partitions.py, algorithm 3), and
+     pass the partitions on: rank r has partition (t + r) mod P at step t.
 
 Cost: (2 log P + 2 (P-1)) α + 3k (P-1)/P β, with one message of 64 counters. Nothing builds up, and
 the result has about k entries.
@@ -90,9 +90,9 @@ class ExDyna(IndexUnion):
         """Algorithm 1, from line 11 on; see `IndexUnion.reduce`."""
         kept = self.estimate(stream)
         rest = SparseStream(*ops.difference(*stream.payload(), kept.indices), self.numel)
-        if self.dynamic:
-            self.partitions.level(self.selected)
         reduction = super().reduce(kept, take_at)
+        if self.dynamic:
+            self.partitions.level(reduction.reduced.indices)
         return Reduction(reduction.reduced, sum_of([rest, reduction.returned], self.numel))
 
     # -- algorithm 5: online threshold scaling -----------------------------------------------------
@@ -149,6 +149,7 @@ class ExDyna(IndexUnion):
             **super().state_dict(),
             "threshold": self.threshold,
             "blocks": list(self.partitions.blocks),
+            "weights": self.partitions.weights.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,3 +158,4 @@ class ExDyna(IndexUnion):
             super().load_state_dict(state)
             self.threshold = float(state["threshold"])
             self.partitions.blocks = list(state["blocks"])
+            self.partitions.weights = state["weights"].clone()

@@ -2,25 +2,30 @@
 
 Source: Yoon and Oh, "ExDyna" (CCGrid 2024), algorithms 2 and 3.
 
-Symbols: P partitions, n_b blocks of `block_numel` elements, k_i entries selected in partition i.
+Symbols: P partitions, n_b blocks of `block_numel` elements.
 
-Departures from algorithm 3:
-  * It moves one block between neighbours where one has more than α times the mean and the other
-    less than 1/α: too slow by hundreds of steps for strongly layered gradients, and stuck where the
-    partition between an overfull and an underfull one is just right. Here two neighbours move as
-    many blocks as would level them, wherever they differ by more than α.
-  * A partition keeps at least n_b/(32P) blocks, not n_b/(4P): what a hot layer needs.
+Departure from algorithm 3: it knows how many entries each partition selected, and moves one block a
+step between neighbours where one has more than 1.05 times the mean and the other less than its
+inverse. For a strongly layered gradient that takes hundreds of steps, a hot block at the edge of a
+partition goes to and fro, and a partition that is just right between an overfull and an underfull
+one stops all movement. But after the exchange every rank knows all indices, and so the entries of
+each block. Here the partitions are cut anew, so that each has an equal part of these counts, which
+fade by a fifth with every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
 
 BLOCKS = 1024
 BLOCK_MULTIPLE = 32
 ALPHA = 1.05
-"""α: neighbours whose counts differ by less stay as they are."""
+"""α: partitions stay as they are while none has more than this many times the mean."""
+FADING = 0.8
+"""What a block's count of one step is worth in the next."""
 
 
 class Partitions:
@@ -33,6 +38,7 @@ class Partitions:
     Attributes:
         block_numel: Elements of a block; what is left over belongs to the last partition.
         blocks: Blocks of each partition.
+        weights: Entries selected in each block of late, float64 `(n_b,)`.
     """
 
     def __init__(self, numel: int, count: int) -> None:
@@ -42,7 +48,7 @@ class Partitions:
             self.block_numel -= self.block_numel % BLOCK_MULTIPLE
         total = numel // self.block_numel
         self.blocks = [total // count + (i < total % count) for i in range(count)]
-        self.least = total // (32 * count)
+        self.weights = torch.zeros(total, dtype=torch.float64)
 
     def span(self, partition: int) -> tuple[int, int]:
         """First index of a partition, and the index after its last."""
@@ -51,22 +57,23 @@ class Partitions:
         last = partition == len(self.blocks) - 1
         return edges[partition] * self.block_numel, self.numel if last else stop
 
-    def level(self, selected: Sequence[int]) -> None:
-        """Algorithm 3: move blocks between neighbours, from the one that selected more.
+    def level(self, indices: Tensor) -> None:
+        """Algorithm 3: give every partition an equal part of what is selected.
 
         Args:
-            selected: k_i, entries that were selected in each partition.
+            indices: What all ranks selected in a step, int32 `(K,)`.
         """
-        counts = [float(count) for count in selected]
-        for left in range(len(counts) - 1):
-            right = left + 1
-            giver, taker = (left, right) if counts[left] > counts[right] else (right, left)
-            if counts[giver] <= ALPHA * counts[taker]:
-                continue
-            per_block = counts[giver] / max(1, self.blocks[giver])
-            wished = max(1, int((counts[giver] - counts[taker]) / 2 / per_block))
-            moved = min(wished, max(0, self.blocks[giver] - max(1, self.least)))
-            self.blocks[giver] -= moved
-            self.blocks[taker] += moved
-            counts[giver] -= moved * per_block
-            counts[taker] += moved * per_block
+        total, count = self.weights.numel(), len(self.blocks)
+        if total == 0:
+            return
+        places = (indices.long() // self.block_numel).clamp_(max=total - 1)
+        self.weights = FADING * self.weights + torch.bincount(places, minlength=total)
+        shares = [float(part.sum()) for part in self.weights.split(self.blocks)]
+        if max(shares) <= ALPHA * sum(shares) / count:
+            return
+        even = (self.weights + 1e-6 * self.weights.mean()).cumsum(
+            0
+        )  # empty blocks: split by number
+        wanted = even[-1] * torch.arange(1, count, dtype=torch.float64) / count
+        cuts = (torch.searchsorted(even, wanted) + 1).tolist()
+        self.blocks = [stop - start for start, stop in pairwise([0, *cuts, total])]

@@ -21,6 +21,7 @@ from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
     Assignment,
     BucketPlan,
+    Method,
     TensorSpec,
     agree_on_assignment,
     agree_on_plan,
@@ -134,6 +135,10 @@ class Engine:
         if taken is None:
             taken = self._taken[spec] = self.assignment.choice_of(spec).method is not None
         return taken
+
+    def method_of(self, name: str) -> Method | None:
+        """How a tensor of the plan is compressed; None for any other."""
+        return self._places[name][0].method if name in self._places else None
 
     def leftover(self, name: str) -> Tensor | None:
         """What waits to be sent of a tensor that is in no bucket: float32, its shape; or None."""

@@ -59,7 +59,7 @@ class BisectionTopK(Selector):
         low = self._loose.estimate(accumulator, k)
         stream = accumulator.select(low)
         if not stream.isfinite():
-            return stream
+            return keep_largest(accumulator, stream, wanted)[0]
         if stream.nnz < wanted * (1 - self.tolerance):
             return take_more(accumulator, stream, wanted, low)[0]
         return self._bisect(accumulator, stream, wanted, low)

@@ -1,0 +1,343 @@
+"""Every compressor with every memory: nothing is lost, replicas agree, states go on bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_sparse.clipping import Clipping
+from hvd_sparse.collectives import Collective, ExDyna, IndexUnion, Reduction
+from hvd_sparse.compressors import COMPRESSORS
+from hvd_sparse.engine import Engine, Method, TensorSpec
+from hvd_sparse.momentum import MomentumCorrection
+from hvd_sparse.residual import ErrorFeedback
+from hvd_sparse.selectors import ExactTopK, OnlineThreshold, Selector
+from hvd_sparse.transports import Transport
+from hvd_sparse.transports.local import run_ranks
+from tests.laws.test_exchange import dense
+
+NUMEL = 600
+SLOW = pytest.mark.slow
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MEMORIES: dict[str, dict[str, Any]] = {
+    "plain": {"momentum": 0.0},
+    "momentum": {"momentum": 0.9},
+    "nesterov, clipped": {"momentum": 0.9, "nesterov": True, "clip_norm": 20.0},
+}
+
+
+def method_of(name: str, memory: str = "plain", density: float = 0.05, **changes: Any) -> Method:
+    arguments = {**MEMORIES[memory], **changes}
+    if name == "hard_threshold":
+        arguments["threshold"] = 1.5
+    method = COMPRESSORS[name](density=density, **arguments).method
+    assert isinstance(method, Method)
+    return method
+
+
+def gradients_of(rank: int, step: int, numel: int = NUMEL) -> list[Tensor]:
+    """Random numbers in three tensors of three types."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    g = torch.randn(numel, generator=generator)
+    edges = (0, numel // 3, numel // 2, numel)
+    return [g[a:b].to(dtype) for (a, b), dtype in zip(pairwise(edges), DTYPES, strict=True)]
+
+
+def one_step(
+    memory: ErrorFeedback,
+    selector: Selector,
+    collective: Collective,
+    gradients: list[Tensor],
+    k: int,
+) -> Reduction:
+    collective.aim(k)
+    stream = memory.take(gradients, selector, k, collective.scope())
+    if isinstance(collective, IndexUnion):
+        reduction = collective.reduce(stream, memory.take_at)
+    else:
+        reduction = collective.reduce(stream)
+    memory.give_back(reduction.returned)
+    return reduction
+
+
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(P, marks=SLOW) for P in (1, 2, 4, 7))])
+@pytest.mark.parametrize("memory_name", MEMORIES)
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_nothing_is_lost_in_200_steps(name: str, memory_name: str, world_size: int) -> None:
+    method = method_of(name, memory_name)
+    k = method.k(NUMEL)
+
+    def worker(transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
+        memory = method.memory.make(NUMEL, torch.device("cpu"), transport.world_size)
+        selector, collective = method.selector(), method.collective(transport, NUMEL, k)
+        given, applied = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+        for step in range(200):
+            gradients = gradients_of(transport.rank, step)
+            reduction = one_step(memory, selector, collective, gradients, k)
+            g = torch.cat([gradient.double() for gradient in gradients])  # as it was clipped
+            if isinstance(memory, MomentumCorrection):
+                given += memory.momentum_buffer.double()  # not masked before the next step
+                given += g if memory.nesterov else 0.0
+            else:
+                given += g
+            applied += dense(reduction.reduced)
+        return given, applied, memory.residual.double()
+
+    ranks = run_ranks(world_size, worker, timeout_s=60.0)
+    given = sum(rank[0] for rank in ranks)
+    assert all(torch.equal(rank[1], ranks[0][1]) for rank in ranks)
+    after = ranks[0][1] + sum(rank[2] for rank in ranks)
+    torch.testing.assert_close(after, given, rtol=0, atol=2e-3)
+    assert bool(ranks[0][1].any())
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_states_go_on_bit_for_bit(name: str) -> None:
+    """Thresholds, partitions, seeds, momentum and the position in the warm-up survive."""
+    changes = {"momentum": 0.9, "warmup_steps": 12, "warmup": "linear"}
+    method = method_of(name, "plain", **changes)
+
+    def worker(transport: Transport) -> None:
+        first, second = Engine(method), Engine(method)
+        for engine in (first, second):
+            engine.connect(transport)
+        for step in range(14):
+            if step == 6:
+                file = io.BytesIO()
+                torch.save(first.state_dict(), file)
+                file.seek(0)
+                second.load_state_dict(torch.load(file, weights_only=True))
+            result = train_step(first, transport.rank, step)
+            if step >= 6:
+                assert torch.equal(result, train_step(second, transport.rank, step)), step
+        ours, theirs = first.state_dict(), second.state_dict()
+        assert ours["step"] == theirs["step"] == 14
+        for kind in ("residual", "momentum"):
+            assert torch.equal(ours[kind]["w"], theirs[kind]["w"])
+        first.disconnect()
+        second.disconnect()
+
+    run_ranks(3, worker, timeout_s=60.0)
+
+
+def train_step(engine: Engine, rank: int, step: int) -> Tensor:
+    g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
+    engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), g)
+    engine.scale = engine.scale or 1.0
+    return engine.result("w").clone()
+
+
+def test_momentum_correction_at_density_one_is_momentum_sgd() -> None:
+    for nesterov in (False, True):
+        method = method_of("dgc", density=1.0, momentum=0.5, nesterov=nesterov)
+
+        def worker(transport: Transport, method: Method = method) -> list[Tensor]:
+            engine = Engine(method)
+            engine.connect(transport)
+            results = [train_step(engine, transport.rank, step) for step in range(6)]
+            engine.disconnect()
+            return results
+
+        results = run_ranks(2, worker, timeout_s=30.0)[0]
+        weights = torch.zeros(NUMEL, requires_grad=True)
+        sgd = torch.optim.SGD([weights], lr=1.0, momentum=0.5, nesterov=nesterov)
+        for step, result in enumerate(results):
+            before = weights.detach().clone()
+            parts = [
+                torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
+                for rank in range(2)
+            ]
+            weights.grad = parts[0] + parts[1]
+            sgd.step()
+            torch.testing.assert_close(before - weights.detach(), result, rtol=1e-5, atol=1e-5)
+
+
+def test_momentum_is_masked_where_entries_left_and_nowhere_else() -> None:
+    memory = MomentumCorrection(6, torch.device("cpu"), momentum=0.5)
+    taken = memory.take([torch.tensor([5.0, 1.0, 4.0, 1.0, 3.0, 1.0])], ExactTopK(), 3)
+    assert taken.indices.tolist() == [0, 2, 4]
+    memory.give_back(taken.where(taken.indices == 4))  # took no part in the result
+    memory.take_at(torch.tensor([1], dtype=torch.int32))  # taken for another rank's selection
+    memory.mask()
+    assert memory.momentum_buffer.tolist() == [0.0, 0.0, 0.0, 1.0, 3.0, 1.0]
+    assert memory.residual.tolist() == [0.0, 0.0, 0.0, 1.0, 3.0, 1.0]
+    memory.take([torch.zeros(6)], ExactTopK(), 1)
+    assert memory.residual.tolist() == [0.0, 0.0, 0.0, 1.5, 0.0, 1.5]
+
+
+@pytest.mark.parametrize("memory_name", MEMORIES)
+@pytest.mark.parametrize("name", ["exdyna", "clt_k", "dgc", "oktopk", "randomk", "dragonn"])
+def test_a_spoiled_step_leaves_no_trace(name: str, memory_name: str) -> None:
+    method = method_of(name, memory_name)
+
+    def worker(transport: Transport) -> None:
+        engine = Engine(method)
+        engine.connect(transport)
+        for step in range(8):
+            g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))
+            if step in (3, 5) and transport.rank == 1:
+                g[[17, 400]] = torch.tensor([float("inf"), float("nan")])
+            before = copy.deepcopy(engine.state_dict())
+            engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), g)
+            engine.scale = engine.scale or 1.0
+            result = engine.result("w")
+            if step in (3, 5):
+                assert not bool(result[[17, 400]].isfinite().any())
+                after = engine.state_dict()
+                for kind in ("residual", "momentum"):
+                    for key, value in before[kind].items():
+                        torch.testing.assert_close(after[kind][key], value, rtol=0, atol=1e-5)
+            else:
+                assert bool(result.isfinite().all())
+        engine.disconnect()
+
+    run_ranks(3, worker, timeout_s=60.0)
+
+
+class Lost(IndexUnion):
+    """Fails after it has taken entries at others' indices."""
+
+    def reduce(self, stream: Any, take_at: Any = None) -> Any:
+        assert take_at is not None
+        rest = torch.arange(self.numel, dtype=torch.int32)
+        take_at(rest[~torch.isin(rest, stream.indices)])
+        raise RuntimeError("the network is gone")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_failed_exchange_loses_nothing(momentum: float) -> None:
+    method = method_of("topk", momentum=momentum)
+    memory = method.memory.make(NUMEL, torch.device("cpu"), 1)
+    g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    expected = g.clone()
+
+    def worker(transport: Transport) -> None:
+        with pytest.raises(RuntimeError, match="network is gone"):
+            one_step(memory, ExactTopK(), Lost(transport, NUMEL, 30), [g], 30)
+
+    run_ranks(1, worker, timeout_s=10.0)
+    memory.abandon()
+    assert torch.equal(memory.tensors()["residual"], expected)
+    if momentum:
+        assert torch.equal(memory.tensors()["momentum"], expected)  # nothing left: no mask
+
+
+def test_clipping_is_by_the_ranks_share_of_the_norm() -> None:
+    gradients = [torch.full((8,), 3.0), torch.full((8,), -3.0, dtype=torch.float16)]
+    Clipping(max_norm=6.0, world_size=4).apply(gradients)  # 12 long together; 3 are allowed
+    torch.testing.assert_close(gradients[0], torch.full((8,), 0.75))
+    assert torch.equal(gradients[1].float(), torch.full((8,), -0.75))
+    short = [torch.tensor([0.5, float("nan")]), torch.tensor([1e-3])]
+    Clipping(max_norm=1e-9, world_size=1).apply(short)  # a non-finite gradient stays as it is
+    assert short[0][0] == 0.5
+    Clipping(1.0, 1).apply([])
+
+
+def test_methods_change_in_mid_training() -> None:
+    """Density, compressor and memory change; what was not sent stays."""
+
+    def worker(transport: Transport) -> list[int]:
+        engine = Engine(method_of("dgc", momentum=0.9))
+        engine.connect(transport)
+        counts = []
+        for method in (
+            method_of("dgc", momentum=0.9, density=0.2),
+            method_of("exdyna", density=0.1),
+            method_of("oktopk", density=0.02, momentum=0.5),
+        ):
+            for step in range(4):
+                train_step(engine, transport.rank, step)
+            before = engine.state_dict()["residual"]["w"]
+            engine.reassign(method)
+            assert torch.equal(engine.state_dict()["residual"]["w"], before)
+            train_step(engine, transport.rank, 4)
+            counts.append(int(engine.stats().buckets[0].history[0].nnz_applied))
+        engine.disconnect()
+        return counts
+
+    for dgc, exdyna, oktopk in run_ranks(3, worker, timeout_s=60.0):
+        assert 120 <= dgc <= 3 * 120 * 1.1
+        assert 54 <= exdyna <= 66
+        assert 10 <= oktopk <= 14
+
+
+def layered(step: int, rank: int, numel: int) -> Tensor:
+    """Most large values lie in one tenth of the vector."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    g = torch.randn(numel, generator=generator)
+    g[numel // 10 : numel // 5] *= 30.0
+    g[numel // 2 :] *= 0.1
+    return g
+
+
+@pytest.mark.parametrize("world_size", [4, 7])
+def test_exdyna_balances_partitions_and_holds_density(world_size: int) -> None:
+    """f(t) (equation 5) after 50 steps, and the density from the tenth step on."""
+    numel, k = 100_000, 1000
+
+    def worker(transport: Transport, dynamic: bool) -> tuple[list[float], list[int]]:
+        memory = ErrorFeedback(numel, torch.device("cpu"))
+        collective = ExDyna(transport, numel, k, dynamic=dynamic)
+        selector, imbalance, applied = OnlineThreshold(), [], []
+        for step in range(80):
+            g = layered(step, transport.rank, numel)
+            applied.append(one_step(memory, selector, collective, [g], k).reduced.nnz)
+            counts = collective.selected
+            imbalance.append(len(counts) * max(counts) / sum(counts))
+        return imbalance, applied
+
+    still, _ = run_ranks(world_size, lambda t: worker(t, False), timeout_s=60.0)[0]
+    moving, applied = run_ranks(world_size, lambda t: worker(t, True), timeout_s=60.0)[0]
+    assert min(still[50:]) > 2.0
+    assert max(moving[50:]) < 1.3
+    assert all(abs(nnz - k) <= 0.1 * k for nnz in applied[10:]), applied
+
+
+@pytest.mark.parametrize("kind", ["jump up", "jump down", "ties", "heavy tail"])
+def test_exdyna_holds_density_through_changes(kind: str) -> None:
+    numel, k = 20_000, 200
+
+    def worker(transport: Transport) -> list[int]:
+        memory, selector = ErrorFeedback(numel, torch.device("cpu")), OnlineThreshold()
+        collective = ExDyna(transport, numel, k)
+        generator = torch.Generator().manual_seed(transport.rank)
+        applied = []
+        for step in range(30):
+            g = torch.randn(numel, generator=generator)
+            if kind == "heavy tail":
+                g = g**5
+            elif kind == "ties":
+                g = torch.full((numel,), 2.0)
+            elif step >= 15:
+                g *= 1000.0 if kind == "jump up" else 1e-3
+            applied.append(one_step(memory, selector, collective, [g], k).reduced.nnz)
+        return applied
+
+    for applied in run_ranks(3, worker, timeout_s=60.0):
+        assert all(abs(nnz - k) <= 0.1 * k for nnz in applied), applied
+
+
+@pytest.mark.parametrize("name", ["dgc", "dragonn", "exdyna"])
+def test_a_large_odd_size(name: str) -> None:
+    numel = 2**24 + 1
+    method = method_of(name, density=0.001)
+    k = method.k(numel)
+
+    def worker(transport: Transport) -> None:
+        memory = method.memory.make(numel, torch.device("cpu"), 1)
+        selector, collective = method.selector(), method.collective(transport, numel, k)
+        g = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        g[-1] = 100.0
+        reduction = one_step(memory, selector, collective, [g.clone()], k)
+        assert abs(reduction.reduced.nnz - k) <= 0.1 * k
+        assert int(reduction.reduced.indices[-1]) == numel - 1
+        memory.residual[reduction.reduced.indices.long()] += reduction.reduced.values
+        assert torch.equal(memory.residual, g)
+
+    run_ranks(1, worker, timeout_s=60.0)
