@@ -29,6 +29,7 @@ class Recipe:
         momentum: Of the optimizer, or of momentum correction in its place.
         clip_norm: Limit on the norm of the averaged gradient.
         warmup_steps: Steps of a compressor's warm-up of density.
+        dense_steps: Dense steps before it, for those that need them.
     """
 
     steps: int
@@ -38,6 +39,7 @@ class Recipe:
     momentum: float
     clip_norm: float
     warmup_steps: int
+    dense_steps: int
 
     def lr_at(self, step: int) -> float:
         """The learning rate of one step."""
@@ -94,6 +96,7 @@ class Digits(Task):
         momentum=0.9,
         clip_norm=5.0,
         warmup_steps=100,
+        dense_steps=50,
     )
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.3, 0.001: 2.0}
     train_samples = 1437
@@ -168,6 +171,7 @@ class PythonHelp(Task):
         momentum=0.9,
         clip_norm=1.0,
         warmup_steps=500,
+        dense_steps=200,
     )
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
     length = 20
