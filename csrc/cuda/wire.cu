@@ -103,6 +103,9 @@ KERNEL gap_decode(const u8* code, i64 code_bytes, i64 count, i64 start, Header* 
   }
 }
 
+// A scale above this could make the top level infinite when it is multiplied out.
+constexpr u32 kMostScaleKey = 0x7f7fff00u;
+
 // 24 random bits for a position: the lowbias32 mixer.
 __device__ __forceinline__ u32 Random24(u32 position, u64 seed) {
   u32 h = position * 0x9e3779b9u + static_cast<u32>(seed);
@@ -147,7 +150,7 @@ KERNEL qsgd_quantize(const f32* x, i64 n, u32 bits, u32 bucket_numel, u64 seed, 
       const u32 other = largest[round * kWarps + warp];
       key = key < other ? other : key;
     }
-    f32 scale = FloatOf(key);
+    f32 scale = FloatOf(Min(key, kMostScaleKey));
     f32 per_level = Divide(static_cast<f32>(levels), scale);
     if (key >= kNonFiniteKey) {
       scale = FloatOf(0x7fc00000u);

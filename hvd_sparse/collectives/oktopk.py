@@ -29,6 +29,8 @@ Departures from the paper:
   * The paper levels shares where the largest exceeds four times the average, which can never be
     with up to four ranks, although one that sends all of the result P - 1 times is over the bound
     of 6k (P-1)/P from three ranks on. Here they are levelled in that case, too.
+  * Where one owner received more than `balance_factor` times the average, the regions are drawn
+    anew in the next step: entries that move do not cost 2k (P-1) words until τ steps are over.
   * A lossy wire rounds values in both phases; whoever encodes takes the error back where the entry
     is in the result. The other entries go back whole to where they came from.
 """
@@ -101,10 +103,12 @@ class OkTopk(Collective):
         self.tolerance = tolerance
         self.global_threshold = 0.0
         self.boundaries = torch.zeros(transport.world_size - 1, dtype=torch.int64)
+        self.regions_are_uneven = False
+        self._received = 0
 
     def reduce(self, stream: SparseStream) -> Reduction:
         """Algorithm 1, from line 5 on; see `Collective.reduce`."""
-        if self.step % self.repartition_interval == 0:
+        if self.step % self.repartition_interval == 0 or self.regions_are_uneven:
             self.boundaries = self.space_repartition(stream)
         packer = self.packer()
         reduced_topk = self.split_and_reduce(stream, packer)
@@ -138,6 +142,7 @@ class OkTopk(Collective):
         regions = [stream.slice(*ends) for ends in pairwise([0, *cuts, stream.nnz])]
 
         total, arrived = regions[rank], list[SparseStream]()
+        self._received = 0
         for batch in _batches(range(1, P), MESSAGES_IN_FLIGHT):
             handles = [
                 self.transport.exchange(
@@ -150,6 +155,7 @@ class OkTopk(Collective):
             ]
             total = self._sum(total, arrived)
             arrived = [self._read(handle.received(), packer) for handle in handles]
+            self._received += sum(part.nnz for part in arrived)
         return self._sum(total, arrived)
 
     def _read(self, message: Tensor, packer: Packer) -> SparseStream:
@@ -224,9 +230,14 @@ class OkTopk(Collective):
         return [int(share) for share in self._gather_counts(passing[level : level + 1])]
 
     def _gather_counts(self, counts: Tensor) -> Tensor:
-        """Every rank's counts, int32 `(P, m)`."""
-        gathered = self.transport.allgather((counts.int(),), channel="shares")
-        return torch.stack([message.view(torch.int32) for message in gathered])
+        """Every rank's counts, int32 `(P, m)`; the message also tells what it received."""
+        mine = torch.cat([counts, torch.tensor([self._received])]).int()
+        gathered = self.transport.allgather((mine,), channel="shares")
+        everyone = torch.stack([message.view(torch.int32) for message in gathered])
+        received = everyone[:, -1].double()
+        even = max(self.k, self.balance_factor * float(received.mean()))
+        self.regions_are_uneven = float(received.max()) > even
+        return everyone[:, :-1]
 
     def _select_exactly(self, reduced_topk: SparseStream) -> tuple[SparseStream, list[int]]:
         """Evaluate the threshold anew; this rank's part of the top k, and every rank's share."""
@@ -295,6 +306,7 @@ class OkTopk(Collective):
         return {
             **super().state_dict(),
             "global_threshold": self.global_threshold,
+            "regions_are_uneven": self.regions_are_uneven,
             "boundaries": self.boundaries.clone(),
         }
 
@@ -304,6 +316,7 @@ class OkTopk(Collective):
             super().load_state_dict(state)
             self.boundaries = state["boundaries"].clone()
             self.global_threshold = float(state["global_threshold"])
+            self.regions_are_uneven = bool(state["regions_are_uneven"])
 
 
 def _batches(steps: range, length: int) -> Iterator[range]:

@@ -199,3 +199,30 @@ def test_oktopk_is_within_its_bounds(P: int, streams: Streams, balance_factor: f
         # Exact thresholds: four sums of 256 counters; boundaries and shares: some words a rank.
         control = max(volume.words(end)) - max(volume.words(end, *phases))
         assert control <= 4 * 512 * (ceil(log2(P)) + 2) + 12 * P * ceil(log2(P))
+
+
+def test_oktopk_follows_entries_that_move() -> None:
+    """From one region to another: one step costs more, and none after it, τ or not."""
+    P, k, numel = 8, 400, 40_000
+    volumes = [Volume(P) for _ in range(6)]
+
+    def worker(transport: LocalTransport) -> list[bool]:
+        collective = OkTopk(transport, numel, k)
+        uneven = []
+        exchange = transport.exchange
+        for step, volume in enumerate(volumes):
+            transport.exchange = exchange  # type: ignore[method-assign]
+            volume.watch(transport)
+            generator = torch.Generator().manual_seed(10 * step + transport.rank)
+            places = torch.randperm(2 * k, generator=generator)[:k].sort().values
+            start = 1000 if step < 3 else 30_000
+            collective.reduce(spread(numel, places + start, transport.rank))
+            uneven.append(collective.regions_are_uneven)
+        return uneven
+
+    for uneven in run_ranks(P, worker):
+        assert uneven == [False, False, False, True, False, False]
+    for step, volume in enumerate(volumes):
+        received = max(volume.words(1, "split", "balance", "allgather"))
+        within = received <= 1.1 * 6 * k * (P - 1) / P + slack(volume, P)
+        assert within == (step != 3)
