@@ -32,7 +32,6 @@ size_t SampleNumel(size_t n, size_t start, size_t stride, size_t run) {
 
 void Sample(const Source& source, size_t start, size_t stride, size_t run, int threads,
             float* sample) {
-  constexpr size_t kAhead = 32;  // runs: enough to hide a memory's latency
   const size_t n = source.numel();
   const size_t runs = start >= n ? 0 : (n - start - 1) / stride + 1;
   const SumFn* const sum = ElementSums(source.rule);
@@ -41,17 +40,9 @@ void Sample(const Source& source, size_t start, size_t stride, size_t run, int t
     const size_t first = runs * t / tasks, last = runs * (t + 1) / tasks;
     Cursor here(source.gradients), ahead(source.gradients);
     for (size_t r = first; r < last; ++r) {
-      if (r + kAhead < last) {
-        const size_t at = start + (r + kAhead) * stride;
-        const Span span = source.SpanOf(ahead.MoveTo(at), at, 1);
-        // Addresses that are never used may be prefetched too: the run may end with a segment.
-        for (const size_t i : {size_t{0}, run - 1}) {
-          __builtin_prefetch(span.residual + i);
-          if (span.buffer != nullptr) __builtin_prefetch(span.buffer + i);
-          if (span.gradient != nullptr) {
-            __builtin_prefetch(static_cast<const float*>(span.gradient) + i);
-          }
-        }
+      if (r + kSamplesAhead < last) {
+        const size_t at = start + (r + kSamplesAhead) * stride;
+        Prefetch(source.SpanOf(ahead.MoveTo(at), at, run));
       }
       size_t begin = start + r * stride;
       const size_t end = std::min(n, begin + run);

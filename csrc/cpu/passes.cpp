@@ -127,11 +127,17 @@ uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int
     // One element at random out of each of `sample` equal strata.
     const size_t stratum = n / sample;
     const size_t first = sample * t / tasks, last = sample * (t + 1) / tasks;
-    Cursor cursor(source.gradients);
+    const auto place = [&](size_t i) {
+      return i * stratum + (stratum * uint64_t{Scramble(static_cast<uint32_t>(i))} >> 32);
+    };
+    Cursor here(source.gradients), ahead(source.gradients);
     for (size_t i = first; i < last; ++i) {
-      const size_t at =
-          i * stratum + (stratum * uint64_t{Scramble(static_cast<uint32_t>(i))} >> 32);
-      const Segment& segment = cursor.MoveTo(at);
+      if (i + kSamplesAhead < last) {
+        const size_t later = place(i + kSamplesAhead);
+        Prefetch(source.SpanOf(ahead.MoveTo(later), later, 1));
+      }
+      const size_t at = place(i);
+      const Segment& segment = here.MoveTo(at);
       float x;
       sum[segment.dtype](source.SpanOf(segment, at, 1), &x);
       keys[i] = KeyOf(x);

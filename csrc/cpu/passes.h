@@ -121,6 +121,18 @@ uint32_t ExactKey(const float* x, size_t n, size_t k, int threads);
 // pages that are not asked for.
 inline const SumFn* ElementSums(Rule rule) { return kPortableKernels.sum[rule]; }
 
+// How far ahead of its use a sampled place is prefetched: enough to hide a memory's latency.
+constexpr size_t kSamplesAhead = 32;
+
+// Prefetches both ends of a span, which may lie beyond its segment: nothing is read.
+inline void Prefetch(const Span& span) {
+  for (const size_t i : {size_t{0}, span.n - 1}) {
+    __builtin_prefetch(span.residual + i);
+    if (span.buffer != nullptr) __builtin_prefetch(span.buffer + i);
+    if (span.gradient != nullptr) __builtin_prefetch(static_cast<const float*>(span.gradient) + i);
+  }
+}
+
 // Writes to `sums` what a pass over [begin, end) would make of the residual.
 void SumRange(const Source& source, size_t begin, size_t end, float* sums);
 
