@@ -63,6 +63,10 @@ class ParameterLookup:
     def __len__(self) -> int:
         return len(self._named)
 
+    def named(self) -> list[tuple[str, Parameter]]:
+        """The parameters by name."""
+        return list(self._named)
+
     def specs(self) -> list[TensorSpec]:
         """The parameters, in the order in which they were named."""
         return [TensorSpec(name, tuple(p.shape), str(p.dtype)) for name, p in self._named]

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from hvd_sparse.adapter.binding import ParameterLookup, calling_optimizer, calling_parameter
 from hvd_sparse.adapter.double_momentum import refuse_double_momentum
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
-from hvd_sparse.adapter.planning import Planning
+from hvd_sparse.adapter.planning import Planning, refuse_devices
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.checks import check_choice
 from hvd_sparse.communicator import ALGORITHMS
@@ -340,6 +340,7 @@ class SparseCompressor:
         self._planning = None
         if isinstance(self.method, Planner):
             assert self._lookup is not None
+            refuse_devices(self._lookup.named())
             specs = [spec for spec in self._lookup.specs() if spec.dtype in SPARSE_DTYPE_NAMES]
             self._planning = Planning(
                 self.method, self._engine, specs, self._transport, self._process_set

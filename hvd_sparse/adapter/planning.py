@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from hvd_sparse.engine import Engine, TensorSpec
+from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.planner import Planner, World
 from hvd_sparse.planner.planner import FIRST_REVIEW_STEPS, REVIEW_INTERVAL_STEPS
 from hvd_sparse.transports import Transport
@@ -23,6 +25,20 @@ def horovods_allreduce(process_set: Any) -> Any:
         return hvd.allreduce_(tensor, name=name, op=hvd.Sum, process_set=process_set)
 
     return allreduce
+
+
+def refuse_devices(parameters: Iterable[tuple[str, Parameter]]) -> None:
+    """Costs are measured on the CPU: elsewhere they would say nothing.
+
+    Raises:
+        UnsupportedError: A parameter is on another device.
+    """
+    for name, p in parameters:
+        if p.device.type != "cpu":
+            raise UnsupportedError(
+                f"compress: auto plans for CPU training, but {name} is on {p.device}: say always "
+                "or never"
+            )
 
 
 class Planning:

@@ -176,6 +176,11 @@ def _rule(
         methods = [constructors[name](None, **variant).method for variant in variants]
     except ConfigError as error:
         raise _of_argument(document, path, own, arguments, str(error)) from None
+    if planned and any(method.memory.momentum for method in methods):
+        raise document.error(
+            (*path, "compress"),
+            "auto is not for momentum correction: tensors that are left dense would have none",
+        )
     return Rule(place, condition, tuple(methods), bucket, planned)
 
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.compression import constructors
 from hvd_sparse.cost_model import FORMULAS
 from hvd_sparse.engine import TensorSpec
+from hvd_sparse.memory import MemoryOptions
 from hvd_sparse.planner import Planner
+from hvd_sparse.policy import load_policy
 from hvd_sparse.policy.schema import json_schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,6 +218,22 @@ def test_a_pickled_copy_decides_alike(tmp_path: Path) -> None:
     copy = pickle.loads(pickle.dumps(compression))
     assert copy.method.description == compression.method.description
     assert choices(copy, model) == choices(compression, model)
+
+
+def test_momentum_correction_is_not_planned() -> None:
+    """A tensor that the planner leaves dense would train without momentum."""
+
+    def dgc(named_parameters: Any, *, momentum: float = 0.9) -> Any:
+        compression = Compression.topk(None)
+        compression.method = replace(compression.method, memory=MemoryOptions(momentum=momentum))
+        return compression
+
+    for compress, momentum in (("always", 0.9), ("auto", 0.0)):
+        rule = {"compress": compress, "compressor": "dgc", "momentum": momentum}
+        load_policy({"version": 1, "rules": [rule]}, {"dgc": dgc})
+    rule = {"compress": "auto", "compressor": "dgc"}
+    with pytest.raises(ConfigError, match=r"rules\[0\].compress: auto is not for momentum"):
+        load_policy({"version": 1, "rules": [rule]}, {"dgc": dgc})
 
 
 def test_what_is_the_planners(tmp_path: Path) -> None:
