@@ -58,3 +58,11 @@ def test_qsgd(cuda: CudaOps, bits: int, bucket_numel: int) -> None:
                 reference.qsgd_dequantize(*expected, numel, bits, bucket_numel),
                 name,
             )
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_qsgd_keeps_the_largest_values_finite(cuda: CudaOps, bits: int) -> None:
+    x = torch.tensor([3.4028235e38, -3.4028235e38, 3.402e38, 1.0])
+    quantised = cuda.qsgd_quantize(x, bits, 512, SEED)
+    assert_same(quantised, reference.qsgd_quantize(x, bits, 512, SEED))
+    assert bool(cuda.qsgd_dequantize(*quantised, 4, bits, 512).isfinite().all())
