@@ -27,6 +27,7 @@ CONSTRUCTORS = [Compression.topk, Compression.oktopk]
         ("density", "many", r"density must be in \(0, 1\], got 'many'"),
         ("density", True, r"density must be in \(0, 1\], got True"),
         ("transport", "pigeon", "transport must be one of .*gloo.*; got 'pigeon'"),
+        ("wire", "float8", "wire must be one of float32, float16.*qsgd4.gap.*; got 'float8'"),
         ("bucket_numel", 0, "bucket_numel must be a whole number of at least 1, got 0"),
         ("bucket_numel", 1.5, "bucket_numel must be a whole number of at least 1, got 1.5"),
         ("dense_below", -1, "dense_below must be a whole number of at least 0, got -1"),
@@ -60,6 +61,16 @@ def test_unknown_names() -> None:
         Compression.topk(collective="ring")
     with pytest.raises(TypeError, match="sparsity"):
         Compression.topk(sparsity=0.99)  # type: ignore[call-arg]
+
+
+def test_embeddings_are_asked_for_once() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    compression = Compression.topk(model.named_parameters())
+    with pytest.raises(ConfigError, match="algorithm must be one of auto, ssar_recursive_double"):
+        compression.exchange_embeddings(model.named_parameters(), algorithm="ring")
+    compression.exchange_embeddings(model.named_parameters())
+    with pytest.raises(ConfigError, match="must be called once"):
+        compression.exchange_embeddings(model.named_parameters())
 
 
 def test_names_given_twice() -> None:

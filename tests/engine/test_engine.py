@@ -18,6 +18,7 @@ from hvd_sparse.errors import ConfigError, PlanError, TransportError
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
+from hvd_sparse.wire import WIRES
 
 SHAPES = {"a": (30, 20), "b": (7,), "c": (200,), "d": (), "e": (40, 10), "f": (900,)}
 
@@ -174,6 +175,30 @@ def test_a_non_finite_gradient_reaches_every_rank_and_leaves_no_trace(in_place: 
                 assert torch.isinf(result["f"][500])
                 assert all(torch.equal(after[name], before[name]) for name in SHAPES)
         assert all(torch.isfinite(value).all() for value in result.values())
+        engine.disconnect()
+
+    run_ranks(3, worker, timeout_s=30.0)
+
+
+@pytest.mark.parametrize("wire", ["float16+gap", "qsgd4+gap", "qsgd8"])
+def test_it_leaves_no_trace_over_a_lossy_wire(wire: str) -> None:
+    """A quantised bucket turns non-finite as a whole; the residual is as before, to rounding."""
+
+    def worker(transport: Transport) -> None:
+        chosen = method(0.05, bucket_numel=600, collective=partial(OkTopk, wire=WIRES[wire]))
+        engine = connected(transport, chosen)
+        for step in range(6):
+            grads = gradients(transport.rank, step)
+            if step == 3 and transport.rank == 1:
+                grads["f"][17] = float("nan")
+            before = engine.state_dict()["residual"]
+            result = step_of(engine, grads)
+            after = engine.state_dict()["residual"]
+            assert all(torch.isfinite(value).all() for value in after.values())
+            if step == 3:
+                assert not torch.isfinite(result["f"][17])
+                for name in SHAPES:
+                    torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-3)
         engine.disconnect()
 
     run_ranks(3, worker, timeout_s=30.0)
