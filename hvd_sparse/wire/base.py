@@ -114,8 +114,7 @@ def sum_of(streams: list[SparseStream], numel: int) -> SparseStream:
 
 
 def _difference(part: Part, read: Part) -> SparseStream:
-    """`part - read` where it is not zero; both have the same form and indices."""
+    """`part - read`, which have the same form and indices; some entries may be zero."""
     lost = Part(part.indices, part.values - read.values, part.start, part.stop).to_sparse()
     assert lost.indices is not None
-    stream = SparseStream(lost.indices, lost.values, part.stop)
-    return stream.where(stream.values != 0)
+    return SparseStream(lost.indices, lost.values, part.stop)
