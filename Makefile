@@ -50,6 +50,9 @@ bench: setup ## the benchmarks; results as JSON in benchmarks/results/
 	@mkdir -p benchmarks/results
 	@$(bin)/python -m benchmarks.encode --json benchmarks/results/encode.json
 	@$(bin)/python -m benchmarks.allreduce --json benchmarks/results/allreduce.json
+	@$(bin)/python -m benchmarks.sparse_linear --json benchmarks/results/sparse_linear.json
+	@$(bin)/python -m benchmarks.weak_scaling --json benchmarks/results/weak_scaling.json \
+	--plot docs/weak_scaling.png
 
 clean: ## what was built, but not .venv
 	@rm -rf build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

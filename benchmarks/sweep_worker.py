@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -49,13 +50,18 @@ def verify(name: str, reduced: SparseStream, stream: SparseStream) -> None:
 
 
 def timed(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of the slowest rank, the contenders taking turns."""
+    """Median seconds of the slowest rank; the contenders take turns in an order that changes.
+
+    Whoever comes after a dense one finds cold caches.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, function in functions.items():
+    for repeat in range(repeats):
+        order = list(functions)
+        Random(repeat).shuffle(order)  # the same on all ranks
+        for name in order:
             dist.barrier()
             start = perf_counter()
-            function()
+            functions[name]()
             seconds[name].append(perf_counter() - start)
     everyone = hvd.allgather_object(seconds, name="seconds")
     return {

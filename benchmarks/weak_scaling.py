@@ -30,8 +30,7 @@ from hvd_sparse.simulator import (
     Outcome,
     SyntheticStreams,
     Workload,
-    simulate,
-    with_efficiency,
+    simulate_all,
 )
 from hvd_sparse.simulator.plots import load_pyplot, plot_outcomes
 
@@ -50,17 +49,12 @@ VOLUME_K = 20_000
 
 
 def say(what: str) -> None:
-    print(f"simulating {what} …", file=sys.stderr, flush=True)
+    print(what, file=sys.stderr, flush=True)
 
 
 def weak_scaling(worlds: list[int], network: Network, algorithms: tuple[str, ...]) -> list[Outcome]:
     workload = Workload(NUMEL, round(DENSITY * NUMEL), COMPUTE_S)
-    outcomes = []
-    for world_size in worlds:
-        for name in algorithms:
-            say(f"{name} on {world_size} ranks")
-            outcomes.append(simulate(name, world_size, workload, network, STREAMS))
-    return with_efficiency(outcomes)
+    return simulate_all(algorithms, worlds, workload, network, STREAMS, progress=say)
 
 
 def scaling_rows(outcomes: list[Outcome], network: Network) -> list[Row]:
@@ -133,14 +127,16 @@ def order_rows(outcomes: list[Outcome]) -> list[Row]:
 def volume_rows(worlds: list[int]) -> list[Row]:
     """Words of entries over k (P-1)/P: theorem 3.1 says at least 2, equation 3 at most 6."""
     rows = []
+    workload = Workload(100 * VOLUME_K, VOLUME_K)
     for world_size in worlds:
         for name, streams in (
             ("all entries in one region", SyntheticStreams(overlap=0.1, region=0.02)),
             ("all of the result with one owner", SyntheticStreams(loud=1 / world_size)),
         ):
-            say(f"oktopk's volume on {world_size} ranks, {name}")
-            workload = Workload(100 * VOLUME_K, VOLUME_K)
-            o = simulate("oktopk", world_size, workload, EFFECTIVE, streams, stretch=1.0)
+            (o,) = simulate_all(
+                ["oktopk"], [world_size], workload, EFFECTIVE, streams, stretch=1.0, jobs=1
+            )
+            say(f"simulated oktopk's volume on {world_size} ranks, {name}")
             # Headers, the tables of two allgathers, and the counts that lead to the threshold are
             # no entries.
             control = cost("oktopk", world_size, workload.numel, VOLUME_K).expected.dense_words

@@ -19,8 +19,7 @@ from hvd_sparse.simulator import (
     RecordedStreams,
     SyntheticStreams,
     Workload,
-    simulate,
-    with_efficiency,
+    simulate_all,
 )
 from hvd_sparse.simulator.plots import load_pyplot, plot_outcomes
 from hvd_sparse.simulator.streams import StreamSource
@@ -45,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compute", type=float, default=0.0, metavar="S", help="seconds before the exchange")
     add("--steps", type=int, default=2, help="the last is measured (default: %(default)s)")
     add("--stretch", type=float, help="elements that one stands for (default: as memory needs)")
+    add("--jobs", type=int, help="processes (default: the cores, where worlds are large)")
     add("--plot", type=Path, metavar="FILE", help="draw time, volume and efficiency")
 
     add = parser.add_argument_group("network").add_argument
@@ -76,18 +76,13 @@ def run(options: argparse.Namespace) -> Output:
         check_choice("--algorithms", name, ALGORITHMS)
     if options.plot:
         load_pyplot()  # better now than after all the work
-    outcomes = []
-    for world_size in _numbers("--ranks", options.ranks):
-        for algorithm in algorithms:
-            print(f"simulating {algorithm} on {world_size} ranks …", file=sys.stderr, flush=True)
-            outcomes.append(
-                simulate(
-                    *(algorithm, world_size, workload, network, streams),
-                    steps=options.steps,
-                    stretch=options.stretch,
-                )
-            )
-    outcomes = with_efficiency(outcomes)
+    outcomes = simulate_all(
+        *(algorithms, _numbers("--ranks", options.ranks), workload, network, streams),
+        steps=options.steps,
+        stretch=options.stretch,
+        jobs=options.jobs,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     title = (
         f"n = {workload.numel:,}, k = {workload.k:,}, α = {options.alpha:g} s, "
         f"β = {options.beta:g} s/byte, γ = {options.gamma:g} s/byte, "

@@ -1,7 +1,14 @@
 """Collectives on up to a thousand virtual ranks, with a clock for the network."""
 
 from hvd_sparse.simulator.network import Network
-from hvd_sparse.simulator.simulation import ALGORITHMS, Outcome, Workload, simulate, with_efficiency
+from hvd_sparse.simulator.simulation import (
+    ALGORITHMS,
+    Outcome,
+    Workload,
+    simulate,
+    simulate_all,
+    with_efficiency,
+)
 from hvd_sparse.simulator.streams import RecordedStreams, SyntheticStreams, record
 from hvd_sparse.simulator.transport import SimulatedTransport, run_simulated
 
@@ -16,5 +23,6 @@ __all__ = [
     "record",
     "run_simulated",
     "simulate",
+    "simulate_all",
     "with_efficiency",
 ]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from math import ceil
+from multiprocessing import get_context
+from typing import Any
 
 from hvd_sparse.checks import check_at_least, check_choice, check_count
 from hvd_sparse.collectives import (
@@ -40,6 +44,9 @@ ALGORITHMS: Mapping[str, Callable[..., Collective]] = {
 
 STATEFUL = frozenset({"oktopk"})
 """What keeps thresholds and regions from step to step."""
+
+LARGE_WORLD = 64
+"""From so many ranks on, a process more is worth its start."""
 
 WORLD_WORDS = 1 << 27
 """Words that all ranks of a simulation may receive in a step: a few GiB of memory."""
@@ -188,6 +195,54 @@ def simulate(
         max(done[0].end_s for done in ranks),
         last[0].nnz * stretch,
     )
+
+
+def simulate_all(
+    algorithms: Sequence[str],
+    world_sizes: Sequence[int],
+    workload: Workload,
+    network: Network,
+    streams: StreamSource,
+    *,
+    steps: int = 2,
+    stretch: float | None = None,
+    jobs: int | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Outcome]:
+    """Every algorithm on every world, with its parallel efficiency; arguments as in `simulate`.
+
+    Args:
+        algorithms: Some of `ALGORITHMS`.
+        world_sizes: Numbers of ranks.
+        workload: See `simulate`.
+        network: See `simulate`.
+        streams: See `simulate`.
+        steps: See `simulate`.
+        stretch: See `simulate`.
+        jobs: Simulations that run at a time, each in a process; None: one for each core where a
+            world is large, else one in this process. Makes no difference to what is simulated.
+        progress: Is told of each simulation that is done.
+    """
+    if jobs is None:
+        jobs = (os.cpu_count() or 1) if max(world_sizes, default=0) >= LARGE_WORLD else 1
+    cases = [(name, world_size) for world_size in world_sizes for name in algorithms]
+
+    def finished(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+        for outcome in outcomes:
+            progress(f"simulated {outcome.algorithm} on {outcome.world_size} ranks")
+            yield outcome
+
+    shared = (workload, network, streams, steps, stretch)
+    tasks = [(*case, *shared) for case in cases]
+    if check_count("jobs", jobs, 1) == 1:
+        return with_efficiency(list(finished(map(_simulate_task, tasks))))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        return with_efficiency(list(finished(pool.map(_simulate_task, tasks))))
+
+
+def _simulate_task(task: tuple[Any, ...]) -> Outcome:
+    *arguments, steps, stretch = task
+    return simulate(*arguments, steps=steps, stretch=stretch)
 
 
 def with_efficiency(outcomes: Sequence[Outcome]) -> list[Outcome]:

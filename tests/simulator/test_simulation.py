@@ -23,6 +23,7 @@ from hvd_sparse.simulator import (
     record,
     run_simulated,
     simulate,
+    simulate_all,
     with_efficiency,
 )
 from hvd_sparse.transports import Transport, run_ranks
@@ -164,6 +165,14 @@ def test_efficiency_is_relative_to_the_smallest_world() -> None:
     by_size = {o.world_size: o for o in outcomes}
     assert by_size[2].efficiency == 1.0
     assert by_size[8].efficiency == by_size[2].step_s / by_size[8].step_s < 1.0
+
+
+def test_processes_make_no_difference() -> None:
+    workload = Workload(20_000, 200)
+    arguments = (["dense", "oktopk"], [2, 3], workload, NETWORK, SyntheticStreams())
+    told: list[str] = []
+    assert simulate_all(*arguments, jobs=2, progress=told.append) == simulate_all(*arguments)
+    assert told[-1] == "simulated oktopk on 3 ranks"
 
 
 # -- streams ---------------------------------------------------------------------------------------
