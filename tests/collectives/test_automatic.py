@@ -56,7 +56,8 @@ def test_a_world_of_one_measures_nothing() -> None:
     [
         (8, 10, Link(1e-3, 1e-9), SsarRecursiveDouble),
         (8, 50_000, Link(1e-6, 1e-8), OkTopk),
-        (2, 50_000, Link(1e-3, 1e-8), TopkAllgather),
+        (3, 10, Link(1e-3, 1e-8), TopkAllgather),
+        (2, 50_000, Link(1e-3, 1e-8), SsarRecursiveDouble),
     ],
 )
 def test_the_collective_follows_from_world_k_and_link(
