@@ -109,7 +109,7 @@ def expected_nnz(numel: int, k: float, ranks: float) -> float:
     """K: entries in a sum of streams of k entries each, drawn independently (fill-in)."""
     if numel == 0 or ranks == 1:
         return float(k)
-    return numel * (1.0 - (1.0 - k / numel) ** ranks)
+    return float(numel * (1.0 - (1.0 - k / numel) ** ranks))
 
 
 def allgather_messages(P: int) -> int:
