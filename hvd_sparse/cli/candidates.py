@@ -38,3 +38,10 @@ def candidates_of(rules: PolicyAssignment | tuple[Rule, ...]) -> dict[str, Metho
     """All methods that a planner may choose, by description."""
     every = rules.rules if isinstance(rules, PolicyAssignment) else rules
     return {m.description: m for rule in every if rule.planned for m in rule.methods}
+
+
+def short(description: str) -> str:
+    """A method's name, collective and density, for a table; JSON has all of it."""
+    name, *settings = description.split()
+    shown = [text for text in settings if text.startswith(("collective=", "density="))]
+    return " ".join([name, *shown])

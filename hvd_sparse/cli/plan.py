@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from dataclasses import replace
 from itertools import accumulate
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_sparse.checks import check_count
-from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of
+from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of, short
 from hvd_sparse.cli.command import Command, Output, table
 from hvd_sparse.cli.model import load_model
 from hvd_sparse.cli.units import bytes_per_s, seconds, shown_s
@@ -113,17 +112,19 @@ def row_of(
     if not tensor.candidates:
         method = rules.choice_of(spec).method
         row["choice"] = "dense" if method is None else method.description
+        row["shown"] = "dense" if method is None else short(method.description)
         row["reason"] = "the policy says so"
         return row
     if placement is not None:
         found = verdict(profile, profile.costs_of(placement.method), spec.numel)
         row["choice"] = f"{placement.method}, bucket {placement.bucket.removeprefix('planned ')}"
+        row["shown"] = f"{short(placement.method)}, {placement.bucket.removeprefix('planned ')}"
     else:
         every = [profile.costs_of(method.description) for method in tensor.candidates]
         found = min(
             (verdict(profile, costs, spec.numel) for costs in every), key=lambda v: v.sparse_s
         )
-        row["choice"] = "dense"
+        row["choice"] = row["shown"] = "dense"
     row["sparse_s"], row["reason"] = found.sparse_s, reason(found, plan, placement is not None)
     return row
 
@@ -145,17 +146,16 @@ def reason(found: Verdict, plan: ChosenPlan, is_sparse: bool) -> str:
 
 def text_of(report: dict[str, Any], backward_s: float) -> str:
     """The table, and the step."""
-    rows = [("tensor", "elements", "dense", "sparse", "choice", "reason")]
+    rows = [("tensor", "elements", "dense", "sparse", "choice, bucket", "reason")]
     for row in report["tensors"]:
         sparse = "" if row["sparse_s"] is None else shown_s(row["sparse_s"])
-        choice = re.sub(r" (bucket_numel=\d+|wire=float32)", "", row["choice"])
         rows.append(
             (
                 row["name"],
                 f"{row['numel']:,}",
                 shown_s(row["dense_s"]),
                 sparse,
-                choice,
+                row["shown"],
                 row["reason"],
             )
         )

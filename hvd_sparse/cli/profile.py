@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of
+from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of, short
 from hvd_sparse.cli.command import Command, Output, table
 from hvd_sparse.cli.units import shown_s
 from hvd_sparse.errors import ConfigError
@@ -66,7 +66,7 @@ def shown(profile: Profile) -> str:
     rows = [("elements", *(f"{numel:,}" for numel in SHOWN_NUMELS))]
     rows.append(("dense", *(shown_s(profile.dense.at(numel)) for numel in SHOWN_NUMELS)))
     for name, costs in profile.methods.items():
-        rows.append((name, *(shown_s(costs.seconds(numel)) for numel in SHOWN_NUMELS)))
+        rows.append((short(name), *(shown_s(costs.seconds(numel)) for numel in SHOWN_NUMELS)))
     title = f"{place.world_size} ranks, {place.host_class}, {place.transport}, torch {place.torch}"
     return f"{title}\n{table(rows)}"
 
