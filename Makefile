@@ -8,10 +8,10 @@ cxx_sources = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test sanitize lint format build bench clean distclean
+.PHONY: help setup demo test sanitize lint format build bench gpu-check clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target what; \
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target what; \
 	do printf '  make %-10s %s\n' "$$target" "$$what"; done
 
 setup: ## .venv with torch, Horovod built for it, and this package
@@ -53,6 +53,9 @@ bench: setup ## the benchmarks; results as JSON in benchmarks/results/
 	@$(bin)/python -m benchmarks.sparse_linear --json benchmarks/results/sparse_linear.json
 	@$(bin)/python -m benchmarks.weak_scaling --json benchmarks/results/weak_scaling.json \
 	--plot docs/weak_scaling.png
+
+gpu-check: setup ## with a CUDA device: the tests that need it, and its benchmarks (PYTEST_ARGS)
+	@$(bin)/python -m tools.gpu_check $(PYTEST_ARGS)
 
 clean: ## what was built, but not .venv
 	@rm -rf build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

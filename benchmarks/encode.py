@@ -1,29 +1,34 @@
 """Times every compressor's hot path on one rank, merging, and decoding.
 
-`python -m benchmarks.encode --json FILE`
+`python -m benchmarks.encode --json FILE`, and `--device cuda`
 
 The residual is that of a running job: a few steps of exact top-k have passed over it. Every result
 is compared with the torch reference before anything is timed; then ours and the baselines take
-turns, and medians are reported.
+turns, and medians are reported. On a CUDA device kernels are timed by events, and held against a
+copy that moves as many bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks._cuda import NUMELS
+from benchmarks._encode_cuda import encode_cuda_rows
 from benchmarks._encode_job import Job, gradient_like
 from benchmarks._encode_paths import ADD, HotPath, Limit, hot_paths
 from benchmarks._report import Row, write_report
 from benchmarks._timing import check, take_turns
 from hvd_sparse import ops
 from hvd_sparse.ops import reference
+from hvd_sparse.ops.cuda import CupyLauncher
 
+CPU_NUMEL = 25_000_000
 DENSITIES = (1e-3, 1e-2)
 WORLD_SIZE = 8
 
@@ -145,25 +150,45 @@ def stream_rows(
     ]
 
 
+def cpu_rows(numel: int, threads: str, device: torch.device, repetitions: int) -> list[Row]:
+    rows = []
+    for count in map(int, threads.split(",")):
+        torch.set_num_threads(count)
+        for density in DENSITIES:
+            case = f"n={numel} density={density:g} threads={count} {device.type}"
+            job = Job(numel, density, device)
+            goals, lowest = device.type == "cpu", density == min(DENSITIES)
+            rows += encode_rows(job, case, goals, lowest, repetitions)
+            rows += stream_rows(numel, density, case, repetitions, device)
+    return rows
+
+
+def cuda_rows(numels: Sequence[int], device: torch.device, repetitions: int) -> list[Row]:
+    launcher = CupyLauncher(device)
+    rows = []
+    for numel in numels:
+        for density in DENSITIES:
+            case = f"n={numel} density={density:g} {device.type}"
+            rows += encode_cuda_rows(Job(numel, density, device), case, launcher, repetitions)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write the report to")
-    parser.add_argument("--numel", type=int, default=25_000_000)
+    parser.add_argument("--numel", type=int, help="instead of the device's usual ones")
     parser.add_argument("--threads", default="1,2", help="thread counts, comma-separated")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repetitions", type=int, default=11)
     options = parser.parse_args()
 
     device = torch.device(options.device)
-    rows = []
-    for threads in map(int, options.threads.split(",")):
-        torch.set_num_threads(threads)
-        for density in DENSITIES:
-            case = f"n={options.numel} density={density:g} threads={threads} {device.type}"
-            job = Job(options.numel, density, device)
-            goals, lowest = device.type == "cpu", density == min(DENSITIES)
-            rows += encode_rows(job, case, goals, lowest, options.repetitions)
-            rows += stream_rows(options.numel, density, case, options.repetitions, device)
+    if device.type == "cuda":
+        numels = NUMELS if options.numel is None else (options.numel,)
+        rows = cuda_rows(numels, device, options.repetitions)
+    else:
+        numel = CPU_NUMEL if options.numel is None else options.numel
+        rows = cpu_rows(numel, options.threads, device, options.repetitions)
     write_report("encode", rows, options.json)
 
 

@@ -1,0 +1,180 @@
+"""The encoder's paths on a CUDA device, against a copy's speed and torch's pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks import _encode_job as pipelines
+from benchmarks._cuda import (
+    GOAL_NUMEL,
+    EventLauncher,
+    copy_row,
+    copy_speed,
+    goal_row,
+    medians_s,
+    whole_s,
+)
+from benchmarks._encode_job import HASH_A, HASH_B, MOMENTUM, Job
+from benchmarks._report import Row
+from benchmarks._timing import check
+from hvd_sparse.ops import Momentum, reference
+from hvd_sparse.ops._interface import Ops
+from hvd_sparse.ops.cuda import CudaOps, Launcher
+
+SELECT = "accumulate, select, zero"
+HASH = "hash, one slot per bucket, m = 4k"
+PUBLISHED = "512 MB encoded by DRAGONN on a V100 (figure 5)"
+PUBLISHED_S = 13.2e-3
+MOST_S = 0.45e-3
+HASH_OVER_SELECT = 1.15
+QSGD_BITS, QSGD_BUCKET = 4, 512
+
+
+@dataclass(frozen=True)
+class Path:
+    """One operation.
+
+    Attributes:
+        metric: Its name.
+        run: Does it.
+        element_bytes: Bytes per element that it has to read and write.
+        least: Share of a copy's speed that is the goal at `GOAL_NUMEL`.
+    """
+
+    metric: str
+    run: Callable[[Ops, Job], object]
+    element_bytes: float
+    least: float | None
+
+
+def hashed(o: Ops, job: Job, slots_per_bucket: int, per_entry: int) -> object:
+    slots = job.k * per_entry // slots_per_bucket * slots_per_bucket
+    return o.hash_select(
+        job.residual, [job.gradient], job.threshold, slots, slots_per_bucket, HASH_A, HASH_B
+    )
+
+
+def paths(job: Job) -> list[Path]:
+    half = job.gradient.to(torch.bfloat16)
+    return [
+        Path(
+            SELECT,
+            lambda o, j: o.accumulate_select(j.residual, [j.gradient], j.threshold),
+            12,
+            0.85,
+        ),
+        Path(
+            f"{SELECT}, bfloat16 gradient",
+            lambda o, j: o.accumulate_select(j.residual, [half], j.threshold),
+            10,
+            0.85,
+        ),
+        Path(
+            f"{SELECT}, with momentum",
+            lambda o, j: o.accumulate_select(
+                j.velocity, [j.gradient], j.corrected_threshold, Momentum(j.buffer, MOMENTUM)
+            ),
+            20,
+            0.85,
+        ),
+        Path(
+            "accumulate, exact top-k",
+            lambda o, j: o.accumulate_topk(j.residual, [j.gradient], j.k, j.pivot),
+            12,
+            0.75,
+        ),
+        Path(HASH, partial(hashed, slots_per_bucket=1, per_entry=4), 12, None),
+        Path(
+            "hash, eight slots per bucket, m = 2k",
+            partial(hashed, slots_per_bucket=8, per_entry=2),
+            12,
+            None,
+        ),
+        Path(
+            "QSGD, 4 bits",
+            lambda o, j: o.qsgd_quantize(j.gradient, QSGD_BITS, QSGD_BUCKET, 1),
+            4.5,
+            0.8,
+        ),
+    ]
+
+
+def encode_cuda_rows(job: Job, case: str, launcher: Launcher, repetitions: int) -> list[Row]:
+    """Verifies every path, and times it."""
+    events = EventLauncher(launcher)
+    timed = CudaOps(events)
+    measured: dict[str, Callable[[], float]] = {}
+    for path in paths(job):
+        job.reset()
+        actual = (path.run(timed, job), job.state())
+        job.reset()
+        check(actual, (path.run(reference, job), job.state()), path.metric)
+        events.spent_s()
+        measured[f"{path.metric}, kernels"] = partial(_in_kernels, path, timed, events, job)
+    ours = CudaOps(launcher)
+    select, topk = paths(job)[0], paths(job)[3]
+    for name, run in (
+        ("select", partial(select.run, ours, job)),
+        ("topk", partial(topk.run, ours, job)),
+        ("torch topk", partial(pipelines.torch_topk, job)),
+        ("torch nonzero", partial(pipelines.torch_nonzero, job)),
+    ):
+        measured[name] = partial(whole_s, run)
+    t = medians_s(measured, job.reset, repetitions)
+
+    goals = job.numel == GOAL_NUMEL
+    copy = copy_speed(job.numel, job.device, repetitions)
+    rows = [
+        copy_row(
+            case,
+            path.metric,
+            t[f"{path.metric}, kernels"],
+            path.element_bytes * job.numel,
+            copy,
+            path.least if goals else None,
+        )
+        for path in paths(job)
+    ]
+    selected_s, hashed_s = t[f"{SELECT}, kernels"], t[f"{HASH}, kernels"]
+    hash_least = 1 / HASH_OVER_SELECT if goals else None
+    rows += [
+        goal_row(case, HASH, hashed_s, f"{SELECT}, in kernels", selected_s, hash_least),
+        goal_row(
+            case,
+            SELECT,
+            t["select"],
+            "torch add, abs, topk, gather, zero",
+            t["torch topk"],
+            4 if goals else None,
+        ),
+        goal_row(
+            case,
+            SELECT,
+            t["select"],
+            "torch add, abs, compare, nonzero, gather, zero",
+            t["torch nonzero"],
+            3 if goals else None,
+        ),
+        goal_row(
+            case,
+            topk.metric,
+            t["topk"],
+            "torch add, abs, topk, gather, zero",
+            t["torch topk"],
+            None,
+        ),
+    ]
+    if goals:
+        rows.append(
+            goal_row(case, SELECT, t["select"], PUBLISHED, PUBLISHED_S, PUBLISHED_S / MOST_S)
+        )
+    return rows
+
+
+def _in_kernels(path: Path, timed: CudaOps, events: EventLauncher, job: Job) -> float:
+    path.run(timed, job)
+    return events.spent_s()
