@@ -49,11 +49,11 @@ __device__ __forceinline__ i64 ThreadsInGrid() { return static_cast<i64>(gridDim
 
 inline u32 BitsOf(f32 x) { return hvds::BitsOf(x); }
 inline f32 FloatOf(u32 bits) { return hvds::FloatOf(bits); }
-inline f32 Add(f32 a, f32 b) { return a + b; }
-inline f32 Multiply(f32 a, f32 b) { return a * b; }
-inline f32 Divide(f32 a, f32 b) { return a / b; }
-inline f32 WidenFloat16(u16 h) { return hvds::WidenFloat16(h); }
-inline u16 NarrowFloat16(f32 x) { return hvds::NarrowFloat16(x); }
+inline f32 Add(f32 a, f32 b) { return shim::Add(a, b); }
+inline f32 Multiply(f32 a, f32 b) { return shim::Multiply(a, b); }
+inline f32 Divide(f32 a, f32 b) { return shim::Divide(a, b); }
+inline f32 WidenFloat16(u16 h) { return shim::WidenFloat16(h); }
+inline u16 NarrowFloat16(f32 x) { return shim::NarrowFloat16(x); }
 [[noreturn]] inline void Trap() { shim::Fail("trap"); }
 
 HVDS_UNTRACED inline u64 LoadRelaxed(const u64* at) {
@@ -107,15 +107,15 @@ __device__ __forceinline__ void Trap() { asm volatile("trap;"); }
 // Past the L1 cache, whole, and in no order with other accesses.
 __device__ __forceinline__ u64 LoadRelaxed(const u64* at) {
   u64 value;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
 __device__ __forceinline__ void StoreRelaxed(u64* at, u64 value) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" : : "l"(at), "l"(value) : "memory");
+  asm volatile("st.relaxed.gpu.u64 [%0], %1;" : : "l"(at), "l"(value) : "memory");
 }
 __device__ __forceinline__ u32 LoadRelaxed(const u32* at) {
   u32 value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
   return value;
 }
 

@@ -163,13 +163,13 @@ KERNEL qsgd_quantize(const f32* x, i64 n, u32 bits, u32 bucket_numel, u64 seed, 
 
     u32 packed = 0;
     for (u32 i = 0; i < kQuad && place + i < numel; ++i) {
-      const f32 value = per_level == 0.0f ? 0.0f : values[round][i];
+      const f32 value = KeyOf(per_level) == 0 ? 0.0f : values[round][i];
       const f32 level = Min(Multiply(FloatOf(KeyOf(value)), per_level), static_cast<f32>(levels));
       const u32 whole = static_cast<u32>(level);
       const u32 odds =
           static_cast<u32>(Multiply(Add(level, -static_cast<f32>(whole)), 16777216.0f));
       const u32 rounded = whole + (Random24(static_cast<u32>(begin + place + i), seed) < odds);
-      packed |= (value < 0.0f ? levels - rounded : levels + rounded) << (i * bits);
+      packed |= (BitsOf(value) >> 31 ? levels - rounded : levels + rounded) << (i * bits);
     }
     const u32 items = Min(numel - place, kQuad);
     u8* const to = codes + (begin + place) * bits / 8;

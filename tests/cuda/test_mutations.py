@@ -151,6 +151,9 @@ MUTATIONS = {
     "gap bits cut short": Mutation(
         "wire", "steps[i] = 0;", "byte * 8 < bit % 8 + width", "byte * 8 < width"
     ),
+    "denormals compared as numbers": Mutation(
+        "wire", "packed |= (", "BitsOf(value) >> 31", "value < 0.0f"
+    ),
     "gaps before the first": Mutation("wire", "if (at < count) gap = ", "start - 1", "start"),
 }
 
@@ -202,7 +205,9 @@ def wire(ops: CudaOps) -> None:
     code = ops.gap_encode(indices, 0)
     assert_same(code, reference.gap_encode(indices, 0))
     assert_same(ops.gap_decode(code, 3000, 0, 100_000), indices)
-    assert_same(ops.qsgd_quantize(x, 4, 512, 7), reference.qsgd_quantize(x, 4, 512, 7))
+    for scale in (1.0, 1e-37):
+        quantized = ops.qsgd_quantize(x * scale, 8, 512, 7)
+        assert_same(quantized, reference.qsgd_quantize(x * scale, 8, 512, 7))
 
 
 EXERCISES: dict[str, Callable[[CudaOps], None]] = {

@@ -7,7 +7,7 @@ import torch
 
 from hvd_sparse.ops import reference
 from hvd_sparse.ops.cuda import CudaOps
-from tests.ops.cases import assert_same, vectors
+from tests.ops.cases import assert_same, generator, vectors
 from tests.ops.test_wire import INDICES, TOP, ascending
 
 SEED = 2**63 + 12345
@@ -49,7 +49,9 @@ def test_gaps_refuse_a_code_of_something_else(cuda: CudaOps) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_qsgd(cuda: CudaOps, bits: int, bucket_numel: int) -> None:
     for numel in (0, 1, 5, 513, 9001):
-        for name, x, _ in vectors(numel):
+        small = ("next to denormal", torch.randn(numel, generator=generator()) * 1e-37, None)
+        huge = ("next to infinite", torch.randn(numel, generator=generator()) * 1e38, None)
+        for name, x, _ in [*vectors(numel), small, huge]:
             codes, scales = cuda.qsgd_quantize(x, bits, bucket_numel, SEED)
             expected = reference.qsgd_quantize(x, bits, bucket_numel, SEED)
             assert_same((codes, scales), expected, name)

@@ -21,6 +21,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
 #if defined(HVDS_ADDRESS_SANITIZER)
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -431,6 +435,68 @@ void Fail(const char* what) {
   std::_Exit(3);
 }
 
+namespace {
+
+#if defined(__SSE__)
+constexpr unsigned kDenormalsAreZero = 0x8040;  // of operands and of results
+
+// Switches denormals on for as long as it lives.
+class Ieee {
+ public:
+  Ieee() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~kDenormalsAreZero); }
+  ~Ieee() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+};
+
+void FlushDenormals() { _mm_setcsr(_mm_getcsr() | kDenormalsAreZero); }
+#else
+struct Ieee {
+  ~Ieee() {}
+};
+
+void FlushDenormals() {}
+#endif
+
+}  // namespace
+
+// Through volatile variables: the compiler knows of no connection between a number and the mode.
+float Add(float a, float b) {
+  const Ieee ieee;
+  volatile float x = a, sum;
+  sum = x + b;
+  return sum;
+}
+
+float Multiply(float a, float b) {
+  const Ieee ieee;
+  volatile float x = a, product;
+  product = x * b;
+  return product;
+}
+
+float Divide(float a, float b) {
+  const Ieee ieee;
+  volatile float x = a, quotient;
+  quotient = x / b;
+  return quotient;
+}
+
+float WidenFloat16(uint16_t h) {
+  const Ieee ieee;
+  volatile uint16_t half = h;
+  volatile float x = hvds::WidenFloat16(half);
+  return x;
+}
+
+uint16_t NarrowFloat16(float x) {
+  const Ieee ieee;
+  volatile float wide = x;
+  volatile uint16_t h = hvds::NarrowFloat16(wide);
+  return h;
+}
+
 bool IsMutated(int mutation) {
   static const char* const chosen = std::getenv("HVDS_MUTATION");
   return chosen != nullptr && std::atoi(chosen) == mutation;
@@ -557,5 +623,6 @@ void __tsan_write_range(void* address, unsigned long) { Traced(address); }
 }
 
 int main() {
+  shim::FlushDenormals();
   for (;;) shim::ServeOne();
 }

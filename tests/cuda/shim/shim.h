@@ -36,6 +36,14 @@ void NoteProgress();  // what a spinning thread may wait for has happened
 void* SharedArray(const void* key, size_t bytes);
 [[noreturn]] void Fail(const char* what);
 
+// Arithmetic as IEEE 754 has it. All other arithmetic takes denormal numbers for zeros, and makes
+// zeros of them, as under -ftz=true.
+float Add(float a, float b);
+float Multiply(float a, float b);
+float Divide(float a, float b);
+float WidenFloat16(uint16_t h);
+uint16_t NarrowFloat16(float x);
+
 // Whether this process runs with that mutation, of those that are built in (test_mutations.py).
 bool IsMutated(int mutation);
 
