@@ -8,7 +8,7 @@ import torch
 from hvd_sparse.ops.cuda import CudaOps
 from tests.cuda.shim_launcher import FAMILIES, Shim
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

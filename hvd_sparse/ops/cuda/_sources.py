@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable  # Python 3.11 on
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$')
 _KERNEL = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
