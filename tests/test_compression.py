@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from torch import nn
 
 import hvd_sparse
 from hvd_sparse import Compression, ConfigError
+from hvd_sparse.compressors import COMPRESSORS
+from hvd_sparse.engine import Method
 
-CONSTRUCTORS = [Compression.topk, Compression.oktopk]
+REQUIRED: dict[str, dict[str, Any]] = {"hard_threshold": {"threshold": 0.1}}
 
 
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+@pytest.mark.parametrize("constructor", COMPRESSORS)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -33,13 +36,104 @@ CONSTRUCTORS = [Compression.topk, Compression.oktopk]
         ("dense_below", -1, "dense_below must be a whole number of at least 0, got -1"),
         ("timeout_s", 0, "timeout_s must be a number of at least 0.001, got 0"),
         ("timeout_s", float("nan"), "timeout_s must be a number of at least 0.001, got nan"),
+        ("momentum", 1.0, r"momentum must be in \[0, 1\), got 1.0"),
+        ("momentum", float("nan"), "momentum must be a number of at least 0, got nan"),
+        ("nesterov", 1, "nesterov must be True or False, got 1"),
+        ("clip_norm", 0.0, "clip_norm must be a finite number above 0, got 0.0"),
+        ("warmup", "slow", "warmup must be one of exponential, linear, constant; got 'slow'"),
+        ("warmup_density", 0.0, r"warmup_density must be in \(0, 1\], got 0.0"),
+        ("warmup_steps", -1, "warmup_steps must be a whole number of at least 0, got -1"),
+        ("dense_steps", 0.5, "dense_steps must be a whole number of at least 0, got 0.5"),
+        ("warmup_epochs", 4, "steps_per_epoch must be given with warmup_epochs"),
+        ("wire", "morse", "wire must be one of .*; got 'morse'"),
     ],
 )
 def test_arguments_out_of_range_are_named(
-    constructor: Any, name: str, value: Any, message: str
+    constructor: str, name: str, value: Any, message: str
+) -> None:
+    arguments = {**REQUIRED.get(constructor, {}), name: value}
+    with pytest.raises(ConfigError, match=message):
+        COMPRESSORS[constructor](**arguments)
+
+
+@pytest.mark.parametrize(
+    ("constructor", "name", "value", "message"),
+    [
+        ("dgc", "sample_share", 0, r"sample_share must be in \(0, 1\], got 0"),
+        ("dgc", "collective", "ring", "collective must be one of .*; got 'ring'"),
+        ("dragonn", "slots_per_bucket", 4, "slots_per_bucket must be 1 or 8, got 4"),
+        ("dragonn", "slots_per_entry", 0, "slots_per_entry must be a finite number above 0"),
+        ("exdyna", "tolerance", -0.1, "tolerance must be a number of at least 0, got -0.1"),
+        ("exdyna", "dynamic", 1, "dynamic must be True or False, got 1"),
+        ("mstopk", "halvings", 0, "halvings must be a whole number of at least 1, got 0"),
+        ("sidco", "tolerance", -1, "tolerance must be a number of at least 0, got -1"),
+        ("gaussiank", "sample_share", 2.0, r"sample_share must be in \(0, 1\], got 2.0"),
+        ("hard_threshold", "threshold", 0.0, "threshold must be a finite number above 0"),
+        ("randomk", "seed", -1, "seed must be a whole number of at least 0, got -1"),
+        ("topk", "group_numel", 0, "group_numel must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_own_arguments_out_of_range_are_named(
+    constructor: str, name: str, value: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        constructor(**{name: value})
+        COMPRESSORS[constructor](**{name: value})
+
+
+@pytest.mark.parametrize("constructor", COMPRESSORS)
+def test_constructors_show_and_describe_all_their_arguments(constructor: str) -> None:
+    function = getattr(Compression, constructor)
+    assert function is COMPRESSORS[constructor]
+    signature = inspect.signature(function)
+    hints = get_type_hints(function)
+    for name, parameter in signature.parameters.items():
+        assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        assert name in hints
+        assert f"    {name}: " in (function.__doc__ or ""), name
+    assert {"density", "momentum", "warmup_steps", "transport"} <= signature.parameters.keys()
+    compression = function(**REQUIRED.get(constructor, {}))
+    copy = pickle.loads(pickle.dumps(compression))
+    assert copy.method.description == compression.method.description
+    assert type(copy.method.selector()) is type(compression.method.selector())
+
+
+def test_descriptions_differ_where_anything_does() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"density": 0.02},
+        {"momentum": 0.5},
+        {"nesterov": True},
+        {"clip_norm": 1.0},
+        {"warmup_steps": 7},
+        {"dense_steps": 7},
+        {"warmup": "linear"},
+        {"wire": "float16"},
+        {"sample_share": 0.5},
+        {"collective": "oktopk"},
+    ]
+    told = [Compression.dgc(**change).method.description for change in changes]
+    assert len(set(told)) == len(told)
+
+
+def test_warmups() -> None:
+    def densities(steps: range, **arguments: Any) -> list[float]:
+        method = Compression.topk(density=0.001, **arguments).method
+        assert isinstance(method, Method)
+        return [method.k(10**6, step) / 10**6 for step in steps]
+
+    assert densities(range(0, 6), warmup_steps=4) == pytest.approx(
+        [0.25, 0.062872, 0.015811, 0.003976, 0.001, 0.001]
+    )  # DGC's 25 %, 6.25 %, 1.5625 %, 0.4 %, 0.1 %
+    assert densities(range(0, 6, 2), warmup="linear", warmup_steps=4) == pytest.approx(
+        [0.25, 0.1255, 0.001]
+    )
+    assert densities(range(4), warmup="constant", warmup_steps=2, warmup_density=0.1) == (
+        pytest.approx([0.1, 0.1, 0.001, 0.001])
+    )
+    assert densities(range(3), dense_steps=1, warmup_steps=1) == pytest.approx([1.0, 0.25, 0.001])
+    epochs = {"dense_epochs": 1, "warmup_epochs": 0.5, "steps_per_epoch": 2}
+    assert densities(range(4), **epochs) == pytest.approx([1.0, 1.0, 0.25, 0.001])
+    assert densities(range(2), warmup_steps=2, warmup_density=1e-4) == [0.001, 0.001]
 
 
 @pytest.mark.parametrize(
