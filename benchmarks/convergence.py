@@ -33,8 +33,8 @@ SEEDS = (0, 1, 2)
 PROMISED = ("dgc", "dragonn", "exdyna", "oktopk")
 """Compressors that must come near to dense at density 0.01."""
 DENSE_FIRST = ("exdyna", "oktopk", "clt_k")
-"""Compressors that apply only k entries a step: the first tenth of their steps is dense, as in some
-trainings of Ok-Topk's authors. Without it ExDyna and CLT-k lose more than a point on the digits."""
+"""Compressors that apply only k entries a step: their first steps are dense, as in some trainings
+of Ok-Topk's authors. Without that ExDyna and CLT-k lose more than a point on the digits."""
 ORDER = (
     *PROMISED,
     "topk",

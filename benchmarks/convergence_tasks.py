@@ -171,7 +171,7 @@ class PythonHelp(Task):
         momentum=0.9,
         clip_norm=1.0,
         warmup_steps=500,
-        dense_steps=200,
+        dense_steps=400,
     )
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
     length = 20
