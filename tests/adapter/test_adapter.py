@@ -21,6 +21,7 @@ CONTROLLERS = [
 ]
 
 
+@pytest.mark.timeout(660)
 @pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("method", ["topk", "oktopk"])
@@ -28,7 +29,7 @@ def test_a_lossless_exchange_trains_to_the_same_weights(
     controller: Controller, world_size: int, method: str
 ) -> None:
     done = horovodrun(
-        world_size, "adapter_equalities.py", "--method", method, controller=controller, timeout=240
+        world_size, "adapter_equalities.py", "--method", method, controller=controller, timeout=600
     )
     for name in SCENARIOS:
         assert f"EQUAL {name}" in done.stdout
