@@ -88,14 +88,17 @@ class Averaging:
                 p.grad = self.engine.result(name)
 
     def accumulator(self) -> Tensor:
-        """ε + g of all compressed tensors, before the step's exchange; float32 `(n,)`."""
+        """What the step selects from: ε + g, or v + m u + g; float32 `(n,)`."""
         assert self.engine is not None
-        residual = self.engine.state_dict()["residual"]
-        parts = [
-            (residual[name] + p.grad if name in residual else p.grad).view(-1)
-            for name, p in self.named
-            if self.is_sparse(p) and p.grad is not None
-        ]
+        state = self.engine.state_dict()
+        parts = []
+        for name, p in self.named:
+            if self.is_sparse(p) and p.grad is not None:
+                total = p.grad.clone()
+                for kind, factor in (("residual", 1.0), ("momentum", self.momentum)):
+                    if name in state[kind]:
+                        total += factor * state[kind][name]
+                parts.append(total.view(-1))
         return torch.cat(parts)
 
     def gradient(self) -> Tensor:
