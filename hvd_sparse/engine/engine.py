@@ -186,11 +186,13 @@ class Engine:
     def _drop_plan(self) -> None:
         with self._changed:
             self._stopping = True
+            exchanging = any(bucket.phase is Phase.READY for bucket in self._buckets)
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(timeout=0.1)
-            if self._thread.is_alive() and self._transport is not None:
-                self._transport.abort()  # it waits for a peer in a step that nobody will finish
+            if exchanging:
+                self._thread.join(timeout=0.1)
+                if self._thread.is_alive() and self._transport is not None:
+                    self._transport.abort()  # it waits for a peer in a step nobody will finish
             self._thread.join()
         self._thread = self._error = self.scale = None
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}

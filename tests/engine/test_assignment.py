@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
+from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.plan import form_buckets
 from hvd_sparse.errors import PlanError
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold
@@ -119,6 +121,30 @@ def test_no_mass_is_lost_over_changes_of_the_assignment(world_size: int) -> None
         kept = sum(applied[name] + state[name] for applied, state in done)
         torch.testing.assert_close(kept, given, rtol=1e-4, atol=1e-4)
         assert any(state[name].any() for _, state in done)
+
+
+def test_a_background_thread_that_is_slow_to_end_costs_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ready = Engine._wait_until_ready
+
+    def slow_to_end(engine: Engine, bucket: Bucket) -> bool:
+        goes_on = ready(engine, bucket)
+        if not goes_on:
+            time.sleep(0.3)
+        return goes_on
+
+    monkeypatch.setattr(Engine, "_wait_until_ready", slow_to_end)
+
+    def worker(transport: Transport) -> None:
+        engine = Engine(SMALL)
+        engine.connect(transport)
+        step_of(engine, gradients(transport.rank, 0))
+        engine.reassign(LARGE)
+        engine.agree()
+        engine.disconnect()
+
+    run_ranks(2, worker, timeout_s=10.0)
 
 
 def test_a_leftover_survives_in_the_state() -> None:
