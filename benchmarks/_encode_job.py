@@ -14,7 +14,6 @@ WARMUP_STEPS = 4
 PIVOT_FACTOR = 0.9
 MOMENTUM = 0.9
 GROUP_NUMEL = 512
-THRESHOLDS = 16
 HASH_A, HASH_B = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
@@ -74,7 +73,6 @@ class Job:
         # A selection's indices, as int32 for us and as int64 for torch.
         self.indices = ops.accumulate_select(corrected, [], self.threshold)[0]
         self.long_indices = self.indices.long()
-        self.thresholds = [self.threshold * (1 + i / THRESHOLDS) for i in range(THRESHOLDS)]
         self.group_k = max(1, round(GROUP_NUMEL * density))
         self.partition = (numel // 4, numel // 2)
 
@@ -174,23 +172,6 @@ def torch_group(job: Job) -> object:
 def torch_sampled_threshold(job: Job) -> object:
     sample = (job.residual[17::100] + job.gradient[17::100]).abs()
     return float(torch.topk(sample, max(1, job.k // 100)).values[-1])
-
-
-def torch_moments(job: Job) -> object:
-    acc = job.residual + job.gradient
-    magnitudes = acc.abs()
-    return (
-        float(acc.mean()),
-        float(acc.std()),
-        float(magnitudes.mean()),
-        float(magnitudes.log().mean()),
-        float(magnitudes.max()),
-    )
-
-
-def torch_counts(job: Job) -> object:
-    magnitudes = (job.residual + job.gradient).abs()
-    return [int((magnitudes >= threshold).sum()) for threshold in job.thresholds]
 
 
 def torch_take_at(job: Job) -> object:

@@ -74,11 +74,6 @@ def sampled_threshold(o: Ops, job: Job) -> object:
     return o.kth_magnitude(sample, rank)
 
 
-def moments(o: Ops, job: Job) -> object:
-    found = o.accumulator_moments(job.residual, [job.gradient])
-    return (found.count, found.sum_of_squares, found.sum_of_magnitudes, found.largest)
-
-
 def hashed(slots_per_k: int, slots_per_bucket: int) -> Callable[[Ops, Job], object]:
     return lambda o, job: o.hash_select(
         job.residual,
@@ -171,18 +166,6 @@ def hot_paths(job: Job) -> list[HotPath]:
             sampled_threshold,
             {"torch strided add, abs, topk": pipelines.torch_sampled_threshold},
             {SELECT: Limit(factor=0.15, everywhere=True)},
-        ),
-        HotPath(
-            "moments",
-            moments,
-            {"torch add, mean, std, abs, mean, log, mean, max": pipelines.torch_moments},
-            {ADD: Limit()},
-        ),
-        HotPath(
-            f"counts above {len(job.thresholds)} thresholds",
-            lambda o, job: o.count_at_least(r, g, job.thresholds),
-            {"torch add, abs, compare and sum for each": pipelines.torch_counts},
-            {ADD: Limit()},
         ),
         HotPath(
             "take at k indices",

@@ -37,28 +37,3 @@ HVDS_API int32_t hvds_sample_accumulator(const HvdsSource* source, int64_t start
     hvds::Sample(checked, from, step, length, threads, sample);
   });
 }
-
-// `sums`: Σ x, Σ x², Σ |x|, Σ ln |x|, max |x|.
-HVDS_API int32_t hvds_accumulator_moments(const HvdsSource* source, uint32_t key, int32_t threads,
-                                          int64_t* count, double* sums) {
-  return Guarded([&] {
-    if (key < 1) throw BadArgument();
-    const hvds::MomentSums moments = hvds::Moments(SourceOf(*source), key, threads);
-    *count = moments.count;
-    sums[0] = moments.sum;
-    sums[1] = moments.of_squares;
-    sums[2] = moments.of_magnitudes;
-    sums[3] = moments.of_logs;
-    sums[4] = static_cast<double>(moments.largest);
-  });
-}
-
-HVDS_API int32_t hvds_count_at_least(const HvdsSource* source, const uint32_t* keys,
-                                     int64_t key_count, int32_t threads, uint64_t* counts) {
-  return Guarded([&] {
-    for (int64_t k = 0; k < key_count; ++k) {
-      if (keys[k] < 1) throw BadArgument();
-    }
-    hvds::CountAtLeast(SourceOf(*source), keys, static_cast<size_t>(key_count), threads, counts);
-  });
-}

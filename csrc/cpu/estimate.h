@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 #include "passes.h"
 
@@ -15,12 +14,5 @@ size_t SampleNumel(size_t n, size_t start, size_t stride, size_t run);
 // Writes their magnitudes to `sample`, in order; 1 <= run <= stride.
 void Sample(const Source& source, size_t start, size_t stride, size_t run, int threads,
             float* sample);
-
-// The moments of the finite sums that reach the key >= 1; the same for any number of threads.
-MomentSums Moments(const Source& source, uint32_t key, int threads);
-
-// counts[t] = how many of the sums reach keys[t] >= 1.
-void CountAtLeast(const Source& source, const uint32_t* keys, size_t key_count, int threads,
-                  uint64_t* counts);
 
 }  // namespace hvds

@@ -64,13 +64,6 @@ using SumFn = void (*)(const Span& span, float* sums);
 using FilterFn = size_t (*)(const int32_t* indices, const float* values, size_t n, uint32_t key,
                             int32_t* out_indices, float* out_values);
 
-// Sums over the finite, nonzero elements of some magnitude.
-struct MomentSums {
-  int64_t count = 0;
-  double sum = 0.0, of_squares = 0.0, of_magnitudes = 0.0, of_logs = 0.0;
-  float largest = 0.0f;
-};
-
 struct Kernels {
   PassFn take[kRules][kDtypes];
   PassFn scan[kRules][kDtypes];
@@ -79,8 +72,6 @@ struct Kernels {
   FilterFn at_least;
   FilterFn below;
 
-  // Adds what the finite ones of n <= kMomentsNumel sums that reach `key` >= 1 contribute.
-  void (*moments)(const float* sums, size_t n, uint32_t key, MomentSums* result);
   // A key >= 1 that at least k of the sums reach and, for small k, not many more; 1 if fewer than k
   // are above 0.
   uint32_t (*pivot)(const float* sums, size_t n, size_t k);
@@ -93,8 +84,6 @@ struct Kernels {
   // Nearest-even narrowing, for kFloat16 and kBFloat16; the other entries are null.
   void (*narrow[kDtypes])(const float* from, size_t n, uint16_t* to);
 };
-
-constexpr size_t kMomentsNumel = 4096;
 
 // A table by rule and dtype of what macro `F` makes of them; kNoGradient goes with kPlain alone.
 #define HVDS_BY_RULE_AND_DTYPE(F)                                                             \

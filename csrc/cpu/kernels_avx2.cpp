@@ -1,7 +1,7 @@
 // AVX2: eight elements to a register, selections as bit masks walked by count-trailing-zeros.
 #include "element.h"
-#include "estimate_loops.h"
 #include "kernels.h"
+#include "pivot_loop.h"
 
 #if HVDS_X86
 #include <immintrin.h>
@@ -159,10 +159,6 @@ HVDS_AVX2 size_t Filter(const int32_t* indices, const float* values, size_t n, u
   return count;
 }
 
-HVDS_AVX2 void Moments(const float* sums, size_t n, uint32_t key, MomentSums* result) {
-  MomentsLoop<4>(sums, n, key, result);
-}
-
 HVDS_AVX2 uint32_t Pivot(const float* sums, size_t n, size_t k) { return PivotLoop(sums, n, k); }
 
 HVDS_AVX2 void StreamOut(void* to, const void* from, size_t bytes) {
@@ -196,7 +192,6 @@ const Kernels kAvx2Kernels = {
     HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,
-    Moments,
     Pivot,
     StreamOut,
     StreamFence,

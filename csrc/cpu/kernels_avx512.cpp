@@ -1,6 +1,6 @@
 // AVX-512 (F, BW, DQ, VL): sixteen elements to a register, selections as mask registers.
-#include "estimate_loops.h"
 #include "kernels.h"
+#include "pivot_loop.h"
 
 #if HVDS_X86
 #if defined(__GNUC__) && !defined(__clang__)
@@ -187,10 +187,6 @@ HVDS_AVX512 size_t Filter(const int32_t* indices, const float* values, size_t n,
   return count;
 }
 
-HVDS_AVX512 void Moments(const float* sums, size_t n, uint32_t key, MomentSums* result) {
-  MomentsLoop<8>(sums, n, key, result);
-}
-
 HVDS_AVX512 uint32_t Pivot(const float* sums, size_t n, size_t k) { return PivotLoop(sums, n, k); }
 
 HVDS_AVX512 void StreamOut(void* to, const void* from, size_t bytes) {
@@ -223,7 +219,6 @@ const Kernels kAvx512Kernels = {
     HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,
-    Moments,
     Pivot,
     StreamOut,
     StreamFence,

@@ -2,8 +2,8 @@
 #include <cstring>
 
 #include "element.h"
-#include "estimate_loops.h"
 #include "kernels.h"
+#include "pivot_loop.h"
 
 namespace hvds {
 namespace {
@@ -60,10 +60,6 @@ size_t Filter(const int32_t* indices, const float* values, size_t n, uint32_t ke
   return count;
 }
 
-void Moments(const float* sums, size_t n, uint32_t key, MomentSums* result) {
-  MomentsLoop<4>(sums, n, key, result);
-}
-
 uint32_t Pivot(const float* sums, size_t n, size_t k) { return PivotLoop(sums, n, k); }
 
 void StreamOut(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
@@ -83,7 +79,6 @@ const Kernels kPortableKernels = {
     HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,
-    Moments,
     Pivot,
     StreamOut,
     StreamFence,

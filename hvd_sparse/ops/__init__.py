@@ -15,13 +15,7 @@ in `reference`, `native` and `cuda`, and its part of the interface in `_interfac
 """
 
 from hvd_sparse.ops._dispatch import backend
-from hvd_sparse.ops.estimation import (
-    accumulator_moments,
-    count_at_least,
-    kth_magnitude,
-    sample_accumulator,
-)
-from hvd_sparse.ops.moments import Moments
+from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
 from hvd_sparse.ops.momentum import Momentum
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
@@ -42,14 +36,11 @@ from hvd_sparse.ops.streams import (
 from hvd_sparse.ops.wire import gap_decode, gap_encode, qsgd_dequantize, qsgd_quantize
 
 __all__ = [
-    "Moments",
     "Momentum",
     "accumulate_group_topk",
     "accumulate_select",
     "accumulate_topk",
-    "accumulator_moments",
     "backend",
-    "count_at_least",
     "decode",
     "difference",
     "gap_decode",

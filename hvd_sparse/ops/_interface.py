@@ -10,7 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hvd_sparse.ops.moments import Moments
 from hvd_sparse.ops.momentum import Momentum
 
 Entries = tuple[Tensor, Tensor]
@@ -83,22 +82,6 @@ class EstimationOps(Protocol):
         run: int = 1,
         momentum: Momentum | None = None,
     ) -> Tensor: ...
-
-    def accumulator_moments(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        threshold: float = 0.0,
-        momentum: Momentum | None = None,
-    ) -> Moments: ...
-
-    def count_at_least(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        thresholds: Sequence[float],
-        momentum: Momentum | None = None,
-    ) -> list[int]: ...
 
 
 class StreamOps(Protocol):

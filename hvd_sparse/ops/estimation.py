@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hvd_sparse.ops import _checks as checks
 from hvd_sparse.ops._dispatch import implementation
-from hvd_sparse.ops.moments import Moments
 from hvd_sparse.ops.momentum import Momentum
 
 
@@ -66,58 +65,3 @@ def sample_accumulator(
     return implementation(device).sample_accumulator(
         residual, gradients, start, stride, run, momentum
     )
-
-
-def accumulator_moments(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    threshold: float = 0.0,
-    momentum: Momentum | None = None,
-) -> Moments:
-    """Moments of the accumulator's finite entries that reach a threshold, in one pass.
-
-    They fit the distributions of Gaussiank and SIDCo (Abdelmoniem et al., MLSys '21).
-
-    Args:
-        residual: float32 `(n,)`.
-        gradients: As for `accumulate_select`.
-        threshold: Least magnitude that counts, >= 0; zeros never do.
-        momentum: As for `accumulate_select`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: As for `accumulate_select`.
-    """
-    _, device = checks.accumulation(residual, gradients, momentum)
-    checks.threshold_key(threshold)
-    return implementation(device).accumulator_moments(residual, gradients, threshold, momentum)
-
-
-def count_at_least(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    thresholds: Sequence[float],
-    momentum: Momentum | None = None,
-) -> list[int]:
-    """How many of the accumulator's entries reach each of several thresholds, in one pass.
-
-    With t thresholds, a step of MSTopK's bisection (Shi et al., MLSys '21) narrows the interval by
-    t + 1 instead of 2.
-
-    Args:
-        residual: float32 `(n,)`.
-        gradients: As for `accumulate_select`.
-        thresholds: Magnitudes, each as in `accumulate_select`, in any order.
-        momentum: As for `accumulate_select`.
-
-    Returns:
-        For each threshold, how many entries `accumulate_select` would move out.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: As for `accumulate_select`.
-    """
-    _, device = checks.accumulation(residual, gradients, momentum)
-    for threshold in thresholds:
-        checks.threshold_key(threshold)
-    return implementation(device).count_at_least(residual, gradients, thresholds, momentum)

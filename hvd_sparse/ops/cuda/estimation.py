@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import key_magnitude
-from hvd_sparse.ops import reference
 from hvd_sparse.ops.cuda._passes import Accumulator, KernelFamily, thread_blocks, tile_count
-from hvd_sparse.ops.moments import Moments
 from hvd_sparse.ops.momentum import Momentum
 
 DIGITS = 3
@@ -61,26 +59,6 @@ class CudaEstimation(KernelFamily):
         whole_runs, left = divmod(max(0, accumulator.numel - start), stride)
         samples = whole_runs * run + min(left, run)
         return self._sample(accumulator, start, stride, run, samples)
-
-    def accumulator_moments(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        threshold: float = 0.0,
-        momentum: Momentum | None = None,
-    ) -> Moments:
-        """Moments of the finite sums that reach the threshold, by torch's own operations."""
-        return reference.accumulator_moments(residual, gradients, threshold, momentum)
-
-    def count_at_least(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        thresholds: Sequence[float],
-        momentum: Momentum | None = None,
-    ) -> list[int]:
-        """How many of the sums reach each threshold, by torch's own operations."""
-        return reference.count_at_least(residual, gradients, thresholds, momentum)
 
     def _sample(
         self, accumulator: Accumulator, start: int, stride: int, run: int, samples: int

@@ -3,12 +3,7 @@
 Works on any device. The arguments are as `hvd_sparse.ops` has checked them.
 """
 
-from hvd_sparse.ops.reference.estimation import (
-    accumulator_moments,
-    count_at_least,
-    kth_magnitude,
-    sample_accumulator,
-)
+from hvd_sparse.ops.reference.estimation import kth_magnitude, sample_accumulator
 from hvd_sparse.ops.reference.selection import (
     accumulate_group_topk,
     accumulate_select,
@@ -36,8 +31,6 @@ __all__ = [
     "accumulate_group_topk",
     "accumulate_select",
     "accumulate_topk",
-    "accumulator_moments",
-    "count_at_least",
     "decode",
     "difference",
     "gap_decode",
