@@ -139,7 +139,7 @@ def volume_rows(worlds: list[int]) -> list[Row]:
             say(f"simulated oktopk's volume on {world_size} ranks, {name}")
             # Headers, the tables of two allgathers, and the counts that lead to the threshold are
             # no entries.
-            control = cost("oktopk", world_size, workload.numel, VOLUME_K).expected.dense_words
+            control = cost("oktopk", world_size, workload.numel, VOLUME_K).expected.plain_words
             control += 3 * o.messages.worst + 10 * world_size
             unit = VOLUME_K * (world_size - 1) / world_size
             worst = (max(o.sent_words.worst, o.received_words.worst) - control) / unit

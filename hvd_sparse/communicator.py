@@ -5,20 +5,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from hvd_sparse.checks import check_choice
+from hvd_sparse.collectives.automatic import cheapest_algorithm
 from hvd_sparse.collectives.dsar_split_allgather import dsar_split_allgather
-from hvd_sparse.collectives.link import link_of
 from hvd_sparse.collectives.ssar_recursive_double import ssar_recursive_double
 from hvd_sparse.collectives.ssar_split_allgather import ssar_split_allgather
-from hvd_sparse.cost_model import cheapest
 from hvd_sparse.errors import PlanError, UnsupportedError
 from hvd_sparse.operation import OPERATIONS, SUM, Operation
-from hvd_sparse.part import INDEX_BYTES, Part
+from hvd_sparse.part import Part
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.user_vector import Form, SparseVector, read_vector
@@ -33,7 +32,6 @@ ALGORITHMS: dict[str, Callable[[Part, Transport, Packer, Operation], Part]] = {
     "dsar_split_allgather": dsar_split_allgather,
 }
 """Allreduces by the names under which a user asks for them."""
-WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class Communicator:
     ) -> Outcome[Any]:
         k = self._agree(part, f"allreduce {algorithm} {op.name} {wire.name} {form}")
         if algorithm == "auto":
-            algorithm = self._cheapest(part, k)
+            algorithm = cheapest_algorithm(self.transport, part.numel, k, tuple(ALGORITHMS), wire)
         packer = Packer(wire, self.transport.rank, self._calls)
         total = ALGORITHMS[algorithm](part, self.transport, packer, op)
         lost = None if wire.is_lossless else packer.lost(form.numel)
@@ -161,16 +159,3 @@ class Communicator:
             if code != int(mine[0]):
                 raise PlanError(f"rank {rank} makes another call than this one: {call}")
         return int(calls[:, 1].max())
-
-    def _cheapest(self, part: Part, k: int) -> str:
-        """The algorithm that the cost model picks; its words are this vector's values."""
-        words = part.value_bytes / WORD_BYTES
-        measured = link_of(self.transport)
-        link = replace(
-            measured,
-            beta_s_per_byte=measured.beta_s_per_byte * words,
-            reduction_s_per_byte=measured.reduction_s_per_byte * words,
-        )
-        entry_bytes = (INDEX_BYTES + part.value_bytes) / words
-        P = self.transport.world_size
-        return cheapest(ALGORITHMS, P, part.numel, k, link, entry_bytes)

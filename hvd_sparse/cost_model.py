@@ -5,7 +5,8 @@ Sources: Table 1 of Li and Hoefler, "Near-Optimal Sparse Allreduce for Distribut
 
 Symbols: P ranks, n elements, k entries per rank, K entries of the sum, α `alpha_s`, β
 `beta_s_per_byte`, γ `reduction_s_per_byte`. A word has four bytes; an entry is two words. β_s of
-SparCML is the time of an entry, β_d that of a word.
+SparCML is the time of an entry, β_d that of a word; what they are on a compact wire follows from
+its `WireBytes`.
 
 | algorithm | messages of a rank, at most | words that it receives |
 |---|---|---|
@@ -32,13 +33,14 @@ from hvd_sparse.checks import check_at_least, check_choice, check_count
 from hvd_sparse.errors import ConfigError
 
 WORD_BYTES = 4
-ENTRY_BYTES = 8
 DIRECT_ALLGATHER_RANKS = 4
-"""Up to here `Transport.allgather` sends P - 1 messages at once, beyond log P in turn."""
+"""Up to here `Transport.allgather` sends P - 1 messages at once, beyond log P in turn: one round
+beats several that wait for each other."""
 OKTOPK_LEVELS = 71
 """Levels that Ok-Topk's threshold may move to; the ranks count what passes each of them."""
 OKTOPK_LEVELS_GATHERED_RANKS = 16
-"""Up to here these counts are gathered, with a word each, beyond summed, with two."""
+"""Up to here these counts are gathered, with a word each, in one round; beyond, where that would be
+much, they are summed, with two, and only those at the level that was picked are gathered."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Link:
     Attributes:
         alpha_s: α, seconds of a message.
         beta_s_per_byte: β, seconds of a byte on the wire.
-        reduction_s_per_byte: γ, seconds to reduce a byte that was received.
+        reduction_s_per_byte: γ, seconds to reduce a byte that was received, as it is in memory.
     """
 
     alpha_s: float
@@ -65,32 +67,68 @@ ORDINARY_LINK = Link(alpha_s=1e-4, beta_s_per_byte=8e-9, reduction_s_per_byte=1e
 
 
 @dataclass(frozen=True)
+class WireBytes:
+    """What a wire is expected to take, and what its messages are once they have been read.
+
+    Attributes:
+        index_bytes: Of an entry's index.
+        value_bytes: Of an entry's value.
+        dense_value_bytes: Of a value in a dense part.
+        read_value_bytes: Of a value in memory, where it is reduced; an index has a word there.
+    """
+
+    index_bytes: float = WORD_BYTES
+    value_bytes: float = WORD_BYTES
+    dense_value_bytes: float = WORD_BYTES
+    read_value_bytes: float = WORD_BYTES
+
+    def read(self) -> WireBytes:
+        """The same of a wire on which everything is as it is in memory."""
+        value = self.read_value_bytes
+        return WireBytes(WORD_BYTES, value, value, value)
+
+
+PLAIN_BYTES = WireBytes()
+"""int32 indices and float32 values."""
+
+
+@dataclass(frozen=True)
 class Cost:
     """What one rank waits for in one allreduce, on the longest path through it.
 
     Attributes:
         messages: Messages that follow one another.
         entries: Sparse entries received.
-        dense_words: Other words received.
+        dense_words: Values of dense parts received.
+        plain_entries: Entries received that every wire leaves as they are.
+        plain_words: Values and counters received that every wire leaves as they are.
     """
 
     messages: float
     entries: float = 0.0
     dense_words: float = 0.0
+    plain_entries: float = 0.0
+    plain_words: float = 0.0
 
     @property
     def words(self) -> float:
         """Words received, with two words an entry."""
-        return 2 * self.entries + self.dense_words
+        return 2 * (self.entries + self.plain_entries) + self.dense_words + self.plain_words
 
-    def nbytes(self, entry_bytes: float = ENTRY_BYTES) -> float:
-        """Bytes received, for a wire on which an entry has `entry_bytes`."""
-        return self.entries * entry_bytes + self.dense_words * WORD_BYTES
+    def nbytes(self, wire: WireBytes = PLAIN_BYTES) -> float:
+        """Bytes received over a wire."""
+        coded = self.entries * (wire.index_bytes + wire.value_bytes)
+        coded += self.dense_words * wire.dense_value_bytes
+        plain = self.plain_entries * (WORD_BYTES + wire.read_value_bytes)
+        return coded + plain + self.plain_words * wire.read_value_bytes
 
-    def seconds(self, link: Link, entry_bytes: float = ENTRY_BYTES) -> float:
-        """The time it takes: α a message, β + γ a byte."""
-        byte_s = link.beta_s_per_byte + link.reduction_s_per_byte
-        return self.messages * link.alpha_s + self.nbytes(entry_bytes) * byte_s
+    def seconds(self, link: Link, wire: WireBytes = PLAIN_BYTES) -> float:
+        """The time it takes: α a message, β a byte on the wire, γ a byte in memory."""
+        return (
+            self.messages * link.alpha_s
+            + self.nbytes(wire) * link.beta_s_per_byte
+            + self.nbytes(wire.read()) * link.reduction_s_per_byte
+        )
 
 
 @dataclass(frozen=True)
@@ -139,15 +177,18 @@ def topk_allgather(P: int, n: int, k: int) -> CostRange:
 
 
 def ssar_recursive_double(P: int, n: int, k: int) -> CostRange:
-    """SparCML 5.3.1: round t brings a sum of 2^t streams, dense where that is shorter."""
+    """SparCML 5.3.1: round t brings a sum of 2^t streams, dense where that is shorter.
+
+    The surplus ranks get the result as it is: rounded again, it would not be what the others have.
+    """
     cube = 1 << (P.bit_length() - 1)
     rounds = int(log2(cube))
     folds = 0 if cube == P else 1
     sums = [P / cube * 2**t for t in range(rounds)]
     received = [_sum_of_streams(n, k, m) for m in sums]
-    received += [Cost(1, entries=k), _sum_of_streams(n, k, P)] * folds
+    received += [Cost(1, entries=k), _unrounded(_sum_of_streams(n, k, P))] * folds
     most = [Cost(1, entries=k * m) for m in sums]
-    most += [Cost(1, entries=k), Cost(1, entries=k * P)] * folds
+    most += [Cost(1, entries=k), Cost(1, plain_entries=k * P)] * folds
     return CostRange(Cost(rounds, entries=k * rounds), _in_turn(received), _in_turn(most))
 
 
@@ -205,9 +246,9 @@ def oktopk(P: int, n: int, k: int) -> CostRange:
 def oktopk_control(P: int) -> Cost:
     """What moving the threshold costs beside the gathering of the ranks' shares."""
     if P <= OKTOPK_LEVELS_GATHERED_RANKS:
-        return Cost(0, dense_words=OKTOPK_LEVELS * (P - 1))
+        return Cost(0, plain_words=OKTOPK_LEVELS * (P - 1))
     rounds = _allreduce_messages(P)
-    return Cost(rounds, dense_words=2 * OKTOPK_LEVELS * rounds + P - 1)
+    return Cost(rounds, plain_words=2 * OKTOPK_LEVELS * rounds + P - 1)
 
 
 Formula = Callable[[int, int, int], CostRange]
@@ -246,15 +287,15 @@ def cheapest(
     numel: int,
     k: int,
     link: Link,
-    entry_bytes: float = ENTRY_BYTES,
+    wire: WireBytes = PLAIN_BYTES,
 ) -> str:
-    """The algorithm with the least expected time; the first named of equals.
+    """The algorithm with the least expected time over a wire; the first named of equals.
 
     A pure function: ranks that give the same arguments get the same answer.
     """
     return min(
         algorithms,
-        key=lambda name: cost(name, world_size, numel, k).expected.seconds(link, entry_bytes),
+        key=lambda name: cost(name, world_size, numel, k).expected.seconds(link, wire),
     )
 
 
@@ -269,10 +310,16 @@ def _sum_of_streams(n: int, k: int, ranks: float, share: float = 1.0) -> Cost:
     return Cost(1, entries=expected_nnz(n, k, ranks) * share)
 
 
+def _unrounded(cost: Cost) -> Cost:
+    return Cost(cost.messages, plain_entries=cost.entries, plain_words=cost.dense_words)
+
+
 def _in_turn(costs: Iterable[Cost]) -> Cost:
     every = list(costs)
     return Cost(
         sum(c.messages for c in every),
         sum(c.entries for c in every),
         sum(c.dense_words for c in every),
+        sum(c.plain_entries for c in every),
+        sum(c.plain_words for c in every),
     )

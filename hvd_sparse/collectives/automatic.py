@@ -28,7 +28,11 @@ CANDIDATES: Mapping[str, Callable[..., Collective]] = {**LOSSLESS, "oktopk": OkT
 
 
 def cheapest_algorithm(
-    transport: Transport, numel: int, k: int, algorithms: Sequence[str] = tuple(LOSSLESS)
+    transport: Transport,
+    numel: int,
+    k: int,
+    algorithms: Sequence[str] = tuple(LOSSLESS),
+    wire: Wire = PLAIN,
 ) -> str:
     """The algorithm with the least expected time on a transport; the same on every rank.
 
@@ -39,11 +43,13 @@ def cheapest_algorithm(
         numel: n, equal on all ranks.
         k: Entries of a rank, equal on all ranks.
         algorithms: Names that `hvd_sparse.cost_model` knows; among equals the first one wins.
+        wire: The form of the messages; what it is expected to take counts.
 
     Raises:
         TransportError: A peer is gone or did not answer.
     """
-    return cheapest(algorithms, transport.world_size, numel, k, link_of(transport))
+    P, link = transport.world_size, link_of(transport)
+    return cheapest(algorithms, P, numel, k, link, wire.expected_bytes(numel, k))
 
 
 def automatic_collective(
@@ -54,5 +60,5 @@ def automatic_collective(
     Which one that is depends on a measurement, so two runs may differ where two cost about the
     same. Name a collective, or set `transport.link`, where they must not.
     """
-    name = cheapest_algorithm(transport, numel, k, tuple(CANDIDATES))
+    name = cheapest_algorithm(transport, numel, k, tuple(CANDIDATES), wire)
     return CANDIDATES[name](transport, numel, k, wire=wire)

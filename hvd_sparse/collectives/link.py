@@ -16,7 +16,8 @@ from time import perf_counter
 import torch
 
 from hvd_sparse import ops
-from hvd_sparse.cost_model import ENTRY_BYTES, ORDINARY_LINK, Link
+from hvd_sparse.cost_model import ORDINARY_LINK, Link
+from hvd_sparse.stream import ENTRY_BYTES
 from hvd_sparse.transports import Transport
 
 PINGS, LARGE_PINGS = 15, 4

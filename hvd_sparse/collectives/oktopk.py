@@ -47,6 +47,7 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
+from hvd_sparse.cost_model import OKTOPK_LEVELS_GATHERED_RANKS
 from hvd_sparse.magnitude import key_magnitude, magnitude_keys, threshold_key
 from hvd_sparse.part import Part
 from hvd_sparse.stream import SparseStream
@@ -63,10 +64,6 @@ finely where it moves little, since error feedback crowds entries just above the
 
 MESSAGES_IN_FLIGHT = 4
 """Messages that are sent at once, while those before them are summed (section 3.1.1)."""
-
-LEVELS_GATHERED_RANKS = 16
-"""Up to here all ranks' shares at all levels are gathered, in one round; above, where that would be
-much, they are summed, and only the shares at the level that was picked are gathered."""
 
 
 class OkTopk(Collective):
@@ -212,7 +209,7 @@ class OkTopk(Collective):
         bins = (magnitude_keys(reduced_topk.values) - lowest) >> BIN_BITS
         counts = torch.bincount(bins.clamp_(-1, last - first) + 1, minlength=last - first + 2)
         passing = counts.flip(0).cumsum(0).flip(0)[LEVEL_BINS - first + 1]
-        every_level = self.transport.world_size <= LEVELS_GATHERED_RANKS
+        every_level = self.transport.world_size <= OKTOPK_LEVELS_GATHERED_RANKS
         if every_level:
             shares = self._gather_counts(passing)
             totals = shares.sum(0)

@@ -106,19 +106,15 @@ def _method_costs(transport: Transport, method: Method, share_s: float) -> Metho
     def line(phase: str) -> Line:
         return fit_line(list(seconds), [max(1e-9, s[phase]) for s in seconds.values()])
 
+    made = method.collective(transport, REFERENCE_NUMEL, method.k(REFERENCE_NUMEL))
     return MethodCosts(
-        collective_name(method, transport),
+        FORMULA_NAMES.get(type(made), ""),
         method.density,
         encode=line("encode"),
         exchange=line("exchange"),
         decode=line("decode"),
+        wire=made.wire.expected_bytes(made.numel, made.k),
     )
-
-
-def collective_name(method: Method, transport: Transport) -> str:
-    """A method's collective as the cost model names it, or "" where it has no formula."""
-    made = method.collective(transport, REFERENCE_NUMEL, method.k(REFERENCE_NUMEL))
-    return FORMULA_NAMES.get(type(made), "")
 
 
 def _sweep(

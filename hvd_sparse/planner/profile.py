@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvd_sparse.cost_model import FORMULAS, Link, cost
+from hvd_sparse.cost_model import FORMULAS, PLAIN_BYTES, Link, WireBytes, cost
 from hvd_sparse.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 REFERENCE_NUMEL = 1 << 20
 """Elements at which costs of two worlds are compared."""
 
@@ -63,6 +63,7 @@ class MethodCosts:
         encode: Accumulating and selecting.
         exchange: The collective.
         decode: Writing the dense gradient.
+        wire: What its entries are expected to take.
     """
 
     collective: str
@@ -70,6 +71,7 @@ class MethodCosts:
     encode: Line
     exchange: Line
     decode: Line
+    wire: WireBytes = PLAIN_BYTES
 
     def seconds(self, numel: float) -> float:
         """All of a bucket's step."""
@@ -124,12 +126,11 @@ class Profile:
     def calibrated(self, dense: float, methods: float) -> Profile:
         """The same with all dense and all sparse costs multiplied by factors."""
         scaled = {
-            name: MethodCosts(
-                c.collective,
-                c.density,
-                c.encode.times(methods, methods),
-                c.exchange.times(methods, methods),
-                c.decode.times(methods, methods),
+            name: replace(
+                c,
+                encode=c.encode.times(methods, methods),
+                exchange=c.exchange.times(methods, methods),
+                decode=c.decode.times(methods, methods),
             )
             for name, c in self.methods.items()
         }
@@ -159,10 +160,8 @@ class Profile:
                     f"formula for {name!r}"
                 )
             k = max(1, round(c.density * REFERENCE_NUMEL))
-            ratios = cost_ratios(c.collective, old, new, REFERENCE_NUMEL, k)
-            methods[name] = MethodCosts(
-                c.collective, c.density, c.encode, c.exchange.times(*ratios), c.decode
-            )
+            ratios = cost_ratios(c.collective, old, new, REFERENCE_NUMEL, k, c.wire)
+            methods[name] = replace(c, exchange=c.exchange.times(*ratios))
         dense = self.dense.times(*cost_ratios("dense", old, new, REFERENCE_NUMEL, 1))
         return Profile(place, dense, methods, f"measured on {old} ranks, carried over to {new}")
 
@@ -207,13 +206,16 @@ class Profile:
 
 def _method_costs(data: Mapping[str, Any]) -> MethodCosts:
     lines = {name: Line(**data[name]) for name in ("encode", "exchange", "decode")}
-    return MethodCosts(str(data["collective"]), float(data["density"]), **lines)
+    wire = WireBytes(**data["wire"])
+    return MethodCosts(str(data["collective"]), float(data["density"]), **lines, wire=wire)
 
 
-def cost_ratios(algorithm: str, old: int, new: int, numel: int, k: int) -> tuple[float, float]:
+def cost_ratios(
+    algorithm: str, old: int, new: int, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
+) -> tuple[float, float]:
     """How much more messages, and bytes, an allreduce costs in a world of another size."""
     before, after = (cost(algorithm, P, numel, k).expected for P in (old, new))
-    return after.messages / before.messages, after.nbytes() / before.nbytes()
+    return after.messages / before.messages, after.nbytes(wire) / before.nbytes(wire)
 
 
 def modelled(place: Place, link: Link, methods: Mapping[str, MethodCosts]) -> Profile:
@@ -228,18 +230,16 @@ def modelled(place: Place, link: Link, methods: Mapping[str, MethodCosts]) -> Pr
         ConfigError: A method's collective has no formula.
     """
 
-    def line(algorithm: str, density: float) -> Line:
+    def line(algorithm: str, density: float, wire: WireBytes = PLAIN_BYTES) -> Line:
         if algorithm not in FORMULAS:
             raise ConfigError(f"the cost model has no formula for {algorithm!r}")
         numel, k = REFERENCE_NUMEL, max(1, round(density * REFERENCE_NUMEL))
         expected = cost(algorithm, place.world_size, numel, k).expected
         fixed_s = expected.messages * link.alpha_s
-        return Line(fixed_s, (expected.seconds(link) - fixed_s) / numel)
+        return Line(fixed_s, (expected.seconds(link, wire) - fixed_s) / numel)
 
     with_exchange = {
-        name: MethodCosts(
-            c.collective, c.density, c.encode, line(c.collective, c.density), c.decode
-        )
+        name: replace(c, exchange=line(c.collective, c.density, c.wire))
         for name, c in methods.items()
     }
     words = f"cost model: {link.alpha_s * 1e6:g} µs, {link.beta_s_per_byte * 1e9:g} ns/byte"

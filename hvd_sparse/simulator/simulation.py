@@ -30,6 +30,7 @@ from hvd_sparse.simulator.scheduler import Pick, first_come
 from hvd_sparse.simulator.streams import StreamSource
 from hvd_sparse.simulator.transport import SimulatedTransport, SimulatedWorld
 from hvd_sparse.transports import Traffic
+from hvd_sparse.wire import PLAIN, Wire
 
 ALGORITHMS: Mapping[str, Callable[..., Collective]] = {
     "dense": DenseAllreduce,
@@ -129,6 +130,7 @@ def simulate(
     *,
     steps: int = 2,
     stretch: float | None = None,
+    wire: Wire = PLAIN,
     pick: Pick = first_come,
 ) -> Outcome:
     """Run some steps of an algorithm, and measure the last one.
@@ -145,6 +147,7 @@ def simulate(
             keeps no state does the same in each, and runs once.
         stretch: Simulate vectors that are shorter by this factor, and take every byte of them for
             as many (see `SimulatedTransport`); None: the least that fits into memory.
+        wire: The form of the messages; a rank reduces as many bytes as it receives.
         pick: See `Scheduler`; makes no difference.
 
     Raises:
@@ -163,7 +166,7 @@ def simulate(
     k = max(k, min(1, workload.k))
 
     def one_rank(transport: SimulatedTransport) -> list[_Step]:
-        collective = ALGORITHMS[algorithm](transport, numel, k)
+        collective = ALGORITHMS[algorithm](transport, numel, k, wire=wire)
         begin_s = workload.compute_s * network.slowness(transport.rank)
         done = []
         for step in range(steps if algorithm in STATEFUL else 1):

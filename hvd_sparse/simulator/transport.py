@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 
 from hvd_sparse.checks import check_at_least
+from hvd_sparse.cost_model import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.errors import PlanError
 from hvd_sparse.simulator.network import Clock, Departure, Network
 from hvd_sparse.simulator.scheduler import Pick, Scheduler, first_come
 from hvd_sparse.transports.base import (
     ALIGNMENT,
-    DIRECT_ALLGATHER_RANKS,
     Done,
     Handle,
     Transport,

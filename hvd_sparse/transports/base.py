@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hvd_sparse.cost_model import Link
+from hvd_sparse.cost_model import DIRECT_ALLGATHER_RANKS, Link
 from hvd_sparse.errors import PlanError
 from hvd_sparse.transports.buffers import BufferPool
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
@@ -31,9 +31,6 @@ IN_FLIGHT = 4
 """Exchanges `all_to_all` has in flight: enough to hide latency, too few to crowd a receiver."""
 
 ALIGNMENT = 8
-DIRECT_ALLGATHER_RANKS = 4
-"""Up to here, one round of P - 1 messages at once beats log2 P rounds that wait for each other."""
-
 SUMMABLE = (torch.int64, torch.float32, torch.float64)
 
 

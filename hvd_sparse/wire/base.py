@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
+from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.part import Part
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Payload
@@ -45,6 +46,20 @@ class Wire(ABC):
             start: First element that the part spans.
             stop: One past the last one.
         """
+
+    @abstractmethod
+    def expected_bytes(self, numel: int, k: int) -> WireBytes:
+        """What k of n elements are expected to take, for the cost model; headers do not count."""
+
+    def encode_indices(self, indices: Tensor, numel: int) -> Payload:
+        """The message of indices alone: int32 ascending in `[0, numel)`."""
+        del numel
+        return (indices.contiguous(),)
+
+    def decode_indices(self, message: Tensor, numel: int) -> Tensor:
+        """Read the message of indices alone: int32."""
+        del numel
+        return message.view(torch.int32)
 
 
 class Packer:

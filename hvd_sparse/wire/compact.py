@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
+from hvd_sparse.cost_model import WireBytes
+from hvd_sparse.ops.reference.wire import GAP_BLOCK
 from hvd_sparse.part import INDEX_BYTES, Part
 from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
 from hvd_sparse.wire.plain import DENSE, HEADER_BYTES, PLAIN
 from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec
+
+INDEX_BITS = 31
+"""Indices are below 2**31."""
 
 
 class CompactWire(Wire):
@@ -65,6 +70,38 @@ class CompactWire(Wire):
         cut = INDEX_BYTES * count
         indices = body[:cut].view(torch.int32)
         return Part(indices, self._values.decode(body[cut:], count), start, stop)
+
+    def expected_bytes(self, numel: int, k: int) -> WireBytes:
+        """See `Wire.expected_bytes`; a sum of several ranks' entries has shorter gaps."""
+        k, numel = max(1, k), max(1, numel)
+        return WireBytes(
+            gap_index_bytes(k / numel) if self._has_gaps else INDEX_BYTES,
+            self._values.nbytes(k) / k,
+            self._dense_values.nbytes(numel) / numel,
+        )
+
+    def encode_indices(self, indices: Tensor, numel: int) -> Payload:
+        """See `Wire.encode_indices`; gaps come after their number (int64)."""
+        if not self._has_gaps:
+            return super().encode_indices(indices, numel)
+        return (torch.tensor([indices.numel()]), ops.gap_encode(indices.contiguous(), 0))
+
+    def decode_indices(self, message: Tensor, numel: int) -> Tensor:
+        """See `Wire.decode_indices`."""
+        if not self._has_gaps:
+            return super().decode_indices(message, numel)
+        count = int(message[:HEADER_BYTES].view(torch.int64))
+        return ops.gap_decode(message[HEADER_BYTES:], count, 0, numel)
+
+
+def gap_index_bytes(density: float) -> float:
+    """Bytes of a gap-coded index where every element is an entry with a probability, in [0, 1].
+
+    A gap reaches g with (1 - density)^g, and a block has the bits of its largest one.
+    """
+    reach = [(1 - density) ** (1 << bits) for bits in range(INDEX_BITS)]
+    width = sum(1 - (1 - odds) ** GAP_BLOCK for odds in reach)
+    return width / 8 + 1 / GAP_BLOCK
 
 
 WIRES: dict[str, Wire] = {

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvd_sparse.part import Part
+from hvd_sparse.cost_model import WireBytes
+from hvd_sparse.part import INDEX_BYTES, Part
 from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
 
@@ -49,6 +50,12 @@ class PlainWire(Wire):
             return Part(None, self._values(body), start, stop)
         cut = nnz * self._value_bytes
         return Part(body[cut:].view(torch.int32), self._values(body[:cut]), start, stop)
+
+    def expected_bytes(self, numel: int, k: int) -> WireBytes:
+        """See `Wire.expected_bytes`."""
+        del numel, k
+        value = self._value_bytes
+        return WireBytes(INDEX_BYTES, value, value, value)
 
     def _values(self, data: Tensor) -> Tensor:
         return data.view(self.dtype).view(-1, *self.block)

@@ -15,7 +15,9 @@ from hvd_sparse.collectives.link import link_of
 from hvd_sparse.cost_model import FORMULAS, ORDINARY_LINK, Link
 from hvd_sparse.simulator import Network, SyntheticStreams, Workload, run_simulated, simulate
 from hvd_sparse.transports import Transport, run_ranks
-from hvd_sparse.wire import WIRES
+from hvd_sparse.wire import WIRES, CompactWire, Wire
+
+DENSE_BY_QSGD = CompactWire("float32", "gap", dense_values="qsgd2")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
@@ -71,6 +73,23 @@ def test_the_collective_follows_from_world_k_and_link(
         return type(collective)
 
     assert run_ranks(world_size, choose) == [expected] * world_size
+
+
+@pytest.mark.parametrize(
+    ("k", "wire", "expected"),
+    [
+        (100_000, WIRES["float32"], "ssar_split_allgather"),
+        (100_000, WIRES["float16+gap"], "ssar_recursive_double"),
+        (30_000, WIRES["float32"], "ssar_recursive_double"),
+        (30_000, DENSE_BY_QSGD, "dsar_split_allgather"),
+    ],
+)
+def test_the_wire_counts(k: int, wire: Wire, expected: str) -> None:
+    def choose(transport: Transport) -> str:
+        transport.link = Link(1e-4, 1e-8)
+        return cheapest_algorithm(transport, 1_000_000, k, wire=wire)
+
+    assert run_ranks(8, choose) == [expected] * 8
 
 
 def test_every_candidate_has_a_formula() -> None:

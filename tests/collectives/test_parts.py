@@ -113,6 +113,31 @@ def test_every_wire_keeps_what_it_does_not_send(
             assert torch.equal(read.values, part.values)
 
 
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("density", [0.001, 0.02, 0.4, 1.0])
+def test_messages_are_as_long_as_expected(name: str, density: float) -> None:
+    numel = 200_000
+    k = round(density * numel)
+    generator = torch.Generator().manual_seed(k)
+    places = torch.randperm(numel, generator=generator)[:k].sort().values.int()
+    part = Part(places, torch.randn(k, generator=generator), 0, numel)
+    expected = WIRES[name].expected_bytes(numel, k)
+    for sent, bytes_each in (
+        (part, expected.index_bytes + expected.value_bytes),
+        (part.to_dense(), expected.dense_value_bytes),
+    ):
+        taken = flat_message(WIRES[name].encode(sent, 0)).numel()
+        assert taken == pytest.approx(sent.nnz * bytes_each, rel=0.03, abs=32)
+
+
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("places", [[], [0], [59], [0, 1, 2], [3, 17, 18, 59]])
+def test_indices_alone(name: str, places: list[int]) -> None:
+    indices = torch.tensor(places, dtype=torch.int32)
+    message = flat_message(WIRES[name].encode_indices(indices, NUMEL))
+    assert torch.equal(WIRES[name].decode_indices(message, NUMEL), indices)
+
+
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e-6, 1.0, 1e20, 3e38])
 def test_float16_keeps_eleven_bits_at_any_scale(scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
