@@ -319,13 +319,18 @@ class SparseCompressor:
         """Whether a tensor's type and size allow for a sparse exchange."""
         return tensor.dtype in SPARSE_DTYPES and tensor.numel() >= max(1, self._dense_below)
 
+    def _device(self) -> torch.device | None:
+        """Where the gradients are that the engine exchanges; None where there are none."""
+        assert self._lookup is not None
+        return next((p.device for _, p in self._lookup if self._is_large(p)), None)
+
     def _connect(self, process_set: Any) -> None:
         from horovod.torch import mpi_ops
 
         from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
 
         world = HorovodBootstrap(process_set)
-        transport = create_transport(self._transport_name, world, self._timeout_s)
+        transport = create_transport(self._transport_name, world, self._timeout_s, self._device())
         self._engine.connect(transport)
         if self._embeddings is not None:
             self._embeddings.connect(create_transport(self._transport_name, world, self._timeout_s))

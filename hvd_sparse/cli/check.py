@@ -22,6 +22,7 @@ from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.native import LIBRARY_PATH
 from hvd_sparse.policy import load_policy
 from hvd_sparse.transports.choose import TRANSPORT_NAMES, VARIABLE
+from hvd_sparse.transports.nccl import problem_with_nccl
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 SLOW_SETTINGS = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD")
@@ -96,6 +97,15 @@ def mpi(horovod_finding: Finding) -> Finding:
     return Finding("transport mpi", "ok", f"mpi4py {version}")
 
 
+def nccl() -> Finding:
+    """Whether the NCCL transport could be used where each rank has a device of its own."""
+    problem = problem_with_nccl()
+    if problem is not None:
+        return Finding("transport nccl", "none", problem)
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return Finding("transport nccl", "ok", f"NCCL {version}, {torch.cuda.device_count()} devices")
+
+
 def cuda() -> Finding:
     """Whether there is a GPU, and CuPy for its kernels."""
     if not torch.cuda.is_available():
@@ -134,7 +144,7 @@ def policy(path: str) -> Finding:
     return Finding(POLICY_VARIABLE, "ok", f"{path}: valid, {rules} rules")
 
 
-def chosen_transport(mpi_finding: Finding) -> Finding:
+def chosen_transport(nccl_finding: Finding, mpi_finding: Finding) -> Finding:
     """What `transport="auto"` would take here, and why."""
     asked = os.environ.get(VARIABLE)
     name = "transport auto"
@@ -144,8 +154,12 @@ def chosen_transport(mpi_finding: Finding) -> Finding:
             return Finding(name, "problem", f"{VARIABLE} must be one of {names}; got {asked!r}")
         return Finding(name, "ok", f"{asked}, because {VARIABLE} says so")
     if mpi_finding.state == "ok":
-        return Finding(name, "ok", "mpi under horovodrun --mpi, gloo under horovodrun --gloo")
-    return Finding(name, "ok", f"gloo, because {mpi_finding.detail}")
+        choice = "mpi under horovodrun --mpi, gloo under horovodrun --gloo"
+    else:
+        choice = f"gloo, because {mpi_finding.detail}"
+    if nccl_finding.state == "ok":
+        choice = f"nccl for gradients on CUDA devices that no two ranks share; else {choice}"
+    return Finding(name, "ok", choice)
 
 
 def findings() -> list[Finding]:
@@ -153,11 +167,11 @@ def findings() -> list[Finding]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         of_horovod = horovod()
-        of_mpi = mpi(of_horovod)
+        of_nccl, of_mpi = nccl(), mpi(of_horovod)
         return [
-            *(versions(), of_horovod, native_library(), gloo(), of_mpi, cuda()),
+            *(versions(), of_horovod, native_library(), gloo(), of_nccl, of_mpi, cuda()),
             *settings(),
-            chosen_transport(of_mpi),
+            chosen_transport(of_nccl, of_mpi),
         ]
 
 

@@ -112,7 +112,7 @@ class Options:
         dense_steps: Steps before it in which everything is exchanged, at least 0.
         dense_epochs: The same in epochs.
         steps_per_epoch: What an epoch is, where one of the two is given.
-        transport: "auto", "gloo", "mpi" or "horovod"; the environment variable
+        transport: "auto", "gloo", "mpi", "nccl" or "horovod"; the environment variable
             HVD_SPARSE_TRANSPORT takes the place of "auto".
         bucket_numel: Elements at which a bucket of tensors is closed; a larger one has its own.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce. So does float64.

@@ -59,5 +59,15 @@ class BufferPool:
             blocks[:] = held
 
 
+class PinnedPool(BufferPool):
+    """The same in pinned memory, which torch keeps and gives again when no copy is under way."""
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """See `BufferPool.take`; small buffers are not pinned."""
+        if nbytes < POOLED_BYTES:
+            return super().take(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
 def _references(blocks: list[np.ndarray], i: int) -> int:
     return sys.getrefcount(blocks[i])

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError
 from hvd_sparse.transports.base import Transport
 from hvd_sparse.transports.network import HostReport, choose_endpoints, describe_host
 
-TRANSPORT_NAMES = ("auto", "gloo", "mpi", "horovod")
+TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl", "horovod")
 VARIABLE = "HVD_SPARSE_TRANSPORT"
 
 
@@ -53,29 +55,39 @@ class Capability:
         source: where that name comes from.
         mpi_problem: why MPI cannot be used here, or None.
         host: its network.
+        nccl_problem: why NCCL cannot be used here, or None.
+        device: identity of the CUDA device that NCCL's messages would go through, unlike that of
+            any other device on any host; None where NCCL cannot be used.
     """
 
     requested: str
     source: str
     mpi_problem: str | None
     host: HostReport
+    nccl_problem: str | None
+    device: str | None
 
 
-def create_transport(name: str, world: Bootstrap, timeout_s: float) -> Transport:
+def create_transport(
+    name: str, world: Bootstrap, timeout_s: float, device: torch.device | None = None
+) -> Transport:
     """Makes the transport of this rank; collective over the world.
 
     Args:
         name: one of `TRANSPORT_NAMES`; `auto` may be overridden by HVD_SPARSE_TRANSPORT. `auto`
-            takes MPI where it started the processes and mpi4py can be imported on all of them, else
-            gloo; a world of one needs neither.
+            takes NCCL where the tensors are on CUDA devices that no two ranks share, else MPI where
+            it started the processes and mpi4py can be imported on all of them, else gloo; a world
+            of one needs none.
         world: the ranks.
         timeout_s: seconds after which connecting, and each wait, gives up.
+        device: where this rank has the tensors that it will exchange; for `nccl`, the current CUDA
+            device otherwise.
 
     Raises:
         ConfigError: The choice is impossible here; the same on all ranks.
         TransportError: The ranks could not be connected.
     """
-    own = describe_capability(name, world)
+    own = describe_capability(name, world, device)
     every = world.allgather_object(own, "hvd_sparse.capability") if world.size > 1 else [own]
     chosen = decide(every)
     if chosen == "local":
@@ -100,10 +112,26 @@ def create_transport(name: str, world: Bootstrap, timeout_s: float) -> Transport
             timeout_s=timeout_s,
             label=label,
         )
-    return _connect_gloo(world, [capability.host for capability in every], timeout_s)
+    store, host = _meet(world, [capability.host for capability in every], timeout_s)
+    if chosen == "nccl":
+        from hvd_sparse.transports.nccl import NcclTransport
+
+        return NcclTransport(
+            world.rank,
+            world.size,
+            store,
+            host=host,
+            timeout_s=timeout_s,
+            device=_cuda_device(device),
+        )
+    from hvd_sparse.transports.gloo import GlooTransport
+
+    return GlooTransport(world.rank, world.size, store, host=host, timeout_s=timeout_s)
 
 
-def describe_capability(name: str, world: Bootstrap) -> Capability:
+def describe_capability(
+    name: str, world: Bootstrap, device: torch.device | None = None
+) -> Capability:
     """This rank's part in the decision."""
     requested, source = name, "transport"
     if name == "auto" and os.environ.get(VARIABLE):
@@ -115,11 +143,46 @@ def describe_capability(name: str, world: Bootstrap) -> Capability:
     else:
         # Not imported at all: without mpirun, mpi4py would quietly be a world of one.
         mpi_problem = "the processes were not started by MPI (horovodrun --mpi)"
-    return Capability(requested, source, mpi_problem, describe_host())
+    nccl_problem = _problem_with_nccl(requested, device)
+    identity = None
+    if nccl_problem is None:
+        identity = str(torch.cuda.get_device_properties(_cuda_device(device)).uuid)
+    return Capability(requested, source, mpi_problem, describe_host(), nccl_problem, identity)
+
+
+def _problem_with_nccl(requested: str, device: torch.device | None) -> str | None:
+    if requested == "auto" and (device is None or device.type != "cuda"):
+        return "the tensors are not on a CUDA device"
+    if requested not in ("auto", "nccl"):
+        return "it was not asked for"
+    from hvd_sparse.transports.nccl import problem_with_nccl
+
+    return problem_with_nccl()
+
+
+def _cuda_device(device: torch.device | None) -> torch.device:
+    if device is None or device.type != "cuda" or device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _problem_with_devices(every: Sequence[Capability]) -> str | None:
+    """Why NCCL cannot connect these ranks, or None."""
+    owners: dict[str | None, int] = {}
+    for rank, capability in enumerate(every):
+        if capability.nccl_problem is not None:
+            return f"on rank {rank}, {capability.nccl_problem}"
+        owner = owners.setdefault(capability.device, rank)
+        if owner != rank:
+            return (
+                f"ranks {owner} and {rank} share the CUDA device {capability.device}: each needs "
+                "its own (torch.cuda.set_device(hvd.local_rank()))"
+            )
+    return None
 
 
 def decide(every: Sequence[Capability]) -> str:
-    """The transport of a world: `gloo`, `mpi`, `horovod`, or `local` for a world of one.
+    """The transport of a world: one of `TRANSPORT_NAMES`, or `local` for a world of one.
 
     Raises:
         ConfigError: The ranks want different ones, or the wanted one is unknown or impossible.
@@ -142,15 +205,21 @@ def decide(every: Sequence[Capability]) -> str:
     if requested == "mpi" and problems:
         rank, problem = problems[0]
         raise ConfigError(f"{source} 'mpi' is impossible: on rank {rank}, {problem}")
+    nccl_problem = _problem_with_devices(every)
+    if requested == "nccl" and nccl_problem is not None:
+        raise ConfigError(f"{source} 'nccl' is impossible: {nccl_problem}")
     if requested != "auto":
         return requested
     if len(every) == 1:
         return "local"
+    if nccl_problem is None:
+        return "nccl"
     return "gloo" if problems else "mpi"
 
 
-def _connect_gloo(world: Bootstrap, hosts: Sequence[HostReport], timeout_s: float) -> Transport:
-    from hvd_sparse.transports.gloo import GlooTransport, join_store, serve_store
+def _meet(world: Bootstrap, hosts: Sequence[HostReport], timeout_s: float) -> tuple[Any, str]:
+    """The store at which the ranks meet, and this rank's address."""
+    from hvd_sparse.transports.gloo import join_store, serve_store
 
     endpoints = choose_endpoints(hosts)
     store = None
@@ -166,6 +235,4 @@ def _connect_gloo(world: Bootstrap, hosts: Sequence[HostReport], timeout_s: floa
         raise TransportError(f"rank 0 cannot serve the store where the ranks meet: {meeting}")
     if store is None:
         store = join_store(endpoints[0].address, meeting, timeout_s)
-    return GlooTransport(
-        world.rank, world.size, store, host=endpoints[world.rank].address, timeout_s=timeout_s
-    )
+    return store, endpoints[world.rank].address

@@ -59,6 +59,15 @@ class PointToPointTransport(Transport):
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
         """Starts to receive a message of at most `capacity` bytes."""
 
+    def _isend_first(self, peer: int, message: torch.Tensor, capacity: int, tag: int) -> Request:
+        """Like `_isend`, for the message for which the peer has made room of `capacity` bytes."""
+        del capacity
+        return self._isend(peer, message, tag)
+
+    def _irecv_first(self, peer: int, capacity: int, tag: int) -> Request:
+        """Like `_irecv`, where the peer knows the capacity too."""
+        return self._irecv(peer, capacity, tag)
+
     @abstractmethod
     def _abort_connections(self) -> None:
         """Makes the waits of all ranks fail; must not raise."""
@@ -125,7 +134,7 @@ class PointToPointTransport(Transport):
         if before is not None:
             before.receive(time.monotonic() + self.timeout_s)
         handle.capacity = self._receive_capacity.get(way, framing.MIN_CAPACITY_BYTES)
-        handle.receiving = self._irecv(src, handle.capacity, handle.tag)
+        handle.receiving = self._irecv_first(src, handle.capacity, handle.tag)
         self._arriving[way] = handle
 
     def _start_send(self, handle: Exchange, payload: Payload, nbytes: int, dst: int) -> None:
@@ -134,10 +143,10 @@ class PointToPointTransport(Transport):
         self._send_capacity[way] = framing.next_capacity(nbytes)
         message = framing.frame(payload, nbytes, self.code(handle.channel), self._buffers)
         if message.numel() <= capacity:
-            handle.sending = [self._isend(dst, message, handle.tag)]
+            handle.sending = [self._isend_first(dst, message, capacity, handle.tag)]
         else:
             handle.sending = [
-                self._isend(dst, message[:capacity], handle.tag),
+                self._isend_first(dst, message[:capacity], capacity, handle.tag),
                 self._isend(dst, message[capacity:], handle.tag + 1),
             ]
         self.traffic.sent(message.numel(), len(handle.sending))

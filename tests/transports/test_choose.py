@@ -22,6 +22,7 @@ from tests.workers.transport_scenarios import SCENARIOS, Scenario
 pytestmark = pytest.mark.timeout(60)
 
 NO_MPI = "mpi4py cannot be imported"
+NO_CUDA = "torch sees no CUDA device"
 
 
 class ThreadBootstrap:
@@ -59,8 +60,18 @@ def over_gloo(
     return run_ranks(world_size, rank, timeout_s=30.0, limit_s=50.0)
 
 
-def capability(requested: str = "auto", mpi_problem: str | None = None, source: str = "transport"):
-    return Capability(requested, source, mpi_problem, HostReport("host", ()))
+def capability(
+    requested: str = "auto",
+    mpi_problem: str | None = None,
+    source: str = "transport",
+    nccl_problem: str | None = NO_CUDA,
+    device: str | None = None,
+) -> Capability:
+    return Capability(requested, source, mpi_problem, HostReport("host", ()), nccl_problem, device)
+
+
+def on_devices(*devices: str, requested: str = "auto") -> list[Capability]:
+    return [capability(requested, nccl_problem=None, device=device) for device in devices]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +85,12 @@ def capability(requested: str = "auto", mpi_problem: str | None = None, source: 
         ([capability("gloo")], "gloo"),
         ([capability("mpi")] * 2, "mpi"),
         ([capability("horovod", NO_MPI)] * 2, "horovod"),
+        (on_devices("a", "b"), "nccl"),
+        (on_devices("a", "b", requested="nccl"), "nccl"),
+        (on_devices("a", requested="nccl"), "nccl"),
+        (on_devices("a"), "local"),
+        (on_devices("a", "b", "a"), "mpi"),
+        ([*on_devices("a", "b"), capability()], "mpi"),
     ],
 )
 def test_decisions(every: list[Capability], expected: str) -> None:
@@ -84,10 +101,18 @@ def test_decisions(every: list[Capability], expected: str) -> None:
     ("every", "reason"),
     [
         ([capability("mpi"), capability("mpi", NO_MPI)], "impossible: on rank 1, mpi4py cannot"),
-        ([capability("MPI")], r"transport must be one of auto, gloo, mpi, horovod: 'MPI'"),
+        ([capability("MPI")], r"transport must be one of auto, gloo, mpi, nccl, horovod: 'MPI'"),
         (
-            [capability("nccl", source="HVD_SPARSE_TRANSPORT")] * 2,
+            [capability("ucc", source="HVD_SPARSE_TRANSPORT")] * 2,
             "HVD_SPARSE_TRANSPORT must be one of",
+        ),
+        (
+            [*on_devices("a", requested="nccl"), capability("nccl")],
+            "'nccl' is impossible: on rank 1, torch sees no CUDA device",
+        ),
+        (
+            on_devices("a", "b", "a", requested="nccl"),
+            "'nccl' is impossible: ranks 0 and 2 share the CUDA device a",
         ),
         ([capability("local")] * 2, "run_ranks"),
         ([capability("gloo"), capability("mpi")], "'mpi' on rank 1, but transport is 'gloo' on"),

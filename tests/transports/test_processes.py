@@ -86,7 +86,7 @@ def test_a_peer_that_shuts_down_is_noticed(name: str, controller: Controller) ->
     ("name", "controller", "reason"),
     [
         ("mpi", "gloo", r"'mpi' is impossible: on rank 0, the processes were not started by MPI"),
-        ("nccl", "gloo", r"must be one of auto, gloo, mpi, horovod: 'nccl'"),
+        ("ucc", "gloo", r"must be one of auto, gloo, mpi, nccl, horovod: 'ucc'"),
         ("local", "mpi", r"'local' connects threads of one process"),
     ],
 )

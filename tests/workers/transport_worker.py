@@ -200,6 +200,8 @@ def main() -> None:
     name, mode = sys.argv[1:]
     torch.set_num_threads(1)
     hvd.init()
+    if name == "nccl":
+        torch.cuda.set_device(hvd.local_rank())
     MODES[mode](name)
     report(f"of {hvd.size()}: {mode} over {name} passed")
     hvd.shutdown()

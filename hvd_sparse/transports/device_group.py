@@ -1,0 +1,107 @@
+"""Messages between the ranks' devices, which begin and end in host memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class DeviceGroup:
+    """Pairwise exchanges over a backend of torch.distributed.
+
+    An exchange is an all-to-all with one split at most: NCCL makes one group of its send and its
+    receive, in one launch, and leaves out what is empty. A rank that has neither need not call.
+
+    Args:
+        group: The backend, `ProcessGroupNCCL` or one that behaves like it: calls run in their
+            order, and a send waits for the peer's receive of the same size.
+        world_size: P.
+        device: Where the backend works, this rank's own.
+    """
+
+    def __init__(self, group: Any, world_size: int, device: torch.device) -> None:
+        self._group = group
+        self._world_size = world_size
+        self._device = device
+        # Two, so that no message waits on its way up for another one on its way down.
+        on_device = device.type == "cuda"
+        self._up = torch.cuda.Stream(device) if on_device else None
+        self._down = torch.cuda.Stream(device) if on_device else None
+
+    def start(
+        self,
+        outgoing: tuple[int, torch.Tensor, int] | None,
+        incoming: tuple[int, torch.Tensor] | None,
+    ) -> Transfer:
+        """Queues a send, a receive, or both at once; the host waits for nothing.
+
+        Args:
+            outgoing: The peer, a message in host memory that nobody changes any more, and how many
+                bytes are sent: the message and then anything.
+            incoming: The peer, and a `host_buffer` for as many bytes as it sends.
+        """
+        to_peers, from_peers = [0] * self._world_size, [0] * self._world_size
+        with _in(self._up):
+            if outgoing is None:
+                sent = self._empty(0)
+            else:
+                dst, message, sent_bytes = outgoing
+                to_peers[dst] = sent_bytes
+                sent = self._empty(sent_bytes)
+                sent[: message.numel()].copy_(message, non_blocking=True)
+            if incoming is None:
+                arrived = self._empty(0)
+            else:
+                src, buffer = incoming
+                from_peers[src] = buffer.numel()
+                arrived = buffer if self._up is None else self._empty(buffer.numel())
+            work = self._group.alltoall_base(arrived, sent, from_peers, to_peers)
+        end = None
+        if self._down is not None:
+            with _in(self._down):
+                work.wait()  # of the stream, not of the host
+                if incoming is not None:
+                    incoming[1].copy_(arrived, non_blocking=True)
+                end = self._down.record_event()
+        return Transfer(work, end, (sent, arrived, outgoing, incoming))
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8 `(nbytes,)`, into which a device can copy while nobody waits."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._down is not None)
+
+    def abort(self) -> None:
+        """Ends what is under way, on this rank; the peers' parts of it do not end by this."""
+        self._group.abort()
+
+    def shutdown(self) -> None:
+        """Ends the connections in order; may wait until the peers do."""
+        self._group.shutdown()
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+class Transfer:
+    """An exchange on its way; keeps its memory until it is let go."""
+
+    __slots__ = ("_end", "_kept", "_work")
+
+    def __init__(self, work: Any, end: torch.cuda.Event | None, kept: object) -> None:
+        self._work = work
+        self._end = end
+        self._kept = kept
+
+    def is_through(self) -> bool:
+        """Whether what came is in host memory and what goes may be let go.
+
+        Raises:
+            RuntimeError: The backend, or the device, has failed.
+        """
+        through = self._work.is_completed() if self._end is None else self._end.query()
+        return bool(through)
+
+
+def _in(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

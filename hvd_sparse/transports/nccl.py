@@ -1,0 +1,296 @@
+"""Large messages from device to device over NCCL; small ones, beside them, over gloo.
+
+Streams and messages are made on the host. A large message goes through pinned memory to the
+device, over NCCL to the peer's device, and through pinned memory to its host. All of that is queued
+on the device when the exchange starts; the host only looks, in `wait`, whether it is through.
+
+**Sizes.** NCCL's messages have no sizes: both ends must name the same one beforehand. They have
+such a size in the capacity, which follows from what last went the same way (`framing`). A message
+with a capacity above `direct_bytes` goes over NCCL, padded to the capacity: at most a quarter more
+bytes on NCCL's wire (`traffic` does not count them), but no round for sizes, and no wait of the
+host. What outgrows the capacity goes over gloo.
+
+**Order.** NCCL's messages have no tags either: they are matched in the order in which they are
+started. The messages of one exchange, a send, a receive or both, are one group, started when the
+call is made; groups run one after the other, in the order of the calls. Group i waits for none but
+its peers' groups up to i, and all ranks make the same calls: no circle of waits can arise.
+
+**Ends.** NCCL cannot give up a wait by itself, and does not tell the peers of a failure. Waits
+here look whether the group is through, until their deadline, and now and then whether a peer has
+left a note in the store that it gave up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.transports.base import Handle
+from hvd_sparse.transports.buffers import POOLED_BYTES, PinnedPool
+from hvd_sparse.transports.device_group import DeviceGroup, Transfer
+from hvd_sparse.transports.framing import Payload
+from hvd_sparse.transports.gloo import GlooTransport, dist
+from hvd_sparse.transports.point_to_point import Request
+
+DIRECT_BYTES = POOLED_BYTES
+"""Up to this capacity gloo is quicker: NCCL has two copies and a launch to make first."""
+
+SPIN_S = 50e-6
+"""How long a wait does not sleep."""
+
+SHORTEST_SLEEP_S = 20e-6
+LONGEST_SLEEP_S = 0.5e-3
+
+LOOK_S = 0.1
+"""From one look for a peer's note to the next; each is a message to rank 0 and back."""
+
+GRACE_S = 5.0
+"""What NCCL may take to end."""
+
+WATCHDOG_S = 600.0
+"""How much later than the waits here torch's watchdog ends: it would end the whole process."""
+
+_NOTE = "gave up"
+
+
+def problem_with_nccl() -> str | None:
+    """Why this process cannot use NCCL, or None."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not dist.is_nccl_available():
+        return f"torch {torch.__version__} was built without NCCL"
+    if not hasattr(dist.ProcessGroupNCCL, "abort"):
+        return f"torch {torch.__version__} cannot abort NCCL (2.6 can)"
+    return None
+
+
+def connect_nccl(
+    store: Any, rank: int, world_size: int, device: torch.device, timeout_s: float
+) -> Any:
+    """A group of NCCL's, with its connections made; blocks until all ranks have come.
+
+    Args:
+        store: where the ranks meet.
+        rank: this rank.
+        world_size: P.
+        device: this rank's, which no other rank has.
+        timeout_s: seconds after which a wait gives up.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=timeout_s + WATCHDOG_S)
+    group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        ranks = torch.ones(1, device=device)
+        group.allreduce([ranks]).wait()
+        connected = int(ranks.item())
+    if connected != world_size:
+        raise RuntimeError(f"NCCL connected {connected} ranks")
+    return group
+
+
+class NcclTransport(GlooTransport):
+    """One rank of a gloo group that has a device each.
+
+    Args:
+        rank: this rank.
+        world_size: P.
+        store: where the ranks meet; see `GlooTransport`.
+        host: IPv4 address of this rank's interface.
+        timeout_s: seconds after which connecting, and each wait, gives up.
+        device: this rank's, which no other rank has.
+        connect: makes the group of the devices, with the arguments of `connect_nccl`.
+        direct_bytes: messages of this capacity at most go over gloo; the same on all ranks.
+
+    Raises:
+        TransportError: Not all ranks connected within the timeout.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Any,
+        *,
+        host: str,
+        timeout_s: float,
+        device: torch.device,
+        connect: Callable[[Any, int, int, torch.device, float], Any] = connect_nccl,
+        direct_bytes: int = DIRECT_BYTES,
+    ) -> None:
+        gloo_store = dist.PrefixStore("gloo", store)
+        super().__init__(rank, world_size, gloo_store, host=host, timeout_s=timeout_s)
+        self.device = device
+        self.direct_bytes = direct_bytes
+        self._notes = dist.PrefixStore("notes", store)
+        self._outgoing: _Half | None = None
+        self._incoming: _Half | None = None
+        if device.type == "cuda":
+            self._buffers = PinnedPool()
+        self._devices: DeviceGroup | None = None
+        group = self._connected(connect, dist.PrefixStore("nccl", store))
+        self._devices = DeviceGroup(group, world_size, device)
+
+    def exchange(
+        self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
+    ) -> Handle:
+        """See `Transport.exchange`."""
+        handle = super().exchange(payload, dst, src, channel=channel)
+        outgoing, incoming = self._outgoing, self._incoming
+        self._outgoing = self._incoming = None
+        if outgoing is not None or incoming is not None:
+            self._start_group(outgoing, incoming)
+        return handle
+
+    def close(self) -> None:
+        """Closes the connections; if exchanges are pending, as `abort` does."""
+        if self._open:
+            self.abort()
+        devices, self._devices = self._devices, None
+        if devices is not None and self._failure is None:
+            thread = _background(devices.shutdown)
+            try:
+                self.poll(lambda: not thread.is_alive(), time.monotonic() + GRACE_S, "some rank")
+            except TransportError:  # a peer is not at its end, or has given up
+                _background(devices.abort).join(GRACE_S)
+        super().close()
+
+    def _connected(self, connect: Callable[..., Any], store: Any) -> Any:
+        """The devices' group. Making it may block for good, so a thread does."""
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                outcome.append(connect(store, self.rank, self.world_size, self.device, timeout_s))
+            except Exception as error:  # NCCL's have no common type
+                outcome.append(error)
+
+        timeout_s = self.timeout_s
+        thread = threading.Thread(target=run, daemon=True, name="hvd_sparse connects NCCL")
+        thread.start()
+        try:
+            self.poll(lambda: not thread.is_alive(), time.monotonic() + timeout_s, "some rank")
+            if isinstance(outcome[0], Exception):
+                raise TransportError(f"NCCL on {self.device}: {outcome[0]}") from outcome[0]
+        except TransportError as error:
+            self.fail(error)
+            advice = "; HVD_SPARSE_TRANSPORT=gloo does without NCCL"
+            raise type(error)(
+                f"rank {self.rank} could not connect the {self.world_size} ranks' devices: "
+                f"{error}{advice}"
+            ) from error
+        return outcome[0]
+
+    def _isend_first(self, peer: int, message: torch.Tensor, capacity: int, tag: int) -> Request:
+        if capacity <= self.direct_bytes:
+            return self._isend(peer, message, tag)
+        self._outgoing = _Half(self, peer, message, capacity)
+        return self._outgoing
+
+    def _irecv_first(self, peer: int, capacity: int, tag: int) -> Request:
+        if capacity <= self.direct_bytes:
+            return self._irecv(peer, capacity, tag)
+        assert self._devices is not None
+        self._incoming = _Half(self, peer, self._devices.host_buffer(capacity), capacity)
+        return self._incoming
+
+    def _start_group(self, outgoing: _Half | None, incoming: _Half | None) -> None:
+        halves = [half for half in (outgoing, incoming) if half is not None]
+        assert self._devices is not None
+        try:
+            transfer = self._devices.start(
+                None if outgoing is None else (outgoing.peer, outgoing.buffer, outgoing.capacity),
+                None if incoming is None else (incoming.peer, incoming.buffer),
+            )
+        except RuntimeError as error:
+            lost = self.error_of(error, halves[0].peer)
+            self.fail(lost)
+            raise lost from error
+        for half in halves:
+            half.transfer = transfer
+
+    def _abort_connections(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._notes.set(_NOTE, f"rank {self.rank} gave the transport up: {self._failure}")
+        super()._abort_connections()
+        if self._devices is not None:
+            _background(self._devices.abort).join(GRACE_S)
+
+    def poll(self, is_through: Callable[[], bool], deadline: float, awaited: str) -> None:
+        """Waits until `is_through()`.
+
+        Raises:
+            TransportTimeout: The deadline passed.
+            PeerLostError: A peer has given the transport up, or another thread of this rank has.
+        """
+        now = time.monotonic()
+        spin_until, look_at = now + SPIN_S, now + LOOK_S
+        sleep_s = SHORTEST_SLEEP_S
+        while not is_through():
+            now = time.monotonic()
+            if self._failure is not None:
+                raise PeerLostError(f"rank {self.rank}: {self._failure}")
+            if now >= deadline:
+                raise TransportTimeout(
+                    f"rank {self.rank}: {awaited} did not answer within {self.timeout_s:g} s"
+                )
+            if now >= look_at:
+                self._look_for_note()
+                look_at = now + LOOK_S
+            if now >= spin_until:
+                time.sleep(sleep_s)
+                sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+
+    def _look_for_note(self) -> None:
+        try:
+            note = self._notes.get(_NOTE).decode() if self._notes.check([_NOTE]) else None
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self.rank} lost rank 0's store: {error}") from error
+        if note is not None:
+            raise PeerLostError(f"rank {self.rank}: {note}")
+
+
+class _Half:
+    """What one exchange sends over NCCL, or what it receives."""
+
+    __slots__ = ("_transport", "buffer", "capacity", "peer", "transfer")
+
+    def __init__(
+        self, transport: NcclTransport, peer: int, buffer: torch.Tensor, capacity: int
+    ) -> None:
+        self._transport = transport
+        self.peer = peer
+        self.buffer = buffer
+        self.capacity = capacity
+        self.transfer: Transfer | None = None
+
+    def wait(self, deadline: float) -> torch.Tensor:
+        transfer = self.transfer
+        assert transfer is not None
+        try:
+            self._transport.poll(transfer.is_through, deadline, f"rank {self.peer}")
+        except TransportError:
+            raise
+        except RuntimeError as error:
+            raise self._transport.error_of(error, self.peer) from error
+        return self.buffer
+
+
+def _background(call: Callable[[], None]) -> threading.Thread:
+    """Runs a call that may block for good, and whose failure changes nothing."""
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True, name="hvd_sparse ends NCCL")
+    thread.start()
+    return thread

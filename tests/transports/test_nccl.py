@@ -1,0 +1,323 @@
+"""The NCCL transport: with a stand-in for NCCL everywhere, with NCCL where there are devices."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.transports import LocalTransport, Transport, nccl, run_ranks
+from hvd_sparse.transports.choose import create_transport
+from hvd_sparse.transports.device_group import DeviceGroup
+from hvd_sparse.transports.gloo import dist, join_store, serve_store
+from hvd_sparse.transports.nccl import DIRECT_BYTES, NcclTransport, connect_nccl
+from tests.launch import horovodrun
+from tests.transports.rendezvous import RendezvousGroup, RendezvousWorld
+from tests.transports.test_choose import ThreadBootstrap
+from tests.workers.transport_scenarios import SCENARIOS, ring
+
+pytestmark = pytest.mark.timeout(60)
+
+CPU = torch.device("cpu")
+
+
+def store_of(local: LocalTransport) -> Any:
+    """The store at which the threads of a run meet."""
+    store, port = serve_store(20.0) if local.rank == 0 else (None, 0)
+    port = int(local.broadcast((torch.tensor([port]),), 0, channel="port").view(torch.int64))
+    return store if store is not None else join_store("127.0.0.1", port, 20.0)
+
+
+def over_nccl(
+    world_size: int,
+    fn: Callable[[NcclTransport], Any],
+    *,
+    timeout_s: float | list[float] = 20.0,
+    connect: Callable[..., Any] | None = None,
+    direct_bytes: int = 0,
+) -> list[Any]:
+    """Runs `fn` on ranks that are threads; by default, nothing but second messages is direct."""
+    timeouts = [timeout_s] * world_size if isinstance(timeout_s, float) else timeout_s
+    connect = connect or RendezvousWorld(world_size).connect
+
+    def rank(local: LocalTransport) -> Any:
+        transport = NcclTransport(
+            local.rank,
+            world_size,
+            store_of(local),
+            host="127.0.0.1",
+            timeout_s=timeouts[local.rank],
+            device=CPU,
+            connect=connect,
+            direct_bytes=direct_bytes,
+        )
+        try:
+            result = fn(transport)
+            local.allreduce_sum(torch.zeros(1), channel="end")  # rank 0's store goes last
+            return result
+        finally:
+            transport.close()
+
+    return run_ranks(world_size, rank, timeout_s=30.0, limit_s=50.0)
+
+
+@pytest.mark.parametrize("direct_bytes", [0, DIRECT_BYTES])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_conformance(world_size: int, direct_bytes: int) -> None:
+    def rank(t: NcclTransport) -> None:
+        for scenario in SCENARIOS:
+            try:
+                scenario(t)
+            except Exception as error:
+                raise AssertionError(f"{scenario.__name__} on rank {t.rank}") from error
+
+    over_nccl(world_size, rank, direct_bytes=direct_bytes)
+
+
+def test_what_goes_over_nccl() -> None:
+    def rank(t: NcclTransport) -> list[int]:
+        group: RendezvousGroup = t._devices._group
+        dst, src = ring(t, 1)
+        sent = []
+        for nbytes in (DIRECT_BYTES, DIRECT_BYTES, 10, 10, 10 * DIRECT_BYTES, 10 * DIRECT_BYTES):
+            before = group.bytes_sent
+            payload = (torch.zeros(nbytes, dtype=torch.uint8),)
+            t.exchange(payload, dst, src, channel="c").wait()
+            sent.append(group.bytes_sent - before)
+        t.exchange(payload, t.rank, t.rank, channel="own").wait()
+        assert group.bytes_sent == sum(sent)
+        return sent
+
+    first, padded = 0, 82432  # 8 + 65536 + a quarter, in units of 512
+    assert padded == -(-(8 + DIRECT_BYTES * 5 // 4) // 512) * 512
+    last = -(-(8 + 10 * DIRECT_BYTES * 5 // 4) // 512) * 512
+    expected = [first, padded, padded, 0, 0, last]
+    assert over_nccl(2, rank, direct_bytes=DIRECT_BYTES) == [expected] * 2
+
+
+def test_a_silent_rank_times_out_and_tells_the_others() -> None:
+    errors: dict[int, TransportError] = {}
+
+    def rank(t: NcclTransport) -> None:
+        start = time.monotonic()
+        if t.rank < 2:
+            with pytest.raises(TransportError) as caught:
+                t.exchange(None, None, 2 if t.rank == 0 else 0, channel="c").wait()
+            errors[t.rank] = caught.value
+            with pytest.raises(type(caught.value), match="of no more use"):
+                t.exchange(None, None, 2, channel="c")
+            assert t._devices._group.aborted.is_set()
+        else:
+            while len(errors) < 2:
+                time.sleep(0.02)
+        assert time.monotonic() - start < 6.0
+
+    over_nccl(3, rank, timeout_s=[0.5, 30.0, 30.0])
+    assert isinstance(errors[0], TransportTimeout)
+    assert "rank 2 did not answer within 0.5 s" in str(errors[0])
+    assert isinstance(errors[1], PeerLostError)
+    assert "rank 0 gave the transport up" in str(errors[1])
+
+
+def test_a_send_that_nobody_takes_times_out() -> None:
+    def rank(t: NcclTransport) -> None:
+        if t.rank == 0:
+            handle = t.exchange((torch.zeros(8),), 1, None, channel="c")
+            with pytest.raises(TransportTimeout, match="rank 1 did not answer"):
+                handle.wait()
+
+    over_nccl(2, rank, timeout_s=0.4)
+
+
+def test_an_abort_from_another_thread_ends_all_waits() -> None:
+    def rank(t: NcclTransport) -> None:
+        if t.rank == 0:
+            threading.Timer(0.2, t.abort).start()
+        start = time.monotonic()
+        with pytest.raises(PeerLostError, match="rank 0 aborted"):
+            t.exchange(None, None, (t.rank + 1) % 3, channel="c").wait()
+        assert time.monotonic() - start < 5.0
+
+    over_nccl(3, rank, timeout_s=30.0)
+
+
+def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "GRACE_S", 0.3)  # rank 0 is not told
+
+    def rank(t: NcclTransport) -> None:
+        if t.rank == 1:
+            t._notes = dist.PrefixStore("x", GoneStore())
+            with pytest.raises(PeerLostError, match="lost rank 0's store"):
+                t.exchange(None, None, 0, channel="c").wait()
+
+    over_nccl(2, rank, timeout_s=30.0)
+
+
+class GoneStore(dist.Store):
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_failure_of_the_group_is_told() -> None:
+    """Sizes that differ, as where ranks make different calls."""
+
+    def rank(t: NcclTransport) -> None:
+        capacity = t._receive_capacity
+        if t.rank == 1:
+            capacity["c", 0] = 8192
+            with pytest.raises(PeerLostError, match="4096 bytes came for 8192"):
+                t.exchange(None, None, 0, channel="c").wait()
+        else:
+            with pytest.raises(PeerLostError):
+                t.exchange((torch.zeros(1),), 1, None, channel="c").wait()
+
+    over_nccl(2, rank, timeout_s=30.0)
+
+
+@pytest.mark.parametrize("fault", ["raises", "blocks"])
+def test_a_rank_that_cannot_connect_fails_all(fault: str) -> None:
+    release = threading.Event()
+
+    def connect(store: Any, rank: int, *arguments: Any) -> Any:
+        if fault == "raises" and rank == 1:
+            raise RuntimeError("no such device")
+        release.wait(20.0)
+
+    def rank(local: LocalTransport) -> str:
+        start = time.monotonic()
+        with pytest.raises(TransportError, match="HVD_SPARSE_TRANSPORT=gloo") as caught:
+            NcclTransport(
+                local.rank,
+                2,
+                store_of(local),
+                host="127.0.0.1",
+                timeout_s=20.0 if fault == "raises" else 0.5,
+                device=CPU,
+                connect=connect,
+            )
+        assert time.monotonic() - start < 8.0
+        local.allreduce_sum(torch.zeros(1), channel="end")
+        return str(caught.value)
+
+    messages = run_ranks(2, rank, timeout_s=30.0, limit_s=50.0)
+    release.set()
+    if fault == "raises":
+        assert "no such device" in messages[1]
+        assert "rank 1 gave the transport up" in messages[0]
+    else:
+        assert all("within 0.5 s" in message or "gave" in message for message in messages)
+
+
+def test_the_end_waits_for_the_peers_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "GRACE_S", 0.3)
+    world = RendezvousWorld(2)
+    groups: dict[int, RendezvousGroup] = {}
+
+    def orderly(t: NcclTransport) -> None:
+        groups[t.rank] = t._devices._group
+
+    over_nccl(2, orderly, connect=world.connect)
+    assert all(group.shut_down and not group.aborted.is_set() for group in groups.values())
+
+    def alone(t: NcclTransport) -> None:
+        groups[t.rank] = t._devices._group
+        if t.rank == 0:
+            t.close()
+            assert groups[0].aborted.is_set()
+            groups[0].world.end.reset()
+
+    over_nccl(2, alone)
+
+
+def test_pending_exchanges_are_aborted_by_the_end() -> None:
+    def rank(t: NcclTransport) -> None:
+        t.exchange(None, None, 1 - t.rank, channel="c")
+        group = t._devices._group
+        t.close()
+        t.close()
+        assert group.aborted.is_set()
+        assert not group.shut_down
+
+    over_nccl(2, rank)
+
+
+def test_a_device_group_over_a_backend_of_torch() -> None:
+    def rank(local: LocalTransport) -> None:
+        backend = dist.ProcessGroupGloo(store_of(local), local.rank, 3)
+        group = DeviceGroup(backend, 3, CPU)
+        for step in (1, 2, 1):
+            dst, src = ring(local, step)
+            message = torch.full((100,), local.rank, dtype=torch.uint8)
+            buffer = group.host_buffer(150)
+            transfer = group.start((dst, message, 150), (src, buffer))
+            deadline = time.monotonic() + 10.0
+            while not transfer.is_through():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            assert torch.equal(buffer[:100], torch.full((100,), src, dtype=torch.uint8))
+        local.allreduce_sum(torch.zeros(1), channel="end")
+
+    run_ranks(3, rank, timeout_s=20.0)
+
+
+def test_without_a_device_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def rank(local: LocalTransport) -> None:
+        with pytest.raises(ConfigError, match=r"'nccl' is impossible: on rank 0, torch sees no"):
+            create_transport("nccl", ThreadBootstrap(local), 5.0)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.gpu
+def test_conformance_of_one_device() -> None:
+    def rank(local: LocalTransport) -> None:
+        t: Transport = create_transport("nccl", ThreadBootstrap(local), 50.0)
+        assert t.name == "nccl"
+        for scenario in SCENARIOS:
+            scenario(t)
+        t.close()
+
+    run_ranks(1, rank, limit_s=55.0)
+
+
+@pytest.mark.gpu
+def test_messages_through_one_device() -> None:
+    """To oneself over NCCL itself, which a transport never does, with many on their way."""
+    store, _ = serve_store(20.0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    backend = connect_nccl(store, 0, 1, device, 50.0)
+    group = DeviceGroup(backend, 1, device)
+    transfers = []
+    for number in range(8):
+        message = torch.arange(1 << 20).add(number).to(torch.uint8).pin_memory()
+        buffer = group.host_buffer((1 << 20) + 512)
+        assert buffer.is_pinned()
+        transfer = group.start((0, message, buffer.numel()), (0, buffer))
+        transfers.append((message.clone(), buffer, transfer))
+    deadline = time.monotonic() + 20.0
+    for message, buffer, transfer in reversed(transfers):
+        while not transfer.is_through():
+            assert time.monotonic() < deadline
+        assert torch.equal(buffer[: message.numel()], message)
+    group.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", ["conformance", "process_sets"])
+def test_processes_with_a_device_each(mode: str) -> None:
+    devices = torch.cuda.device_count()
+    ranks = min(devices, 5)
+    if ranks < 2:
+        pytest.skip("one CUDA device; NCCL needs one for each rank")
+    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    done = horovodrun(ranks, "transport_worker.py", "nccl", mode, env=env, timeout=200.0)
+    assert len(re.findall(rf": {mode} over nccl passed", done.stdout)) == ranks, done.stdout
