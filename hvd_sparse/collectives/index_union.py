@@ -6,7 +6,7 @@ Source: Yoon and Oh, "ExDyna" (CCGrid 2024), algorithm 1, lines 11-13 and 18; CL
 Symbols: P ranks, K indices in the union, α latency, β time per word.
 
 Steps:
-  1. gather the ranks' indices everywhere;
+  1. gather the ranks' indices everywhere, in the wire's form;
   2. take this rank's accumulator at all of them, whoever selected them;
   3. sum these values: slices go to their owners, who add them in the order of the ranks, and the
      sums are gathered everywhere.
@@ -42,8 +42,10 @@ class IndexUnion(Collective):
             take_at: Gives what the accumulator holds at other indices, once the stream is out of
                 it; None: nothing.
         """
-        messages = self.transport.allgather((stream.indices,), channel="indices")
-        union = torch.cat([message.view(torch.int32) for message in messages]).unique()
+        own_indices = self.wire.encode_indices(stream.indices, self.numel)
+        messages = self.transport.allgather(own_indices, channel="indices")
+        gathered = [self.wire.decode_indices(message, self.numel) for message in messages]
+        union = torch.cat(gathered).unique()
         values = torch.zeros(union.numel())
         own = torch.zeros(union.numel(), dtype=torch.bool)
         own[torch.searchsorted(union, stream.indices)] = True
