@@ -27,7 +27,7 @@ LOOPBACK = "loopback"
 NETWORKS = (LOOPBACK, "100mbit", "1gbit", "10gbit")
 MODELS = ("cnn", "transformer", "single")
 COLLECTIVES = (
-    *("topk_allgather", "oktopk", "gtopk", "topk_dsa"),
+    *("topk_allgather", "oktopk", "gtopk"),
     *("ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather"),
 )
 MOST_LOSS = 0.03

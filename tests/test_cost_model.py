@@ -19,7 +19,7 @@ from hvd_sparse.cost_model import (
     oktopk_control,
 )
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.simulator import ALGORITHMS, Network, SyntheticStreams, Workload, simulate
+from hvd_sparse.simulator import ALGORITHMS, DISTINCT, Network, SyntheticStreams, Workload, simulate
 from hvd_sparse.wire import WIRES, CompactWire, Wire
 
 LINK = Link(1e-5, 1e-9, 1e-10)
@@ -68,7 +68,7 @@ def test_other_worlds_take_the_predicted_time(algorithm: str, world_size: int) -
 
 
 @pytest.mark.parametrize("wire", COMPACT_WIRES.values(), ids=COMPACT_WIRES)
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "dense"])
+@pytest.mark.parametrize("algorithm", [name for name in DISTINCT if name != "dense"])
 @pytest.mark.parametrize(("world_size", "density"), [(3, 0.02), (8, 0.02), (4, 0.3)])
 def test_compact_wires_take_the_predicted_bytes(
     algorithm: str, world_size: int, density: float, wire: Wire

@@ -14,6 +14,7 @@ from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.simulator import (
     ALGORITHMS,
+    DISTINCT,
     Network,
     Outcome,
     RecordedStreams,
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> Output:
     """Simulate every algorithm on every world."""
     network = _network(options)
     workload, streams = _workload(options)
-    algorithms = list(ALGORITHMS) if options.algorithms == "all" else options.algorithms.split(",")
+    algorithms = list(DISTINCT) if options.algorithms == "all" else options.algorithms.split(",")
     for name in algorithms:
         check_choice("--algorithms", name, ALGORITHMS)
     if options.plot:

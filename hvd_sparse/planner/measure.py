@@ -22,7 +22,6 @@ from hvd_sparse.collectives import (
     SsarRecursiveDouble,
     SsarSplitAllgather,
     TopkAllgather,
-    TopkDsa,
 )
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.engine import decode, exchange
@@ -52,7 +51,6 @@ AFTER_WARMUP = 1 << 30
 FORMULA_NAMES: Mapping[type[Collective], str] = {
     OkTopk: "oktopk",
     TopkAllgather: "topk_allgather",
-    TopkDsa: "topk_dsa",
     GTopk: "gtopk",
     SsarRecursiveDouble: "ssar_recursive_double",
     SsarSplitAllgather: "ssar_split_allgather",

@@ -3,6 +3,7 @@
 from hvd_sparse.simulator.network import Network
 from hvd_sparse.simulator.simulation import (
     ALGORITHMS,
+    DISTINCT,
     Outcome,
     Workload,
     simulate,
@@ -14,6 +15,7 @@ from hvd_sparse.simulator.transport import SimulatedTransport, run_simulated
 
 __all__ = [
     "ALGORITHMS",
+    "DISTINCT",
     "Network",
     "Outcome",
     "RecordedStreams",

@@ -43,6 +43,9 @@ ALGORITHMS: Mapping[str, Callable[..., Collective]] = {
     "oktopk": OkTopk,
 }
 
+DISTINCT = tuple(name for name in ALGORITHMS if name != "topk_dsa")
+"""All of them, once each: TopkDSA is another name of `ssar_split_allgather`."""
+
 STATEFUL = frozenset({"oktopk"})
 """What keeps thresholds and regions from step to step."""
 

@@ -19,7 +19,6 @@ from hvd_sparse.collectives import (
     SsarRecursiveDouble,
     SsarSplitAllgather,
     TopkAllgather,
-    TopkDsa,
 )
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport, run_ranks
@@ -42,7 +41,6 @@ LOSSLESS: dict[str, Callable[..., Collective]] = {
     "ssar_recursive_double": SsarRecursiveDouble,
     "ssar_split_allgather": SsarSplitAllgather,
     "dsar_split_allgather": DsarSplitAllgather,
-    "topk_dsa": TopkDsa,
 }
 """These apply all that goes in."""
 SELECTIVE: dict[str, Callable[..., Collective]] = {
@@ -119,7 +117,7 @@ def test_every_wire_conserves_mass_and_keeps_ranks_identical(wire: str, name: st
 
 
 @pytest.mark.parametrize(
-    "name", ["topk_allgather", "ssar_recursive_double", "topk_dsa", "gtopk", "oktopk"]
+    "name", ["topk_allgather", "ssar_recursive_double", "ssar_split_allgather", "gtopk", "oktopk"]
 )
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_wires_in_every_world(world_size: int, name: str) -> None:

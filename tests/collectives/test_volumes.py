@@ -38,7 +38,6 @@ FULL_SUMS: dict[str, Callable[..., Collective]] = {
     "ssar_recursive_double": SsarRecursiveDouble,
     "ssar_split_allgather": SsarSplitAllgather,
     "dsar_split_allgather": DsarSplitAllgather,
-    "topk_dsa": TopkDsa,
 }
 
 
