@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from hvd_sparse import Compression
 from hvd_sparse.planner import Planner
-from hvd_sparse.planner.planner import FIRST_REVIEW_STEPS
+from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS
 
 DENSITY = 0.01
+WARMUP_STEPS = 5
 
 
 class Cnn(nn.Module):
@@ -95,27 +96,6 @@ def compression_of(way: str, model: nn.Module) -> Any:
     return Compression.topk(model.named_parameters(), density=DENSITY, collective=way)
 
 
-class Clock:
-    """Splits a step at its first gradient."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._first = 0.0
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(self._came)
-
-    def _came(self, _: Tensor) -> None:
-        self._first = self._first or perf_counter()
-
-    def step(
-        self, training_step: Callable[[], None], synchronized: list[float]
-    ) -> tuple[float, float]:
-        """Seconds of a step, and of it from its first gradient to the last reduced one."""
-        self._first = 0.0
-        start = perf_counter()
-        training_step()
-        return perf_counter() - start, synchronized.pop() - self._first
-
-
 def check_replicas(model: nn.Module) -> None:
     """All ranks hold the same weights, bit for bit."""
     for name, p in model.named_parameters():
@@ -136,34 +116,56 @@ def run(model_name: str, way: str, steps: int) -> dict[str, Any]:
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     torch.manual_seed(1 + hvd.rank())
-    clock, synchronized = Clock(model), []
 
     def training_step() -> None:
         model.zero_grad()
         model(MODELS[model_name].batch()).square().mean().backward()
-        optimizer.synchronize()
-        synchronized.append(perf_counter())
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        optimizer.step()
 
-    warmup = FIRST_REVIEW_STEPS + 5 if way == "planned" else 5
-    timed = [clock.step(training_step, synchronized) for _ in range(warmup + steps)][warmup:]
+    planner = compression.method if way == "planned" else None
+    training_step()  # the planner is at work from the first gradient on
+    while planner is not None and planner.steps_to_review < REVIEW_INTERVAL_STEPS:
+        training_step()
+    for _ in range(WARMUP_STEPS):
+        training_step()
+    timed = [timed_s(training_step) for _ in range(steps)]
     check_replicas(model)
 
     every = hvd.allgather_object(timed, name="timed")
-    slowest = [max(at) for at in zip(*every, strict=True)]
-    found: dict[str, Any] = {
-        "step_s": median(step_s for step_s, _ in slowest),
-        "reduction_s": median(reduction_s for _, reduction_s in slowest),
-    }
-    if way == "planned":
-        planner = compression.method
-        assert isinstance(planner, Planner)
-        assert planner.plan is not None
-        found["predicted_s"] = planner.plan.predicted_s
-        found["sparse_tensors"] = len(planner.plan.placements)
-        found["methods"] = sorted({p.method for p in planner.plan.placements.values()})
+    found: dict[str, Any] = {"step_s": median(max(at) for at in zip(*every, strict=True))}
+    if planner is not None and hvd.rank() == 0:
+        found |= described(planner)
     return found
+
+
+def timed_s(training_step: Callable[[], None]) -> float:
+    """Seconds of one step."""
+    start = perf_counter()
+    training_step()
+    return perf_counter() - start
+
+
+def described(planner: Planner) -> dict[str, Any]:
+    """The plan, and what was tried."""
+    assert planner.trial is not None
+    trial, winner = planner.trial, planner.trial.winner
+    return {
+        "predicted_s": trial.predicted_s(winner),
+        "tried_s": winner.step_s,
+        "sparse_tensors": len(winner.plan.placements),
+        "tried": [
+            {
+                "methods": sorted({p.method for p in tried.plan.placements.values()}),
+                "sparse_tensors": len(tried.plan.placements),
+                "buckets": len({p.bucket for p in tried.plan.placements.values()}),
+                "predicted_s": trial.predicted_s(tried),
+                "step_s": tried.step_s,
+                "error_s": tried.error_s,
+                "reduction_s": tried.reduction_s,
+            }
+            for tried in trial.tried
+        ],
+    }
 
 
 def main() -> None:

@@ -153,6 +153,12 @@ class SparseCompressor:
         self._stepping = False
         if ctx is None:
             return self._embedding_gradient(tensor)
+        result = self._reduced(tensor, ctx)
+        if self._planning is not None:
+            self._planning.returned()
+        return result
+
+    def _reduced(self, tensor: Tensor, ctx: Dense | Sparse) -> Tensor:
         if isinstance(ctx, Dense):
             if ctx.flushed is not None and tensor.isfinite().all():
                 self._engine.forget_leftover(ctx.flushed)  # otherwise the step will be skipped

@@ -3,13 +3,14 @@
 Costs are lines, so a tensor's size alone says on which side of DRAGONN's equation (1) it lies: the
 larger ones are compressed and the smaller ones are dense, together. For each group of tensors that
 may be compressed by the same candidates, every such cut, candidate and number of buckets is
-predicted, and the fastest is taken if it is faster than dense by more than a margin.
+predicted, and the fastest is taken if it is faster than dense by more than a margin. A planner that
+trains tries several of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.planner.predict import Job, bucket_job, dense_job, finish_s
@@ -18,6 +19,11 @@ from hvd_sparse.planner.profile import Profile
 MARGIN = 0.9
 """A plan must be predicted to take less than this share of the dense time: what a prediction is
 wrong by must not cost more than not to compress."""
+DOUBT = 0.5
+"""Share of its predicted costs that a method may have in truth."""
+MOST_OFF = 16.0
+"""Factor by which dense costs are corrected, at most, when dense steps have been measured."""
+BISECTIONS = 20
 BUCKET_COUNTS = (1, 2, 4, 8)
 
 
@@ -57,17 +63,17 @@ class ChosenPlan:
         placements: By name; a tensor that is not in it is dense.
         predicted_s: From the first gradient to the last result.
         dense_s: The same with everything dense.
-        sparse_s: Of `predicted_s`, the work of the sparse buckets.
     """
 
     placements: Mapping[str, Placement]
     predicted_s: float
     dense_s: float
-    sparse_s: float
 
 
-def choose_plan(profile: Profile, tensors: Sequence[PlannedTensor]) -> ChosenPlan:
-    """The fastest plan by prediction, or all dense where none is faster by the margin.
+def choose_plan(
+    profile: Profile, tensors: Sequence[PlannedTensor], margin: float = MARGIN
+) -> ChosenPlan:
+    """The fastest plan by prediction, or all dense where none takes less than `margin` of that.
 
     Raises:
         ConfigError: The profile has no costs of a candidate.
@@ -87,10 +93,60 @@ def choose_plan(profile: Profile, tensors: Sequence[PlannedTensor]) -> ChosenPla
             if seconds < found_s:
                 found, found_s = candidate, seconds
         chosen, best_s = found, found_s
-    if best_s >= MARGIN * dense_s:
+    if best_s >= margin * dense_s:
         chosen, best_s = {}, dense_s
-    work = sum(job.seconds for job in bucket_jobs(profile, tensors, chosen))
-    return ChosenPlan(chosen, best_s, dense_s, work)
+    return ChosenPlan(chosen, best_s, dense_s)
+
+
+def contenders(profile: Profile, tensors: Sequence[PlannedTensor], most: int) -> list[ChosenPlan]:
+    """Plans that may turn out to be the fastest, by different methods, the best predicted first.
+
+    Where no plan by a method is predicted to be faster than dense, the one stands for it that would
+    be if the method's costs were lower by `DOUBT`.
+
+    Args:
+        profile: The costs.
+        tensors: The model's.
+        most: How many, at most.
+
+    Raises:
+        ConfigError: The profile has no costs of a candidate.
+    """
+    doubted = profile.calibrated(1.0, DOUBT)
+    found: dict[frozenset[tuple[str, Placement]], ChosenPlan] = {}
+    for method in sorted({m.description for tensor in tensors for m in tensor.candidates}):
+        only = [restricted(tensor, method) for tensor in tensors]
+        plan = choose_plan(profile, only, 1.0)
+        if not plan.placements:
+            placements = choose_plan(doubted, only, 1.0).placements
+            plan = ChosenPlan(placements, predict(profile, tensors, placements), plan.dense_s)
+        if plan.placements:
+            found[frozenset(plan.placements.items())] = plan
+    return sorted(found.values(), key=lambda plan: plan.predicted_s)[:most]
+
+
+def dense_plan(profile: Profile, tensors: Sequence[PlannedTensor]) -> ChosenPlan:
+    """Nothing is compressed."""
+    seconds = predict(profile, tensors, {})
+    return ChosenPlan({}, seconds, seconds)
+
+
+def matched_to(profile: Profile, tensors: Sequence[PlannedTensor], dense_s: float) -> Profile:
+    """The profile with dense costs multiplied so that `dense_s` is what is predicted for dense."""
+    low, high = 1 / MOST_OFF, MOST_OFF
+    for _ in range(BISECTIONS):
+        middle = (low * high) ** 0.5
+        if predict(profile.calibrated(middle, 1.0), tensors, {}) < dense_s:
+            low = middle
+        else:
+            high = middle
+    return profile.calibrated(high, 1.0)
+
+
+def restricted(tensor: PlannedTensor, description: str) -> PlannedTensor:
+    """A tensor that may only be compressed by one of its candidates, if it has that one."""
+    only = tuple(m for m in tensor.candidates if m.description == description)
+    return replace(tensor, candidates=only or tensor.candidates)
 
 
 def predict(

@@ -1,8 +1,8 @@
-"""The planner: an assignment that rank 0 decides from measured costs, and reviews.
+"""The planner: an assignment that rank 0 decides from measured costs, tries, and reviews.
 
-Rank 0 alone decides, by its own measurements; it broadcasts what it decided, and every rank
-follows. A rank that fails while planning aborts the transport, so that the others fail as well, at
-once, and none trains by a plan that another does not have.
+Rank 0 alone decides, by its own costs and by all ranks' steps; it broadcasts what it decided, and
+every rank follows. A rank that fails while planning aborts the transport, so that the others fail
+as well, at once, and none trains by a plan that another does not have.
 """
 
 from __future__ import annotations
@@ -11,33 +11,45 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import median
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from hvd_sparse.engine.plan import Choice, Method, TensorSpec, text_tensor
-from hvd_sparse.engine.stats import Stats
 from hvd_sparse.errors import HvdSparseError, PlanError
-from hvd_sparse.planner.choose import ChosenPlan, Placement, PlannedTensor, choose_plan
+from hvd_sparse.planner.choose import (
+    ChosenPlan,
+    Placement,
+    PlannedTensor,
+    contenders,
+    dense_plan,
+    matched_to,
+)
 from hvd_sparse.planner.measure import DenseAllreduce, measure_profile
 from hvd_sparse.planner.profile import Place, Profile, place_of
+from hvd_sparse.planner.trial import (
+    CONTENDERS,
+    SETTLING_STEPS,
+    TIMED_STEPS,
+    Trial,
+    Tried,
+    slowest,
+)
 from hvd_sparse.transports import Transport
 
 logger = logging.getLogger("hvd_sparse")
 
 DENSE = Choice(None)
-FIRST_REVIEW_STEPS = 20
-"""Steps to the first review, which knows when gradients become ready."""
+TRIAL_STEPS = SETTLING_STEPS + TIMED_STEPS
+"""Steps by each plan of a trial."""
 REVIEW_INTERVAL_STEPS = 500
+"""Steps from one review to the next, once a trial is over."""
 TOLERATED_ERROR = 0.25
-"""Share by which costs may be off before the plan is made anew."""
-PROBE_NUMEL = 1 << 18
-PROBES = 3
+"""Share by which a step may be off before the plan is made anew."""
 
 
 class PlannableRules(Protocol):
@@ -77,7 +89,9 @@ class Planner:
 
     Attributes:
         profile: The costs that rank 0 goes by; on other ranks, what they measured themselves.
-        plan: What was decided; None before.
+        plan: By what the ranks train; None before they have met.
+        steps_to_review: Steps from the last decision to the next review.
+        trial: Which plans were tried, and what they took; on rank 0 alone.
     """
 
     def __init__(
@@ -87,6 +101,8 @@ class Planner:
         self.profile_path = profile_path
         self.profile: Profile | None = None
         self.plan: ChosenPlan | None = None
+        self.steps_to_review = REVIEW_INTERVAL_STEPS
+        self.trial: Trial | None = None
         self._methods: dict[str, Method] = {}
 
     # -- an assignment -----------------------------------------------------------------------------
@@ -110,7 +126,7 @@ class Planner:
     # -- decisions, which all ranks take together --------------------------------------------------
 
     def decide(self, specs: Sequence[TensorSpec], world: World) -> None:
-        """Measure, or read the profile, and follow rank 0's plan.
+        """Measure, or read the profile; then all is dense until the first review.
 
         Args:
             specs: The model's tensors in the order in which their gradients may come.
@@ -126,7 +142,7 @@ class Planner:
             for method in self.rules.candidates_of(spec)
         }
         if not self._methods:
-            self.plan = ChosenPlan({}, 0.0, 0.0, 0.0)
+            self.plan = ChosenPlan({}, 0.0, 0.0)
             return
         with _aborting(world.transport):
             place = meet(world.transport)
@@ -134,22 +150,22 @@ class Planner:
                 self.profile = measure_profile(
                     world.transport, world.dense_allreduce, self._methods, place
                 )
-            self._follow_rank_0(specs, {}, world.transport, place)
+            self._follow_rank_0(specs, world.transport, lambda: self._started(specs, place))
 
     def review(
         self,
         specs: Sequence[TensorSpec],
         ready_s: Mapping[str, float],
-        stats: Stats,
-        world: World,
+        timed: Tensor,
+        transport: Transport,
     ) -> bool:
-        """Compare what was predicted with what was measured, and plan anew where they differ.
+        """Go on with the trial, or begin another one where steps take not what they did.
 
         Args:
             specs: As in `decide`.
             ready_s: When gradients became ready in the last step, from the first one on.
-            stats: What the engine measured since the plan was made.
-            world: What to measure with.
+            timed: This rank's last steps, float64 `(steps, 2)`: for each its `Timing`.
+            transport: The world's.
 
         Returns:
             Whether the plan is another one.
@@ -162,89 +178,93 @@ class Planner:
             return False
         assert self.plan is not None
         before = dict(self.plan.placements)
-        with _aborting(world.transport):
-            sparse = self._sparse_error(stats, world.transport)
-            dense = self._dense_error(world)
-            if self.profile is not None and max(_off(sparse), _off(dense)) > TOLERATED_ERROR:
-                logger.info("costs were %.2f (dense) and %.2f of those predicted", dense, sparse)
-                self.profile = self.profile.calibrated(dense, sparse)
-            self._follow_rank_0(specs, ready_s, world.transport, None)
+        with _aborting(transport):
+            ranks = transport.allgather((timed,), channel="review")
+            steps = slowest([message.view(torch.float64).view(-1, 2) for message in ranks])
+            self._follow_rank_0(specs, transport, lambda: self._reviewed(specs, ready_s, steps))
         return before != dict(self.plan.placements)
 
     def _follow_rank_0(
-        self,
-        specs: Sequence[TensorSpec],
-        ready_s: Mapping[str, float],
-        transport: Transport,
-        place: Place | None,
+        self, specs: Sequence[TensorSpec], transport: Transport, decision: Callable[[], int]
     ) -> None:
+        """Let rank 0 decide, which gives the steps to the next review; train by its plan."""
         message: dict[str, Any] = {}
         if transport.rank == 0:
-            message = self._planned(specs, ready_s, place)
+            try:
+                steps = decision()
+                assert self.trial is not None
+                message = {**asdict(self.trial.current.plan), "steps": steps}
+            except (HvdSparseError, OSError) as error:
+                message = {"error": str(error)}
         sent = transport.broadcast((text_tensor(json.dumps(message)),), 0, channel="planner")
         message = json.loads(bytes(sent.numpy()))
         if "error" in message:
             raise PlanError(f"rank 0 cannot plan: {message['error']}")
         placements = {name: Placement(**p) for name, p in message.pop("placements").items()}
-        mine = {spec.name for spec in specs}
-        strangers = sorted(placements.keys() - mine)
+        strangers = sorted(placements.keys() - {spec.name for spec in specs})
         if strangers:
             raise PlanError(f"rank 0 plans for {', '.join(strangers)}, which this rank has not")
+        self.steps_to_review = message.pop("steps")
         self.plan = ChosenPlan(placements, **message)
 
-    def _planned(
-        self, specs: Sequence[TensorSpec], ready_s: Mapping[str, float], place: Place | None
-    ) -> dict[str, Any]:
-        """Rank 0's plan as a message, or why there is none."""
-        try:
-            if self.profile is None:
-                assert self.profile_path is not None
-                assert place is not None
-                self.profile = Profile.load(self.profile_path).carried_over(place)
-                if self.profile.source != "measured":
-                    logger.warning("the planner's costs were %s", self.profile.source)
-            tensors = [
-                PlannedTensor(spec, ready_s.get(spec.name, 0.0), self.rules.candidates_of(spec))
-                for spec in specs
-            ]
-            return asdict(choose_plan(self.profile, tensors))
-        except (HvdSparseError, OSError) as error:
-            return {"error": str(error)}
+    # -- rank 0 ------------------------------------------------------------------------------------
 
-    # -- what was measured in training -------------------------------------------------------------
-
-    def _sparse_error(self, stats: Stats, transport: Transport) -> float:
-        """Measured over predicted seconds of the sparse buckets; 1 where there are none.
-
-        The exchange is the quickest rank's: the others waited for a peer in theirs.
-        """
-        assert self.plan is not None
-        planned = [b for b in stats.buckets if b.names[0] in self.plan.placements]
-        steps = max((bucket.steps for bucket in planned), default=0)
-        totals = Stats(stats.transport, planned).totals
-        work_s = totals.accumulate_s + totals.select_s + totals.decode_s
-        mine = torch.tensor([work_s, totals.exchange_s], dtype=torch.float64)
-        ranks = [
-            message.view(torch.float64)
-            for message in transport.allgather((mine,), channel="review")
-        ]
-        if not steps:
-            return 1.0
-        measured_s = float(ranks[0][0] + min(rank[1] for rank in ranks)) / steps
-        return measured_s / self.plan.sparse_s
-
-    def _dense_error(self, world: World) -> float:
-        """Measured over predicted seconds of one dense allreduce."""
-        seconds = []
-        probe = torch.ones(PROBE_NUMEL)
-        for _ in range(PROBES):
-            world.transport.allreduce_sum(torch.zeros(1, dtype=torch.int64), channel="meet")
-            start = perf_counter()
-            world.dense_allreduce(probe)
-            seconds.append(perf_counter() - start)
+    def _started(self, specs: Sequence[TensorSpec], place: Place) -> int:
         if self.profile is None:
-            return 1.0
-        return median(seconds) / self.profile.dense.at(PROBE_NUMEL)
+            assert self.profile_path is not None
+            self.profile = Profile.load(self.profile_path).carried_over(place)
+            if self.profile.source != "measured":
+                logger.warning("the planner's costs were %s", self.profile.source)
+        for name in self._methods:
+            self.profile.costs_of(name)  # names what is missing before training begins
+        return self._begin_trial(self._planned_tensors(specs, {}))
+
+    def _reviewed(
+        self,
+        specs: Sequence[TensorSpec],
+        ready_s: Mapping[str, float],
+        steps: Sequence[tuple[float, float]],
+    ) -> int:
+        trial = self.trial
+        assert trial is not None
+        assert self.profile is not None
+        tensors = self._planned_tensors(specs, ready_s)
+        if trial.is_over:
+            now = Tried(trial.winner.plan, list(steps))
+            if not now.differs_from(trial.winner, TOLERATED_ERROR):
+                return REVIEW_INTERVAL_STEPS
+            logger.info("steps take %.3g s, not %.3g s", now.step_s, trial.winner.step_s)
+            return self._begin_trial(tensors)
+        first = len(trial.tried) == 1
+        trial.record(steps)
+        if first:
+            dense = trial.tried[0]
+            self.profile = matched_to(self.profile, tensors, dense.reduction_s)
+            dense.plan = dense_plan(self.profile, tensors)
+            trial.enter(contenders(self.profile, tensors, CONTENDERS))
+        trial.go_on()
+        if trial.is_over:
+            logger.info("steps by the plans that were tried: %s", trial)
+            return REVIEW_INTERVAL_STEPS
+        return TRIAL_STEPS + (self._warmup_steps() if first else 0)
+
+    def _begin_trial(self, tensors: Sequence[PlannedTensor]) -> int:
+        assert self.profile is not None
+        self.trial = Trial(dense_plan(self.profile, tensors))
+        return TRIAL_STEPS
+
+    def _planned_tensors(
+        self, specs: Sequence[TensorSpec], ready_s: Mapping[str, float]
+    ) -> list[PlannedTensor]:
+        return [
+            PlannedTensor(spec, ready_s.get(spec.name, 0.0), self.rules.candidates_of(spec))
+            for spec in specs
+        ]
+
+    def _warmup_steps(self) -> int:
+        """Steps after which every method has its own density; the first plan tried waits for it."""
+        warmups = [method.warmup for method in self._methods.values()]
+        return max(warmup.dense_steps + warmup.steps for warmup in warmups)
 
 
 def meet(transport: Transport) -> Place:
@@ -252,11 +272,6 @@ def meet(transport: Transport) -> Place:
     names = transport.allgather((text_tensor(socket.gethostname()),), channel="hosts")
     hosts = len({bytes(name.numpy()) for name in names})
     return place_of(transport.name, transport.world_size, hosts)
-
-
-def _off(ratio: float) -> float:
-    """How far a ratio is from 1, in either direction."""
-    return max(ratio, 1 / ratio) - 1 if ratio > 0 else float("inf")
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter, sleep
@@ -17,14 +19,15 @@ from hvd_sparse.adapter.planning import refuse_devices
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.cost_model import Link
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
-from hvd_sparse.engine.stats import BucketStats, Stats
 from hvd_sparse.errors import ConfigError, PeerLostError, PlanError, UnsupportedError
 from hvd_sparse.planner import Planner, Profile, World
 from hvd_sparse.planner import planner as planner_module
-from hvd_sparse.planner.choose import PlannedTensor, choose_plan
+from hvd_sparse.planner.choose import ChosenPlan, Placement, PlannedTensor, choose_plan
 from hvd_sparse.planner.measure import measure_profile
+from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS, TRIAL_STEPS
 from hvd_sparse.planner.predict import Job, finish_s, verdict
 from hvd_sparse.planner.profile import Line, MethodCosts, Place, fit_line, modelled
+from hvd_sparse.planner.trial import TIMED_STEPS, Trial, slowest
 from hvd_sparse.selectors import ExactTopK
 from hvd_sparse.transports import LocalWorld, Transport
 from hvd_sparse.transports.local import run_ranks
@@ -95,7 +98,7 @@ def test_the_large_ones_are_compressed_where_the_network_is_slow() -> None:
     assert "norm" not in plan.placements or plan.placements["norm"] == plan.placements["fc"]
     assert plan.predicted_s < 0.2 * plan.dense_s
     assert plan.dense_s == pytest.approx(5e-4 + 2e-8 * sum(spec.numel for spec in SPECS))
-    assert plan.predicted_s <= 5e-4 + plan.sparse_s + 2e-8 * 3000
+    assert plan.predicted_s >= SLOW_NETWORK.methods["gather 0.01"].seconds(2_000_000)
 
 
 def test_nothing_is_where_it_is_fast() -> None:
@@ -242,15 +245,23 @@ def decide(transport: Transport) -> Planner:
 def test_devices_of_different_speed_follow_rank_0(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank measures something else; alone, they would decide otherwise."""
+    """Every rank measures something else; alone, they would try other plans."""
     by_rank = [SLOW_NETWORK, FAST_NETWORK, SLOW_NETWORK.calibrated(1.0, 0.1), FAST_NETWORK]
+
+    def first_tried(transport: Transport) -> Planner:
+        planner = decide(transport)
+        assert planner.plan is not None
+        assert not planner.plan.placements
+        timed = torch.tensor([[0.1, SLOW_NETWORK.dense.at(2_038_928)]] * 2, dtype=torch.float64)
+        assert planner.review(SPECS, {}, (1 + transport.rank) * timed, transport)
+        return planner
 
     def measure(transport: Transport, *_: object) -> Profile:
         sleep(0.02 * transport.rank)
         return by_rank[transport.rank]
 
     monkeypatch.setattr(planner_module, "measure_profile", measure)
-    planners = run_ranks(world_size, decide)
+    planners = run_ranks(world_size, first_tried)
     assert len({planner.description for planner in planners}) == 1
     for planner in planners:
         assert planner.choice_of(SPECS[2]).method is GATHER
@@ -329,79 +340,182 @@ def test_other_devices_are_refused_by_name() -> None:
         refuse_devices([("w", nn.Parameter(torch.zeros(3, device="meta")))])
 
 
-# -- reviews ---------------------------------------------------------------------------------------
+# -- trials and reviews ----------------------------------------------------------------------------
+
+DENSE_STEP_S = 0.1
+REST_S = 0.05
 
 
-def stats_of(plan_names: set[str], exchange_s: float, steps: int = 10) -> Stats:
-    bucket = BucketStats(names=tuple(sorted(plan_names)), numel=1, k=1, steps=steps)
-    bucket.exchange_s = exchange_s * steps
-    return Stats("local", [bucket])
+def method_of(planner: Planner) -> str:
+    """What the large layer is compressed by."""
+    method = planner.choice_of(SPECS[2]).method
+    return "dense" if method is None else method.description
 
 
-@pytest.mark.parametrize(("factor", "changes"), [(1.0, False), (1.2, False), (30.0, True)])
-def test_a_plan_that_costs_more_than_predicted_is_made_anew(
-    factor: float, changes: bool, monkeypatch: pytest.MonkeyPatch
+def steps_of(step_s: Mapping[str, float], planner: Planner, noise: float = 0.0) -> Tensor:
+    """Steps that the plan takes, by its method; every other one longer by `noise`."""
+    took = step_s[method_of(planner)]
+    rows = [[took * (1 + noise * (i % 2)), max(0.0, took - REST_S)] for i in range(TIMED_STEPS)]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def settle(planner: Planner, transport: Transport, step_s: Mapping[str, float]) -> list[str]:
+    """Train until the trial is over; the plans that had a turn."""
+    turns = []
+    while planner.steps_to_review < REVIEW_INTERVAL_STEPS:
+        turns.append(method_of(planner))
+        planner.review(SPECS, {}, steps_of(step_s, planner), transport)
+    return turns
+
+
+@pytest.mark.parametrize(
+    ("gather_s", "oktopk_s", "expected"),
+    [
+        (0.06, 0.07, "gather 0.01"),  # as predicted
+        (0.09, 0.07, "oktopk 0.01"),  # not as predicted
+        (0.098, 0.2, "dense"),  # too small a gain
+        (0.3, 0.2, "dense"),
+    ],
+)
+def test_what_is_fastest_in_its_trial_stays(
+    gather_s: float, oktopk_s: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
-    monkeypatch.setattr(Planner, "_dense_error", lambda self, world: 1.0)
+    step_s = {"dense": DENSE_STEP_S, "gather 0.01": gather_s, "oktopk 0.01": oktopk_s}
 
-    def worker(transport: Transport) -> tuple[bool, str, Profile | None]:
+    def worker(transport: Transport) -> tuple[list[str], str]:
         planner = decide(transport)
-        assert planner.plan is not None
-        # The slowest rank waits for nobody: its exchange is the shortest, and counts.
-        exchange_s = factor * planner.plan.sparse_s * (1.0 + 5.0 * (transport.rank != 1))
-        stats = stats_of(set(planner.plan.placements), exchange_s)
-        changed = planner.review(SPECS, {}, stats, World(transport, dense_of(transport)))
-        return changed, planner.description, planner.profile
+        slow = {name: seconds * (1 - 0.1 * transport.rank) for name, seconds in step_s.items()}
+        return settle(planner, transport, slow), method_of(planner)
 
-    results = run_ranks(3, worker)
-    assert {changed for changed, _, _ in results} == {changes}
-    assert len({description for _, description, _ in results}) == 1
-    assert ("all dense" in results[0][1]) == changes
-    assert (results[0][2] == SLOW_NETWORK) == (factor <= 1.25)
+    turns = ["dense", "gather 0.01", "oktopk 0.01"]  # the best predicted first
+    assert run_ranks(3, worker) == [(turns, expected)] * 3
+
+
+def test_the_slowest_rank_counts() -> None:
+    ranks = torch.tensor([[[1.0, 0.5], [4.0, 0.25]], [[2.0, 0.125], [3.0, 0.375]]])
+    assert slowest(list(ranks)) == [(2.0, 0.5), (4.0, 0.375)]
+
+
+def plan_of(seconds: float) -> ChosenPlan:
+    return ChosenPlan({"fc": Placement(f"in {seconds}", "0")}, seconds, 1.0)
+
+
+def turns_of(trial: Trial, noise_s: float) -> int:
+    """Let a trial run; each plan takes what it is predicted to, and some noise."""
+    turns = 0
+    while not trial.is_over:
+        middle_s = trial.current.plan.predicted_s
+        trial.record([(middle_s + noise_s * (i % 5 - 2), 0.0) for i in range(TIMED_STEPS)])
+        trial.go_on()
+        turns += 1
+    return turns
+
+
+@pytest.mark.parametrize(("noise_s", "turns"), [(0.0, 4), (0.05, 8), (10.0, 12)])
+def test_plans_that_noise_does_not_tell_apart_have_further_turns(
+    noise_s: float, turns: int
+) -> None:
+    """Without noise there is one round; with some, two plans go on; with much, all do."""
+    trial = Trial(ChosenPlan({}, 1.0, 1.0))
+    trial.enter([plan_of(0.60), plan_of(0.61), plan_of(0.9)])
+    assert turns_of(trial, noise_s) == turns
+    assert trial.winner.plan.predicted_s == 0.60
+    assert trial.current is trial.winner
+
+
+@pytest.mark.parametrize(
+    ("factor", "again"), [(1.0, False), (1.2, False), (0.7, True), (3.0, True)]
+)
+def test_a_trial_is_repeated_where_steps_take_something_else(
+    factor: float, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
+    step_s = {"dense": DENSE_STEP_S, "gather 0.01": 0.06, "oktopk 0.01": 0.07}
+
+    def worker(transport: Transport) -> str:
+        planner = decide(transport)
+        settle(planner, transport, step_s)
+        later = {name: factor * seconds for name, seconds in step_s.items()}
+        changed = planner.review(SPECS, {}, steps_of(later, planner), transport)
+        assert changed == again
+        assert (planner.steps_to_review < REVIEW_INTERVAL_STEPS) == again
+        assert method_of(planner) == ("dense" if again else "gather 0.01")
+        settle(planner, transport, {**step_s, "oktopk 0.01": 0.01})
+        return method_of(planner)
+
+    assert set(run_ranks(2, worker)) == {"oktopk 0.01" if again else "gather 0.01"}
+
+
+def test_no_step_is_spent_on_what_cannot_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopeless = profile(Line(1e-4, 5e-10), costs(1.0, 1e-7), costs(1.0, 1e-7))
+    monkeypatch.setattr(planner_module, "measure_profile", lambda *_: hopeless)
+
+    def worker(transport: Transport) -> None:
+        planner = decide(transport)
+        assert settle(planner, transport, {"dense": DENSE_STEP_S}) == ["dense"]
+
+    run_ranks(2, worker)
+
+
+def test_the_first_plan_tried_waits_for_the_end_of_the_warmup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
+    monkeypatch.setattr(Planner, "_warmup_steps", lambda self: 1000)  # of (GATHER, OKTOPK): 0
+
+    def worker(transport: Transport) -> list[int]:
+        planner, waits = decide(transport), []
+        for _ in range(3):
+            waits.append(planner.steps_to_review)
+            planner.review(SPECS, {}, steps_of(defaultdict(lambda: 0.1), planner), transport)
+        return waits
+
+    assert run_ranks(1, worker) == [[TRIAL_STEPS, TRIAL_STEPS + 1000, TRIAL_STEPS]]
 
 
 def test_a_review_knows_when_gradients_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
-    monkeypatch.setattr(Planner, "_dense_error", lambda self, world: 1.0)
     specs = [TensorSpec(name, (1_000_000,), "torch.float32") for name in ("late", "early")]
 
-    def worker(transport: Transport) -> None:
-        planner, world = Planner(Rules()), World(transport, dense_of(transport))
-        planner.decide(specs, world)
-        assert planner.choice_of(specs[0]).bucket == planner.choice_of(specs[1]).bucket
-        assert planner.review(specs, {"late": 0.1, "early": 0.0}, Stats("local", []), world)
-        assert planner.choice_of(specs[0]).bucket != planner.choice_of(specs[1]).bucket
+    def worker(transport: Transport, ready_s: Mapping[str, float]) -> bool:
+        planner = Planner(Rules())
+        planner.decide(specs, World(transport, dense_of(transport)))
+        timed = torch.tensor([[0.2, 0.14]] * TIMED_STEPS, dtype=torch.float64)
+        assert planner.review(specs, ready_s, timed, transport)
+        return planner.choice_of(specs[0]).bucket == planner.choice_of(specs[1]).bucket
 
-    run_ranks(2, worker)
+    together, apart = {"late": 0.0, "early": 0.0}, {"late": 0.1, "early": 0.0}
+    assert run_ranks(2, lambda transport: worker(transport, together)) == [True, True]
+    assert run_ranks(2, lambda transport: worker(transport, apart)) == [False, False]
 
 
 def test_planned_training_loses_nothing_when_the_plan_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sparse, then dense by a review, over real engines: all mass is applied in the end."""
+    """Through a whole trial over real engines, to dense in the end: all mass is applied."""
     monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
-    monkeypatch.setattr(Planner, "_dense_error", lambda self, world: 1e-3)
+    step_s = {"dense": DENSE_STEP_S, "gather 0.01": 0.3, "oktopk 0.01": 0.2}
 
     def gradient(rank: int, step: int, spec: TensorSpec) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + rank)
         return torch.randint(-9, 10, spec.shape, generator=generator).float()
 
     def worker(transport: Transport) -> dict[str, Tensor]:
-        planner, engine = Planner(Rules()), None
+        planner = Planner(Rules())
         planner.decide(SPECS, World(transport, dense_of(transport)))
         engine = Engine(planner)
         engine.connect(transport)
         applied = {spec.name: torch.zeros(spec.shape) for spec in SPECS}
-        for step in range(6):
-            if step == 3:
-                assert engine.planned
-                world = World(transport, dense_of(transport))
-                assert planner.review(SPECS, {}, engine.stats(), world)
+        ways = []
+        for step in range(8):
+            if step and step % 2 == 0:
+                planner.review(SPECS, {}, steps_of(step_s, planner), transport)
                 engine.reassign(planner)
                 engine.agree()
+            ways.append(method_of(planner))
             sparse = [spec for spec in SPECS if engine.takes(spec)]
-            assert bool(sparse) == (step < 3)
+            assert bool(sparse) == (ways[-1] != "dense")
             for spec in SPECS:
                 grad = gradient(transport.rank, step, spec)
                 if spec in sparse:
@@ -414,13 +528,14 @@ def test_planned_training_loses_nothing_when_the_plan_turns(
             engine.scale = 1.0
             for spec in sparse:
                 applied[spec.name] += engine.result(spec.name)
+        assert ways[::2] == ["dense", "gather 0.01", "oktopk 0.01", "dense"]
         assert not engine.state_dict()["residual"]
         engine.disconnect()
         return applied
 
     for applied in run_ranks(2, worker):
         for spec in SPECS:
-            total = sum(gradient(r, s, spec) for r in range(2) for s in range(6))
+            total = sum(gradient(r, s, spec) for r in range(2) for s in range(8))
             assert torch.equal(applied[spec.name], total)
 
 
