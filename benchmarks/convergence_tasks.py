@@ -96,7 +96,7 @@ class Digits(Task):
         momentum=0.9,
         clip_norm=5.0,
         warmup_steps=100,
-        dense_steps=50,
+        dense_steps=75,
     )
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.3, 0.001: 2.0}
     train_samples = 1437
