@@ -67,8 +67,7 @@ def momentum_topk_masked(o: Ops, job: Job) -> object:
 
 def sampled_threshold(o: Ops, job: Job) -> object:
     """As `selectors.SampledThreshold` estimates it."""
-    wanted = min(round(sampled.SAMPLE_SHARE * job.numel), sampled.MOST_SAMPLE)
-    stride = max(1, job.numel * sampled.RUN // max(wanted, sampled.LEAST_SAMPLE)) | 1
+    stride = sampled.sample_stride(job.numel, sampled.SAMPLE_SHARE)
     sample = o.sample_accumulator(job.residual, [job.gradient], 0, stride, min(sampled.RUN, stride))
     rank = sampled.deep_rank(sample.numel(), job.numel, job.k)
     return o.kth_magnitude(sample, rank)

@@ -41,23 +41,29 @@ class SharedSlots {
   const uint32_t slots_per_bucket_;
 };
 
-// Leaves in the parts what finds a slot, and puts back the rest.
+// Leaves in the parts what finds a slot; the rest goes to `losers`.
 template <typename Slots>
-void KeepClaimed(Workspace& workspace, float* residual, const BucketHash& hash, Slots slots) {
+void KeepClaimed(Workspace& workspace, std::vector<Part>& losers, const BucketHash& hash,
+                 Slots slots) {
   for (int p = 0; p < workspace.part_count; ++p) {
     Part& part = workspace.parts[p];
     int32_t* const indices = part.indices.data();
     float* const values = part.values.data();
+    Part& lost = losers[p];
+    lost.Reserve(part.count);
+    int32_t* const lost_indices = lost.indices.data();
+    float* const lost_values = lost.values.data();
     size_t kept = 0;
     for (size_t i = 0; i < part.count; ++i) {
+      // Written to both ends, of which one advances: a branch would be mispredicted at every loser.
       const int32_t index = indices[i];
       const float value = values[i];
       const bool wins = KeyOf(value) >= kNonFiniteKey || slots.Claim(hash(index));
-      if (!wins) residual[index] = value;
-      indices[kept] = index;
-      values[kept] = value;
+      indices[kept] = lost_indices[i - kept] = index;
+      values[kept] = lost_values[i - kept] = value;
       kept += wins;
     }
+    lost.count = part.count - kept;
     part.count = kept;
   }
 }
@@ -115,11 +121,13 @@ void GroupTopkRange(Part& part, const Source& source, size_t begin, size_t end, 
 void HashSelect(Workspace& workspace, const Source& source, uint32_t key, const BucketHash& hash,
                 uint32_t slots_per_bucket, int threads) {
   Accumulate(workspace, source, {key}, Mode::kTake, threads);
+  std::vector<Part>& losers = workspace.Losers();
   if (slots_per_bucket == 1) {
-    KeepClaimed(workspace, source.residual, hash, SingleSlots(hash.buckets));
+    KeepClaimed(workspace, losers, hash, SingleSlots(hash.buckets));
   } else {
-    KeepClaimed(workspace, source.residual, hash, SharedSlots(hash.buckets, slots_per_bucket));
+    KeepClaimed(workspace, losers, hash, SharedSlots(hash.buckets, slots_per_bucket));
   }
+  Run(workspace.part_count, threads, [&](int p) { PutBack(losers[p], source.residual); });
   RestoreSpoiled(workspace, source);
 }
 

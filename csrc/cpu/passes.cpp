@@ -87,6 +87,15 @@ void RestoreSpoiled(Workspace& workspace, const Source& source) {
   }
 }
 
+void PutBack(const Part& part, float* residual) {
+  constexpr size_t kAhead = 16;  // enough to hide a memory's latency
+  const int32_t* const indices = part.indices.data();
+  for (size_t i = 0; i < part.count; ++i) {
+    if (i + kAhead < part.count) __builtin_prefetch(residual + indices[i + kAhead], 1);
+    residual[indices[i]] = part.values.data()[i];
+  }
+}
+
 void SumRange(const Source& source, size_t begin, size_t end, float* sums) {
   const Kernels& kernels = ActiveKernels();
   source.ForEachSpan(begin, end, SIZE_MAX, [&](const Span& span, Dtype dtype) {

@@ -77,10 +77,6 @@ uint32_t KthCandidateKey(Workspace& workspace, uint32_t pivot, size_t k, int thr
   return keys[k - 1];
 }
 
-void PutBack(const Part& part, float* residual) {
-  for (size_t i = 0; i < part.count; ++i) residual[part.indices.data()[i]] = part.values.data()[i];
-}
-
 // Leaves in the parts what reaches `kth_key`, and of what equals it, the first, so that k remain.
 // The others go to `losers`, in any order.
 void KeepLargest(Workspace& workspace, std::vector<Part>& losers, uint32_t kth_key, size_t k,
