@@ -36,8 +36,8 @@ DENSE_FIRST = ("exdyna", "oktopk", "clt_k")
 """Compressors that apply only k entries a step: their first steps are dense, as in some trainings
 of Ok-Topk's authors. Without that ExDyna and CLT-k lose more than a point on the digits.
 
-How many was chosen on other seeds (3, 4 and 5): of 50, 75 and 100 for the digits, where 75 lost least
-on the mean of ExDyna and Ok-Topk, and of 400, 500 and 600 for the text, where it made no difference.
+How many was chosen on other seeds (3, 4 and 5): of 50, 75 and 100 for the digits, where ExDyna and
+Ok-Topk together lost least with 75; of 400, 500 and 600 for the text, where it made no difference.
 """
 ORDER = (
     *PROMISED,
