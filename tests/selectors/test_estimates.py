@@ -102,10 +102,10 @@ def test_density_is_held_in_every_step(selector: str, name: str, density: float)
 
 
 def test_gaussiank_is_what_it_is() -> None:
-    """Close on normal values, and far off on heavy tails, as the papers that use it report."""
+    """Close on normal values; on heavy tails its three adjustments bring it within a third of k."""
     generator = torch.Generator().manual_seed(5)
-    for power, low, high in ((1, 0.8, 1.2), (5, 0.3, 0.85)):
-        selector = ThresholdSelector(GaussianThreshold(), tolerance=math.inf)
+    for power, low, high in ((1, 0.8, 1.2), (5, 2 / 3, 4 / 3)):
+        selector = ThresholdSelector(GaussianThreshold(1.0), tolerance=math.inf)
         gradient = torch.randn(NUMEL, generator=generator) ** power
         stream = selector.select(Accumulator(torch.zeros(NUMEL), [gradient]), NUMEL // 20)
         assert low <= stream.nnz / (NUMEL // 20) <= high
