@@ -73,11 +73,11 @@ CASES = [
 
 
 def cases_for(world_size: int) -> list[Case]:
-    """All of them, but for large worlds, whose many messages take their time."""
-    if world_size <= 9:
+    """All of them, but for the largest worlds, whose many messages take their time."""
+    if world_size <= 16:
         return CASES
     names = ("fills up", "one region", "fewer entries than ranks")
-    return [case for case in CASES if case.name in names[: 1 + 32 // world_size]]
+    return [case for case in CASES if case.name in names[: 1 + 64 // world_size]]
 
 
 def case_stream(case: Case, rank: int, world_size: int) -> SparseStream:

@@ -112,13 +112,14 @@ def check_wire(name: str, world_size: int, wire_of: Callable[[Case], Wire]) -> N
 
 @pytest.mark.parametrize("name", WITH_WIRES)
 @pytest.mark.parametrize("wire", TESTED_WIRES)
-def test_every_wire_conserves_mass_and_keeps_ranks_identical(wire: str, name: str) -> None:
-    check_wire(name, 3, lambda case: TESTED_WIRES[wire])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_every_wire_conserves_mass_and_keeps_ranks_identical(
+    world_size: int, wire: str, name: str
+) -> None:
+    check_wire(name, world_size, lambda case: TESTED_WIRES[wire])
 
 
-@pytest.mark.parametrize(
-    "name", ["topk_allgather", "ssar_recursive_double", "ssar_split_allgather", "gtopk", "oktopk"]
-)
+@pytest.mark.parametrize("name", WITH_WIRES)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_wires_in_every_world(world_size: int, name: str) -> None:
     """Each case over another wire; from world to world they change places."""
