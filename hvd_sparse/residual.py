@@ -61,11 +61,14 @@ class ErrorFeedback:
         return self._taken
 
     def take_at(self, indices: Tensor) -> Tensor:
-        """Take out the entries at more indices, int32 `(m,)` ascending; their values `(m,)`."""
-        indices = indices.to(self.residual.device)
-        values = ops.take_at(self.residual, indices)
-        self._taken_elsewhere.append(SparseStream(indices, values, self._taken.numel))
-        return values
+        """Take out the entries at more indices, int32 `(m,)` ascending; their values `(m,)`.
+
+        Indices may be on any device; the values are on the same.
+        """
+        places = indices.to(self.residual.device)
+        values = ops.take_at(self.residual, places)
+        self._taken_elsewhere.append(SparseStream(places, values, self._taken.numel))
+        return values.to(indices.device)
 
     def give_back(self, returned: SparseStream) -> None:
         """Keep entries that were taken out, but had no part in what was applied; all finite."""

@@ -15,10 +15,11 @@ from hvd_sparse.selectors import ExactTopK, ReusedThreshold
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
+from tests.devices import ON_CUDA
 from tests.launch import horovodrun
 from tests.ops.cases import assert_same, generator, stream
 
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+DEVICES = ("cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if ON_CUDA else []))
 SHAPES = {"a": (70, 60), "b": (7,), "c": (200,), "d": (40, 10)}
 STEPS = 6
 

@@ -19,6 +19,7 @@ from hvd_sparse.selectors import ExactTopK, ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from hvd_sparse.wire import WIRES
+from tests.devices import CPU, on_every_device
 
 SHAPES = {"a": (30, 20), "b": (7,), "c": (200,), "d": (), "e": (40, 10), "f": (900,)}
 
@@ -54,15 +55,19 @@ def connected(transport: Transport, chosen: Method) -> Engine:
 
 
 def step_of(
-    engine: Engine, grads: dict[str, Tensor], order: list[str] | None = None
+    engine: Engine,
+    grads: dict[str, Tensor],
+    order: list[str] | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Tensor]:
     for name in order or list(grads):
-        engine.submit(spec(name, grads[name].dtype), grads[name])
+        engine.submit(spec(name, grads[name].dtype), grads[name].to(device))
     engine.scale = engine.scale or 1.0
-    return {name: engine.result(name).clone() for name in grads}
+    return {name: engine.result(name).clone().cpu() for name in grads}
 
 
-def test_sums_whatever_the_order_of_arrival() -> None:
+@on_every_device
+def test_sums_whatever_the_order_of_arrival(device: torch.device) -> None:
     world_size = 3
 
     def worker(transport: Transport) -> list[dict[str, Tensor]]:
@@ -72,7 +77,7 @@ def test_sums_whatever_the_order_of_arrival() -> None:
         for step in range(12):
             names = list(SHAPES)
             shuffled.shuffle(names)
-            results.append(step_of(engine, gradients(transport.rank, step), names))
+            results.append(step_of(engine, gradients(transport.rank, step), names, device))
         assert len(engine.stats().buckets) > 2
         engine.disconnect()
         return results
@@ -84,12 +89,13 @@ def test_sums_whatever_the_order_of_arrival() -> None:
                 assert torch.equal(result[name], total), (step, name)
 
 
+@on_every_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_keep_their_type(dtype: torch.dtype) -> None:
+def test_gradients_keep_their_type(dtype: torch.dtype, device: torch.device) -> None:
     def worker(transport: Transport) -> dict[str, Tensor]:
         engine = connected(transport, method())
         grads = {name: g.to(dtype) for name, g in gradients(transport.rank, 0).items()}
-        result = step_of(engine, grads)
+        result = step_of(engine, grads, device=device)
         engine.disconnect()
         return result
 
@@ -100,12 +106,13 @@ def test_gradients_keep_their_type(dtype: torch.dtype) -> None:
             assert torch.equal(result[name], total.to(dtype))
 
 
-def test_strided_and_reused_gradients() -> None:
+@on_every_device
+def test_strided_and_reused_gradients(device: torch.device) -> None:
     """Gradients may be strided, and may be the very views that the last step returned."""
 
     def worker(transport: Transport) -> Tensor:
         engine = connected(transport, method())
-        grads = gradients(transport.rank, 0)
+        grads = {name: g.to(device) for name, g in gradients(transport.rank, 0).items()}
         grads["a"] = grads["a"].t().contiguous().t()
         assert not grads["a"].is_contiguous()
         for name in grads:
@@ -115,7 +122,7 @@ def test_strided_and_reused_gradients() -> None:
         again = {name: view.mul_(2) for name, view in views.items()}
         for name, gradient in again.items():
             engine.submit(spec(name), gradient)
-        result = engine.result("a").clone()
+        result = engine.result("a").clone().cpu()
         engine.disconnect()
         return result
 
@@ -149,8 +156,11 @@ def test_no_new_memory_of_the_buckets_size_after_the_first_steps() -> None:
     assert all(run_ranks(1, worker, timeout_s=60.0))
 
 
+@on_every_device
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_non_finite_gradient_reaches_every_rank_and_leaves_no_trace(in_place: bool) -> None:
+def test_a_non_finite_gradient_reaches_every_rank_and_leaves_no_trace(
+    in_place: bool, device: torch.device
+) -> None:
     """`in_place`: gradients accumulate into views of the last result, without set_to_none."""
 
     def worker(transport: Transport) -> None:
@@ -161,6 +171,7 @@ def test_a_non_finite_gradient_reaches_every_rank_and_leaves_no_trace(in_place: 
             if step == 3 and transport.rank == 1:
                 grads["f"][17] = float("nan")
                 grads["f"][500] = float("inf")
+            grads = {name: g.to(device) for name, g in grads.items()}
             if in_place and result:
                 grads = {name: result[name].copy_(grad) for name, grad in grads.items()}
             before = engine.state_dict()["residual"]

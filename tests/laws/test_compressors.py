@@ -34,6 +34,7 @@ from hvd_sparse.selectors import (
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from hvd_sparse.wire import WIRES
+from tests.devices import in_worlds
 from tests.laws.test_exchange import (
     GRADIENTS,
     SIZES,
@@ -67,10 +68,12 @@ COLLECTIVES: dict[str, Callable[..., Collective]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@in_worlds(WORLDS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_mass_is_conserved_and_ranks_agree(world_size: int, collective: str, selector: str) -> None:
+def test_mass_is_conserved_and_ranks_agree(
+    world_size: int, collective: str, selector: str, device: torch.device
+) -> None:
     cases = [(1000, 10, name) for name in GRADIENTS] if world_size == 3 else []
     if collective in ("exdyna", "clt_k"):
         cases += [(n, max(1, n // 100) if n else 0, "spread") for n in SIZES if n < 2000]
@@ -84,6 +87,7 @@ def test_mass_is_conserved_and_ranks_agree(world_size: int, collective: str, sel
             collective=COLLECTIVES[collective],
             gradient=GRADIENTS[gradient],
             steps=3,
+            device=device,
         )
         check_laws(run_ranks(world_size, worker, timeout_s=20.0))
 

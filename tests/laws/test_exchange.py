@@ -27,6 +27,7 @@ from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from hvd_sparse.wire import WIRES
+from tests.devices import CPU, in_worlds, on_every_device
 
 WORLDS = (1, 2, 3, 4, 7)
 SIZES = (0, 1, 5, 1000, 2**16 - 1, 2**16 + 1)
@@ -74,21 +75,23 @@ def steps_of_one_rank(
     collective: Callable[..., Collective],
     gradient: Callable[[torch.Generator, int, int], Tensor],
     steps: int,
+    device: torch.device = CPU,
 ) -> list[Outcome]:
-    memory = ErrorFeedback(numel, torch.device("cpu"))
+    memory = ErrorFeedback(numel, device)
     chooser, reducer = selector(), collective(transport, numel, k)
     outcomes = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + transport.rank)
         g = gradient(generator, numel, transport.rank)
-        before = memory.residual.clone()
-        stream = memory.take([g], chooser, k, reducer.scope())
+        before = memory.residual.clone().cpu()
+        stream = memory.take([g.to(device)], chooser, k, reducer.scope()).to("cpu")
         if isinstance(reducer, IndexUnion):
             reduction = reducer.reduce(stream, memory.take_at)
         else:
             reduction = reducer.reduce(stream)
         memory.give_back(reduction.returned)
-        outcomes.append(Outcome(before, g, memory.residual.clone(), reduction.reduced, stream.nnz))
+        after = memory.residual.clone().cpu()
+        outcomes.append(Outcome(before, g, after, reduction.reduced, stream.nnz))
     return outcomes
 
 
@@ -112,10 +115,12 @@ def check_laws(ranks: list[list[Outcome]]) -> None:
         assert torch.equal(before, after), f"step {step}: mass is not conserved"
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@in_worlds(WORLDS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_mass_is_conserved_and_ranks_agree(world_size: int, collective: str, selector: str) -> None:
+def test_mass_is_conserved_and_ranks_agree(
+    world_size: int, collective: str, selector: str, device: torch.device
+) -> None:
     for numel in SIZES:
         for density in (0.01, 1.0) if numel < 2000 else (0.01,):
             for name, gradient in GRADIENTS.items():
@@ -132,19 +137,27 @@ def test_mass_is_conserved_and_ranks_agree(world_size: int, collective: str, sel
                         collective=COLLECTIVES[collective],
                         gradient=gradient,
                         steps=7,
+                        device=device,
                     ),
                     timeout_s=20.0,
                 )
                 check_laws(ranks)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@in_worlds(WORLDS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_density_one_is_lossless(world_size: int, collective: str) -> None:
+def test_density_one_is_lossless(world_size: int, collective: str, device: torch.device) -> None:
     ranks = run_ranks(
         world_size,
         lambda transport: steps_of_one_rank(
-            transport, 1000, 1000, ExactTopK, COLLECTIVES[collective], GRADIENTS["spread"], 3
+            transport,
+            1000,
+            1000,
+            ExactTopK,
+            COLLECTIVES[collective],
+            GRADIENTS["spread"],
+            3,
+            device,
         ),
         timeout_s=20.0,
     )
@@ -169,14 +182,15 @@ def test_oktopk_applies_k_within_its_tolerance(name: str) -> None:
         assert abs(outcome.reduced.nnz - k) <= 0.1 * k
 
 
-def test_scale_jumps_keep_the_selection_within_its_tolerance() -> None:
+@on_every_device
+def test_scale_jumps_keep_the_selection_within_its_tolerance(device: torch.device) -> None:
     numel, k = 2**16, 655
-    chooser, memory = ReusedThreshold(1000), ErrorFeedback(numel, torch.device("cpu"))
+    chooser, memory = ReusedThreshold(1000), ErrorFeedback(numel, device)
     generator = torch.Generator().manual_seed(1)
     for step in range(40):
         scale = (1.0, 1000.0, 1e-3, 1.0)[step // 10]
         g = torch.randn(numel, generator=generator) * scale
-        assert abs(memory.take([g], chooser, k).nnz - k) <= 0.1 * k, step
+        assert abs(memory.take([g.to(device)], chooser, k).nnz - k) <= 0.1 * k, step
 
 
 def dispersed_maximum(generator: torch.Generator, numel: int, rank: int) -> Tensor:

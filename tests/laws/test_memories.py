@@ -20,6 +20,7 @@ from hvd_sparse.residual import ErrorFeedback
 from hvd_sparse.selectors import ExactTopK, OnlineThreshold, Selector
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
+from tests.devices import CPU, in_worlds, on_every_device
 from tests.laws.test_exchange import dense
 
 NUMEL = 600
@@ -57,7 +58,7 @@ def one_step(
     k: int,
 ) -> Reduction:
     collective.aim(k)
-    stream = memory.take(gradients, selector, k, collective.scope())
+    stream = memory.take(gradients, selector, k, collective.scope()).to("cpu")
     if isinstance(collective, IndexUnion):
         reduction = collective.reduce(stream, memory.take_at)
     else:
@@ -66,28 +67,30 @@ def one_step(
     return reduction
 
 
-@pytest.mark.parametrize("world_size", [3, *(pytest.param(P, marks=SLOW) for P in (1, 2, 4, 7))])
+@in_worlds([3, *(pytest.param(P, marks=SLOW) for P in (1, 2, 4, 7))])
 @pytest.mark.parametrize("memory_name", MEMORIES)
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_nothing_is_lost_in_200_steps(name: str, memory_name: str, world_size: int) -> None:
+def test_nothing_is_lost_in_200_steps(
+    name: str, memory_name: str, world_size: int, device: torch.device
+) -> None:
     method = method_of(name, memory_name)
     k = method.k(NUMEL)
 
     def worker(transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
-        memory = method.memory.make(NUMEL, torch.device("cpu"), transport.world_size)
+        memory = method.memory.make(NUMEL, device, transport.world_size)
         selector, collective = method.selector(), method.collective(transport, NUMEL, k)
         given, applied = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
         for step in range(200):
-            gradients = gradients_of(transport.rank, step)
+            gradients = [g.to(device) for g in gradients_of(transport.rank, step)]
             reduction = one_step(memory, selector, collective, gradients, k)
-            g = torch.cat([gradient.double() for gradient in gradients])  # as it was clipped
+            g = torch.cat([gradient.double() for gradient in gradients]).cpu()  # as it was clipped
             if isinstance(memory, MomentumCorrection):
-                given += memory.momentum_buffer.double()  # not masked before the next step
+                given += memory.momentum_buffer.double().cpu()  # not masked before the next step
                 given += g if memory.nesterov else 0.0
             else:
                 given += g
             applied += dense(reduction.reduced)
-        return given, applied, memory.residual.double()
+        return given, applied, memory.residual.double().cpu()
 
     ranks = run_ranks(world_size, worker, timeout_s=60.0)
     given = sum(rank[0] for rank in ranks)
@@ -97,8 +100,9 @@ def test_nothing_is_lost_in_200_steps(name: str, memory_name: str, world_size: i
     assert bool(ranks[0][1].any())
 
 
+@on_every_device
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_states_go_on_bit_for_bit(name: str) -> None:
+def test_states_go_on_bit_for_bit(name: str, device: torch.device) -> None:
     """Thresholds, partitions, seeds, momentum and the position in the warm-up survive."""
     changes = {"momentum": 0.9, "warmup_steps": 12, "warmup": "linear"}
     method = method_of(name, "plain", **changes)
@@ -113,9 +117,9 @@ def test_states_go_on_bit_for_bit(name: str) -> None:
                 torch.save(first.state_dict(), file)
                 file.seek(0)
                 second.load_state_dict(torch.load(file, weights_only=True))
-            result = train_step(first, transport.rank, step)
+            result = train_step(first, transport.rank, step, device)
             if step >= 6:
-                assert torch.equal(result, train_step(second, transport.rank, step)), step
+                assert torch.equal(result, train_step(second, transport.rank, step, device)), step
         ours, theirs = first.state_dict(), second.state_dict()
         assert ours["step"] == theirs["step"] == 14
         for kind in ("residual", "momentum"):
@@ -126,9 +130,9 @@ def test_states_go_on_bit_for_bit(name: str) -> None:
     run_ranks(3, worker, timeout_s=60.0)
 
 
-def train_step(engine: Engine, rank: int, step: int) -> Tensor:
+def train_step(engine: Engine, rank: int, step: int, device: torch.device = CPU) -> Tensor:
     g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
-    engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), g)
+    engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), g.to(device))
     engine.scale = engine.scale or 1.0
     return engine.result("w").clone()
 
@@ -171,9 +175,10 @@ def test_momentum_is_masked_where_entries_left_and_nowhere_else() -> None:
     assert memory.residual.tolist() == [0.0, 0.0, 0.0, 1.5, 0.0, 1.5]
 
 
+@on_every_device
 @pytest.mark.parametrize("memory_name", MEMORIES)
 @pytest.mark.parametrize("name", ["exdyna", "clt_k", "dgc", "oktopk", "randomk", "dragonn"])
-def test_a_spoiled_step_leaves_no_trace(name: str, memory_name: str) -> None:
+def test_a_spoiled_step_leaves_no_trace(name: str, memory_name: str, device: torch.device) -> None:
     method = method_of(name, memory_name)
 
     def worker(transport: Transport) -> None:
@@ -184,7 +189,7 @@ def test_a_spoiled_step_leaves_no_trace(name: str, memory_name: str) -> None:
             if step in (3, 5) and transport.rank == 1:
                 g[[17, 400]] = torch.tensor([float("inf"), float("nan")])
             before = copy.deepcopy(engine.state_dict())
-            engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), g)
+            engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), g.to(device))
             engine.scale = engine.scale or 1.0
             result = engine.result("w")
             if step in (3, 5):

@@ -21,7 +21,10 @@ def torch_on_one_thread() -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=[*product(ISA_NAMES, (1, 3)), pytest.param(("cuda", 0), marks=pytest.mark.gpu)],
+    params=[
+        *product(ISA_NAMES, (1, 3)),
+        *([pytest.param(("cuda", 0), marks=pytest.mark.gpu)] if torch.cuda.is_available() else []),
+    ],
     ids=lambda isa_and_threads: "-".join(map(str, isa_and_threads)),
 )
 def native(request: pytest.FixtureRequest) -> Iterator[NativeOps | OnDevice]:

@@ -25,6 +25,7 @@ from hvd_sparse.selectors import (
     SidcoThreshold,
     ThresholdSelector,
 )
+from tests.devices import on_every_device
 
 SELECTORS: dict[str, Callable[[], Selector]] = {
     "exact": ExactTopK,
@@ -80,14 +81,17 @@ def sequences() -> dict[str, list[Tensor]]:
 SEQUENCES = sequences()
 
 
+@on_every_device
 @pytest.mark.parametrize("density", [0.01, 0.001])
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_density_is_held_in_every_step(selector: str, name: str, density: float) -> None:
-    gradients = SEQUENCES[name]
+def test_density_is_held_in_every_step(
+    selector: str, name: str, density: float, device: torch.device
+) -> None:
+    gradients = [gradient.to(device) for gradient in SEQUENCES[name]]
     numel = gradients[0].numel()
     k = round(density * numel)
-    chooser, residual = SELECTORS[selector](), torch.zeros(numel)
+    chooser, residual = SELECTORS[selector](), torch.zeros(numel, device=device)
     for step, gradient in enumerate(gradients):
         total = residual + gradient
         stream = chooser.select(Accumulator(residual, [gradient]), k)
@@ -146,10 +150,11 @@ def test_no_part_of_the_tensor_is_favoured(selector: str) -> None:
     assert chi_squared < 27.9  # 9 degrees of freedom: exceeded once in 1,000 uniform draws
 
 
+@on_every_device
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_states_continue_bit_for_bit(selector: str) -> None:
-    gradients = SEQUENCES["heavy tail"]
-    first, residual = SELECTORS[selector](), torch.zeros(NUMEL)
+def test_states_continue_bit_for_bit(selector: str, device: torch.device) -> None:
+    gradients = [gradient.to(device) for gradient in SEQUENCES["heavy tail"]]
+    first, residual = SELECTORS[selector](), torch.zeros(NUMEL, device=device)
     for gradient in gradients[:5]:
         first.select(Accumulator(residual, [gradient]), 500)
     second, copy = SELECTORS[selector](), residual.clone()
@@ -162,12 +167,14 @@ def test_states_continue_bit_for_bit(selector: str) -> None:
         assert torch.equal(residual, copy)
 
 
+@on_every_device
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_a_scope_is_kept_to(selector: str) -> None:
+def test_a_scope_is_kept_to(selector: str, device: torch.device) -> None:
     """Gradients are added everywhere; entries are taken in the scope, its share of k."""
-    chooser, residual = SELECTORS[selector](), torch.zeros(NUMEL)
+    chooser, residual = SELECTORS[selector](), torch.zeros(NUMEL, device=device)
     gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(2))
     gradient[7] = math.nan
+    gradient = gradient.to(device)
     scope = Scope(10_000, 30_000, share=0.25)
     stream = chooser.select(Accumulator(residual, [gradient], scope), 400)
     inside = stream.indices[1:]
