@@ -114,6 +114,35 @@ MUTATIONS = {
         "above + counts[bin] < wanted",
         "above + counts[bin] <= wanted",
     ),
+    # groups.cu
+    "no barrier after a group's bins are cleared": Mutation(
+        "groups", "counts[threadIdx.x] = 0;", BARRIER, ""
+    ),
+    "a group's bins without atomics": Mutation(
+        "groups",
+        "(peers & LanesBelow()) == 0) {",
+        "atomicAdd(&counts[bin], static_cast<u32>(__popc(peers)));",
+        "counts[bin] += static_cast<u32>(__popc(peers));",
+    ),
+    "no barrier after the digit is found": Mutation(
+        "groups", "found[1] = wanted - above;", BARRIER, ""
+    ),
+    "digit off by one": Mutation(
+        "groups", "if (above < wanted && ", "wanted <= above + own", "wanted < above + own"
+    ),
+    "a group's last tie": Mutation(
+        "groups",
+        "const bool is_taken = ",
+        "ties_rank < ties_wanted",
+        "ties_rank + 1 < ties_wanted",
+    ),
+    "zeros taken": Mutation("groups", "const u32 ties_wanted = ", "kth.key == 0", "false"),
+    "segments left behind": Mutation(
+        "groups",
+        "f32 At(i64 at, f32& u) {",
+        "at >= segment->begin + segment->numel",
+        "at > segment->begin + segment->numel",
+    ),
     # streams.cu
     "bits without atomics": Mutation(
         "streams",
@@ -210,8 +239,16 @@ def wire(ops: CudaOps) -> None:
         assert_same(quantized, reference.qsgd_quantize(x * scale, 8, 512, 7))
 
 
+def groups(ops: CudaOps) -> None:
+    for _, residual, gradient in vectors(1000)[:5:4]:
+        same_as_reference(ops, "accumulate_group_topk", residual, cut(gradient, 4), 20, 300)
+    zeros = torch.zeros(700)
+    same_as_reference(ops, "accumulate_group_topk", zeros, [], 20, 300)
+
+
 EXERCISES: dict[str, Callable[[CudaOps], None]] = {
     "accumulate": select,
+    "groups": groups,
     "hashing": hashing,
     "streams": merge,
     "topk": topk,
@@ -246,6 +283,7 @@ def run(shim: Shim, family: str, mutation: int | None, seed: int) -> None:
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "LEAST_CAPACITY", 1000)
+    monkeypatch.setattr(selection, "FEW_GROUPS", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

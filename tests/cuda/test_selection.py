@@ -115,6 +115,42 @@ def test_hash(cuda: CudaOps, numel: int, nesterov: bool | None) -> None:
 
 
 @pytest.mark.parametrize("nesterov", FORMS)
+@pytest.mark.parametrize("few", [0, 1 << 30])
+def test_groups(
+    cuda: CudaOps, few: int, nesterov: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a block for each group, and by the whole device for each."""
+    monkeypatch.setattr(selection, "FEW_GROUPS", few)
+    for numel, groups in (
+        (0, [(1, 512)]),
+        (5, [(1, 1), (1, 2), (2, 4), (5, 9)]),
+        (1000, [(5, 512), (512, 512), (3, 300)]),
+        (3001, [(100, 1500)]),
+    ):
+        momentum = {"buffer": buffer_for(numel, nesterov), "nesterov": bool(nesterov)}
+        for name, residual, gradient in vectors(numel):
+            for k, group_numel in groups:
+                if numel > 1000 and nesterov is not None:
+                    continue  # nothing new
+                same_as_reference(
+                    cuda,
+                    "accumulate_group_topk",
+                    residual,
+                    cut(torch.nan_to_num(gradient, INF, INF, -INF), 4),
+                    k,
+                    group_numel,
+                    what=name,
+                    **momentum,
+                )
+
+
+def test_groups_without_gradients(cuda: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "FEW_GROUPS", 0)
+    for name, residual, _ in vectors(1000):
+        same_as_reference(cuda, "accumulate_group_topk", residual, [], 5, 300, what=name)
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
 def test_sample(cuda: CudaOps, nesterov: bool | None) -> None:
     for numel in (0, 1, 1000, 9001):
         momentum = {"buffer": buffer_for(numel, nesterov), "nesterov": bool(nesterov)}

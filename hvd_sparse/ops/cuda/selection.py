@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys
-from hvd_sparse.ops import reference
 from hvd_sparse.ops._checks import pivot_key, threshold_key
 from hvd_sparse.ops.cuda._launcher import THREADS
 from hvd_sparse.ops.cuda._passes import (
@@ -20,6 +20,7 @@ from hvd_sparse.ops.cuda._passes import (
     empty_stream,
     new_header,
     tile_count,
+    total_of,
 )
 from hvd_sparse.ops.cuda.estimation import CudaEstimation, Descent
 from hvd_sparse.ops.momentum import Momentum
@@ -31,6 +32,8 @@ CANDIDATES_PER_ENTRY = 4
 """Room for candidates in exact top-k, as a multiple of k."""
 LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 16
 """Elements that are sampled for a pivot: n / 64, within these limits."""
+FEW_GROUPS = 32
+"""Up to so many groups, the whole device works on one group after the other."""
 EMPTY_SLOT = 0x7FFFFFFF
 """`kEmpty` in csrc/cuda/hashing.cu."""
 
@@ -160,8 +163,52 @@ class CudaSelection(CudaEstimation):
         group_numel: int = 512,
         momentum: Momentum | None = None,
     ) -> Entries:
-        """Moves out the k largest magnitudes of each group; torch's own operations do it."""
-        return reference.accumulate_group_topk(residual, gradients, k, group_numel, momentum)
+        """Moves out the k largest magnitudes of each group.
+
+        Each group is one block's, or, where that would leave most of the device idle, the whole
+        device's, one after the other.
+        """
+        numel, device = residual.numel(), residual.device
+        groups = -(-numel // group_numel)
+        if groups <= FEW_GROUPS:
+            return self._topk_of_each(residual, gradients, k, group_numel, momentum)
+        accumulator = Accumulator(residual, gradients, momentum)
+        header, entries = new_header(groups, device), empty_stream(min(numel, groups * k), device)
+        self._launch(
+            "accumulate_group_topk",
+            groups,
+            residual,
+            *accumulator.momentum,
+            *accumulator.table,
+            np.int64(numel),
+            np.int64(group_numel),
+            np.uint32(k),
+            header,
+            *entries,
+        )
+        count = total_of(header)
+        return entries[0][:count], entries[1][:count]
+
+    def _topk_of_each(
+        self,
+        residual: Tensor,
+        gradients: Sequence[Tensor],
+        k: int,
+        group_numel: int,
+        momentum: Momentum | None,
+    ) -> Entries:
+        """The same by `accumulate_topk` of one group after the other."""
+        taken = [empty_stream(0, residual.device)]
+        for start in range(0, residual.numel(), group_numel):
+            stop = min(start + group_numel, residual.numel())
+            indices, values, _ = self.accumulate_topk(
+                residual[start:stop],
+                _between(gradients, start, stop),
+                k,
+                momentum=momentum and replace(momentum, buffer=momentum.buffer[start:stop]),
+            )
+            taken.append((indices + start, values))
+        return torch.cat([one[0] for one in taken]), torch.cat([one[1] for one in taken])
 
     def _select(
         self,
@@ -257,3 +304,14 @@ class CudaSelection(CudaEstimation):
         residual[spoiled] = kept
         indices, order = torch.cat([indices, more[0]]).sort()
         return (indices, torch.cat([values, more[1]])[order]), threshold
+
+
+def _between(gradients: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """What lies at `[start, stop)` of gradients that lie side by side: views."""
+    pieces, begin = [], 0
+    for gradient in gradients:
+        end = begin + gradient.numel()
+        if begin < stop and start < end:
+            pieces.append(gradient.view(-1)[max(start - begin, 0) : stop - begin])
+        begin = end
+    return pieces
