@@ -1,6 +1,6 @@
 """Local gradient clipping, before gradients are accumulated.
 
-Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887), section 3.2: each of
+Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887): each of
 P ranks clips its own gradient to P^(-1/2) times the limit that the sum over the ranks would have,
 since the norm of a sum of P independent gradients grows with the root of P.
 

@@ -1,13 +1,13 @@
 """Momentum correction: the memory of Deep Gradient Compression.
 
-Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887), section 3.1 and 3.2.
+Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887).
 
 Symbols: g gradient, u momentum, v velocity (the residual of momentum SGD), m the momentum's factor.
 
 Steps, for every element:
-  1. u = m u + g; v = v + u (equation 4). Nesterov: u = m (u + g); v = v + u + g.
+  1. u = m u + g; v = v + u. Nesterov: u = m (u + g); v = v + u + g.
   2. A selector takes entries out of v.
-  3. Where an entry was applied, u = 0 too (momentum factor masking, equation 5 and after), so that
+  3. Where an entry was applied, u = 0 too (momentum factor masking), so that
      momentum which is older than what was sent does not push on.
 
 Cost: 20 bytes of memory traffic per element, in one pass; masking is O(k).

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 class MomentumCorrectedSGD(torch.optim.Optimizer):
     """Momentum SGD that leaves the momentum of compressed gradients to the compression.
 
-    Source: Lin et al., "Deep Gradient Compression" (ICLR 2018), section 3.1, and its release's
+    Source: Lin et al., "Deep Gradient Compression" (ICLR 2018), and its release's
     optimizer. A gradient that comes out of momentum correction has its momentum in it; only weight
     decay, which is added here, still needs one: w = m w + λ p; p -= lr (g + w). Every other
     gradient (small tensors, one worker, no `hvd.DistributedOptimizer`) gets ordinary momentum, as

@@ -1,6 +1,6 @@
 """Warm-up of density: more is exchanged in the first steps, while gradients change fast.
 
-Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887), section 3.3: over the
+Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887): over the
 first epochs density falls exponentially, 0.25, 0.0625, 0.0156, 0.004, down to the target. Dense
 first steps are Ok-Topk's (Li and Hoefler, PPoPP '22, section 5: 512 steps for VGG, 128 for LSTM).
 """

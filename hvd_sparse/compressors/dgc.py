@@ -40,7 +40,7 @@ def dgc(
 ) -> SparseCompressor:
     """Deep Gradient Compression: momentum correction and factor masking, sampled thresholds.
 
-    Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887), equation 4:
+    Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887):
     u = m u + g; v = v + u; sent: about the k largest |v|; there v = 0 and u = 0.
 
     The optimizer must not apply momentum to these gradients a second time: use

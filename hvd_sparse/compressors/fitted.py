@@ -39,7 +39,7 @@ def gaussiank(
     """Gaussiank: the threshold that a normal distribution would have.
 
     Source: Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv
-    1911.08772), algorithm 1: t = Φ⁻¹(1 - d/2) σ, with three rough adjustments. It misses k, often
+    1911.08772): t = Φ⁻¹(1 - d/2) σ, with three rough adjustments. It misses k, often
     by a lot: it is here to be compared with.
 
     Args:
@@ -102,7 +102,7 @@ def mstopk(
     """MSTopK: the threshold by bisection.
 
     Source: Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
-    Clusters" (MLSys 2021), algorithm 1.
+    Clusters" (MLSys 2021).
 
     Args:
         named_parameters: See the class `Compression`.

@@ -11,7 +11,7 @@ from torch import Tensor
 class Momentum:
     """Momentum correction of an accumulator v, with u the momentum of this rank.
 
-    Source: Lin et al., "Deep Gradient Compression" (ICLR '18), equation (4): u = m·u + g and
+    Source: Lin et al., "Deep Gradient Compression" (ICLR '18): u = m·u + g and
     v = v + u; with Nesterov's momentum u = m·(u + g) and v = (v + u) + g. Where v or u becomes
     non-finite, both keep what they held before (0 if that was not finite either).
 

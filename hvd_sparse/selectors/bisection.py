@@ -1,7 +1,7 @@
 """MSTopK: the threshold by bisection.
 
 Source: Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
-Clusters" (MLSys 2021), algorithm 1: N bisections of [mean, max] of the magnitudes, each of which
+Clusters" (MLSys 2021): N bisections of [mean, max] of the magnitudes, each of which
 counts all entries above; then what lies between the last two thresholds fills up to k.
 
 Departures:

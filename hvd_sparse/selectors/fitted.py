@@ -2,9 +2,9 @@
 
 Sources:
   * Gaussiank: Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv
-    1911.08772), algorithm 1: a normal distribution, then at most three rough adjustments.
+    1911.08772): a normal distribution, then at most three rough adjustments.
   * SIDCo: Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for
-    Distributed Training Systems" (MLSys 2021), section 2.4 and algorithm 1: exponential
+    Distributed Training Systems" (MLSys 2021): exponential
     distributions, fitted in stages, each to what exceeds the threshold of the stage before.
 
 Departures of both: moments and counts are those of a strided sample instead of several passes over

@@ -1,6 +1,6 @@
 """DGC's threshold: the k-th magnitude of a strided sample.
 
-Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887), section 3.1 and its
+Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887) and its
 release: 1 % of the elements, strided, from a random start.
 
 Symbols: n elements, s of them sampled, k wanted.
