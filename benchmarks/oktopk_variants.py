@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import OkTopk
-from hvd_sparse.part import Part
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Traffic, Transport
 from hvd_sparse.wire import Packer
@@ -97,18 +95,14 @@ class NotOverlapped(MeasuredOkTopk):
 
     def _split(self, stream: SparseStream, packer: Packer) -> SparseStream:
         P, rank = self.transport.world_size, self.transport.rank
-        regions = self._regions(stream)
+        regions, span = self._cut(stream), self._spans()[rank]
         arrived = []
         for s in range(1, P):
-            payload, _ = packer.pack(Part.of(regions[(rank + s) % P]))
+            payload, _ = packer.pack(regions[(rank + s) % P])
             target, source = (rank + s) % P, (rank - s) % P
             handle = self.transport.exchange(payload, target, source, channel="split")
-            arrived.append(self._read(handle.received(), packer))
-        return self._sum(regions[rank], arrived)
-
-    def _regions(self, stream: SparseStream) -> list[SparseStream]:
-        cuts = torch.searchsorted(stream.indices, self.boundaries.to(torch.int32)).tolist()
-        return [stream.slice(*ends) for ends in pairwise([0, *cuts, stream.nnz])]
+            arrived.append(self._read(handle.received(), packer, span))
+        return self._sum(regions[rank].to_stream(self.numel), arrived)
 
 
 class NotRotated(NotOverlapped):
@@ -116,10 +110,10 @@ class NotRotated(NotOverlapped):
 
     def _split(self, stream: SparseStream, packer: Packer) -> SparseStream:
         P, rank = self.transport.world_size, self.transport.rank
-        regions = self._regions(stream)
+        regions, span = self._cut(stream), self._spans()[rank]
         arrived = []
         for owner in range(P):
-            payload, _ = packer.pack(Part.of(regions[owner]))
+            payload, _ = packer.pack(regions[owner])
             for source in range(P):
                 sends, receives = source == rank != owner, owner == rank != source
                 message = self.transport.exchange(
@@ -129,5 +123,5 @@ class NotRotated(NotOverlapped):
                     channel="split",
                 ).wait()
                 if message is not None:
-                    arrived.append(self._read(message, packer))
-        return self._sum(regions[rank], arrived)
+                    arrived.append(self._read(message, packer, span))
+        return self._sum(regions[rank].to_stream(self.numel), arrived)

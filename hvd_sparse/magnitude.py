@@ -6,6 +6,7 @@ to 0. A threshold is stored as a float, and compared as a key.
 
 from __future__ import annotations
 
+import math
 import struct
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 INFINITE_KEY = 0x7F800000
 """Key of infinity; NaNs lie above it, finite magnitudes below."""
+NAN_KEY = 0x7FC00000
+"""Key of the usual NaN."""
 
 
 def magnitude_keys(values: Tensor) -> Tensor:
@@ -20,10 +23,25 @@ def magnitude_keys(values: Tensor) -> Tensor:
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
+def magnitude_key(magnitude: float) -> int:
+    """Key of a float32 number; what is too large for float32 is infinite."""
+    if math.isnan(magnitude):
+        return NAN_KEY
+    try:
+        bits: int = struct.unpack("<I", struct.pack("<f", abs(magnitude)))[0]
+    except OverflowError:
+        return INFINITE_KEY
+    return bits
+
+
 def threshold_key(threshold: float) -> int:
-    """The least key that passes a threshold; at least 1, so that zeros never pass."""
-    bits: int = struct.unpack("<I", struct.pack("<f", threshold))[0]
-    return max(1, bits & 0x7FFFFFFF)
+    """The least key that passes a threshold: never 0, and never above a non-finite value's."""
+    return min(max(1, magnitude_key(threshold)), INFINITE_KEY)
+
+
+def pivot_key(pivot: float) -> int:
+    """The key of a guess, or 0 for what cannot be one."""
+    return magnitude_key(pivot) if pivot > 0 and math.isfinite(pivot) else 0
 
 
 def key_magnitude(key: int) -> float:

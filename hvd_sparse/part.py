@@ -66,12 +66,6 @@ class Part:
         """Whether so many entries take no less room sparse than dense."""
         return nnz * (INDEX_BYTES + self.value_bytes) >= self.numel * self.value_bytes
 
-    def settled(self, operation: Operation = SUM) -> Part:
-        """The same in the form that takes less room."""
-        if self.indices is None or not self.is_filled_by(self.nnz):
-            return self
-        return self.to_dense(operation)
-
     def to_dense(self, operation: Operation = SUM) -> Part:
         """The same in dense form, with the neutral element where there are no entries."""
         if self.indices is None:
@@ -91,11 +85,11 @@ class Part:
         indices = (kept + self.start).to(torch.int32)
         return Part(indices, self.values[kept], self.start, self.stop)
 
-    def to_stream(self) -> SparseStream:
-        """A whole float32 vector as a stream."""
+    def to_stream(self, numel: int) -> SparseStream:
+        """Its float32 entries as a stream over a vector of `numel` elements."""
         sparse = self.to_sparse()
         assert sparse.indices is not None
-        return SparseStream(sparse.indices, sparse.values, self.stop)
+        return SparseStream(sparse.indices, sparse.values, numel)
 
     def slice(self, start: int, stop: int) -> Part:
         """Elements `[start, stop)` of it, as views."""

@@ -58,7 +58,7 @@ class GTopk(Collective):
                 src = rank + mask
             message = self.transport.exchange(payload, dst, src, channel="gtopk.reduce").wait()
             if message is not None:
-                theirs = packer.unpack(message, 0, self.numel).to_stream()
+                theirs = packer.unpack(message, 0, self.numel).to_stream(self.numel)
                 total, rest = self._keep_largest(sum_of([total, theirs], self.numel))
                 dropped.append(rest)
             mask *= 2
@@ -77,4 +77,4 @@ class GTopk(Collective):
         """Rank 0's stream, as all ranks read it."""
         payload = packer.pack(Part.of(total))[0] if self.transport.rank == 0 else None
         message = self.transport.broadcast(payload, 0, channel="gtopk.broadcast")
-        return packer.unpack(message, 0, self.numel).to_stream()
+        return packer.unpack(message, 0, self.numel).to_stream(self.numel)

@@ -65,6 +65,9 @@ finely where it moves little, since error feedback crowds entries just above the
 MESSAGES_IN_FLIGHT = 4
 """Messages that are sent at once, while those before them are summed (section 3.1.1)."""
 
+Span = tuple[int, int]
+"""Elements from the first of these up to the second."""
+
 
 class OkTopk(Collective):
     """The O(k) sparse allreduce.
@@ -135,15 +138,14 @@ class OkTopk(Collective):
         destination at once; while a batch of messages is under way, the batch before is summed.
         """
         P, rank = self.transport.world_size, self.transport.rank
-        cuts = torch.searchsorted(stream.indices, self.boundaries.to(torch.int32)).tolist()
-        regions = [stream.slice(*ends) for ends in pairwise([0, *cuts, stream.nnz])]
-
-        total, arrived = regions[rank], list[SparseStream]()
+        regions = self._cut(stream)
+        span = self._spans()[rank]
+        total, arrived = regions[rank].to_stream(self.numel), list[SparseStream]()
         self._received = 0
         for batch in _batches(range(1, P), MESSAGES_IN_FLIGHT):
             handles = [
                 self.transport.exchange(
-                    packer.pack(Part.of(regions[(rank + s) % P]))[0],
+                    packer.pack(regions[(rank + s) % P])[0],
                     (rank + s) % P,
                     (rank - s) % P,
                     channel="split",
@@ -151,12 +153,25 @@ class OkTopk(Collective):
                 for s in batch
             ]
             total = self._sum(total, arrived)
-            arrived = [self._read(handle.received(), packer) for handle in handles]
+            arrived = [self._read(handle.received(), packer, span) for handle in handles]
             self._received += sum(part.nnz for part in arrived)
         return self._sum(total, arrived)
 
-    def _read(self, message: Tensor, packer: Packer) -> SparseStream:
-        return packer.unpack(message, 0, self.numel).to_stream()
+    def _spans(self) -> list[Span]:
+        """Every rank's region."""
+        return list(pairwise([0, *self.boundaries.tolist(), self.numel]))
+
+    def _cut(self, stream: SparseStream) -> list[Part]:
+        """The stream's entries in every rank's region."""
+        cuts = torch.searchsorted(stream.indices, self.boundaries.to(torch.int32)).tolist()
+        ends = pairwise([0, *cuts, stream.nnz])
+        return [
+            _part(stream.slice(*positions), span)
+            for positions, span in zip(ends, self._spans(), strict=True)
+        ]
+
+    def _read(self, message: Tensor, packer: Packer, span: Span) -> SparseStream:
+        return packer.unpack(message, *span).to_stream(self.numel)
 
     def _sum(self, total: SparseStream, arrived: Sequence[SparseStream]) -> SparseStream:
         if not arrived:
@@ -176,12 +191,16 @@ class OkTopk(Collective):
             chosen = SparseStream(*passing, self.numel)
         else:
             chosen, shares = self._select_exactly(reduced_topk)
+        P, rank, spans = self.transport.world_size, self.transport.rank, self._spans()
         if self._is_unbalanced(shares):
             chosen = self._balance(chosen, shares, packer)
-        payload, own = packer.pack(Part.of(chosen))
+            spans = [(0, self.numel)] * P  # entries have left their owners' regions
+        payload, own = packer.pack(_part(chosen, spans[rank]))
         messages = self.transport.allgather(payload, channel="allgather")
         parts = [
-            own.to_stream() if source == self.transport.rank else self._read(message, packer)
+            own.to_stream(self.numel)
+            if source == rank
+            else self._read(message, packer, spans[source])
             for source, message in enumerate(messages)
         ]
         return SparseStream.concatenate(parts, self.numel)
@@ -264,7 +283,7 @@ class OkTopk(Collective):
 
     def _balance(self, chosen: SparseStream, shares: Sequence[int], packer: Packer) -> SparseStream:
         """Move entries point to point until every rank holds an equal share, in the same order."""
-        P, rank = self.transport.world_size, self.transport.rank
+        P, rank, spans = self.transport.world_size, self.transport.rank, self._spans()
         total = sum(shares)
         held = list(pairwise([0, *accumulate(shares)]))
         level = [(total * r // P, total * (r + 1) // P) for r in range(P)]
@@ -285,7 +304,7 @@ class OkTopk(Collective):
                 target, source = (rank + s) % P, (rank - s) % P
                 sends, receives = part(target).nnz > 0, _length(moved(source, rank)) > 0
                 handles[source] = self.transport.exchange(
-                    packer.pack(Part.of(part(target)))[0] if sends else None,
+                    packer.pack(_part(part(target), spans[rank]))[0] if sends else None,
                     target if sends else None,
                     source if receives else None,
                     channel="balance",
@@ -293,7 +312,7 @@ class OkTopk(Collective):
             for source, handle in handles.items():
                 message = handle.wait()
                 if message is not None:
-                    parts[source] = self._read(message, packer)
+                    parts[source] = self._read(message, packer, spans[source])
         return SparseStream.concatenate([parts[r] for r in sorted(parts)], self.numel)
 
     # -- state -------------------------------------------------------------------------------------
@@ -320,7 +339,12 @@ def _batches(steps: range, length: int) -> Iterator[range]:
     return (steps[start : start + length] for start in range(0, len(steps), length))
 
 
-def _length(span: tuple[int, int]) -> int:
+def _part(stream: SparseStream, span: Span) -> Part:
+    """A stream whose entries lie in a span, as a part of that alone."""
+    return Part(stream.indices, stream.values, *span)
+
+
+def _length(span: Span) -> int:
     return span[1] - span[0]
 
 

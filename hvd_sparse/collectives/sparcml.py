@@ -28,7 +28,7 @@ class SparcmlCollective(Collective):
         packer = self.packer()
         total = self.allreduce(Part.of(stream), packer)
         self.step += 1
-        return Reduction(total.to_stream(), packer.lost(self.numel))
+        return Reduction(total.to_stream(self.numel), packer.lost(self.numel))
 
     @abstractmethod
     def allreduce(self, part: Part, packer: Packer) -> Part:
@@ -45,7 +45,8 @@ def split_and_reduce(
     """
     P, rank = transport.world_size, transport.rank
     regions = [
-        part.slice(start, stop).settled(operation) for start, stop in uniform_regions(part.numel, P)
+        packer.settled(part.slice(start, stop), operation)
+        for start, stop in uniform_regions(part.numel, P)
     ]
     payloads = [() if i == rank else packer.pack(region)[0] for i, region in enumerate(regions)]
     own = regions[rank]

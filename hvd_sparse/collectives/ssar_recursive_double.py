@@ -44,14 +44,14 @@ def ssar_recursive_double(
         operation: Combines values; in the order of the ranks.
     """
     cube = Cube(transport.rank, transport.world_size)
-    part = _fold(part.settled(operation), cube, transport, packer, operation)
+    part = _fold(packer.settled(part, operation), cube, transport, packer, operation)
     for mask in cube.masks():
         if cube.is_passive:
             transport.exchange(None, None, None, channel="sparcml.double").wait()
             continue
         peer = cube.rank_at(cube.position ^ mask)
         first = cube.rank_at(cube.position & ~(mask - 1))  # of those that hold the same part
-        payload, own = packer.pack(part.settled(operation), author=first)
+        payload, own = packer.pack(packer.settled(part, operation), author=first)
         message = transport.exchange(payload, peer, peer, channel="sparcml.double").received()
         theirs = packer.unpack(message, part.start, part.stop)
         ordered = [own, theirs] if transport.rank < peer else [theirs, own]

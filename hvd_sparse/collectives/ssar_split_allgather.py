@@ -36,5 +36,6 @@ def ssar_split_allgather(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
 ) -> Part:
     """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
-    region = split_and_reduce(part, transport, packer, operation).settled(operation)
-    return join(allgather_regions(region, part.numel, transport, packer), operation)
+    region = split_and_reduce(part, transport, packer, operation)
+    settled = packer.settled(region, operation)
+    return join(allgather_regions(settled, part.numel, transport, packer), operation)

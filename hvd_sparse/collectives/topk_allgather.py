@@ -29,9 +29,9 @@ class TopkAllgather(Collective):
         messages = self.transport.allgather(payload, channel="topk_allgather")
         self.step += 1
         streams = [
-            own.to_stream()
+            own.to_stream(self.numel)
             if source == self.transport.rank
-            else packer.unpack(message, 0, self.numel).to_stream()
+            else packer.unpack(message, 0, self.numel).to_stream(self.numel)
             for source, message in enumerate(messages)
         ]
         total = ops.merge_sum([part.payload() for part in streams], self.numel)

@@ -1,9 +1,7 @@
-"""What the operations ask of their arguments, checked once, and the key of a threshold."""
+"""What the operations ask of their arguments, checked once."""
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +11,6 @@ from hvd_sparse.ops.momentum import Momentum
 
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_NUMEL = 2**31 - 1
-NON_FINITE_KEY = 0x7F800000
-"""Key of infinity: every non-finite value has at least this key, every finite one less."""
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], device: torch.device) -> Tensor:
@@ -102,27 +98,10 @@ def integer(name: str, value: object, low: int, high: int | None = None) -> int:
     return value
 
 
-def magnitude_key(magnitude: float) -> int:
-    """Bits of float32 `magnitude`, without the sign; what is too large for float32 is infinite."""
-    if math.isnan(magnitude):
-        return 0x7FC00000
-    try:
-        bits: int = struct.unpack("<I", struct.pack("<f", abs(magnitude)))[0]
-    except OverflowError:
-        return NON_FINITE_KEY
-    return bits
-
-
-def threshold_key(threshold: float) -> int:
-    """The least key that passes `threshold`: never 0, and never above a non-finite value's."""
-    if threshold < 0:
-        raise ValueError(f"threshold must be >= 0, got {threshold}")
-    return min(max(1, magnitude_key(threshold)), NON_FINITE_KEY)
-
-
-def pivot_key(pivot: float) -> int:
-    """The key of a guess, or 0 for what cannot be one."""
-    return magnitude_key(pivot) if pivot > 0 and math.isfinite(pivot) else 0
+def threshold(value: float) -> None:
+    """Checks a threshold; NaN is one that only non-finite values pass."""
+    if value < 0:
+        raise ValueError(f"threshold must be >= 0, got {value}")
 
 
 def bad_index(what: str, numel: int) -> ValueError:

@@ -46,7 +46,7 @@ def accumulate_select(
             the threshold or the momentum's factor is out of its range.
     """
     _, device = checks.accumulation(residual, gradients, momentum)
-    checks.threshold_key(threshold)
+    checks.threshold(threshold)
     return implementation(device).accumulate_select(residual, gradients, threshold, momentum)
 
 
@@ -148,7 +148,7 @@ def partition_select(
         ValueError: As for `accumulate_select`, or a bound is out of its range.
     """
     numel, device = checks.accumulation(residual, gradients, momentum)
-    checks.threshold_key(threshold)
+    checks.threshold(threshold)
     checks.integer("start", start, 0, numel)
     checks.integer("stop", stop, start, numel)
     return implementation(device).partition_select(
@@ -192,7 +192,7 @@ def hash_select(
         ValueError: As for `accumulate_select`, or a number is out of its range.
     """
     _, device = checks.accumulation(residual, gradients, momentum)
-    checks.threshold_key(threshold)
+    checks.threshold(threshold)
     checks.integer("slots_per_bucket", slots_per_bucket, 1, 255)
     checks.integer("slots", slots, 1, checks.MAX_NUMEL)
     if slots % slots_per_bucket != 0:

@@ -74,7 +74,7 @@ def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple
     """
     device = checks.device_of(indices)
     checks.stream(indices, values, device)
-    checks.threshold_key(threshold)
+    checks.threshold(threshold)
     return implementation(device).threshold_stream(indices, values, threshold)
 
 

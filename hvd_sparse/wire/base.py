@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
+from hvd_sparse.operation import SUM, Operation
 from hvd_sparse.part import Part
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Payload
@@ -49,7 +50,13 @@ class Wire(ABC):
 
     @abstractmethod
     def expected_bytes(self, numel: int, k: int) -> WireBytes:
-        """What k of n elements are expected to take, for the cost model; headers do not count."""
+        """What k of n elements are expected to take; headers do not count."""
+
+    def is_filled_by(self, part: Part) -> bool:
+        """Whether a sparse part is expected to take no less room in a message than a dense one."""
+        room = self.expected_bytes(part.numel, part.nnz)
+        sparse = part.nnz * (room.index_bytes + room.value_bytes)
+        return sparse >= part.numel * room.dense_value_bytes
 
     def encode_indices(self, indices: Tensor, numel: int) -> Payload:
         """The message of indices alone: int32 ascending in `[0, numel)`."""
@@ -80,6 +87,12 @@ class Packer:
         self.step = step
         self._lost: list[SparseStream] = []
         self._messages = 0
+
+    def settled(self, part: Part, operation: Operation = SUM) -> Part:
+        """A part in the form that takes less room in a message; a dense one stays dense."""
+        if part.indices is None or not self.wire.is_filled_by(part):
+            return part
+        return part.to_dense(operation)
 
     def pack(self, part: Part, author: int | None = None) -> tuple[Payload, Part]:
         """Encode a part.
@@ -130,6 +143,5 @@ def sum_of(streams: list[SparseStream], numel: int) -> SparseStream:
 
 def _difference(part: Part, read: Part) -> SparseStream:
     """`part - read`, which have the same form and indices; some entries may be zero."""
-    lost = Part(part.indices, part.values - read.values, part.start, part.stop).to_sparse()
-    assert lost.indices is not None
-    return SparseStream(lost.indices, lost.values, part.stop)
+    lost = Part(part.indices, part.values - read.values, part.start, part.stop)
+    return lost.to_stream(part.stop)

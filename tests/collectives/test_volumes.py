@@ -28,6 +28,7 @@ from hvd_sparse.collectives import (
 from hvd_sparse.stream import SparseStream
 from hvd_sparse.transports import Handle, LocalTransport, Payload, run_ranks
 from hvd_sparse.transports.framing import payload_nbytes
+from hvd_sparse.wire import WIRES
 
 WORD_BYTES = 4
 MESSAGE_WORDS = 4
@@ -198,6 +199,17 @@ def test_oktopk_is_within_its_bounds(P: int, streams: Streams, balance_factor: f
         # Exact thresholds: four sums of 256 counters; boundaries and shares: some words a rank.
         control = max(volume.words(end)) - max(volume.words(end, *phases))
         assert control <= 4 * 512 * (ceil(log2(P)) + 2) + 12 * P * ceil(log2(P))
+
+
+def test_oktopk_codes_indices_from_the_start_of_a_region() -> None:
+    """Gaps are no longer than entries are apart, wherever a region lies."""
+    P, k, numel = 8, 400, 40_000
+    wire = WIRES["float32+gap"]
+    volume, _ = volume_of(P, numel, k, independent, partial(OkTopk, wire=wire))
+    room = wire.expected_bytes(numel, k)
+    entries = P * k * (P - 1) / P
+    payload = entries * (room.index_bytes + room.value_bytes) / WORD_BYTES
+    assert sum(volume.words(0, "split")) <= payload + 2 * P * (P - 1)
 
 
 def test_oktopk_follows_entries_that_move() -> None:

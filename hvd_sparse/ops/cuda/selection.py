@@ -10,8 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys
-from hvd_sparse.ops._checks import pivot_key, threshold_key
+from hvd_sparse.magnitude import (
+    INFINITE_KEY,
+    key_magnitude,
+    magnitude_keys,
+    pivot_key,
+    threshold_key,
+)
 from hvd_sparse.ops.cuda._launcher import THREADS
 from hvd_sparse.ops.cuda._passes import (
     Accumulator,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops._checks import threshold_key
+from hvd_sparse.magnitude import threshold_key
 from hvd_sparse.ops.cuda._launcher import Argument
 from hvd_sparse.ops.cuda._passes import (
     DTYPE_CODES,

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hvd_sparse.ops._checks import pivot_key, threshold_key
+from hvd_sparse.magnitude import pivot_key, threshold_key
 from hvd_sparse.ops.momentum import Momentum
 from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check, empty_stream
 from hvd_sparse.ops.native._source import Source

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops._checks import threshold_key
+from hvd_sparse.magnitude import threshold_key
 from hvd_sparse.ops.native._library import (
     DTYPE_CODES,
     NativeLibrary,

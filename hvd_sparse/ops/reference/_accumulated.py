@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvd_sparse.magnitude import magnitude_keys
-from hvd_sparse.ops._checks import NON_FINITE_KEY
+from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
 from hvd_sparse.ops.momentum import Momentum
 
 
@@ -48,7 +47,7 @@ class Accumulated:
             selected: int64 indices, ascending.
         """
         values = self.acc[selected]
-        spoiled = self.keys >= NON_FINITE_KEY
+        spoiled = self.keys >= INFINITE_KEY
         kept = self.acc.index_fill(0, selected, 0.0)
         _update(self._residual, kept, spoiled)
         if self._momentum is not None:
@@ -58,5 +57,5 @@ class Accumulated:
 
 def _update(x: Tensor, updated: Tensor, spoiled: Tensor) -> None:
     """Writes to `x`; where it is spoiled, `x` stays as it was (0 if that was not finite either)."""
-    before = torch.where(magnitude_keys(x) < NON_FINITE_KEY, x, 0.0)
+    before = torch.where(magnitude_keys(x) < INFINITE_KEY, x, 0.0)
     x.copy_(torch.where(spoiled, before, updated))

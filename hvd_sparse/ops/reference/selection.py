@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops._checks import NON_FINITE_KEY, threshold_key
+from hvd_sparse.magnitude import INFINITE_KEY, threshold_key
 from hvd_sparse.ops.momentum import Momentum
 from hvd_sparse.ops.reference._accumulated import Accumulated
 from hvd_sparse.ops.reference.estimation import kth_magnitude
@@ -69,7 +69,7 @@ def partition_select(
 ) -> tuple[Tensor, Tensor]:
     """Moves out what reaches the threshold in `[start, stop)`."""
     accumulated = Accumulated(residual, gradients, momentum)
-    selected = accumulated.keys >= NON_FINITE_KEY
+    selected = accumulated.keys >= INFINITE_KEY
     selected[start:stop] = accumulated.keys[start:stop] >= threshold_key(threshold)
     return accumulated.move_out(_where(selected))
 
@@ -86,7 +86,7 @@ def hash_select(
 ) -> tuple[Tensor, Tensor]:
     """Moves out what reaches the threshold and finds a free slot."""
     accumulated = Accumulated(residual, gradients, momentum)
-    finite = accumulated.keys < NON_FINITE_KEY
+    finite = accumulated.keys < INFINITE_KEY
     selected = _where((accumulated.keys >= threshold_key(threshold)) & finite)
     buckets = _bucket_of(selected, slots // slots_per_bucket, a, b)
     # Sorted stably, the entries of a bucket are a run of ascending indices: the first ones win.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvd_sparse.magnitude import magnitude_keys
-from hvd_sparse.ops._checks import bad_index, threshold_key
+from hvd_sparse.magnitude import magnitude_keys, threshold_key
+from hvd_sparse.ops._checks import bad_index
 
 
 def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops._checks import NON_FINITE_KEY, bad_index
+from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
+from hvd_sparse.ops._checks import bad_index
 
 GAP_BLOCK = 128
 WORD_MASK = 0xFFFFFFFF
@@ -55,13 +56,13 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
     """Rounds to levels."""
     levels = (1 << (bits - 1)) - 1
     buckets = _rows(x, bucket_numel)
-    largest = (buckets.view(torch.int32) & 0x7FFFFFFF).amax(1)
+    largest = magnitude_keys(buckets).amax(1)
     scales = largest.clamp(max=MOST_SCALE_KEY).view(torch.float32)
     per_level = torch.full_like(scales, levels) / scales
     flat = ~per_level.isfinite()
-    per_level = torch.where(flat | (largest >= NON_FINITE_KEY), 0.0, per_level)
+    per_level = torch.where(flat | (largest >= INFINITE_KEY), 0.0, per_level)
     scales = torch.where(flat, 0.0, scales)
-    scales = torch.where(largest >= NON_FINITE_KEY, torch.nan, scales)
+    scales = torch.where(largest >= INFINITE_KEY, torch.nan, scales)
 
     finite = torch.where(per_level[:, None] == 0.0, 0.0, buckets)
     level = (finite.abs() * per_level[:, None]).clamp_(max=levels)
