@@ -78,16 +78,7 @@ KERNEL sample_accumulator(const f32* residual, f32* buffer, f32 factor, i32 nest
   const i64 sample = ThreadInGrid();
   if (sample >= samples) return;
   const i64 at = start + sample / run * stride + sample % run;
-  i32 low = 0, high = segment_count;  // the segment is in [low, high)
-  while (high - low > 1) {
-    const i32 middle = (low + high) / 2;
-    if (segments[middle].begin <= at) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const Tile whole = TileOf(segments[low], 0);
+  const Tile whole = TileOf(FindSegment(segments, segment_count, &Segment::begin, at), 0);
   const f32 g = GradientAt(whole, static_cast<u32>(at - whole.begin));
   const Momentum momentum{buffer, factor, nesterov != 0};
   f32 u = buffer == nullptr ? 0.0f : buffer[at];

@@ -43,18 +43,25 @@ __device__ __forceinline__ Tile TileOf(const Segment& segment, i64 offset) {
   return tile;
 }
 
-// The tile of a number below the count of tiles.
-__device__ inline Tile FindTile(const Segment* segments, i32 segment_count, i64 number) {
+// The last segment whose `first`, its begin or its first tile, is not above `number`.
+__device__ inline const Segment& FindSegment(const Segment* segments, i32 segment_count,
+                                             i64 Segment::* first, i64 number) {
   i32 low = 0, high = segment_count;  // the segment is in [low, high)
   while (high - low > 1) {
     const i32 middle = (low + high) / 2;
-    if (segments[middle].first_tile <= number) {
+    if (segments[middle].*first <= number) {
       low = middle;
     } else {
       high = middle;
     }
   }
-  return TileOf(segments[low], (number - segments[low].first_tile) * kTile);
+  return segments[low];
+}
+
+// The tile of a number below the count of tiles.
+__device__ inline Tile FindTile(const Segment* segments, i32 segment_count, i64 number) {
+  const Segment& segment = FindSegment(segments, segment_count, &Segment::first_tile, number);
+  return TileOf(segment, (number - segment.first_tile) * kTile);
 }
 
 // Where in its tile a thread's item lies.

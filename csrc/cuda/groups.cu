@@ -21,18 +21,9 @@ struct SumReader {
 
   __device__ SumReader(const f32* residual, const Momentum& momentum, const Segment* segments,
                        i32 segment_count, i64 begin)
-      : residual(residual), momentum(momentum) {
-    i32 low = 0, high = segment_count;  // the segment is in [low, high)
-    while (high - low > 1) {
-      const i32 middle = (low + high) / 2;
-      if (segments[middle].begin <= begin) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    segment = segments + low;
-  }
+      : residual(residual),
+        momentum(momentum),
+        segment(&FindSegment(segments, segment_count, &Segment::begin, begin)) {}
 
   // The sum at a position; `u` becomes the new momentum.
   __device__ __forceinline__ f32 At(i64 at, f32& u) {

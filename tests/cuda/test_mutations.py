@@ -64,8 +64,8 @@ MUTATIONS = {
     "segment off by one": Mutation(
         "accumulate",
         "number) {\n  i32 low",
-        "segments[middle].first_tile <= number",
-        "segments[middle].first_tile < number",
+        "segments[middle].*first <= number",
+        "segments[middle].*first < number",
     ),
     "load past the end": Mutation(
         "accumulate", "void LoadQuad(", "i < left ? from[i] : 0.0f", "from[i]"

@@ -5,18 +5,21 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.transports import LocalTransport, Transport, run_ranks
 from hvd_sparse.transports.choose import Capability, create_transport, decide
 from hvd_sparse.transports.gloo import join_store
 from hvd_sparse.transports.network import HostReport
+from tests.transports.failures import (
+    aborts_from_another_thread,
+    times_out_and_tells_the_others,
+)
 from tests.workers.transport_scenarios import SCENARIOS, Scenario
 
 pytestmark = pytest.mark.timeout(60)
@@ -150,36 +153,11 @@ def test_conformance_of_gloo(scenario: Scenario) -> None:
 
 
 def test_gloo_times_out_and_tells_the_others() -> None:
-    errors: dict[int, TransportError] = {}
-
-    def rank(t: Transport) -> None:
-        start = time.monotonic()
-        if t.rank < 2:
-            with pytest.raises(TransportError) as caught:
-                t.exchange(None, None, 2 if t.rank == 0 else 0, channel="c").wait()
-            errors[t.rank] = caught.value
-        else:
-            while len(errors) < 2:
-                time.sleep(0.05)
-        assert time.monotonic() - start < 6.0
-
-    over_gloo(3, rank, timeout_s=[0.5, 30.0, 30.0])
-    assert isinstance(errors[0], TransportTimeout)
-    assert isinstance(errors[1], PeerLostError)
+    times_out_and_tells_the_others(over_gloo)
 
 
 def test_gloo_aborts_from_another_thread() -> None:
-    import threading
-
-    def rank(t: Transport) -> None:
-        if t.rank == 0:
-            threading.Timer(0.2, t.abort).start()
-        start = time.monotonic()
-        with pytest.raises(PeerLostError):
-            t.exchange(None, None, (t.rank + 1) % 3, channel="c").wait()
-        assert time.monotonic() - start < 5.0
-
-    over_gloo(3, rank, timeout_s=30.0)
+    aborts_from_another_thread(over_gloo)
 
 
 def test_an_unreachable_store_is_named() -> None:

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ from hvd_sparse.transports.device_group import DeviceGroup
 from hvd_sparse.transports.gloo import dist, join_store, serve_store
 from hvd_sparse.transports.nccl import DIRECT_BYTES, NcclTransport, connect_nccl
 from tests.launch import horovodrun
+from tests.transports.failures import (
+    aborts_from_another_thread,
+    times_out_and_tells_the_others,
+)
 from tests.transports.rendezvous import RendezvousGroup, RendezvousWorld
 from tests.transports.test_choose import ThreadBootstrap
 from tests.workers.transport_scenarios import SCENARIOS, ring
@@ -102,27 +107,16 @@ def test_what_goes_over_nccl() -> None:
 
 
 def test_a_silent_rank_times_out_and_tells_the_others() -> None:
-    errors: dict[int, TransportError] = {}
+    world = RendezvousWorld(3)
+    groups: list[RendezvousGroup] = []
 
-    def rank(t: NcclTransport) -> None:
-        start = time.monotonic()
-        if t.rank < 2:
-            with pytest.raises(TransportError) as caught:
-                t.exchange(None, None, 2 if t.rank == 0 else 0, channel="c").wait()
-            errors[t.rank] = caught.value
-            with pytest.raises(type(caught.value), match="of no more use"):
-                t.exchange(None, None, 2, channel="c")
-            assert t._devices._group.aborted.is_set()
-        else:
-            while len(errors) < 2:
-                time.sleep(0.02)
-        assert time.monotonic() - start < 6.0
+    def connect(*arguments: Any) -> RendezvousGroup:
+        groups.append(world.connect(*arguments))
+        return groups[-1]
 
-    over_nccl(3, rank, timeout_s=[0.5, 30.0, 30.0])
-    assert isinstance(errors[0], TransportTimeout)
-    assert "rank 2 did not answer within 0.5 s" in str(errors[0])
-    assert isinstance(errors[1], PeerLostError)
-    assert "rank 0 gave the transport up" in str(errors[1])
+    says = times_out_and_tells_the_others(partial(over_nccl, connect=connect))
+    assert "rank 0 gave the transport up" in says
+    assert all(group.aborted.is_set() for group in groups if group.rank < 2)
 
 
 def test_a_send_that_nobody_takes_times_out() -> None:
@@ -136,15 +130,7 @@ def test_a_send_that_nobody_takes_times_out() -> None:
 
 
 def test_an_abort_from_another_thread_ends_all_waits() -> None:
-    def rank(t: NcclTransport) -> None:
-        if t.rank == 0:
-            threading.Timer(0.2, t.abort).start()
-        start = time.monotonic()
-        with pytest.raises(PeerLostError, match="rank 0 aborted"):
-            t.exchange(None, None, (t.rank + 1) % 3, channel="c").wait()
-        assert time.monotonic() - start < 5.0
-
-    over_nccl(3, rank, timeout_s=30.0)
+    assert all("rank 0 aborted" in says for says in aborts_from_another_thread(over_nccl))
 
 
 def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
