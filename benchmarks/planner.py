@@ -47,7 +47,8 @@ def launch(network: str, model: str, way: str, options: argparse.Namespace) -> d
             str(Path(sys.executable).parent / "horovodrun"),
             *("--gloo", "-np", str(options.ranks), "-H", hosts),
             *(sys.executable, worker, "--out", str(out), "--model", model, "--way", way),
-            *("--steps", str(options.steps), "--single-numel", str(options.single_numel)),
+            *("--steps", str(options.steps), "--seconds", str(options.seconds)),
+            *("--single-numel", str(options.single_numel)),
         ]
         if network != LOOPBACK:
             command = [options.netlab_script, "exec", "1", *command]
@@ -58,11 +59,11 @@ def launch(network: str, model: str, way: str, options: argparse.Namespace) -> d
 
 
 def measure(network: str, model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Every way, several launches each in turn; the median launch by its step time counts."""
+    """Every way, its launches in turn; the median launch by its step time counts."""
     launches: dict[str, list[dict[str, Any]]] = {}
-    ways = ("dense", "planned", *options.collectives)
     for launch_number in range(options.launches):
-        for way in ways:
+        is_first = launch_number < options.collective_launches
+        for way in ("dense", "planned", *(options.collectives if is_first else ())):
             print(
                 f"{network}, {model}, {way}: launch {launch_number + 1} of {options.launches} …",
                 file=sys.stderr,
@@ -146,7 +147,9 @@ def main() -> None:
     parser.add_argument("--collectives", nargs="*", default=list(COLLECTIVES))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30, help="timed steps of a launch")
-    parser.add_argument("--launches", type=int, default=3, help="of every way")
+    parser.add_argument("--seconds", type=float, default=8.0, help="for which they go on, at most")
+    parser.add_argument("--launches", type=int, default=3, help="of dense and of planned")
+    parser.add_argument("--collective-launches", type=int, default=3, help="of the others")
     parser.add_argument("--single-numel", type=int, default=126_700_000 // 16)
     parser.add_argument("--netlab-script", default=os.environ.get("HVD_SPARSE_NETLAB"))
     options = parser.parse_args()

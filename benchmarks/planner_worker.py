@@ -21,6 +21,8 @@ from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS
 
 DENSITY = 0.01
 WARMUP_STEPS = 5
+FEWEST_STEPS = 8
+"""Steps that are timed, however long they take."""
 
 
 class Cnn(nn.Module):
@@ -104,8 +106,8 @@ def check_replicas(model: nn.Module) -> None:
         assert lowest == highest, f"{name}: ranks have different weights"
 
 
-def run(model_name: str, way: str, steps: int) -> dict[str, Any]:
-    """Train, check, time."""
+def run(model_name: str, way: str, steps: int, seconds: float) -> dict[str, Any]:
+    """Train, check, time: so many steps, or those that fit into so many seconds."""
     torch.manual_seed(0)
     model = MODELS[model_name]()
     compression = compression_of(way, model)
@@ -126,9 +128,9 @@ def run(model_name: str, way: str, steps: int) -> dict[str, Any]:
     training_step()  # the planner is at work from the first gradient on
     while planner is not None and planner.steps_to_review < REVIEW_INTERVAL_STEPS:
         training_step()
-    for _ in range(WARMUP_STEPS):
-        training_step()
-    timed = [timed_s(training_step) for _ in range(steps)]
+    expected_s = median(timed_s(training_step) for _ in range(WARMUP_STEPS))
+    fitting = hvd.broadcast_object(int(seconds / expected_s), name="fitting")
+    timed = [timed_s(training_step) for _ in range(max(FEWEST_STEPS, min(steps, fitting)))]
     check_replicas(model)
 
     every = hvd.allgather_object(timed, name="timed")
@@ -175,12 +177,13 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--way", required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--single-numel", type=int, default=Single.numel)
     options = parser.parse_args()
     Single.numel = options.single_numel
     hvd.init()
     torch.set_num_threads(1)
-    found = run(options.model, options.way, options.steps)
+    found = run(options.model, options.way, options.steps, options.seconds)
     if hvd.rank() == 0:
         options.out.write_text(json.dumps(found))
     hvd.barrier()

@@ -125,9 +125,14 @@ class Trial:
 
     @property
     def winner(self) -> Tried:
-        """The fastest plan; the dense one where no other saves enough."""
-        dense, best = self.tried[0], min(self.tried, key=lambda tried: tried.step_s)
-        return best if best.step_s < (1 - LEAST_GAIN) * dense.step_s else dense
+        """The fastest plan; the dense one where no other saves enough, and more than noise."""
+        dense = self.tried[0]
+        paying = [
+            tried
+            for tried in self.tried
+            if tried.step_s < (1 - LEAST_GAIN) * dense.step_s and tried.differs_from(dense)
+        ]
+        return min(paying, key=lambda tried: tried.step_s, default=dense)
 
     def predicted_s(self, tried: Tried) -> float:
         """What a step was predicted to take, once dense ones had been timed."""

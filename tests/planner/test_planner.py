@@ -412,15 +412,17 @@ def turns_of(trial: Trial, noise_s: float) -> int:
     return turns
 
 
-@pytest.mark.parametrize(("noise_s", "turns"), [(0.0, 4), (0.05, 8), (10.0, 12)])
+@pytest.mark.parametrize(
+    ("noise_s", "turns", "winner_s"), [(0.0, 4, 0.60), (0.05, 8, 0.60), (10.0, 12, 1.0)]
+)
 def test_plans_that_noise_does_not_tell_apart_have_further_turns(
-    noise_s: float, turns: int
+    noise_s: float, turns: int, winner_s: float
 ) -> None:
-    """Without noise there is one round; with some, two plans go on; with much, all do."""
+    """Without noise there is one round; with some, two plans go on; with much, all, for nothing."""
     trial = Trial(ChosenPlan({}, 1.0, 1.0))
     trial.enter([plan_of(0.60), plan_of(0.61), plan_of(0.9)])
     assert turns_of(trial, noise_s) == turns
-    assert trial.winner.plan.predicted_s == 0.60
+    assert trial.winner.plan.predicted_s == winner_s
     assert trial.current is trial.winner
 
 
