@@ -37,6 +37,7 @@ def sweep_rows(ranks: int, world: World, numel: int, at: Launcher) -> list[Row]:
     case = f"P={ranks} {at.place}"
     rows = [
         Row(case, "measured α", world["link"]["alpha_s"] * 1e6, "µs"),
+        Row(case, "measured g", world["link"]["gap_s"] * 1e6, "µs"),
         Row(case, "measured β", world["link"]["beta_s_per_byte"] * 1e9, "ns/byte"),
         Row(case, "measured γ", world["link"]["reduction_s_per_byte"] * 1e9, "ns/byte"),
     ]

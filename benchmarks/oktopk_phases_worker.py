@@ -20,7 +20,7 @@ from benchmarks.oktopk_variants import (
     UniformUnbalanced,
     skewed_stream,
 )
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import create_transport
 from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import OkTopk
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Traffic, Transport
 from hvd_sparse.wire import Packer
 

@@ -25,8 +25,7 @@ from benchmarks._launch import Launcher
 from benchmarks._report import Row, write_report
 from hvd_sparse import ops
 from hvd_sparse.ops import reference
-from hvd_sparse.part import Part
-from hvd_sparse.stream import ENTRY_BYTES, SparseStream
+from hvd_sparse.streams import ENTRY_BYTES, Part, SparseStream
 from hvd_sparse.wire import PLAIN, WIRES
 from hvd_sparse.wire.base import flat_message
 

@@ -19,7 +19,7 @@ from hvd_sparse.functional import (
 )
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.recording import Recorder
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """The accumulator: what a memory holds plus one step's gradients, as a selector sees it.
 
-A memory decides how gradients enter (`residual.py`, `momentum.py`), a selector what leaves. The
+A memory decides how gradients enter (`memories/`), a selector what leaves. The
 gradients are added by the first operation that takes something out, in the same pass over memory;
 operations that come after it find them added.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 NO_GRADIENTS: tuple[Tensor, ...] = ()
 

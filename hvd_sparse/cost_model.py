@@ -4,9 +4,9 @@ Sources: Table 1 of Li and Hoefler, "Near-Optimal Sparse Allreduce for Distribut
 (PPoPP '22); section 5.3 of Renggli et al., "SparCML" (SC '19).
 
 Symbols: P ranks, n elements, k entries per rank, K entries of the sum, α `alpha_s`, β
-`beta_s_per_byte`, γ `reduction_s_per_byte`. A word has four bytes; an entry is two words. β_s of
-SparCML is the time of an entry, β_d that of a word; what they are on a compact wire follows from
-its `WireBytes`.
+`beta_s_per_byte`, γ `reduction_s_per_byte`, g `gap_s`. A word has four bytes; an entry is two
+words. β_s of SparCML is the time of an entry, β_d that of a word; what they are on a compact wire
+follows from its `WireBytes`.
 
 | algorithm | messages of a rank, at most | words that it receives |
 |---|---|---|
@@ -26,7 +26,7 @@ Both papers give intervals where a cost depends on how far the ranks' indices co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from hvd_sparse.checks import check_at_least, check_choice, check_count
@@ -36,6 +36,9 @@ WORD_BYTES = 4
 DIRECT_ALLGATHER_RANKS = 4
 """Up to here `Transport.allgather` sends P - 1 messages at once, beyond log P in turn: one round
 beats several that wait for each other."""
+MESSAGES_IN_FLIGHT = 4
+"""Messages of one phase, to different ranks, that a rank has under way at once: enough to hide
+latency, too few to crowd a receiver."""
 OKTOPK_LEVELS = 71
 """Levels that Ok-Topk's threshold may move to; the ranks count what passes each of them."""
 OKTOPK_LEVELS_GATHERED_RANKS = 16
@@ -51,15 +54,27 @@ class Link:
         alpha_s: α, seconds of a message.
         beta_s_per_byte: β, seconds of a byte on the wire.
         reduction_s_per_byte: γ, seconds to reduce a byte that was received, as it is in memory.
+        gap_s: g, seconds of a message that is sent while another one is under way, in `[0, α]`;
+            None: α, as the papers count.
     """
 
     alpha_s: float
     beta_s_per_byte: float
     reduction_s_per_byte: float = 0.0
+    gap_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("alpha_s", "beta_s_per_byte", "reduction_s_per_byte"):
             check_at_least(name, getattr(self, name), 0.0)
+        if self.gap_s is not None and not 0 <= self.gap_s <= self.alpha_s:
+            raise ConfigError(
+                f"gap_s must be in [0, alpha_s = {self.alpha_s:g}], got {self.gap_s!r}"
+            )
+
+    @property
+    def g(self) -> float:
+        """What a message in flight costs, in seconds."""
+        return self.alpha_s if self.gap_s is None else self.gap_s
 
 
 ORDINARY_LINK = Link(alpha_s=1e-4, beta_s_per_byte=8e-9, reduction_s_per_byte=1e-9)
@@ -82,6 +97,11 @@ class WireBytes:
     dense_value_bytes: float = WORD_BYTES
     read_value_bytes: float = WORD_BYTES
 
+    @property
+    def entry_bytes(self) -> float:
+        """Of an entry."""
+        return self.index_bytes + self.value_bytes
+
     def read(self) -> WireBytes:
         """The same of a wire on which everything is as it is in memory."""
         value = self.read_value_bytes
@@ -98,6 +118,7 @@ class Cost:
 
     Attributes:
         messages: Messages that follow one another.
+        in_flight: Those of them that are sent while another one is under way.
         entries: Sparse entries received.
         dense_words: Values of dense parts received.
         plain_entries: Entries received that every wire leaves as they are.
@@ -109,6 +130,7 @@ class Cost:
     dense_words: float = 0.0
     plain_entries: float = 0.0
     plain_words: float = 0.0
+    in_flight: float = 0.0
 
     @property
     def words(self) -> float:
@@ -117,15 +139,19 @@ class Cost:
 
     def nbytes(self, wire: WireBytes = PLAIN_BYTES) -> float:
         """Bytes received over a wire."""
-        coded = self.entries * (wire.index_bytes + wire.value_bytes)
+        coded = self.entries * wire.entry_bytes
         coded += self.dense_words * wire.dense_value_bytes
         plain = self.plain_entries * (WORD_BYTES + wire.read_value_bytes)
         return coded + plain + self.plain_words * wire.read_value_bytes
 
+    def latency_s(self, link: Link) -> float:
+        """The part of the time that no size changes: α or g a message."""
+        return (self.messages - self.in_flight) * link.alpha_s + self.in_flight * link.g
+
     def seconds(self, link: Link, wire: WireBytes = PLAIN_BYTES) -> float:
-        """The time it takes: α a message, β a byte on the wire, γ a byte in memory."""
+        """The time it takes: α or g a message, β a byte on the wire, γ a byte in memory."""
         return (
-            self.messages * link.alpha_s
+            self.latency_s(link)
             + self.nbytes(wire) * link.beta_s_per_byte
             + self.nbytes(wire.read()) * link.reduction_s_per_byte
         )
@@ -155,13 +181,23 @@ def allgather_messages(P: int) -> int:
     return P - 1 if P <= DIRECT_ALLGATHER_RANKS else ceil(log2(P))
 
 
+def _in_flight(messages: int) -> int:
+    """How many messages of one phase are sent while another one is under way."""
+    return messages - ceil(messages / MESSAGES_IN_FLIGHT)
+
+
+def _allgather_in_flight(P: int) -> int:
+    """The same of an allgather: beyond a few ranks, its messages wait for each other."""
+    return _in_flight(P - 1) if P <= DIRECT_ALLGATHER_RANKS else 0
+
+
 def _allreduce_messages(P: int) -> int:
     """Rounds of `Transport.allreduce_sum`."""
     cube = P.bit_length() - 1
     return cube if 1 << cube == P else cube + 2
 
 
-def dense(P: int, n: int, k: int) -> CostRange:
+def dense(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """Rabenseifner: recursive halving, recursive doubling; a fold before and after for odd P."""
     cube = 1 << (P.bit_length() - 1)
     folds = 0 if cube == P else 1
@@ -170,13 +206,14 @@ def dense(P: int, n: int, k: int) -> CostRange:
     return CostRange(cost, cost, cost)
 
 
-def topk_allgather(P: int, n: int, k: int) -> CostRange:
+def topk_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """TopkA: α log P + 2k (P-1) β."""
-    cost = Cost(allgather_messages(P), entries=k * (P - 1))
+    messages, in_flight = allgather_messages(P), _allgather_in_flight(P)
+    cost = Cost(messages, entries=k * (P - 1), in_flight=in_flight)
     return CostRange(cost, cost, cost)
 
 
-def ssar_recursive_double(P: int, n: int, k: int) -> CostRange:
+def ssar_recursive_double(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """SparCML 5.3.1: round t brings a sum of 2^t streams, dense where that is shorter.
 
     The surplus ranks get the result as it is: rounded again, it would not be what the others have.
@@ -185,60 +222,66 @@ def ssar_recursive_double(P: int, n: int, k: int) -> CostRange:
     rounds = int(log2(cube))
     folds = 0 if cube == P else 1
     sums = [P / cube * 2**t for t in range(rounds)]
-    received = [_sum_of_streams(n, k, m) for m in sums]
-    received += [Cost(1, entries=k), _unrounded(_sum_of_streams(n, k, P))] * folds
+    received = [_sum_of_streams(n, k, m, wire) for m in sums]
+    if folds:
+        is_dense = received[-1].dense_words > 0
+        result = _sum_of_streams(n, k, P, wire if is_dense else PLAIN_BYTES)
+        received += [_sum_of_streams(n, k, 1, wire), _unrounded(result)]
     most = [Cost(1, entries=k * m) for m in sums]
     most += [Cost(1, entries=k), Cost(1, plain_entries=k * P)] * folds
     return CostRange(Cost(rounds, entries=k * rounds), _in_turn(received), _in_turn(most))
 
 
-def ssar_split_allgather(P: int, n: int, k: int) -> CostRange:
+def ssar_split_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """SparCML 5.3.2: (P - 1 + log P) α, then from 2k (P-1)/P β_s to kP β_s."""
     messages, share = P - 1 + allgather_messages(P), (P - 1) / P
+    regions = _sum_of_streams(n, k, P, wire, share)
     return CostRange(
         Cost(messages, entries=2 * k * share),
-        _in_turn([Cost(messages - 1, entries=k * share), _sum_of_streams(n, k, P, share)]),
+        _in_turn([_split(P, n, k, wire), _gathered(P, regions)]),
         Cost(messages, entries=k * P),
     )
 
 
-def dsar_split_allgather(P: int, n: int, k: int) -> CostRange:
+def dsar_split_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """SparCML 5.3.3: (P - 1 + log P) α + k β_s + n (P-1)/P β_d at most."""
     messages, share = P - 1 + allgather_messages(P), (P - 1) / P
     return CostRange(
         Cost(messages, dense_words=n * share),
-        Cost(messages, entries=k * share, dense_words=n * share),
+        _in_turn([_split(P, n, k, wire), _gathered(P, Cost(1, dense_words=n * share))]),
         Cost(messages, entries=k, dense_words=n * share),
     )
 
 
-def topk_dsa(P: int, n: int, k: int) -> CostRange:
+def topk_dsa(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """TopkDSA: (P + 2 log P) α, then from 4k (P-1)/P β to (2k + n) (P-1)/P β."""
     messages, share = P - 1 + allgather_messages(P), (P - 1) / P
     return CostRange(
         Cost(messages, entries=2 * k * share),
-        ssar_split_allgather(P, n, k).expected,
+        ssar_split_allgather(P, n, k, wire).expected,
         Cost(messages, entries=k * share, dense_words=n * share),
     )
 
 
-def gtopk(P: int, n: int, k: int) -> CostRange:
+def gtopk(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """gTopk: 2 log P α + 4k log P β, a tree up and a tree down."""
     rounds = 2 * ceil(log2(P))
     cost = Cost(rounds, entries=k * rounds)
     return CostRange(Cost(rounds), cost, cost)
 
 
-def oktopk(P: int, n: int, k: int) -> CostRange:
+def oktopk(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """Ok-Topk: (2P + 2 log P) α, then from 2k (P-1)/P β to 6k (P-1)/P β.
 
     Expected are k entries for each phase, and no balancing: the boundaries have seen to it.
     """
     share, gathers = (P - 1) / P, 2 * allgather_messages(P)
     control = oktopk_control(P)
+    in_flight = _in_flight(P - 1) + 2 * _allgather_in_flight(P)
+    usual = Cost(P - 1 + gathers, entries=2 * k * share, in_flight=in_flight)
     return CostRange(
         Cost(P - 1 + gathers, entries=k * share),
-        _in_turn([Cost(P - 1 + gathers, entries=2 * k * share), control]),
+        _in_turn([usual, control]),
         _in_turn([Cost(2 * (P - 1) + gathers, entries=3 * k * share), control]),
     )
 
@@ -251,7 +294,7 @@ def oktopk_control(P: int) -> Cost:
     return Cost(rounds, plain_words=2 * OKTOPK_LEVELS * rounds + P - 1)
 
 
-Formula = Callable[[int, int, int], CostRange]
+Formula = Callable[[int, int, int, WireBytes], CostRange]
 FORMULAS: Mapping[str, Formula] = {
     "dense": dense,
     "topk_allgather": topk_allgather,
@@ -264,7 +307,9 @@ FORMULAS: Mapping[str, Formula] = {
 }
 
 
-def cost(algorithm: str, world_size: int, numel: int, k: int) -> CostRange:
+def cost(
+    algorithm: str, world_size: int, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
+) -> CostRange:
     """What one allreduce costs a rank.
 
     Args:
@@ -272,13 +317,14 @@ def cost(algorithm: str, world_size: int, numel: int, k: int) -> CostRange:
         world_size: P, at least 1.
         numel: n, at least 0.
         k: Entries of each rank, in `[0, numel]`.
+        wire: Where it says that the dense form is shorter, sums are sent dense.
     """
     check_choice("algorithm", algorithm, FORMULAS)
     check_count("world_size", world_size, 1)
     check_count("numel", numel, 0)
     if not 0 <= k <= numel:
         raise ConfigError(f"k must be in [0, numel = {numel}], got {k!r}")
-    return FORMULAS[algorithm](world_size, numel, k) if world_size > 1 else NOTHING
+    return FORMULAS[algorithm](world_size, numel, k, wire) if world_size > 1 else NOTHING
 
 
 def cheapest(
@@ -295,19 +341,32 @@ def cheapest(
     """
     return min(
         algorithms,
-        key=lambda name: cost(name, world_size, numel, k).expected.seconds(link, wire),
+        key=lambda name: cost(name, world_size, numel, k, wire).expected.seconds(link, wire),
     )
 
 
-def _sum_of_streams(n: int, k: int, ranks: float, share: float = 1.0) -> Cost:
+def _sum_of_streams(n: int, k: int, ranks: float, wire: WireBytes, share: float = 1.0) -> Cost:
     """A message with a share of the sum of several ranks' streams, in the shorter form.
 
-    The form is decided before the sum is taken, by what its last two operands have together.
+    In memory the form is decided before the sum is taken, by what its last two operands have
+    together; what is sparse after it is sent in the form that is shorter on the wire.
     """
     operands = expected_nnz(n, k, max(1.0, ranks / 2)) * min(2.0, ranks)
-    if 2 * operands >= n:
+    entries = expected_nnz(n, k, ranks)
+    if 2 * operands >= n or entries * wire.entry_bytes >= n * wire.dense_value_bytes:
         return Cost(1, dense_words=n * share)
-    return Cost(1, entries=expected_nnz(n, k, ranks) * share)
+    return Cost(1, entries=entries * share)
+
+
+def _split(P: int, n: int, k: int, wire: WireBytes) -> Cost:
+    """The split phase: a rank's stream goes to the owners of its regions."""
+    stream = _sum_of_streams(n, k, 1, wire, (P - 1) / P)
+    return replace(stream, messages=P - 1, in_flight=_in_flight(P - 1))
+
+
+def _gathered(P: int, regions: Cost) -> Cost:
+    """All other ranks' regions, by an allgather."""
+    return replace(regions, messages=allgather_messages(P), in_flight=_allgather_in_flight(P))
 
 
 def _unrounded(cost: Cost) -> Cost:
@@ -322,4 +381,5 @@ def _in_turn(costs: Iterable[Cost]) -> Cost:
         sum(c.dense_words for c in every),
         sum(c.plain_entries for c in every),
         sum(c.plain_words for c in every),
+        sum(c.in_flight for c in every),
     )

@@ -201,7 +201,7 @@ def test_the_core_runs_where_horovod_and_mpi4py_are_not_installed() -> None:
         "import hvd_sparse, torch\n"
         "from hvd_sparse.transports.local import run_ranks\n"
         "from hvd_sparse.collectives import OkTopk\n"
-        "from hvd_sparse.stream import SparseStream\n"
+        "from hvd_sparse.streams import SparseStream\n"
         "s = SparseStream(torch.tensor([1, 5], dtype=torch.int32), torch.ones(2), 9)\n"
         "r = run_ranks(2, lambda t: OkTopk(t, 9, 2).reduce(s), timeout_s=20)\n"
         "assert r[0].reduced.values.tolist() == [2.0, 2.0], r\n"

@@ -85,8 +85,9 @@ def test_compact_wires_take_the_predicted_bytes(
         stretch=1.0,
         wire=wire,
     )
-    expected = cost(algorithm, world_size, numel, k).expected
-    predicted = expected.seconds(by_bytes, wire.expected_bytes(numel, k))
+    room = wire.expected_bytes(numel, k)
+    expected = cost(algorithm, world_size, numel, k, room).expected
+    predicted = expected.seconds(by_bytes, room)
     # Indices are taken for those of one rank's entries: a sum of eight has gaps of three bits less.
     # Control: headers, tables, scales; the first 128 gaps may have the bits of the first index.
     control = 300 * outcome.messages.worst
@@ -171,6 +172,18 @@ def test_a_smaller_wire_costs_less() -> None:
     assert received.seconds(in_memory, doubles) == received.nbytes(doubles) == 16_176
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16])
+def test_messages_in_flight_take_the_gap(algorithm: str, world_size: int) -> None:
+    link = Link(1e-3, 1e-12, gap_s=2e-4)
+    outcome = simulate(
+        algorithm, world_size, Workload(1000, 20), Network(link), SyntheticStreams(), stretch=1.0
+    )
+    expected = cost(algorithm, world_size, 1000, 20).expected
+    assert outcome.exchange_s == pytest.approx(expected.seconds(link), rel=0.1)
+    assert (expected.in_flight > 0) == (expected.seconds(link) < expected.messages * 9.9e-4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -185,3 +198,6 @@ def test_bad_arguments_are_named(arguments: tuple[str, int, int, int], message: 
         cost(*arguments)
     with pytest.raises(ConfigError, match="alpha_s"):
         Link(-1.0, 0.0)
+    for gap_s in (2e-5, -1e-9, float("nan")):
+        with pytest.raises(ConfigError, match=r"gap_s must be in \[0, alpha_s = 1e-05\]"):
+            Link(1e-5, 0.0, gap_s=gap_s)

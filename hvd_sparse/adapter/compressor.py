@@ -21,9 +21,9 @@ from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.planning import Planning, refuse_devices
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.checks import check_choice
-from hvd_sparse.communicator import ALGORITHMS
 from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError, UnsupportedError
+from hvd_sparse.functional.communicator import ALGORITHMS
 from hvd_sparse.planner import Planner
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import create_transport

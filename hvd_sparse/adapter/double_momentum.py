@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import Parameter
 
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.memory import MemoryOptions
+from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_sparse.communicator import Communicator, SparseHandle
+from hvd_sparse.functional.communicator import Communicator, SparseHandle
+from hvd_sparse.functional.user_vector import DTYPES
 from hvd_sparse.transports import Transport
-from hvd_sparse.user_vector import DTYPES
 
 
 class EmbeddingExchange:

@@ -123,10 +123,10 @@ def _network(options: argparse.Namespace) -> Network:
     if (options.node_alpha is None) != (options.node_beta is None):
         raise ConfigError("--node-alpha and --node-beta go together")
     if options.node_alpha is not None:
-        inside = Link(options.node_alpha, options.node_beta)
+        gap_s = None if options.gap is None else min(options.gap, options.node_alpha)
+        inside = Link(options.node_alpha, options.node_beta, gap_s=gap_s)
     return Network(
-        Link(options.alpha, options.beta, options.gamma),
-        options.gap,
+        Link(options.alpha, options.beta, options.gamma, options.gap),
         options.ranks_per_node,
         inside,
         options.slow_rank,

@@ -16,13 +16,12 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 
 LOSSLESS: Mapping[str, Callable[..., Collective]] = {
-    "ssar_recursive_double": SsarRecursiveDouble,
     "topk_allgather": TopkAllgather,
+    "ssar_recursive_double": SsarRecursiveDouble,
     "ssar_split_allgather": SsarSplitAllgather,
     "dsar_split_allgather": DsarSplitAllgather,
 }
-"""What sums all that the ranks bring. With two ranks the first two send the same, and the first of
-them copies less."""
+"""What sums all that the ranks bring. With two ranks the first two send the same."""
 CANDIDATES: Mapping[str, Callable[..., Collective]] = {**LOSSLESS, "oktopk": OkTopk}
 """The same, and what applies the k largest of the sum."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_sparse.accumulator import Scope
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
 

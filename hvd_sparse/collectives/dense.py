@@ -28,7 +28,7 @@ from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction
 from hvd_sparse.collectives.topology import Cube
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 

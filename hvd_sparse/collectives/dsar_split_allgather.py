@@ -15,8 +15,7 @@ from hvd_sparse.collectives.sparcml import (
     allgather_regions,
     split_and_reduce,
 )
-from hvd_sparse.operation import SUM, Operation
-from hvd_sparse.part import Part, join
+from hvd_sparse.streams import SUM, Operation, Part, join
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
 

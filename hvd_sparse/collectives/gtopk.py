@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction
-from hvd_sparse.part import Part
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import Part, SparseStream
 from hvd_sparse.wire import Packer, sum_of
 
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives.base import Collective, Reduction
-from hvd_sparse.part import Part
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import Part, SparseStream
 
 TakeAt = Callable[[Tensor], Tensor]
 """Takes the entries at int32 ascending indices out of this rank's accumulator: their values."""

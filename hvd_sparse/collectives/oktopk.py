@@ -47,10 +47,9 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
-from hvd_sparse.cost_model import OKTOPK_LEVELS_GATHERED_RANKS
+from hvd_sparse.cost_model import MESSAGES_IN_FLIGHT, OKTOPK_LEVELS_GATHERED_RANKS
 from hvd_sparse.magnitude import key_magnitude, magnitude_keys, threshold_key
-from hvd_sparse.part import Part
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import Part, SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.base import allgather_loads
 from hvd_sparse.wire import PLAIN, Packer, Wire, sum_of
@@ -61,9 +60,6 @@ MOVES = (1.2 ** torch.arange(40)).round().long().unique()
 LEVEL_BINS = torch.cat([-MOVES.flip(0), torch.zeros(1, dtype=torch.int64), MOVES])
 """Where a threshold may move from one step to the next, in bins, ascending: by up to 60 %, and
 finely where it moves little, since error feedback crowds entries just above the threshold."""
-
-MESSAGES_IN_FLIGHT = 4
-"""Messages that are sent at once, while those before them are summed (section 3.1.1)."""
 
 Span = tuple[int, int]
 """Elements from the first of these up to the second."""

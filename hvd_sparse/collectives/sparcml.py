@@ -13,9 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from hvd_sparse.collectives.base import Collective, Reduction
-from hvd_sparse.operation import SUM, Operation
-from hvd_sparse.part import Part, combine, uniform_regions
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SUM, Operation, Part, SparseStream, combine, uniform_regions
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
 

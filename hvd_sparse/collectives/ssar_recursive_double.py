@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from hvd_sparse.collectives.sparcml import SparcmlCollective
 from hvd_sparse.collectives.topology import Cube
-from hvd_sparse.operation import SUM, Operation
-from hvd_sparse.part import Part, combine
+from hvd_sparse.streams import SUM, Operation, Part, combine
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer, PlainWire
 

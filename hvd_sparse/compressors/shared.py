@@ -35,12 +35,12 @@ from hvd_sparse.collectives import (
     automatic_collective,
 )
 from hvd_sparse.engine import Method
+from hvd_sparse.engine.warmup import WARMUP_KINDS, Warmup
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.memory import MemoryOptions
+from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.recording import Recorder
 from hvd_sparse.selectors import Selector
 from hvd_sparse.transports.choose import TRANSPORT_NAMES
-from hvd_sparse.warmup import WARMUP_KINDS, Warmup
 from hvd_sparse.wire import WIRES
 
 COLLECTIVES: dict[str, Callable[..., Collective]] = {

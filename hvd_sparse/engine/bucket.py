@@ -13,7 +13,7 @@ from torch import Tensor
 from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import BucketStats, StepStats
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 
 

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from hvd_sparse.collectives import Collective
+from hvd_sparse.engine.warmup import Warmup
 from hvd_sparse.errors import PlanError
-from hvd_sparse.memory import MemoryOptions
+from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
-from hvd_sparse.warmup import Warmup
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def cost_ratios(
     algorithm: str, old: int, new: int, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
 ) -> tuple[float, float]:
     """How much more messages, and bytes, an allreduce costs in a world of another size."""
-    before, after = (cost(algorithm, P, numel, k).expected for P in (old, new))
+    before, after = (cost(algorithm, P, numel, k, wire).expected for P in (old, new))
     return after.messages / before.messages, after.nbytes(wire) / before.nbytes(wire)
 
 
@@ -234,8 +234,8 @@ def modelled(place: Place, link: Link, methods: Mapping[str, MethodCosts]) -> Pr
         if algorithm not in FORMULAS:
             raise ConfigError(f"the cost model has no formula for {algorithm!r}")
         numel, k = REFERENCE_NUMEL, max(1, round(density * REFERENCE_NUMEL))
-        expected = cost(algorithm, place.world_size, numel, k).expected
-        fixed_s = expected.messages * link.alpha_s
+        expected = cost(algorithm, place.world_size, numel, k, wire).expected
+        fixed_s = expected.latency_s(link)
         return Line(fixed_s, (expected.seconds(link, wire) - fixed_s) / numel)
 
     with_exchange = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 
 class Selector(ABC):

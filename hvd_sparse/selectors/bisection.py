@@ -23,7 +23,7 @@ from hvd_sparse.selectors.base import Selector, own_k
 from hvd_sparse.selectors.correction import keep_largest, take_more
 from hvd_sparse.selectors.sampled import SampledThreshold
 from hvd_sparse.selectors.thresholded import TOLERANCE
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 HALVINGS = 30
 

@@ -12,7 +12,7 @@ import math
 from hvd_sparse import ops
 from hvd_sparse.accumulator import NO_GRADIENTS, Accumulator
 from hvd_sparse.selectors.exact import PIVOT_MARGIN
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 
 def keep_largest(

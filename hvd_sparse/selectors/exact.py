@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.base import Selector, own_k
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 PIVOT_MARGIN = 0.9
 """The pivot of a step, as a share of the last step's threshold: low enough that it seldom misses

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.base import Selector
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 
 class HardThreshold(Selector):

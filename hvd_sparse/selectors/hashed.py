@@ -27,7 +27,7 @@ from typing import Any
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.mixing import mixed
 from hvd_sparse.selectors.thresholded import Extraction
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 SLOTS_PER_BUCKET = (1, 8)
 

@@ -19,7 +19,7 @@ from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.base import Selector
 from hvd_sparse.selectors.exact import PIVOT_MARGIN
 from hvd_sparse.selectors.sampled import SampledThreshold
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 
 class OnlineThreshold(Selector):

@@ -17,7 +17,7 @@ import torch
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.base import Selector, own_k
 from hvd_sparse.selectors.mixing import mixed
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 
 class RandomK(Selector):

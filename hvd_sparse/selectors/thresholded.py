@@ -15,7 +15,7 @@ from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.selectors.base import Selector, own_k
 from hvd_sparse.selectors.correction import keep_largest, take_more
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 TOLERANCE = 0.1
 """How far nnz may be from k, as a share of k."""

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from hvd_sparse.checks import check_at_least, check_count
 from hvd_sparse.cost_model import Link
-from hvd_sparse.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -27,17 +26,15 @@ class Network:
     """A network of equal cards, with up to two levels and one slow rank.
 
     Attributes:
-        link: α, β and γ between any two nodes. A node's card serves its ranks at a fixed share
+        link: α, β, γ and g between any two nodes. A node's card serves its ranks at a fixed share
             each: β is that of a share.
-        gap_s: g, seconds a message takes a card beside its bytes, in `[0, α]`; None: α.
         ranks_per_node: Ranks that follow one another share a node.
-        inside: α and β between ranks of one node; None: as between nodes. Its γ is not used.
+        inside: α, β and g between ranks of one node; None: as between nodes. Its γ is not used.
         slow_rank: A rank whose card and processor take `slow_factor` times as long, or None.
         slow_factor: At least 1.
     """
 
     link: Link
-    gap_s: float | None = None
     ranks_per_node: int = 1
     inside: Link | None = None
     slow_rank: int | None = None
@@ -48,10 +45,6 @@ class Network:
         check_at_least("slow_factor", self.slow_factor, 1.0)
         if self.slow_rank is not None:
             check_count("slow_rank", self.slow_rank, 0)
-        if self.gap_s is not None and not 0 <= self.gap_s <= self.link.alpha_s:
-            raise ConfigError(
-                f"gap_s must be in [0, alpha_s = {self.link.alpha_s:g}], got {self.gap_s!r}"
-            )
 
     def slowness(self, rank: int) -> float:
         """How many times as long as usual a rank takes."""
@@ -62,8 +55,7 @@ class Network:
         link = self.link
         if self.inside is not None and one // self.ranks_per_node == other // self.ranks_per_node:
             link = self.inside
-        gap_s = link.alpha_s if self.gap_s is None else min(self.gap_s, link.alpha_s)
-        return link.alpha_s, link.beta_s_per_byte, gap_s
+        return link.alpha_s, link.beta_s_per_byte, link.g
 
 
 @dataclass(frozen=True)

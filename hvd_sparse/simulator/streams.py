@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvd_sparse.checks import check_at_least, check_count
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 
 class StreamSource(Protocol):

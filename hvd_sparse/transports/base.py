@@ -22,13 +22,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hvd_sparse.cost_model import DIRECT_ALLGATHER_RANKS, Link
+from hvd_sparse.cost_model import DIRECT_ALLGATHER_RANKS, MESSAGES_IN_FLIGHT, Link
 from hvd_sparse.errors import PlanError
 from hvd_sparse.transports.buffers import BufferPool
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
-
-IN_FLIGHT = 4
-"""Exchanges `all_to_all` has in flight: enough to hide latency, too few to crowd a receiver."""
 
 ALIGNMENT = 8
 SUMMABLE = (torch.int64, torch.float32, torch.float64)
@@ -178,10 +175,10 @@ class Transport(ABC):
         if len(payloads) != P:
             raise ValueError(f"all_to_all takes a payload per rank, {P}, got {len(payloads)}")
         received = [flatten(payloads[r], self._buffers)] * P
-        for first in range(1, P, IN_FLIGHT):
+        for first in range(1, P, MESSAGES_IN_FLIGHT):
             handles = [
                 ((r - s) % P, self._to_ring(payloads[(r + s) % P], s, channel))
-                for s in range(first, min(first + IN_FLIGHT, P))
+                for s in range(first, min(first + MESSAGES_IN_FLIGHT, P))
             ]
             for src, handle in handles:
                 received[src] = handle.received()

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
-from hvd_sparse.operation import SUM, Operation
-from hvd_sparse.part import Part
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SUM, Operation, Part, SparseStream
 from hvd_sparse.transports import Payload
 
 SEED_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -55,8 +53,7 @@ class Wire(ABC):
     def is_filled_by(self, part: Part) -> bool:
         """Whether a sparse part is expected to take no less room in a message than a dense one."""
         room = self.expected_bytes(part.numel, part.nnz)
-        sparse = part.nnz * (room.index_bytes + room.value_bytes)
-        return sparse >= part.numel * room.dense_value_bytes
+        return part.nnz * room.entry_bytes >= part.numel * room.dense_value_bytes
 
     def encode_indices(self, indices: Tensor, numel: int) -> Payload:
         """The message of indices alone: int32 ascending in `[0, numel)`."""

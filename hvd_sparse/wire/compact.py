@@ -10,7 +10,7 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.ops.reference.wire import GAP_BLOCK
-from hvd_sparse.part import INDEX_BYTES, Part
+from hvd_sparse.streams import INDEX_BYTES, Part
 from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
 from hvd_sparse.wire.plain import DENSE, HEADER_BYTES, PLAIN

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.cost_model import WireBytes
-from hvd_sparse.part import INDEX_BYTES, Part
+from hvd_sparse.streams import INDEX_BYTES, Part
 from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvd_sparse import Compression, ConfigError, MomentumCorrectedSGD, dgc_sgd
 from hvd_sparse.adapter.double_momentum import refuse_double_momentum
-from hvd_sparse.memory import MemoryOptions
+from hvd_sparse.memories import MemoryOptions
 
 
 class Corrects:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import Collective, Reduction
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport, run_ranks
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 64)

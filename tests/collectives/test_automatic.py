@@ -59,7 +59,7 @@ def test_a_world_of_one_measures_nothing() -> None:
         (8, 10, Link(1e-3, 1e-9), SsarRecursiveDouble),
         (8, 50_000, Link(1e-6, 1e-8), OkTopk),
         (3, 10, Link(1e-3, 1e-8), TopkAllgather),
-        (2, 50_000, Link(1e-3, 1e-8), SsarRecursiveDouble),
+        (2, 50_000, Link(1e-3, 1e-8), TopkAllgather),
     ],
 )
 def test_the_collective_follows_from_world_k_and_link(
@@ -81,7 +81,7 @@ def test_the_collective_follows_from_world_k_and_link(
         (100_000, WIRES["float32"], "ssar_split_allgather"),
         (100_000, WIRES["float16+gap"], "ssar_recursive_double"),
         (30_000, WIRES["float32"], "ssar_recursive_double"),
-        (30_000, DENSE_BY_QSGD, "dsar_split_allgather"),
+        (30_000, DENSE_BY_QSGD, "ssar_split_allgather"),
     ],
 )
 def test_the_wire_counts(k: int, wire: Wire, expected: str) -> None:

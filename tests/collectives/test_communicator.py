@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_sparse.communicator import ALGORITHMS, Communicator
 from hvd_sparse.errors import ConfigError, PlanError, UnsupportedError
-from hvd_sparse.operation import Operation
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.functional.communicator import ALGORITHMS, Communicator
+from hvd_sparse.streams import Operation, SparseStream
 from hvd_sparse.transports import Transport, run_ranks
 
 PRODUCT = Operation("product", torch.mul, lambda dtype: 1)

@@ -8,9 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_sparse.operation import OPERATIONS, Operation
-from hvd_sparse.part import Part, combine, join, uniform_regions
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import (
+    OPERATIONS,
+    Operation,
+    Part,
+    SparseStream,
+    combine,
+    join,
+    uniform_regions,
+)
 from hvd_sparse.wire import WIRES, CompactWire, Packer, PlainWire
 from hvd_sparse.wire.base import flat_message
 

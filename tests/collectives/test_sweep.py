@@ -20,7 +20,7 @@ from hvd_sparse.collectives import (
     SsarSplitAllgather,
     TopkAllgather,
 )
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, CompactWire, Wire
 from tests.collectives.cases import (

@@ -25,7 +25,7 @@ from hvd_sparse.collectives import (
     TopkAllgather,
     TopkDsa,
 )
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Handle, LocalTransport, Payload, run_ranks
 from hvd_sparse.transports.framing import payload_nbytes
 from hvd_sparse.wire import WIRES

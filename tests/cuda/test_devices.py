@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Engine, Method, TensorSpec
-from hvd_sparse.residual import ErrorFeedback
+from hvd_sparse.memories import ErrorFeedback
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from tests.devices import ON_CUDA

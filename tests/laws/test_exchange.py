@@ -21,9 +21,9 @@ from hvd_sparse.collectives import (
     TopkAllgather,
     automatic_collective,
 )
-from hvd_sparse.residual import ErrorFeedback
+from hvd_sparse.memories import ErrorFeedback
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from hvd_sparse.wire import WIRES

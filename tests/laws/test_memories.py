@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_sparse.clipping import Clipping
 from hvd_sparse.collectives import Collective, ExDyna, IndexUnion, Reduction
 from hvd_sparse.compressors import COMPRESSORS
 from hvd_sparse.engine import Engine, Method, TensorSpec
-from hvd_sparse.momentum import MomentumCorrection
-from hvd_sparse.residual import ErrorFeedback
+from hvd_sparse.memories import Clipping, ErrorFeedback, MomentumCorrection
 from hvd_sparse.selectors import ExactTopK, OnlineThreshold, Selector
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks

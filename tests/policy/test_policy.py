@@ -22,7 +22,7 @@ from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.compression import constructors
 from hvd_sparse.cost_model import FORMULAS
 from hvd_sparse.engine import TensorSpec
-from hvd_sparse.memory import MemoryOptions
+from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.planner import Planner
 from hvd_sparse.policy import load_policy
 from hvd_sparse.policy.schema import json_schema

@@ -10,7 +10,7 @@ from torch import Tensor
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.magnitude import magnitude_keys
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 FLOATS = st.floats(
     width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**99), max_value=2.0**99

@@ -44,7 +44,7 @@ def test_each_algorithm_is_run_once_where_all_are() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_order_of_threads_makes_no_difference(algorithm: str) -> None:
     workload, streams = Workload(20_000, 300, 1e-3), SyntheticStreams(overlap=0.3, skew=0.5)
-    network = Network(Link(1e-5, 1e-9, 1e-9), gap_s=2e-6, slow_rank=3, slow_factor=2.0)
+    network = Network(Link(1e-5, 1e-9, 1e-9, gap_s=2e-6), slow_rank=3, slow_factor=2.0)
     outcomes = [simulate(algorithm, 13, workload, network, streams)]
     for seed in range(4):
         choose = random.Random(seed)

@@ -16,11 +16,9 @@ from hvd_sparse.collectives.dsar_split_allgather import dsar_split_allgather
 from hvd_sparse.collectives.ssar_recursive_double import ssar_recursive_double
 from hvd_sparse.collectives.ssar_split_allgather import ssar_split_allgather
 from hvd_sparse.errors import PlanError, UnsupportedError
-from hvd_sparse.operation import OPERATIONS, SUM, Operation
-from hvd_sparse.part import Part
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.functional.user_vector import Form, SparseVector, read_vector
+from hvd_sparse.streams import OPERATIONS, SUM, Operation, Part, SparseStream
 from hvd_sparse.transports import Transport
-from hvd_sparse.user_vector import Form, SparseVector, read_vector
 from hvd_sparse.wire import PLAIN, WIRES, Packer, PlainWire, Wire
 
 Vector = TypeVar("Vector", bound=SparseVector)

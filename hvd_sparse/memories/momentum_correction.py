@@ -29,10 +29,10 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
-from hvd_sparse.clipping import Clipping
-from hvd_sparse.residual import ErrorFeedback, placed
+from hvd_sparse.memories.clipping import Clipping
+from hvd_sparse.memories.error_feedback import ErrorFeedback, placed
 from hvd_sparse.selectors import Selector
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import SparseStream
 
 
 class MomentumCorrection(ErrorFeedback):

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.operation import SUM, Operation
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams.operation import SUM, Operation
+from hvd_sparse.streams.stream import SparseStream
 
 INDEX_BYTES = 4
 """c: bytes of one index."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from hvd_sparse.communicator import Communicator, SparseHandle
-from hvd_sparse.operation import Operation
+from hvd_sparse.functional.communicator import Communicator, SparseHandle
+from hvd_sparse.functional.user_vector import SparseVector
+from hvd_sparse.streams import Operation
 from hvd_sparse.transports.choose import create_transport
-from hvd_sparse.user_vector import SparseVector
 from hvd_sparse.wire import Wire
 
 Vector = TypeVar("Vector", bound=SparseVector)

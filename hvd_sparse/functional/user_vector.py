@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.errors import UnsupportedError
-from hvd_sparse.operation import Operation
-from hvd_sparse.part import Part
-from hvd_sparse.stream import SparseStream
+from hvd_sparse.streams import Operation, Part, SparseStream
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 MAX_NUMEL = 2**31 - 1

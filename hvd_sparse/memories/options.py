@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_sparse.clipping import Clipping
-from hvd_sparse.momentum import MomentumCorrection
-from hvd_sparse.residual import ErrorFeedback
+from hvd_sparse.memories.clipping import Clipping
+from hvd_sparse.memories.error_feedback import ErrorFeedback
+from hvd_sparse.memories.momentum_correction import MomentumCorrection
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,20 @@
+"""Sparse vectors: what selectors give, what collectives exchange, and how it is combined."""
+
+from hvd_sparse.streams.operation import MAX, MIN, OPERATIONS, SUM, Operation
+from hvd_sparse.streams.part import INDEX_BYTES, Part, combine, join, uniform_regions
+from hvd_sparse.streams.stream import ENTRY_BYTES, SparseStream
+
+__all__ = [
+    "ENTRY_BYTES",
+    "INDEX_BYTES",
+    "MAX",
+    "MIN",
+    "OPERATIONS",
+    "SUM",
+    "Operation",
+    "Part",
+    "SparseStream",
+    "combine",
+    "join",
+    "uniform_regions",
+]
