@@ -84,9 +84,9 @@ def plot_sweep(worlds: Mapping[int, World], numel: int, at: Launcher, path: Path
     by_ranks.set_xticks(list(worlds), [str(ranks) for ranks in worlds])
     by_density.set_xscale("log")
     curve(by_density, {f["density"]: f for f in most}, f"{largest} ranks", "density")
-    by_density.legend(fontsize="small")
+    figure.legend(*by_density.get_legend_handles_labels(), loc="lower center", ncol=8, fontsize=8)
     figure.suptitle(f"Exchange of {numel:,} elements, {at.place}; circles: what auto picks")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -78,14 +78,9 @@ def choose_plan(
     Raises:
         ConfigError: The profile has no costs of a candidate.
     """
-    groups: dict[tuple[str, ...], list[PlannedTensor]] = {}
-    for tensor in sorted(tensors, key=lambda t: t.ready_s):
-        if tensor.candidates and tensor.spec.numel:
-            key = (tensor.spec.dtype, *(m.description for m in tensor.candidates))
-            groups.setdefault(key, []).append(tensor)
     dense_s = best_s = predict(profile, tensors, {})
     chosen: dict[str, Placement] = {}
-    for number, group in enumerate(groups.values()):
+    for number, group in enumerate(_groups(tensors)):
         found, found_s = chosen, best_s
         for placements in _options(group, str(number)):
             candidate = chosen | placements
@@ -99,10 +94,12 @@ def choose_plan(
 
 
 def contenders(profile: Profile, tensors: Sequence[PlannedTensor], most: int) -> list[ChosenPlan]:
-    """Plans that may turn out to be the fastest, by different methods, the best predicted first.
+    """Plans that may turn out to be the fastest, the best predicted first.
 
-    Where no plan by a method is predicted to be faster than dense, the one stands for it that would
-    be if the method's costs were lower by `DOUBT`.
+    They are by different methods. Where no plan by a method is predicted to be faster than dense,
+    the one stands for it that would be if the method's costs were lower by `DOUBT`. The last place
+    is for all tensors by the best of these methods, in the fewest buckets: what it saves Horovod to
+    have no dense tensor left, and backward to have no exchange beside it, nothing predicts.
 
     Args:
         profile: The costs.
@@ -122,7 +119,14 @@ def contenders(profile: Profile, tensors: Sequence[PlannedTensor], most: int) ->
             plan = ChosenPlan(placements, predict(profile, tensors, placements), plan.dense_s)
         if plan.placements:
             found[frozenset(plan.placements.items())] = plan
-    return sorted(found.values(), key=lambda plan: plan.predicted_s)[:most]
+    plans = sorted(found.values(), key=lambda plan: plan.predicted_s)
+    if plans:
+        best = next(iter(plans[0].placements.values())).method
+        everything = _everything([restricted(tensor, best) for tensor in tensors])
+        if frozenset(everything.items()) not in found:
+            seconds = predict(profile, tensors, everything)
+            plans[most - 1 :] = [ChosenPlan(everything, seconds, plans[0].dense_s)]
+    return sorted(plans[:most], key=lambda plan: plan.predicted_s)
 
 
 def dense_plan(profile: Profile, tensors: Sequence[PlannedTensor]) -> ChosenPlan:
@@ -177,6 +181,25 @@ def bucket_jobs(
         )
         for placement, held in buckets.items()
     ]
+
+
+def _groups(tensors: Sequence[PlannedTensor]) -> list[list[PlannedTensor]]:
+    """Tensors that may share buckets, in the order in which they become ready."""
+    groups: dict[tuple[str, ...], list[PlannedTensor]] = {}
+    for tensor in sorted(tensors, key=lambda t: t.ready_s):
+        if tensor.candidates and tensor.spec.numel:
+            key = (tensor.spec.dtype, *(m.description for m in tensor.candidates))
+            groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
+
+
+def _everything(tensors: Sequence[PlannedTensor]) -> dict[str, Placement]:
+    """All tensors by their first candidate, in the fewest buckets."""
+    placements: dict[str, Placement] = {}
+    for number, group in enumerate(_groups(tensors)):
+        method, total = group[0].candidates[0], sum(tensor.spec.numel for tensor in group)
+        placements |= _split(group, total, method, -(-total // method.bucket_numel), str(number))
+    return placements
 
 
 def _options(group: Sequence[PlannedTensor], label: str) -> list[dict[str, Placement]]:

@@ -22,7 +22,13 @@ from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.errors import ConfigError, PeerLostError, PlanError, UnsupportedError
 from hvd_sparse.planner import Planner, Profile, World
 from hvd_sparse.planner import planner as planner_module
-from hvd_sparse.planner.choose import ChosenPlan, Placement, PlannedTensor, choose_plan
+from hvd_sparse.planner.choose import (
+    ChosenPlan,
+    Placement,
+    PlannedTensor,
+    choose_plan,
+    contenders,
+)
 from hvd_sparse.planner.measure import measure_profile
 from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS, TRIAL_STEPS
 from hvd_sparse.planner.predict import Job, finish_s, verdict
@@ -127,6 +133,22 @@ def test_buckets_are_formed_so_that_backward_hides_them() -> None:
     at_once = [replace(tensor, ready_s=0.0) for tensor in tensors]
     plan = choose_plan(SLOW_NETWORK, at_once)
     assert plan.placements["early"].bucket == plan.placements["late"].bucket
+
+
+def test_everything_in_one_bucket_is_tried_too() -> None:
+    """Whatever is predicted: here, that a bucket each is best, since gradients come far apart."""
+    specs = [TensorSpec(name, (1_000_000,), "torch.float32") for name in ("late", "early")]
+    tensors = [
+        PlannedTensor(spec, ready_s, (GATHER, OKTOPK))
+        for spec, ready_s in zip(specs, (0.1, 0.0), strict=True)
+    ]
+    for most in (2, 3):
+        plans = contenders(SLOW_NETWORK, tensors, most)
+        assert len(plans) == most
+        assert plans == sorted(plans, key=lambda plan: plan.predicted_s)
+        in_one = [plan for plan in plans if len({p.bucket for p in plan.placements.values()}) == 1]
+        assert [len(plan.placements) for plan in in_one] == [2]
+        assert in_one[0].placements["late"].method == "gather 0.01"
 
 
 def test_tensors_without_candidates_and_without_elements_stay_dense() -> None:
