@@ -1,8 +1,8 @@
 """The accumulator: what a memory holds plus one step's gradients, as a selector sees it.
 
-A memory decides how gradients enter (`memories/`), a selector what leaves. The
-gradients are added by the first operation that takes something out, in the same pass over memory;
-operations that come after it find them added.
+A memory decides how gradients enter (`memories/`), a selector what leaves. The gradients are added
+by the first operation that takes something out, in the same pass over memory; operations that come
+after it find them added.
 """
 
 from __future__ import annotations

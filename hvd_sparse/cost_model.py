@@ -208,8 +208,7 @@ def dense(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
 
 def topk_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """TopkA: α log P + 2k (P-1) β."""
-    messages, in_flight = allgather_messages(P), _allgather_in_flight(P)
-    cost = Cost(messages, entries=k * (P - 1), in_flight=in_flight)
+    cost = _gathered(P, Cost(1, entries=k * (P - 1)))
     return CostRange(cost, cost, cost)
 
 
@@ -364,9 +363,9 @@ def _split(P: int, n: int, k: int, wire: WireBytes) -> Cost:
     return replace(stream, messages=P - 1, in_flight=_in_flight(P - 1))
 
 
-def _gathered(P: int, regions: Cost) -> Cost:
-    """All other ranks' regions, by an allgather."""
-    return replace(regions, messages=allgather_messages(P), in_flight=_allgather_in_flight(P))
+def _gathered(P: int, received: Cost) -> Cost:
+    """What an allgather brings."""
+    return replace(received, messages=allgather_messages(P), in_flight=_allgather_in_flight(P))
 
 
 def _unrounded(cost: Cost) -> Cost:

@@ -91,14 +91,6 @@ class SparseStream:
         return SparseStream(torch.empty(0, dtype=torch.int32), torch.empty(0), numel)
 
     @staticmethod
-    def from_payload(payload: Tensor, numel: int) -> SparseStream:
-        """Read a message made by `payload()`: uint8 `(8 * nnz,)`, viewed without a copy."""
-        half = payload.numel() // 2
-        return SparseStream(
-            payload[:half].view(torch.int32), payload[half:].view(torch.float32), numel
-        )
-
-    @staticmethod
     def concatenate(streams: Sequence[SparseStream], numel: int) -> SparseStream:
         """Streams over disjoint, ascending ranges, one after the other."""
         return SparseStream(

@@ -206,9 +206,8 @@ def test_oktopk_codes_indices_from_the_start_of_a_region() -> None:
     P, k, numel = 8, 400, 40_000
     wire = WIRES["float32+gap"]
     volume, _ = volume_of(P, numel, k, independent, partial(OkTopk, wire=wire))
-    room = wire.expected_bytes(numel, k)
     entries = P * k * (P - 1) / P
-    payload = entries * (room.index_bytes + room.value_bytes) / WORD_BYTES
+    payload = entries * wire.expected_bytes(numel, k).entry_bytes / WORD_BYTES
     assert sum(volume.words(0, "split")) <= payload + 2 * P * (P - 1)
 
 
