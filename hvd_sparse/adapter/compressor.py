@@ -298,6 +298,8 @@ class SparseCompressor:
         return self._world is mpi_ops._handle_map  # a new hvd.init() makes a new map
 
     def _bind(self, optimizer: Any) -> None:
+        from hvd_sparse.adapter.waiting import synchronize_asleep
+
         bound = self._optimizer() if self._optimizer is not None else None
         if bound is not None and self._engine.planned:
             raise ConfigError(
@@ -310,6 +312,7 @@ class SparseCompressor:
             self._lookup = ParameterLookup((n, p) for p, n in optimizer._parameter_names.items())
         self._refuse_double_momentum(optimizer, self.method)
         self._optimizer = weakref.ref(optimizer)
+        synchronize_asleep(optimizer)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
         assert self._lookup is not None

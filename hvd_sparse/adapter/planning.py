@@ -22,9 +22,13 @@ def horovods_allreduce(process_set: Any) -> Any:
     """Horovod's dense allreduce, in place, under names of its own."""
     import horovod.torch as hvd
 
+    from hvd_sparse.adapter.waiting import wait_for
+
     def allreduce(tensor: Tensor) -> object:
         name = f"hvd_sparse.planner.{tensor.numel()}"
-        return hvd.allreduce_(tensor, name=name, op=hvd.Sum, process_set=process_set)
+        handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=process_set)
+        wait_for([handle])
+        return hvd.synchronize(handle)
 
     return allreduce
 

@@ -26,12 +26,13 @@ from hvd_sparse.transports.base import (
     round_up,
 )
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
+from hvd_sparse.transports.pauses import Pauses
 
 NAMES = 32
 """Names per kind of operation, and so the operations of a kind that can be in flight."""
 
-SHORTEST_SLEEP_S = 50e-6
-LONGEST_SLEEP_S = 2e-3
+SPIN_S = 50e-6
+"""How long a wait does not sleep; Horovod looks for work once in a millisecond."""
 
 
 class HorovodTransport(Transport):
@@ -235,7 +236,7 @@ class _Operation:
     def _poll(self, handle: int) -> None:
         transport = self._transport
         deadline = time.monotonic() + transport.timeout_s
-        sleep_s = SHORTEST_SLEEP_S
+        pauses = Pauses(SPIN_S)
         while not transport.hvd.poll(handle):
             if transport.failure is not None:
                 raise PeerLostError(f"rank {transport.rank}: {transport.failure}")
@@ -244,8 +245,7 @@ class _Operation:
                     f"rank {transport.rank}: {self.name} did not end within "
                     f"{transport.timeout_s:g} s; not all ranks have come to it"
                 )
-            time.sleep(sleep_s)
-            sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+            pauses.pause()
 
 
 class _Exchange(Handle):

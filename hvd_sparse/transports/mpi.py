@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.transports.pauses import Pauses
 from hvd_sparse.transports.point_to_point import Exchange, PointToPointTransport, Request
 
 SPIN_S = 50e-6
@@ -26,9 +26,6 @@ SPIN_S = 50e-6
 
 SPIN_S_PER_BYTE = 1e-9
 """As much longer for a large message: MPI moves it piece by piece, in the calls of both ends."""
-
-SHORTEST_SLEEP_S = 20e-6
-LONGEST_SLEEP_S = 0.5e-3
 
 GRACE_S = 1.0
 """How long MPI's end is held for a rank that makes no progress."""
@@ -203,22 +200,15 @@ class _Pending:
     def _wait_long(self, deadline: float) -> None:
         """Spins for a moment, then sleeps between looks: the peer may need this processor."""
         transport = self._transport
-        now = time.monotonic()
-        spin_until = now + SPIN_S + SPIN_S_PER_BYTE * self._buffer.numel()
-        sleep_s = SHORTEST_SLEEP_S
+        pauses = Pauses(SPIN_S + SPIN_S_PER_BYTE * self._buffer.numel())
         while not self._test():
-            now = time.monotonic()
-            if now >= deadline:
+            if time.monotonic() >= deadline:
                 raise TransportTimeout(
                     f"rank {transport.rank}: rank {self._peer} did not answer within "
                     f"{transport.timeout_s:g} s"
                 )
-            if now >= spin_until:
+            if pauses.pause():
                 transport.check_peers()
-                time.sleep(sleep_s)
-                sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
-            else:
-                os.sched_yield()
 
 
 def _finalize_hook(comm: Any, keyval: int, transport: Any) -> None:

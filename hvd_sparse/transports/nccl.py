@@ -37,6 +37,7 @@ from hvd_sparse.transports.buffers import POOLED_BYTES, PinnedPool
 from hvd_sparse.transports.device_group import DeviceGroup, Transfer
 from hvd_sparse.transports.framing import Payload
 from hvd_sparse.transports.gloo import GlooTransport, dist
+from hvd_sparse.transports.pauses import Pauses
 from hvd_sparse.transports.point_to_point import Request
 
 DIRECT_BYTES = POOLED_BYTES
@@ -44,9 +45,6 @@ DIRECT_BYTES = POOLED_BYTES
 
 SPIN_S = 50e-6
 """How long a wait does not sleep."""
-
-SHORTEST_SLEEP_S = 20e-6
-LONGEST_SLEEP_S = 0.5e-3
 
 LOOK_S = 0.1
 """From one look for a peer's note to the next; each is a message to rank 0 and back."""
@@ -231,9 +229,8 @@ class NcclTransport(GlooTransport):
             TransportTimeout: The deadline passed.
             PeerLostError: A peer has given the transport up, or another thread of this rank has.
         """
-        now = time.monotonic()
-        spin_until, look_at = now + SPIN_S, now + LOOK_S
-        sleep_s = SHORTEST_SLEEP_S
+        pauses = Pauses(SPIN_S)
+        look_at = time.monotonic() + LOOK_S
         while not is_through():
             now = time.monotonic()
             if self._failure is not None:
@@ -245,9 +242,7 @@ class NcclTransport(GlooTransport):
             if now >= look_at:
                 self._look_for_note()
                 look_at = now + LOOK_S
-            if now >= spin_until:
-                time.sleep(sleep_s)
-                sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+            pauses.pause()
 
     def _look_for_note(self) -> None:
         try:

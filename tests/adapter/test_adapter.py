@@ -21,7 +21,7 @@ CONTROLLERS = [
 ]
 
 
-@pytest.mark.timeout(660)
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("method", ["topk", "oktopk"])
@@ -29,7 +29,7 @@ def test_a_lossless_exchange_trains_to_the_same_weights(
     controller: Controller, world_size: int, method: str
 ) -> None:
     done = horovodrun(
-        world_size, "adapter_equalities.py", "--method", method, controller=controller, timeout=600
+        world_size, "adapter_equalities.py", "--method", method, controller=controller, timeout=300
     )
     for name in SCENARIOS:
         assert f"EQUAL {name}" in done.stdout
@@ -53,6 +53,14 @@ def test_what_cannot_work_is_refused_by_name(controller: Controller) -> None:
     for op in ("Min", "Max", "Product", "Adasum"):
         assert f"REFUSED op=hvd.{op} " in done.stdout
     assert "REFUSED second optimizer" in done.stdout
+
+
+def test_a_rank_that_waits_leaves_its_processor_alone() -> None:
+    """Horovod's own wait takes all of one: a share of 1."""
+    done = horovodrun(2, "adapter_waiting.py", timeout=120)
+    shares = [line.split()[-1] for line in done.stdout.splitlines() if "SHARE" in line]
+    assert len(shares) == 6
+    assert all(float(share) < 0.3 for share in shares), done.stdout
 
 
 def test_join_is_refused_and_no_rank_hangs() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
+from hvd_sparse.adapter.waiting import synchronize_asleep, wait_for
 from hvd_sparse.compression import constructors
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner.planner import TRIAL_STEPS
@@ -58,18 +58,21 @@ class Run:
             return hvd.Compression.none
         named = None if model is None else self.named(model)
         arguments = {"density": 1.0, "dense_below": 0, "bucket_numel": 600, **arguments}
-        return getattr(hvd_sparse.Compression, METHOD)(named, timeout_s=30.0, **arguments)
+        return getattr(hvd_sparse.Compression, METHOD)(named, timeout_s=120.0, **arguments)
 
     def distributed(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, **arguments: Any
     ) -> Any:
         compression = arguments.pop("compression", None) or self.compression(model)
-        return hvd.DistributedOptimizer(
+        distributed = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=self.named(model),
             compression=compression,
             **arguments,
         )
+        if not self.sparse:  # as with hvd_sparse, lest ranks that spin starve the others
+            synchronize_asleep(distributed)
+        return distributed
 
 
 class Net(nn.Module):
@@ -291,8 +294,7 @@ def bfloat16(run: Run) -> nn.Module:
         model(data(step).bfloat16()).float().square().mean().backward()
         if not run.sparse:
             for name, p in model.named_parameters():
-                mean = hvd.allreduce(p.grad.float(), name=f"reference.{name}", op=hvd.Average)
-                p.grad = mean.bfloat16()
+                p.grad = allreduce_asleep(p.grad.float(), f"reference.{name}").bfloat16()
         optimizer.step()
     return model
 
@@ -477,10 +479,14 @@ def meet(name: str) -> None:
     A rank that is not in a process set has nothing to do while the others train. On few cores, a
     spinning one takes the time that they need, until Horovod's own messages time out.
     """
-    handle = hvd.allreduce_async(torch.zeros(1), name=f"meet.{name}")
-    while not hvd.poll(handle):
-        time.sleep(0.005)
-    hvd.synchronize(handle)
+    allreduce_asleep(torch.zeros(1), f"meet.{name}")
+
+
+def allreduce_asleep(tensor: Tensor, name: str) -> Tensor:
+    """The average over all ranks, waited for without spinning."""
+    handle = hvd.allreduce_async(tensor, name=name, op=hvd.Average)
+    wait_for([handle])
+    return hvd.synchronize(handle)
 
 
 def compare(name: str, dense: nn.Module, sparse: nn.Module) -> None:

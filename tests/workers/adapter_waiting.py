@@ -1,0 +1,73 @@
+"""Run under horovodrun on 2 ranks: a rank that waits for a late one leaves its processor alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from hvd_sparse import Compression
+
+LATE_S = 1.0
+
+
+class Halves(nn.Module):
+    """Two layers, of which a step may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, 40)
+        self.second = nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor, layers: int) -> torch.Tensor:
+        for layer in (self.first, self.second)[:layers]:
+            x = layer(x)
+        return x
+
+
+def cpu_share(way: str, density: float, layers: int) -> float:
+    """Share of a step's time that this thread computes, while rank 0 comes late to it."""
+    model = Halves()
+    named = [(f"{way}.{density}.{layers}.{name}", p) for name, p in model.named_parameters()]
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=named,
+        compression=Compression.topk(
+            named, density=density, dense_below=10**9 if way == "dense" else 0
+        ),
+    )
+    share = 1.0
+    for late_s in (0.0, LATE_S):  # the first step connects
+        optimizer.zero_grad()
+        time.sleep(late_s if hvd.rank() == 0 else 0.0)
+        model(torch.ones(1, 40), layers).sum().backward()
+        began_at, worked_at = time.perf_counter(), time.thread_time()
+        if way == "synchronize":
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        waited_s = time.perf_counter() - began_at
+        share = (time.thread_time() - worked_at) / waited_s
+    if hvd.rank() == 1:
+        assert waited_s > LATE_S / 2, waited_s  # else there was nothing to wait for
+    return share
+
+
+def main() -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    for way in ("dense", "step", "synchronize"):
+        for layers in (2, 1):
+            share = cpu_share(way, 0.1, layers)
+            if hvd.rank() == 1:
+                print(f"SHARE {way} {layers} {share:.3f}", flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
