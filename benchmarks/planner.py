@@ -63,7 +63,8 @@ def measure(network: str, model: str, options: argparse.Namespace) -> dict[str, 
     launches: dict[str, list[dict[str, Any]]] = {}
     for launch_number in range(options.launches):
         is_first = launch_number < options.collective_launches
-        for way in ("dense", "planned", *(options.collectives if is_first else ())):
+        others = ("uncompressed", *options.collectives) if is_first else ()
+        for way in ("dense", "planned", *others):
             print(
                 f"{network}, {model}, {way}: launch {launch_number + 1} of {options.launches} …",
                 file=sys.stderr,

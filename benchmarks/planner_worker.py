@@ -90,9 +90,11 @@ MODELS: dict[str, Any] = {"cnn": Cnn, "transformer": Transformer, "single": Sing
 
 
 def compression_of(way: str, model: nn.Module) -> Any:
-    """`dense`, `planned`, or the name of a collective for all tensors."""
+    """`dense`, `uncompressed`, `planned`, or the name of a collective for all tensors."""
     if way == "dense":
         return Compression.none
+    if way == "uncompressed":
+        return Compression.topk(model.named_parameters(), dense_below=2**31)
     if way == "planned":
         rule = {"compress": "auto", "compressor": "topk", "density": DENSITY}
         return Compression.from_policy({"version": 1, "rules": [rule]}, model.named_parameters())
