@@ -7,6 +7,7 @@ Every model is trained in every way, each a real job under the unmodified horovo
 and on networks of namespaces whose links are shaped (needs root, and the netlab script through
 `--netlab-script` or HVD_SPARSE_NETLAB; left out without it). benchmarks/planner_worker.py is what
 runs. The promise is that a planned step is never more than 3 % slower than plain Horovod's.
+`uncompressed` is this package with nothing compressed: dense steps whose waits do not spin.
 """
 
 from __future__ import annotations
