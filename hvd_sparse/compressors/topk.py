@@ -40,10 +40,11 @@ def topk(
         group_numel: None: the k largest of a whole bucket. A number, at least 1: as large a part of
             each group of about so many consecutive elements. SparCML (Renggli et al., SC '19)
             trains with 512; every layer is heard then, however small its gradient.
-        collective: "auto" (the cheaper of "topk_allgather" and "oktopk" for the world size and k);
-            "oktopk" or "gtopk" (the k largest of the sum are applied); "topk_allgather",
-            "topk_dsa", "ssar_recursive_double", "ssar_split_allgather" or "dsar_split_allgather"
-            (all that was sent is); "index_union" (all ranks' accumulators wherever one selected).
+        collective: "auto" (the cheapest of "oktopk", "topk_allgather" and SparCML's three, for the
+            world size, k, the wire and the link, which is measured once); "oktopk" or "gtopk" (the
+            k largest of the sum are applied); "topk_allgather", "topk_dsa",
+            "ssar_recursive_double", "ssar_split_allgather" or "dsar_split_allgather" (all that was
+            sent is); "index_union" (all ranks' accumulators wherever one selected).
         **shared: See the class `Compression`.
     """
     selector: SelectorFactory = ExactTopK
