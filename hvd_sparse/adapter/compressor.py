@@ -20,6 +20,7 @@ from hvd_sparse.adapter.double_momentum import refuse_double_momentum
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.planning import Planning, refuse_devices
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
+from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.checks import check_choice
 from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError, UnsupportedError
@@ -298,8 +299,6 @@ class SparseCompressor:
         return self._world is mpi_ops._handle_map  # a new hvd.init() makes a new map
 
     def _bind(self, optimizer: Any) -> None:
-        from hvd_sparse.adapter.waiting import synchronize_asleep
-
         bound = self._optimizer() if self._optimizer is not None else None
         if bound is not None and self._engine.planned:
             raise ConfigError(

@@ -16,19 +16,18 @@ from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.planner import Planner, World
 from hvd_sparse.planner.trial import TIMED_STEPS
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.horovod_handles import outcome_of
 
 
 def horovods_allreduce(process_set: Any) -> Any:
     """Horovod's dense allreduce, in place, under names of its own."""
     import horovod.torch as hvd
 
-    from hvd_sparse.adapter.waiting import wait_for
-
     def allreduce(tensor: Tensor) -> object:
         name = f"hvd_sparse.planner.{tensor.numel()}"
-        handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=process_set)
-        wait_for([handle])
-        return hvd.synchronize(handle)
+        return outcome_of(
+            hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=process_set)
+        )
 
     return allreduce
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.transports.horovod_handles import outcome_of
 
 
 class HorovodBootstrap:
@@ -46,8 +47,11 @@ class HorovodBootstrap:
         # Never empty: Horovod treats tensors without elements differently on some backends.
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         size = torch.tensor([data.numel()], dtype=torch.int64)
-        sizes = hvd.allgather(size, name=f"{name}.size", process_set=self.process_set)
-        joined = hvd.allgather(data, name=f"{name}.data", process_set=self.process_set)
+        gathering = [
+            hvd.allgather_async(part, name=f"{name}.{what}", process_set=self.process_set)
+            for what, part in (("size", size), ("data", data))
+        ]
+        sizes, joined = map(outcome_of, gathering)
         return [pickle.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
 
     def broadcast_object(self, obj: Any, name: str) -> Any:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
-from hvd_sparse.adapter.waiting import synchronize_asleep, wait_for
+from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.compression import constructors
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner.planner import TRIAL_STEPS
 from hvd_sparse.planner.profile import Line, MethodCosts, Profile, place_of
 from hvd_sparse.policy import load_policy
+from tests.workers.asleep import allreduce, meet
 
 STEPS = 4
 Scenario = Callable[["Run"], nn.Module]
@@ -294,7 +295,7 @@ def bfloat16(run: Run) -> nn.Module:
         model(data(step).bfloat16()).float().square().mean().backward()
         if not run.sparse:
             for name, p in model.named_parameters():
-                p.grad = allreduce_asleep(p.grad.float(), f"reference.{name}").bfloat16()
+                p.grad = allreduce(p.grad.float(), f"reference.{name}").bfloat16()
         optimizer.step()
     return model
 
@@ -471,22 +472,6 @@ def planned(run: Run) -> nn.Module:
                 assert bool(compression.stats().buckets) == sparse, step
                 assert bool(compression.method.plan.placements) == sparse, step
     return model
-
-
-def meet(name: str) -> None:
-    """Wait for all ranks without spinning, as `hvd.barrier()` would.
-
-    A rank that is not in a process set has nothing to do while the others train. On few cores, a
-    spinning one takes the time that they need, until Horovod's own messages time out.
-    """
-    allreduce_asleep(torch.zeros(1), f"meet.{name}")
-
-
-def allreduce_asleep(tensor: Tensor, name: str) -> Tensor:
-    """The average over all ranks, waited for without spinning."""
-    handle = hvd.allreduce_async(tensor, name=name, op=hvd.Average)
-    wait_for([handle])
-    return hvd.synchronize(handle)
 
 
 def compare(name: str, dense: nn.Module, sparse: nn.Module) -> None:

@@ -19,6 +19,7 @@ from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, Transp
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import create_transport
 from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from tests.workers.asleep import allreduce, meet
 from tests.workers.transport_scenarios import QUICK_SCENARIOS, SCENARIOS, Scenario
 
 SHORT_S = 1.0
@@ -51,7 +52,7 @@ def conformance(name: str) -> None:
     run_scenarios(transport, SCENARIOS)
     run_beside_dense_reductions(transport)
     transport.close()
-    hvd.barrier()
+    meet("closed")
     if world.size > 1:
         silent_rank(name, world)
 
@@ -70,7 +71,7 @@ def run_beside_dense_reductions(transport: Transport) -> None:
     thread.start()
     for step in range(30):
         gradient = torch.full((10_000,), float(hvd.rank() + step))
-        mean = hvd.allreduce(gradient, name=f"dense.{step % 5}")
+        mean = allreduce(gradient, f"dense.{step % 5}")
         assert torch.allclose(mean, torch.full((10_000,), (hvd.size() - 1) / 2 + step))
     thread.join(60.0)
     assert not thread.is_alive()
@@ -84,7 +85,7 @@ def silent_rank(name: str, world: HorovodBootstrap) -> None:
     last = world.size - 1
     timeout_s = SHORT_S if world.rank == 0 or over_horovod else LONG_S
     transport = create_transport(name, world, timeout_s)
-    hvd.barrier()
+    meet("silent")
     start = time.monotonic()
     error: TransportError | None = None
     if world.rank != last:
@@ -101,7 +102,7 @@ def silent_rank(name: str, world: HorovodBootstrap) -> None:
         report(f"{kind.__name__} after {elapsed_s:.2f} s")
         with pytest.raises(kind, match="of no more use"):
             transport.exchange(None, None, 0 if world.rank else last, channel="after")
-    hvd.barrier()
+    meet("heard")
     transport.close()
 
 
@@ -111,7 +112,7 @@ def peer_dies(name: str) -> None:
     transport = create_transport(name, world, LONG_S)
     run_scenarios(transport, QUICK_SCENARIOS[:1])
     status = int(os.environ["TEST_DEATH_STATUS"])
-    hvd.barrier()
+    meet("death")
     if world.rank == world.size - 1:
         report(f"dies at {time.monotonic():.2f}")
         os._exit(status)
@@ -128,7 +129,7 @@ def peer_leaves(name: str) -> None:
     world = HorovodBootstrap()
     transport = create_transport(name, world, LONG_S)
     run_scenarios(transport, QUICK_SCENARIOS[:1])
-    hvd.barrier()
+    meet("leaving")
     if world.rank == world.size - 1:
         report("leaves")
         return
@@ -155,7 +156,7 @@ def process_sets(name: str) -> None:
     assert transport.world_size == world.size
     assert transport.rank == world.rank
     # From here on only the transport is used: a set that is through may shut Horovod down.
-    hvd.barrier()
+    meet("sets")
     gathered = transport.allgather((torch.tensor([hvd.rank()]),), channel="ranks")
     assert [part.view(torch.int64).item() for part in gathered] == world.ranks
     run_scenarios(transport, QUICK_SCENARIOS)
@@ -163,7 +164,7 @@ def process_sets(name: str) -> None:
         HorovodBootstrap(sets[1 - hvd.rank() % 2])
     transport.close()
     if name == "horovod":
-        hvd.barrier()
+        meet("sets.end")
 
 
 def refused(name: str) -> None:
