@@ -2,8 +2,8 @@
 
 Horovod's `synchronize` looks for its result without a pause, for as long as the slowest rank takes,
 and every look takes a lock that the thread needs which is to bring the result. Where ranks are more
-than cores, or data loaders share them, that costs more than the exchange: four ranks on two cores
-take a third of the time per step when they sleep instead.
+than cores, or data loaders share them, that costs more than the exchange: steps of four ranks on
+two cores take up to three times as long as when they sleep instead.
 """
 
 from __future__ import annotations

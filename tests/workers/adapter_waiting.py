@@ -28,16 +28,14 @@ class Halves(nn.Module):
         return x
 
 
-def cpu_share(way: str, density: float, layers: int) -> float:
+def cpu_share(way: str, layers: int) -> float:
     """Share of a step's time that this thread computes, while rank 0 comes late to it."""
     model = Halves()
-    named = [(f"{way}.{density}.{layers}.{name}", p) for name, p in model.named_parameters()]
+    named = [(f"{way}.{layers}.{name}", p) for name, p in model.named_parameters()]
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         named_parameters=named,
-        compression=Compression.topk(
-            named, density=density, dense_below=10**9 if way == "dense" else 0
-        ),
+        compression=Compression.topk(named, dense_below=10**9 if way == "dense" else 0),
     )
     share = 1.0
     for late_s in (0.0, LATE_S):  # the first step connects
@@ -63,7 +61,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for way in ("dense", "step", "synchronize"):
         for layers in (2, 1):
-            share = cpu_share(way, 0.1, layers)
+            share = cpu_share(way, layers)
             if hvd.rank() == 1:
                 print(f"SHARE {way} {layers} {share:.3f}", flush=True)
     hvd.shutdown()
