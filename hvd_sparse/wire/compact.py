@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
-from hvd_sparse.ops.reference.wire import GAP_BLOCK
 from hvd_sparse.streams import INDEX_BYTES, Part
 from hvd_sparse.wire.base import Wire
 from hvd_sparse.wire.plain import DENSE, HEADER_BYTES, PLAIN
@@ -99,8 +98,8 @@ def gap_index_bytes(density: float) -> float:
     A gap reaches g with (1 - density)^g, and a block has the bits of its largest one.
     """
     reach = [(1 - density) ** (1 << bits) for bits in range(INDEX_BITS)]
-    width = sum(1 - (1 - odds) ** GAP_BLOCK for odds in reach)
-    return width / 8 + 1 / GAP_BLOCK
+    width = sum(1 - (1 - odds) ** ops.GAP_BLOCK for odds in reach)
+    return width / 8 + 1 / ops.GAP_BLOCK
 
 
 WIRES: dict[str, Wire] = {
