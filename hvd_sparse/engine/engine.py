@@ -42,9 +42,9 @@ def exchange(bucket: Bucket) -> None:
     """
     memory, collective = bucket.memory, bucket.collective
     stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
-    with stats.timed("accumulate_s"):
+    with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
-    with stats.timed("select_s"):
+    with stats.timed("accumulate_select_s"):
         k = bucket.k
         collective.aim(k)
         accumulator = memory.accumulate(gradients, k, collective.scope())
