@@ -339,7 +339,7 @@ class Broken(TopkAllgather):
 
     calls = 0
 
-    def reduce(self, stream: Any) -> Any:
+    def reduce(self, stream: Any, take_at: Any = None) -> Any:
         self.calls += 1
         if self.calls == 2:
             raise TransportError("the network is gone")
