@@ -267,9 +267,9 @@ class Recorder:
                 self._scalars.add_scalar(f"{tag}/threshold", line["threshold"][place], self._step)
 
 
-def check_path(path: str | os.PathLike[str]) -> str:
+def check_path(path: Any) -> str:
     """A path that a file can have."""
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    text: Any = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"path must be a non-empty text or a Path, got {path!r}")
     return text
