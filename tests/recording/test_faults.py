@@ -29,6 +29,7 @@ from hvd_sparse.recording.log import Recording, read_runs
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
+from tests.launch import horovodrun
 
 NUMEL, STEPS, RANKS = 500, 9, 3
 SPECS = [TensorSpec(f"layer{i}.weight", (NUMEL,), "torch.float32") for i in range(2)]
@@ -251,6 +252,12 @@ def test_a_closed_recorder_goes_on(tmp_path: Path) -> None:
     results(recorders.__getitem__, close)
     recording = last_run(tmp_path / "run.jsonl")
     assert [line["step"] for line in recording.steps] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.timeout(300)
+def test_a_full_disk_under_horovodrun() -> None:
+    ended = horovodrun(2, "recorder_full_disk.py", timeout=240.0)
+    assert all(f"SAME WEIGHTS {rank}" in ended.stdout for rank in range(2))
 
 
 # -- what else may raise ---------------------------------------------------------------------------
