@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.engine.bucket import Bucket, Phase
+from hvd_sparse.engine.guard import Guard
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
     Assignment,
@@ -85,7 +86,7 @@ class Engine:
     Args:
         assignment: How each tensor is reduced; a `Method` where that is the same for all.
         observer: Is told of plans and steps. Every rank may have another one, or none; whether the
-            ranks compare their times depends on rank 0's.
+            ranks compare their times depends on rank 0's. One that raises is not called again.
 
     Attributes:
         scale: What sums over ranks are multiplied by; must be set before the first `result`.
@@ -94,7 +95,7 @@ class Engine:
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
         self.assignment = assignment
-        self.observer = observer
+        self._observer = Guard(observer)
         self.scale: float | None = None
         self.skipped_steps = 0
         self._unsettled = False
@@ -189,8 +190,8 @@ class Engine:
         self._drop_plan()
         self._restored = state
         self.assignment = assignment
-        if self.observer is not None and self._transport is not None:
-            self.observer.planned(self._transport, ())  # the next step's, if it has any bucket
+        if self._transport is not None:
+            self._observer.planned(self._transport, ())  # the next step's, if it has any bucket
 
     def agree(self) -> None:
         """Check that all ranks have the same assignment; they call this together, between steps.
@@ -278,8 +279,7 @@ class Engine:
             bucket.close_step()
         if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
             self._compare_ranks()
-        if self.observer is not None:
-            self.observer.stepped(self._buckets)
+        self._observer.stepped(self._buckets)
 
     def _compare_ranks(self) -> None:
         """Gather what the phases took on every rank; the background thread is idle meanwhile."""
@@ -288,8 +288,7 @@ class Engine:
         now = torch.tensor([getattr(totals, n) for n in COMPARED_PHASES], dtype=torch.float64)
         since, self._compared = now - self._compared, now
         messages = self._transport.allgather((since,), channel="compare")
-        if self.observer is not None:
-            self.observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
+        self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
 
     def _wait_for(self, bucket: Bucket, phase: Phase) -> None:
         with self._changed:
@@ -320,8 +319,7 @@ class Engine:
         self._restored = EngineState(leftover)
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
-        if self.observer is not None:
-            self.observer.planned(self._transport, self._buckets)
+        self._observer.planned(self._transport, self._buckets)
         for name, (bucket, place) in self._places.items():
             bucket.put(place, self._arrivals[name][1])
         self._arrivals = {}
@@ -330,7 +328,7 @@ class Engine:
 
     def _rank_0_observes(self) -> bool:
         assert self._transport is not None
-        mine = torch.tensor([self.observer is not None], dtype=torch.int64)
+        mine = torch.tensor([self._observer.is_on], dtype=torch.int64)
         return bool(self._transport.broadcast((mine,), 0, channel="observe").view(torch.int64))
 
     def _new_bucket(self, plan: BucketPlan) -> Bucket:
