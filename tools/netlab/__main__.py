@@ -1,13 +1,13 @@
 """The network lab from a shell, as root; one lab at a time is up this way.
 
-    python -m tools.netlab up 4 1gbit       hosts nl1 to nl4, with links of 1 Gb/s (no rate: as fast
-                                            as they are)
-    python -m tools.netlab exec nl1 CMD…    runs CMD on host nl1; `ssh nl2 …` works inside, and so do
-                                            horovodrun and mpirun
-    python -m tools.netlab bytes            what each host has sent and received
-    python -m tools.netlab cut nl2          pulls the cable of host nl2
-    python -m tools.netlab mend nl2         puts it back
-    python -m tools.netlab down             removes the hosts, and all that runs on them
+python -m tools.netlab up 4 1gbit       hosts nl1 to nl4, with links of 1 Gb/s (no rate: as fast
+                                        as they are)
+python -m tools.netlab exec nl1 CMD…    runs CMD on host nl1; `ssh nl2 …` works inside, and so do
+                                        horovodrun and mpirun
+python -m tools.netlab bytes            what each host has sent and received
+python -m tools.netlab cut nl2          pulls the cable of host nl2
+python -m tools.netlab mend nl2         puts it back
+python -m tools.netlab down             removes the hosts, and all that runs on them
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.netlab import Netlab, NetlabError, Network
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADDRESS = "\0hvd_sparse.netlab"
-"""The socket where the lab's owner tells of it; it is also the lock, and vanishes with the owner."""
+"""The socket where the owner tells of its lab; also the lock, which vanishes with the owner."""
 UP = "up"
 DOWN_S = 60.0
 

@@ -1,4 +1,5 @@
-"""Keeps one host of a lab: `unshare --net --uts --mount python3 host.py NAME HOSTS_FILE`.
+"""Keeps one host of a lab: `unshare --net --uts --mount python3 host.py NAME HOSTS`, where
+HOSTS is the text of its /etc/hosts.
 
 The namespaces live as long as a process is in them. This one stays until its standard input ends,
 which happens in any case when the process that made the lab dies. Then it kills whatever else is
@@ -14,20 +15,25 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 READY = "ready"
 KILLING_S = 10.0
 
 
-def furnish(name: str, hosts_file: str) -> None:
+def furnish(name: str, hosts: str) -> None:
     """Give the host its name, its /etc/hosts, its own /sys (with its interfaces) and loopback."""
     socket.sethostname(name)
-    for command in (
-        ["mount", "--bind", hosts_file, "/etc/hosts"],
-        ["mount", "-t", "sysfs", "sysfs", "/sys"],
-        ["ip", "link", "set", "lo", "up"],
-    ):
-        subprocess.run(command, check=True)
+    # The file lies in memory, beneath what is mounted on /sys next: no trace of it on the machine.
+    run("mount", "-t", "tmpfs", "tmpfs", "/sys")
+    Path("/sys/hosts").write_text(hosts)
+    run("mount", "--bind", "/sys/hosts", "/etc/hosts")
+    run("mount", "-t", "sysfs", "sysfs", "/sys")
+    run("ip", "link", "set", "lo", "up")
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
 
 
 def others_here() -> list[int]:
@@ -54,9 +60,9 @@ def kill_others() -> None:
 
 
 def main() -> None:
-    name, hosts_file = sys.argv[1:]
+    name, hosts = sys.argv[1:]
     try:
-        furnish(name, hosts_file)
+        furnish(name, hosts)
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"host {name}: {error}")
     print(READY, flush=True)

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import TracebackType
 
@@ -107,30 +106,26 @@ class Netlab:
 
     def _start_keepers(self) -> list[int]:
         """A process for each host, and one for the switch."""
-        with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
-            hosts_file = Path(folder) / "hosts"
-            lines = ["127.0.0.1 localhost"]
-            lines += [f"10.77.0.{i} {name}" for i, name in enumerate(self._names, 1)]
-            hosts_file.write_text("\n".join(lines) + "\n")
-            for name in (*self._names, "switch"):
-                # Slave: what is mounted on the machine later is seen on the host, but not vice
-                # versa.
-                command = ["unshare", "--net", "--uts", "--mount", "--propagation=slave"]
-                self._keepers.append(
-                    subprocess.Popen(
-                        [*command, sys.executable, "-I", HOST, name, hosts_file],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                        start_new_session=True,
-                    )
+        lines = ["127.0.0.1 localhost"]
+        lines += [f"10.77.0.{i} {name}" for i, name in enumerate(self._names, 1)]
+        for name in (*self._names, "switch"):
+            # Slave: what is mounted on the machine later is seen on the host, but not vice versa.
+            command = ["unshare", "--net", "--uts", "--mount", "--propagation=slave"]
+            self._keepers.append(
+                subprocess.Popen(
+                    [*command, sys.executable, "-I", HOST, name, "\n".join([*lines, ""])],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
                 )
-            for keeper in self._keepers:
-                assert keeper.stdout is not None
-                assert keeper.stderr is not None
-                if keeper.stdout.readline().strip() != READY:
-                    raise NetlabError(" ".join(keeper.stderr.read().split()))
+            )
+        for keeper in self._keepers:
+            assert keeper.stdout is not None
+            assert keeper.stderr is not None
+            if keeper.stdout.readline().strip() != READY:
+                raise NetlabError(" ".join(keeper.stderr.read().split()))
         return [keeper.pid for keeper in self._keepers]
 
     def _connect(self, network: Network) -> None:

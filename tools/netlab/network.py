@@ -67,9 +67,7 @@ class Network:
             NetlabError: There is no such host.
         """
         table = Path(f"/proc/{self._keeper(host)}/net/dev").read_text()
-        counts = next(
-            line.split(":")[1].split() for line in table.splitlines() if "eth0:" in line
-        )
+        counts = next(line.split(":")[1].split() for line in table.splitlines() if "eth0:" in line)
         return Traffic(sent_bytes=int(counts[8]), received_bytes=int(counts[0]))
 
     def cut(self, host: str) -> None:
