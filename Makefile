@@ -19,7 +19,7 @@ setup: ## .venv with torch, Horovod built for it, and this package
 	{ echo "error: no $(PYTHON): apt-get install python3 python3-venv python3-dev" >&2; exit 2; }
 	@$(PYTHON) tools/bootstrap.py
 
-demo: setup ## train digits on 2 and 4 workers, dense and sparse: table and plot in demo-output/
+demo: setup ## train digits between two hosts of a slow network, dense and sparse: demo-output/
 	@$(bin)/python -m tools.demo $(DEMO_ARGS)
 
 test: setup ## the tests (PYTEST_ARGS="-k name" for some of them)
