@@ -187,7 +187,8 @@ size_t Gallop(const int32_t* indices, size_t count, size_t from, int32_t bound) 
 void CheckEnds(const Stream& stream, size_t n) {
   if (stream.nnz == 0) return;
   if (stream.indices[0] < 0 || stream.indices[stream.nnz - 1] < stream.indices[0] ||
-      static_cast<size_t>(stream.indices[stream.nnz - 1]) >= n) {
+      static_cast<size_t>(stream.indices[stream.nnz - 1]) >= n ||
+      LowerBound(stream, static_cast<int64_t>(n)) != stream.nnz) {
     throw BadIndex();
   }
 }

@@ -92,9 +92,8 @@ void DecodeAs(T* out, Dtype dtype, size_t n, const Stream& stream, int threads) 
     DecodePlain(out, dtype, 0, n, stream);
     return;
   }
-  // The parts below hold every entry once, whatever the order, if a search for n ends at the end;
-  // each of them then looks at its own entries.
-  if (LowerBound(stream, static_cast<int64_t>(n)) != stream.nnz) throw BadIndex();
+  // Together the parts below hold every entry, whatever the order (CheckEnds has seen to it), and
+  // each of them looks at its own.
   const auto part_of = [&](size_t begin, size_t end) {
     const size_t from = LowerBound(stream, static_cast<int64_t>(begin));
     const size_t to = std::max(from, LowerBound(stream, static_cast<int64_t>(end)));

@@ -24,21 +24,17 @@ def int32(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("middle", [LOW, -1, 10, 2**16 - 1, HIGH])
-def test_merge_sum_of_streams_that_jump(
-    library: NativeOps, world_size: int, middle: int
-) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_merge_sum_of_streams_that_jump(library: NativeOps, world_size: int, middle: int) -> None:
     """Both ends of a stream are in range, what is between them may be anywhere."""
     numel = 2**18
-    jumping = int32(2**17, middle, numel - 1)
-    streams = [(jumping, torch.ones(3))] * world_size
-    try:
-        indices, values = library.merge_sum(streams, numel)
-    except ValueError as error:
-        assert "strictly ascending" in str(error)
-    else:
-        assert indices.numel() == values.numel() <= 3 * world_size
+    streams = [(int32(2**17, middle, numel - 1), torch.ones(3))] * world_size
+    if world_size > 2 or middle == HIGH:
+        with pytest.raises(ValueError, match="strictly ascending"):
+            library.merge_sum(streams, numel)
+    else:  # two cursors notice nothing, and stay in their room
+        assert library.merge_sum(streams, numel)[0].numel() <= 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
