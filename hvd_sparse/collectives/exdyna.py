@@ -38,10 +38,9 @@ from hvd_sparse.collectives.base import Reduction
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
 from hvd_sparse.collectives.index_union import IndexUnion, TakeAt
 from hvd_sparse.collectives.partitions import Partitions
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.streams import SparseStream, sum_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
-from hvd_sparse.wire.base import sum_of
 
 LEVELS = 0.9 * 2.0 ** (torch.arange(64, dtype=torch.float64) / 63)
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction
-from hvd_sparse.streams import Part, SparseStream
-from hvd_sparse.wire import Packer, sum_of
+from hvd_sparse.streams import Part, SparseStream, sum_of
+from hvd_sparse.wire import Packer
 
 
 class GTopk(Collective):

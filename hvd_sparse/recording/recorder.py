@@ -28,6 +28,7 @@ from typing import IO, Any, Protocol
 import torch
 from torch import Tensor
 
+from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_at_least
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.observer import COMPARED_PHASES
@@ -147,7 +148,6 @@ class Recorder:
     # -- lines -------------------------------------------------------------------------------------
 
     def _begin(self, transport: Transport) -> None:
-        from hvd_sparse import __version__
 
         self._start = perf_counter()
         self._for_lines = Budget(self.share / 2)

@@ -11,7 +11,6 @@ from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.ops.reference.wire import GAP_BLOCK
 from hvd_sparse.streams import INDEX_BYTES, Part
-from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
 from hvd_sparse.wire.plain import DENSE, HEADER_BYTES, PLAIN
 from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec
@@ -21,7 +20,7 @@ INDEX_BITS = 31
 
 
 class CompactWire(Wire):
-    """A count of entries (int64), int32 indices, values, gap-coded indices; either kind of indices.
+    """A count of entries (int64), then int32 indices and values, or values and gap-coded indices.
 
     A dense part has no indices. Gaps are counted from the part's first element, so they are as
     short in a region as in the whole vector (`ops.gap_encode`).
@@ -46,7 +45,7 @@ class CompactWire(Wire):
         self._has_gaps = indices == "gap"
         self.is_lossless = self._values.is_lossless and self._dense_values.is_lossless
 
-    def encode(self, part: Part, seed: int) -> Payload:
+    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
         """See `Wire.encode`."""
         if part.indices is None:
             header = torch.tensor([DENSE])
@@ -80,7 +79,7 @@ class CompactWire(Wire):
             self._dense_values.nbytes(numel) / numel,
         )
 
-    def encode_indices(self, indices: Tensor, numel: int) -> Payload:
+    def encode_indices(self, indices: Tensor, numel: int) -> tuple[Tensor, ...]:
         """See `Wire.encode_indices`; gaps come after their number (int64)."""
         if not self._has_gaps:
             return super().encode_indices(indices, numel)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import Collective, ExDyna, IndexUnion, Reduction
-from hvd_sparse.compressors import COMPRESSORS
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.memories import Clipping, ErrorFeedback, MomentumCorrection
+from hvd_sparse.methods import METHODS
 from hvd_sparse.selectors import ExactTopK, OnlineThreshold, Selector
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
@@ -35,7 +35,7 @@ def method_of(name: str, memory: str = "plain", density: float = 0.05, **changes
     arguments = {**MEMORIES[memory], **changes}
     if name == "hard_threshold":
         arguments["threshold"] = 1.5
-    method = COMPRESSORS[name](density=density, **arguments).method
+    method = METHODS[name](density=density, **arguments).make()
     assert isinstance(method, Method)
     return method
 
@@ -67,7 +67,7 @@ def one_step(
 
 @in_worlds([3, *(pytest.param(P, marks=SLOW) for P in (1, 2, 4, 7))])
 @pytest.mark.parametrize("memory_name", MEMORIES)
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", METHODS)
 def test_nothing_is_lost_in_200_steps(
     name: str, memory_name: str, world_size: int, device: torch.device
 ) -> None:
@@ -99,7 +99,7 @@ def test_nothing_is_lost_in_200_steps(
 
 
 @on_every_device
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", METHODS)
 def test_states_go_on_bit_for_bit(name: str, device: torch.device) -> None:
     """Thresholds, partitions, seeds, momentum and the position in the warm-up survive."""
     changes = {"momentum": 0.9, "warmup_steps": 12, "warmup": "linear"}
