@@ -8,14 +8,13 @@ that no two ranks ever wait for each other's other bucket.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives import IndexUnion
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
@@ -36,29 +35,28 @@ COMPARISON_INTERVAL = 64
 
 
 def exchange(bucket: Bucket) -> None:
-    """One step of one bucket: accumulate, take, exchange, give back.
+    """One step of one bucket: accumulate, select, reduce, give back.
 
     Leaves the sum over the ranks in `bucket.reduced`. Where the exchange fails, all that was taken
     is back in the residual.
     """
     memory, collective = bucket.memory, bucket.collective
     stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
-    with stats.timed("accumulate_s"):
+    with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
-    with stats.timed("select_s"):
+    with stats.timed("accumulate_select_s"):
         k = bucket.k
+        bucket.open_step()
         collective.aim(k)
-        taken = memory.take(gradients, bucket.selector, k, collective.scope())
+        accumulator = memory.accumulate(gradients, k, collective.scope())
+        taken = bucket.selector.select(accumulator, k)
     with stats.timed("exchange_s"):
         try:
-            if isinstance(collective, IndexUnion):
-                reduction = collective.reduce(taken.to("cpu"), memory.take_at)
-            else:
-                reduction = collective.reduce(taken.to("cpu"))
+            reduction = collective.reduce(taken.to("cpu"), memory.take_at)
         except BaseException:
-            memory.abandon()
+            memory.abandon(taken)
             raise
-        memory.give_back(reduction.returned.finite())
+        memory.give_back(taken, reduction.returned.finite())
     bucket.reduced = reduction.reduced
     bucket.step += 1
     bucket.poisoned = not reduction.reduced.isfinite()
@@ -78,34 +76,29 @@ def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
     bucket.reduced = None
 
 
-def undo(buckets: Sequence[Bucket]) -> None:
-    """Take back the step that a non-finite gradient anywhere has spoilt.
-
-    The optimizer, or the loss scaler in front of it, sees the same non-finite gradients on every
-    rank and skips the step; residuals are as if there had been none, as the weights are.
-    """
-    for bucket in buckets:
-        bucket.memory.undo(bucket.staged_gradients())
-
-
 class Engine:
     """Takes gradients one by one, and gives the reduced ones back.
 
-    One step is: `submit` for every tensor, then `result` for every tensor.
+    One step is: `submit` for every tensor, `result` for every tensor, and `settle`, once it is
+    known whether the results were applied.
 
     Args:
         assignment: How each tensor is reduced; a `Method` where that is the same for all.
-        observer: Is told of plans and steps; ranks need not have one alike, rank 0's decides
-            whether they compare their times.
+        observer: Is told of plans and steps. Every rank may have another one, or none; whether the
+            ranks compare their times depends on rank 0's.
 
     Attributes:
         scale: What sums over ranks are multiplied by; must be set before the first `result`.
+        skipped_steps: Steps that were taken back, since nobody applied their results.
     """
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
         self.assignment = assignment
         self.observer = observer
         self.scale: float | None = None
+        self.skipped_steps = 0
+        self._unsettled = False
+        self._flushed: set[str] = set()
         self._transport: Transport | None = None
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
         self._buckets: list[Bucket] = []
@@ -144,9 +137,47 @@ class Engine:
         """What waits to be sent of a tensor that is in no bucket: float32, its shape; or None."""
         return self._restored.residual.get(name)
 
-    def forget_leftover(self, name: str) -> None:
-        """The leftover was reduced densely, and all ranks saw the finite result."""
-        self._restored.residual.pop(name, None)
+    def flushed(self, name: str) -> None:
+        """The leftover was reduced densely in this step; it is let go where the step counts."""
+        self._flushed.add(name)
+        self._unsettled = True
+
+    def settle(self, counts: bool | None = None) -> None:
+        """Say whether the last step counts. Otherwise everything becomes what it was before it.
+
+        To be called between steps; a step that nobody has settled is settled when the next begins.
+
+        Args:
+            counts: Whether its results were applied; None: if all of them are finite.
+        """
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        if counts is None:
+            counts = not any(bucket.poisoned for bucket in self._buckets)
+        if not counts:
+            self.skipped_steps += 1
+        for bucket in self._buckets:
+            if counts:
+                bucket.is_open = False
+            else:
+                bucket.roll_back()
+        for name in self._flushed:
+            if counts:
+                self._restored.residual.pop(name, None)
+        self._flushed.clear()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals and momenta by a factor, between steps.
+
+        They are in units of the gradients, which a loss scaler changes.
+        """
+        self.settle()
+        for bucket in self._buckets:
+            bucket.memory.rescale(factor)
+        for kept in (self._restored.residual, self._restored.momentum):
+            for tensor in kept.values():
+                tensor.mul_(factor)
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on.
@@ -202,6 +233,7 @@ class Engine:
 
     def submit(self, spec: TensorSpec, gradient: Tensor) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned."""
+        self.settle()
         with self._changed:
             if not self.planned:
                 self._arrivals[spec.name] = (spec, gradient)
@@ -237,8 +269,7 @@ class Engine:
             with stats.timed("wait_s"):
                 self._wait_for(bucket, Phase.EXCHANGED)
             bucket.lane.hand_back()
-        if any(bucket.poisoned for bucket in self._buckets):
-            undo(self._buckets)
+        self._unsettled = True
         for bucket, stats in zip(self._buckets, late, strict=True):
             if bucket.reduced is not None:
                 assert self.scale is not None
@@ -368,6 +399,7 @@ class Engine:
         self._restored = restored
 
     def _state(self) -> EngineState:
+        self.settle()
         if not self.planned:
             return self._restored
         return EngineState.of(self._buckets, self._restored.residual)

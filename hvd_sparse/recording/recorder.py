@@ -37,7 +37,8 @@ from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording.budget import Budget
 from hvd_sparse.transports import Transport
 
-VERSION = 1
+VERSION = 2
+"""Of the file's format: it rises when a key of a line changes its name or its meaning."""
 LINES_BEFORE_THINNING = 2000
 """So many `steps` lines are written for every step, as many for every second one, and so on: the
 file grows with the logarithm of the run."""

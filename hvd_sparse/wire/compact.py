@@ -10,7 +10,6 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.errors import MessageError
-from hvd_sparse.ops.reference.wire import GAP_BLOCK
 from hvd_sparse.streams import INDEX_BYTES, Part
 from hvd_sparse.wire.base import Wire
 from hvd_sparse.wire.checks import (
@@ -109,7 +108,7 @@ class CompactWire(Wire):
 
     def _read_gaps(self, code: Tensor, count: int, start: int, stop: int) -> Tensor:
         """Gap-coded indices. A code begins with a byte per block of them."""
-        if code.numel() >= -(-count // GAP_BLOCK):
+        if code.numel() >= -(-count // ops.GAP_BLOCK):
             try:
                 return ops.gap_decode(code, count, start, stop)
             except ValueError as error:
@@ -129,8 +128,8 @@ def gap_index_bytes(density: float) -> float:
     A gap reaches g with (1 - density)^g, and a block has the bits of its largest one.
     """
     reach = [(1 - density) ** (1 << bits) for bits in range(INDEX_BITS)]
-    width = sum(1 - (1 - odds) ** GAP_BLOCK for odds in reach)
-    return width / 8 + 1 / GAP_BLOCK
+    width = sum(1 - (1 - odds) ** ops.GAP_BLOCK for odds in reach)
+    return width / 8 + 1 / ops.GAP_BLOCK
 
 
 WIRES: dict[str, Wire] = {
