@@ -174,7 +174,6 @@ class Recorder:
 
     def _begin(self, transport: Transport) -> None:
         """Begin a run: the first one, or that of a world which has met anew."""
-
         self.close()
         self._transport = weakref.ref(transport)
         self._rank = transport.rank
