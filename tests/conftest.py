@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
+
+from tests.ranks import Ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,3 +23,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """The ranks of a world, which `tests.ranks.with_ranks` names."""
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.kill()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ranks leave after the last test of their world: even idle ones take time of the others."""
+    ours, next_ones = (world_of(i) for i in (item, nextitem))
+    if ours is not None and ours != next_ones:
+        item.funcargs["ranks"].close()
+
+
+def world_of(item: pytest.Item | None) -> object:
+    return item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
