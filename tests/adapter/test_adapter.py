@@ -12,6 +12,7 @@ from tests.workers.adapter_alone import train_alone
 from tests.workers.adapter_elastic import train_through_a_death
 from tests.workers.adapter_equalities import SCENARIOS, check
 from tests.workers.adapter_join import join_in_the_middle
+from tests.workers.adapter_ledger import keep_the_books
 from tests.workers.adapter_refusals import refuse_a_second_optimizer, refuse_operations
 from tests.workers.adapter_waiting import cpu_shares
 
@@ -23,6 +24,19 @@ def test_a_lossless_exchange_trains_to_the_same_weights(
     ranks: Ranks, scenario: str, method: str
 ) -> None:
     ranks.run(check, scenario, method)
+
+
+@with_ranks(World(3), World(3, "mpi"))
+@pytest.mark.parametrize("place", ["large", "bias", "other", "table.weight"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_skipped_step_costs_no_gradient(ranks: Ranks, place: str, scaled: bool) -> None:
+    for method, arguments in (
+        ("oktopk", {"density": 0.02}),
+        ("dgc", {"density": 0.02, "momentum": 0.0, "bucket_numel": 2000}),
+        ("exdyna", {"density": 0.02, "dense_below": 2500}),
+    ):
+        if not (scaled and place == "table.weight"):
+            ranks.run(keep_the_books, place, scaled, method, arguments)
 
 
 @with_ranks(World(2))
