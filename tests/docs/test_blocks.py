@@ -4,7 +4,7 @@
 |---|---|
 | python | runs, page by page, on two ranks in one launch (tests/workers/docs_pages.py) |
 | yaml | `hvd-sparse validate` |
-| sh: hvd-sparse check, plan, report, trace, validate | runs, beside the files that the pages made |
+| sh: hvd-sparse check, plan, report, trace, validate | runs, beside the files that the page's blocks made |
 | sh: hvd-sparse simulate, profile | its arguments are parsed: they take minutes, or need ranks |
 | sh: python -m | the module's own parser reads the arguments: these take minutes |
 | sh: horovodrun | its options exist, and what it starts is checked by the rules here |
@@ -48,13 +48,14 @@ class Parsed(Exception):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder in which all Python blocks have run, and what they printed."""
+    """A folder that has one for each page, in which its blocks ran, and what they printed."""
     folder = tmp_path_factory.mktemp("pages")
     pages: dict[str, list[dict[str, Any]]] = {}
     for block in BLOCKS:
+        (folder / block.page).mkdir(parents=True, exist_ok=True)
         if block.language in ("python", "yaml"):
             pages.setdefault(block.page, []).append({**asdict(block), "place": str(block)})
-    (folder / "pages.json").write_text(json.dumps(list(pages.values())))
+    (folder / "pages.json").write_text(json.dumps(pages))
     done = horovodrun(2, "docs_pages.py", folder / "pages.json", timeout=RUN_LIMIT_S)
     return folder, done.stdout
 
@@ -138,10 +139,16 @@ def check_launch(words: list[str], check: Callable[[list[str]], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [pytest.param(w, id=f"{b} {shlex.join(w)}") for b in blocks_in("sh") for w in commands_of(b)],
+    ("page", "words"),
+    [
+        pytest.param(block.page, words, id=f"{block} {shlex.join(words)}")
+        for block in blocks_in("sh")
+        for words in commands_of(block)
+    ],
 )
-def test_commands(words: list[str], request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands(
+    page: str, words: list[str], request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check(words: list[str]) -> None:
         while "=" in words[0]:  # a variable for this command
             name = words.pop(0).partition("=")[0]
@@ -152,7 +159,7 @@ def test_commands(words: list[str], request: Any, monkeypatch: pytest.MonkeyPatc
             case ["make", *_]:
                 check_make(words)
             case ["hvd-sparse", command, *_] if command in RUNNABLE:
-                run_in(request.getfixturevalue("ran")[0], words, monkeypatch)
+                run_in(request.getfixturevalue("ran")[0] / page, words, monkeypatch)
             case ["hvd-sparse", "simulate" | "profile", *_]:
                 request.getfixturevalue("parsing_only")
                 with pytest.raises(Parsed):

@@ -59,6 +59,14 @@ def test_names(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests(page: Path) -> None:
+    """A test that a page names is there."""
+    named = {code for code in CODE.findall(prose_of(page)) if re.fullmatch(r"test_\w+", code)}
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name in sorted(named) if f"def {name}(" not in sources]
+
+
 def exists(name: str) -> bool:
     first, *rest = name.split(".")
     if first == "Compression":

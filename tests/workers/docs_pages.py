@@ -63,6 +63,8 @@ def close(names: dict[str, Any]) -> None:
 
 def run_page(blocks: list[dict[str, Any]]) -> None:
     names = given()
+    if hvd.rank() == 0:
+        Path("models.py").write_text(MODELS)
     for block in blocks:
         if block["language"] == "yaml":
             if hvd.rank() == 0:
@@ -86,13 +88,10 @@ def run_page(blocks: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    pages = json.loads(Path(sys.argv[1]).read_text())
-    os.chdir(Path(sys.argv[1]).parent)
+    listing = Path(sys.argv[1])
     hvd.init()
-    if hvd.rank() == 0:
-        Path("models.py").write_text(MODELS)
-    hvd.barrier()
-    for blocks in pages:
+    for page, blocks in json.loads(listing.read_text()).items():
+        os.chdir(listing.parent / page)
         run_page(blocks)
     hvd.shutdown()
 
