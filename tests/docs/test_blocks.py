@@ -4,7 +4,7 @@
 |---|---|
 | python | runs, page by page, on two ranks in one launch (tests/workers/docs_pages.py) |
 | yaml | `hvd-sparse validate` |
-| sh: hvd-sparse check, plan, report, trace, validate | runs, beside the files that the page's blocks made |
+| sh: hvd-sparse check, plan, report, trace, validate | runs, beside the files of its page |
 | sh: hvd-sparse simulate, profile | its arguments are parsed: they take minutes, or need ranks |
 | sh: python -m | the module's own parser reads the arguments: these take minutes |
 | sh: horovodrun | its options exist, and what it starts is checked by the rules here |
@@ -24,7 +24,7 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.fixture
-def parsing_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def parsing_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsers read their arguments, and then stop the program."""
     parse = argparse.ArgumentParser.parse_args
 
@@ -70,7 +70,6 @@ def parsing_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    yield
 
 
 def blocks_in(*languages: str) -> list[Block]:
@@ -83,7 +82,8 @@ def test_there_is_a_rule_for_every_block() -> None:
     assert not strangers
 
 
-@pytest.mark.timeout(RUN_LIMIT_S + 30)
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_LIMIT_S + 60)
 @pytest.mark.parametrize("block", blocks_in("python"), ids=str)
 def test_python_runs(block: Block, ran: tuple[Path, str]) -> None:
     assert f"RAN {block}\n" in ran[1]
@@ -138,6 +138,8 @@ def check_launch(words: list[str], check: Callable[[list[str]], None]) -> None:
     check(words[3:])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_LIMIT_S + 60)
 @pytest.mark.parametrize(
     ("page", "words"),
     [
