@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_sparse import __version__
+from hvd_sparse._version import __version__
 from hvd_sparse.cli.check import CHECK
 from hvd_sparse.cli.command import Command
 from hvd_sparse.cli.plan import PLAN

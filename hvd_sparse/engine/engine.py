@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives import IndexUnion
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
@@ -36,29 +35,27 @@ COMPARISON_INTERVAL = 64
 
 
 def exchange(bucket: Bucket) -> None:
-    """One step of one bucket: accumulate, take, exchange, give back.
+    """One step of one bucket: accumulate, select, reduce, give back.
 
     Leaves the sum over the ranks in `bucket.reduced`. Where the exchange fails, all that was taken
     is back in the residual.
     """
     memory, collective = bucket.memory, bucket.collective
     stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
-    with stats.timed("accumulate_s"):
+    with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
-    with stats.timed("select_s"):
+    with stats.timed("accumulate_select_s"):
         k = bucket.k
         collective.aim(k)
-        taken = memory.take(gradients, bucket.selector, k, collective.scope())
+        accumulator = memory.accumulate(gradients, k, collective.scope())
+        taken = bucket.selector.select(accumulator, k)
     with stats.timed("exchange_s"):
         try:
-            if isinstance(collective, IndexUnion):
-                reduction = collective.reduce(taken.to("cpu"), memory.take_at)
-            else:
-                reduction = collective.reduce(taken.to("cpu"))
+            reduction = collective.reduce(taken.to("cpu"), memory.take_at)
         except BaseException:
-            memory.abandon()
+            memory.abandon(taken)
             raise
-        memory.give_back(reduction.returned.finite())
+        memory.give_back(taken, reduction.returned.finite())
     bucket.reduced = reduction.reduced
     bucket.step += 1
     bucket.poisoned = not reduction.reduced.isfinite()
@@ -95,8 +92,8 @@ class Engine:
 
     Args:
         assignment: How each tensor is reduced; a `Method` where that is the same for all.
-        observer: Is told of plans and steps; ranks need not have one alike, rank 0's decides
-            whether they compare their times.
+        observer: Is told of plans and steps. Every rank may have another one, or none; whether the
+            ranks compare their times depends on rank 0's.
 
     Attributes:
         scale: What sums over ranks are multiplied by; must be set before the first `result`.

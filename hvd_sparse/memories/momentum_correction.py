@@ -31,7 +31,6 @@ from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.memories.error_feedback import ErrorFeedback, placed
-from hvd_sparse.selectors import Selector
 from hvd_sparse.streams import SparseStream
 
 
@@ -65,24 +64,20 @@ class MomentumCorrection(ErrorFeedback):
         self.momentum_buffer = torch.zeros_like(self.residual)
         self._lossless = False
 
-    def take(
-        self,
-        gradients: Sequence[Tensor],
-        selector: Selector,
-        k: int,
-        scope: Scope | None = None,
-    ) -> SparseStream:
-        """See `ErrorFeedback.take`."""
+    def accumulate(
+        self, gradients: Sequence[Tensor], k: int, scope: Scope | None = None
+    ) -> Accumulator:
+        """See `ErrorFeedback.accumulate`."""
         self.mask()
         self._lossless = k == self.residual.numel()
-        return super().take(gradients, selector, k, scope)
+        return super().accumulate(gradients, k, scope)
 
     def mask(self) -> None:
         """Momentum factor masking: u = 0 where the last step's entries were applied."""
         for left in (self._applied(), *self._taken_elsewhere):
             if left.nnz and not self._lossless:
                 ops.zero_at(self.momentum_buffer, left.indices.to(self.residual.device))
-        self._taken, self._taken_elsewhere = SparseStream.empty(self._taken.numel), []
+        self._forget()
 
     def tensors(self) -> dict[str, Tensor]:
         """See `ErrorFeedback.tensors`."""
@@ -99,9 +94,9 @@ class MomentumCorrection(ErrorFeedback):
         came_back &= returned.values[place] == taken.values
         return taken.where(~came_back)
 
-    def _accumulator(self, gradients: Sequence[Tensor], scope: Scope | None) -> Accumulator:
+    def _accumulation(self, gradients: Sequence[Tensor]) -> ops.Accumulation:
         momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)
-        return Accumulator(self.residual, gradients, scope, momentum)
+        return ops.Accumulation(self.residual, gradients, momentum)
 
     def _subtract(self, gradients: Sequence[Tensor], untouched: Tensor) -> None:
         v, u, m = self.residual, self.momentum_buffer, self.momentum

@@ -192,7 +192,7 @@ def buckets_section(plan: Plan) -> str:
             f"<td>{nbytes(means['bytes_sent'][place])}</td>"
             + "".join(
                 f"<td>{1e3 * means[name][place]:.2f}</td>"
-                for name in ("select_s", "exchange_s", "decode_s", "wait_s")
+                for name in ("accumulate_select_s", "exchange_s", "decode_s", "wait_s")
             )
             + f'<td class="text">{escape(bucket["collective"])}</td></tr>'
         )

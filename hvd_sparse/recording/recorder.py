@@ -28,6 +28,7 @@ from typing import IO, Any, Protocol
 import torch
 from torch import Tensor
 
+from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_at_least
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.observer import COMPARED_PHASES
@@ -36,7 +37,8 @@ from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording.budget import Budget
 from hvd_sparse.transports import Transport
 
-VERSION = 1
+VERSION = 2
+"""Of the file's format: it rises when a key of a line changes its name or its meaning."""
 LINES_BEFORE_THINNING = 2000
 """So many `steps` lines are written for every step, as many for every second one, and so on: the
 file grows with the logarithm of the run."""
@@ -147,7 +149,6 @@ class Recorder:
     # -- lines -------------------------------------------------------------------------------------
 
     def _begin(self, transport: Transport) -> None:
-        from hvd_sparse import __version__
 
         self._start = perf_counter()
         self._for_lines = Budget(self.share / 2)

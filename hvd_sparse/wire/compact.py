@@ -9,9 +9,7 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
-from hvd_sparse.ops.reference.wire import GAP_BLOCK
 from hvd_sparse.streams import INDEX_BYTES, Part
-from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
 from hvd_sparse.wire.plain import DENSE, HEADER_BYTES, PLAIN
 from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec
@@ -21,7 +19,7 @@ INDEX_BITS = 31
 
 
 class CompactWire(Wire):
-    """A count of entries (int64), int32 indices, values, gap-coded indices; either kind of indices.
+    """A count of entries (int64), then int32 indices and values, or values and gap-coded indices.
 
     A dense part has no indices. Gaps are counted from the part's first element, so they are as
     short in a region as in the whole vector (`ops.gap_encode`).
@@ -46,7 +44,7 @@ class CompactWire(Wire):
         self._has_gaps = indices == "gap"
         self.is_lossless = self._values.is_lossless and self._dense_values.is_lossless
 
-    def encode(self, part: Part, seed: int) -> Payload:
+    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
         """See `Wire.encode`."""
         if part.indices is None:
             header = torch.tensor([DENSE])
@@ -80,7 +78,7 @@ class CompactWire(Wire):
             self._dense_values.nbytes(numel) / numel,
         )
 
-    def encode_indices(self, indices: Tensor, numel: int) -> Payload:
+    def encode_indices(self, indices: Tensor, numel: int) -> tuple[Tensor, ...]:
         """See `Wire.encode_indices`; gaps come after their number (int64)."""
         if not self._has_gaps:
             return super().encode_indices(indices, numel)
@@ -100,8 +98,8 @@ def gap_index_bytes(density: float) -> float:
     A gap reaches g with (1 - density)^g, and a block has the bits of its largest one.
     """
     reach = [(1 - density) ** (1 << bits) for bits in range(INDEX_BITS)]
-    width = sum(1 - (1 - odds) ** GAP_BLOCK for odds in reach)
-    return width / 8 + 1 / GAP_BLOCK
+    width = sum(1 - (1 - odds) ** ops.GAP_BLOCK for odds in reach)
+    return width / 8 + 1 / ops.GAP_BLOCK
 
 
 WIRES: dict[str, Wire] = {

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.streams import INDEX_BYTES, Part
-from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
 
 HEADER_BYTES = 8
@@ -33,7 +32,7 @@ class PlainWire(Wire):
         self.block = tuple(block)
         self._value_bytes = dtype.itemsize * torch.Size(block).numel()
 
-    def encode(self, part: Part, seed: int) -> Payload:
+    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
         """See `Wire.encode`."""
         del seed  # nothing is rounded
         header = torch.tensor([DENSE if part.indices is None else part.nnz])

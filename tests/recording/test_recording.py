@@ -86,8 +86,8 @@ def test_what_is_recorded_adds_up(tmp_path: Path) -> None:
     assert {r["bucket"] for r in plan.residuals} <= {0, 1, 2}
     assert all(r["norm"] > 0 for r in plan.residuals)
     spans = plan.steps[-1]["spans"][0]
-    assert set(spans) == {"accumulate_s", "select_s", "exchange_s", "decode_s", "wait_s"}
-    start_s, seconds = spans["select_s"]
+    assert set(spans) == {"stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s"}
+    start_s, seconds = spans["accumulate_select_s"]
     assert 0 < start_s <= spans["exchange_s"][0]
     assert start_s + seconds <= spans["exchange_s"][0] + 2e-6
 
@@ -288,6 +288,7 @@ def test_a_truncated_file_is_shown_with_a_warning(tmp_path: Path, capsys: Any) -
         ("[]\n", "run.jsonl:1: kind must be one of run, plan"),
         ('{"kind":"plan","step":0,"buckets":[]}\n', "run.jsonl:1: a recording begins with"),
         ('{"kind":"run"}\n', "run.jsonl:1: a 'run' line without version, rank"),
+        ("OLD\n", "run.jsonl:1: version must be 2, got 1"),
         ("RUN\n", "holds no step"),
         ("RUN\n{}\nRUN\n", "run.jsonl:2: kind must be one of"),
         ('RUN\n{"kind":"residual","step":1,"bucket":0,"norm":1}\nRUN\n', "run.jsonl:2: .*place"),
@@ -297,8 +298,10 @@ def test_what_is_no_recording_is_refused_in_one_line(
     tmp_path: Path, text: str, message: str, capsys: Any
 ) -> None:
     path = tmp_path / "run.jsonl"
-    line = {"kind": "run", "version": 1, "rank": 0, "world_size": 2, "transport": "gloo"}
-    path.write_text(text.replace("RUN", json.dumps({**line, "start_unix_s": 0.0})))
+    line = {"kind": "run", "rank": 0, "world_size": 2, "transport": "gloo", "start_unix_s": 0.0}
+    for name, version in (("RUN", 2), ("OLD", 1)):
+        text = text.replace(name, json.dumps({**line, "version": version}))
+    path.write_text(text)
     assert main(["report", str(path)]) == FAILED
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -326,7 +329,7 @@ def test_a_trace_merges_with_horovods_timeline(tmp_path: Path, ending: str) -> N
     (theirs,) = [event for event in events if event["name"] == "ALLREDUCE"]
     assert theirs["ts"] == pytest.approx(7966)
     ours = [event for event in events if event["ph"] == "X"]
-    assert {event["name"] for event in ours} >= {"SELECT bucket 0", "EXCHANGE bucket 2"}
+    assert {event["name"] for event in ours} >= {"ACCUMULATE_SELECT bucket 0", "EXCHANGE bucket 2"}
     assert all(5_000_000 <= event["ts"] < 65_000_000 for event in ours)
 
 
