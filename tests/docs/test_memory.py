@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_sparse.compression import Compression
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import LocalWorld
 
 SHAPE = (4, 8, 16, 16)
@@ -56,10 +56,10 @@ def bytes_per_parameter(thing: Any) -> float:
 def test_a_bucket_holds_what_the_readme_says(
     dtype: str, momentum: float, strided: bool, expected: float
 ) -> None:
-    method = Compression.topk(density=0.01, momentum=momentum, collective="topk_allgather").method
+    method = METHODS["topk"](momentum=momentum, collective="topk_allgather").make()
     transport = LocalWorld(1).transport(0)
     spec = TensorSpec("weight", SHAPE, f"torch.{dtype}")
-    bucket = Bucket([spec], method, transport, torch.device("cpu"))  # type: ignore[arg-type]
+    bucket = Bucket([spec], method, transport, torch.device("cpu"))
     gradient = torch.ones(SHAPE, dtype=getattr(torch, dtype))
     if strided:
         gradient = gradient.to(memory_format=torch.channels_last)
