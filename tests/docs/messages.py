@@ -63,7 +63,7 @@ def class_of(call: ast.Call, module: str) -> str | None:
             return name
         case ast.Name(id=name) if name in PYTHONS_OWN and module.startswith(CALLED_BY_USERS):
             return name
-        case ast.Name(id="kind") | ast.Call(func=ast.Name(id="type")):
+        case ast.Name(id="kind" | "error_type") | ast.Call(func=ast.Name(id="type")):
             return ANY_TRANSPORT_ERROR
         case ast.Attribute(attr="ArgumentTypeError"):
             return "ConfigError"  # argparse shows it as hvd-sparse shows a ConfigError
