@@ -20,8 +20,9 @@ class ErrorFeedback:
     residual before + gradient = what was applied + residual after.
 
     One step is `accumulate`, whose accumulator a selector takes entries out of; `take_at` where the
-    collective wants more; then `give_back` of what had no part, or `abandon` where the exchange
-    failed. `undo` takes the whole step back.
+    collective wants more; then `give_back` of what had no part. Until the next one begins,
+    `roll_back` takes the whole step back, wherever it has failed: what a step changes is kept
+    beside it, which takes as much memory again.
 
     Args:
         numel: n.
@@ -35,6 +36,7 @@ class ErrorFeedback:
     def __init__(self, numel: int, device: torch.device, clipping: Clipping | None = None) -> None:
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self.clipping = clipping
+        self._kept: list[Tensor] = []
         self._forget()
 
     def accumulate(
@@ -52,6 +54,7 @@ class ErrorFeedback:
         if self.clipping is not None:
             self.clipping.apply(gradients)
         self._forget()
+        self._keep()
         return Accumulator(self._accumulation(gradients), scope)
 
     def take_at(self, indices: Tensor) -> Tensor:
@@ -74,24 +77,16 @@ class ErrorFeedback:
         self._taken, self._returned = taken, returned
         self._add(returned)
 
-    def abandon(self, taken: SparseStream) -> None:
-        """End a step whose exchange failed: put back what was taken, here and elsewhere."""
-        for stream in (taken, *self._taken_elsewhere):
-            self._add(stream.finite())
+    def roll_back(self) -> None:
+        """Go back to what was before the step, bit for bit: nothing was applied."""
+        for tensor, kept in zip(self._state(), self._kept, strict=True):
+            tensor.copy_(kept)
         self._forget()
 
-    def undo(self, gradients: Sequence[Tensor]) -> None:
-        """Go back to what was before the step, to float32's rounding.
-
-        Args:
-            gradients: What the step added.
-        """
-        finite = self._taken.values.isfinite()
-        untouched = self._taken.where(~finite).indices.long()  # these kept their old values
-        returned = self._returned
-        self.abandon(self._taken)
-        self._add(returned.finite().times(-1.0))
-        self._subtract(gradients, untouched)
+    def rescale(self, factor: float) -> None:
+        """Multiply what is held by a factor, between steps: the gradients' unit has changed."""
+        for tensor in self.tensors().values():
+            tensor.mul_(factor)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name: float32 tensors `(n,)`, to be read or written between steps."""
@@ -107,23 +102,18 @@ class ErrorFeedback:
     def _accumulation(self, gradients: Sequence[Tensor]) -> ops.Accumulation:
         return ops.Accumulation(self.residual, gradients)
 
-    def _subtract(self, gradients: Sequence[Tensor], untouched: Tensor) -> None:
-        """Take gradients out of the residual again, but for int64 indices that they left alone."""
-        old = self.residual[untouched]
-        for start, gradient in placed(gradients):
-            self.residual[start : start + gradient.numel()] -= gradient
-        self.residual[untouched] = old
+    def _state(self) -> list[Tensor]:
+        """All that a step changes."""
+        return [self.residual]
+
+    def _keep(self) -> None:
+        """Keep what the step is about to change."""
+        if not self._kept:
+            self._kept = [torch.empty_like(tensor) for tensor in self._state()]
+        for kept, tensor in zip(self._kept, self._state(), strict=True):
+            kept.copy_(tensor)
 
     def _add(self, stream: SparseStream) -> None:
         if stream.nnz:
             stream = stream.to(self.residual.device)
             ops.scatter_add(self.residual, stream.indices, stream.values)
-
-
-def placed(gradients: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Gradients as finite float32 vectors, each with the index at which it begins."""
-    pairs, start = [], 0
-    for gradient in gradients:
-        pairs.append((start, gradient.flatten().float().nan_to_num(0.0, 0.0, 0.0)))
-        start += gradient.numel()
-    return pairs

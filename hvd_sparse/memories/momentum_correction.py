@@ -15,7 +15,7 @@ Cost: 20 bytes of memory traffic per element, in one pass; masking is O(k).
 Departures:
   * Only entries that were applied lose their momentum. One that was taken and came back (outside
     the global top k of Ok-Topk, say) is as if it had not been taken.
-  * Masking waits until the next step begins, so that a step can be undone.
+  * Masking waits until the next step begins: only then is it known what was applied.
   * While everything is sent (density 1, in a warm-up) nothing is masked: v is u then, and the sum
     over the ranks is exactly momentum SGD's. With masking it would be SGD without momentum.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.clipping import Clipping
-from hvd_sparse.memories.error_feedback import ErrorFeedback, placed
+from hvd_sparse.memories.error_feedback import ErrorFeedback
 from hvd_sparse.streams import SparseStream
 
 
@@ -98,15 +98,5 @@ class MomentumCorrection(ErrorFeedback):
         momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)
         return ops.Accumulation(self.residual, gradients, momentum)
 
-    def _subtract(self, gradients: Sequence[Tensor], untouched: Tensor) -> None:
-        v, u, m = self.residual, self.momentum_buffer, self.momentum
-        old_v, old_u = v[untouched], u[untouched]
-        v -= u
-        for start, g in placed(gradients):
-            stop = start + g.numel()
-            if self.nesterov:
-                v[start:stop] -= g
-                u[start:stop].div_(m).sub_(g)
-            else:
-                u[start:stop].sub_(g).div_(m)
-        v[untouched], u[untouched] = old_v, old_u
+    def _state(self) -> list[Tensor]:
+        return [self.residual, self.momentum_buffer]

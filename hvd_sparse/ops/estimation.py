@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _checks as checks
 from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._layout import MAX_NUMEL
 from hvd_sparse.ops.accumulation import Accumulation
 
 
@@ -43,7 +44,7 @@ def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run:
         TypeError: A number is not an int.
         ValueError: A number is out of its range.
     """
-    checks.integer("stride", stride, 1, checks.MAX_NUMEL)
+    checks.integer("stride", stride, 1, MAX_NUMEL)
     checks.integer("start", start, 0, stride - 1)
     checks.integer("run", run, 1, stride)
     ops = implementation(accumulation.device)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _checks as checks
 from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._layout import MAX_NUMEL
 from hvd_sparse.ops.accumulation import Accumulation
 
 _UINT64_MAX = 2**64 - 1
@@ -82,7 +83,7 @@ def accumulate_group_topk(
         TypeError: A number is not an int.
         ValueError: A number is out of its range.
     """
-    checks.integer("group_numel", group_numel, 1, checks.MAX_NUMEL)
+    checks.integer("group_numel", group_numel, 1, MAX_NUMEL)
     checks.integer("k", k, 1, group_numel)
     ops = implementation(accumulation.device)
     return ops.accumulate_group_topk(accumulation, k, group_numel)
@@ -145,7 +146,7 @@ def hash_select(
     """
     checks.threshold(threshold)
     checks.integer("slots_per_bucket", slots_per_bucket, 1, 255)
-    checks.integer("slots", slots, 1, checks.MAX_NUMEL)
+    checks.integer("slots", slots, 1, MAX_NUMEL)
     if slots % slots_per_bucket != 0:
         raise ValueError(
             f"slots must be a multiple of slots_per_bucket {slots_per_bucket}, got {slots}"
