@@ -67,7 +67,7 @@ def class_of(call: ast.Call, module: str) -> str | None:
             return ANY_TRANSPORT_ERROR
         case ast.Attribute(attr="ArgumentTypeError"):
             return "ConfigError"  # argparse shows it as hvd-sparse shows a ConfigError
-        case ast.Attribute(attr=name) if name in WARNINGS:
+        case ast.Attribute(attr=name) | ast.Name(id=name) if name in WARNINGS:
             return "warning"
         case ast.Attribute(attr=name) if name in AT_A_PLACE:
             return "ConfigError"

@@ -10,6 +10,7 @@ import torch
 
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.engine.engine import exchange
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import LocalWorld
 
@@ -45,12 +46,12 @@ def bytes_per_parameter(thing: Any) -> float:
 @pytest.mark.parametrize(
     ("dtype", "momentum", "strided", "expected"),
     [
-        ("float32", 0.0, False, 4 + 4),
-        ("bfloat16", 0.0, False, 4 + 2),
-        ("float16", 0.9, False, 4 + 2 + 4),
-        ("float32", 0.9, False, 4 + 4 + 4),
-        ("float32", 0.0, True, 4 + 4 + 4),
-        ("bfloat16", 0.0, True, 4 + 2 + 2),
+        ("float32", 0.0, False, 8 + 4),
+        ("bfloat16", 0.0, False, 8 + 2),
+        ("float16", 0.9, False, 8 + 2 + 8),
+        ("float32", 0.9, False, 8 + 4 + 8),
+        ("float32", 0.0, True, 8 + 4 + 4),
+        ("bfloat16", 0.0, True, 8 + 2 + 2),
     ],
 )
 def test_a_bucket_holds_what_the_readme_says(
@@ -64,6 +65,6 @@ def test_a_bucket_holds_what_the_readme_says(
     if strided:
         gradient = gradient.to(memory_format=torch.channels_last)
     bucket.put(0, gradient)
-    bucket.staged_gradients()
+    exchange(bucket)
     bucket.close_step()
     assert bytes_per_parameter(bucket) == expected
