@@ -25,7 +25,7 @@ FLOORS = (
     {"ops"},
     {"topology", "optim", "options", "magnitude"},
     {"checks"},
-    {"errors", "_version"},
+    {"errors", "files", "_version"},
 )
 """From the top of the house to the ground; a room imports rooms of lower floors, and itself."""
 ROOMS = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}

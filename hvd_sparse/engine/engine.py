@@ -334,7 +334,7 @@ class Engine:
     def stats(self) -> Stats:
         """What was selected, sent and waited for, per bucket and step."""
         transport = self._transport.name if self._transport is not None else ""
-        return Stats(transport, [bucket.stats for bucket in self._buckets])
+        return Stats(transport, [bucket.stats for bucket in self._buckets], self.skipped_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives.
