@@ -2,13 +2,14 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+FUZZ_SECONDS ?= 60
 
 bin := .venv/bin
 cxx_sources = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test sanitize lint format build bench gpu-check clean distclean
+.PHONY: help setup demo test sanitize fuzz lint format build bench gpu-check clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target what; \
@@ -26,11 +27,14 @@ test: setup ## the tests (PYTEST_ARGS="-k name" for some of them)
 	@$(bin)/python -m pytest $(PYTEST_ARGS)
 
 sanitize: setup ## tests/ops with a native library that checks addresses and undefined behaviour
-	@CXXFLAGS="-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	@CXXFLAGS="-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all" \
 	$(bin)/python setup.py -q build --build-base build/sanitized --build-lib build/sanitized/lib
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	$(bin)/python -m pytest -o pythonpath="build/sanitized/lib ." tests/ops $(PYTEST_ARGS)
+
+fuzz: setup ## what came over a wire under libFuzzer, FUZZ_SECONDS in all (needs clang++)
+	@$(bin)/python -m tools.fuzz --seconds $(FUZZ_SECONDS)
 
 lint: setup ## ruff, mypy and clang-format, as checks
 	@$(bin)/ruff check

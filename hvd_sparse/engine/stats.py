@@ -22,8 +22,8 @@ class StepStats:
         bytes_sent: Bytes that this rank sent for the bucket, headers included.
         bytes_received: Bytes that it received, headers included.
         messages_sent: Messages that it sent.
-        accumulate_s: Seconds spent copying gradients into a layout that the next pass can read.
-        select_s: Seconds in the pass that accumulates and selects; the two are one.
+        stage_s: Seconds spent copying gradients into a layout that the next pass can read.
+        accumulate_select_s: Seconds in the pass that accumulates and selects; the two are one.
         exchange_s: Seconds in the collective, waiting for peers included.
         decode_s: Seconds spent writing the dense gradient.
         wait_s: Seconds for which the training thread waited for the bucket's result.
@@ -35,8 +35,8 @@ class StepStats:
     bytes_sent: int = 0
     bytes_received: int = 0
     messages_sent: int = 0
-    accumulate_s: float = 0.0
-    select_s: float = 0.0
+    stage_s: float = 0.0
+    accumulate_select_s: float = 0.0
     exchange_s: float = 0.0
     decode_s: float = 0.0
     wait_s: float = 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from hvd_sparse import ops
-from hvd_sparse.accumulator import NO_GRADIENTS, Accumulator
+from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.exact import PIVOT_MARGIN
 from hvd_sparse.streams import SparseStream
 
@@ -25,8 +25,8 @@ def keep_largest(
     Returns:
         The kept entries, and the k-th magnitude.
     """
-    rest = stream.values.clone()
-    order, values, threshold = ops.accumulate_topk(rest, NO_GRADIENTS, k)
+    rest = ops.Accumulation(stream.values.clone())
+    order, values, threshold = ops.accumulate_topk(rest, k)
     kept = SparseStream(stream.indices[order.long()], values, stream.numel)
     others = ops.difference(stream.indices, stream.values, kept.indices)
     accumulator.put_back(SparseStream(*others, stream.numel))

@@ -42,7 +42,8 @@ def test_selectors(device: str, selector: type[ExactTopK]) -> None:
         random, taken = generator(), []
         for _ in range(STEPS):
             gradient = torch.randn(numel, generator=random).to(place)
-            taken.append(memory.take([gradient], chosen, k).to("cpu").payload())
+            stream = chosen.select(memory.accumulate([gradient], k), k)
+            taken.append(stream.to("cpu").payload())
         kept[place] = (*taken, memory.residual.cpu())
     assert_same(kept[device], kept["cpu"])
 

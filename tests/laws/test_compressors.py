@@ -41,9 +41,9 @@ from tests.laws.test_exchange import (
     WORLDS,
     Outcome,
     check_laws,
-    dense,
     steps_of_one_rank,
 )
+from tests.streams import dense
 
 SELECTORS: dict[str, Callable[[], Selector]] = {
     "exact": ExactTopK,

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import hvd_sparse
 from hvd_sparse.adapter.waiting import synchronize_asleep
-from hvd_sparse.compression import constructors
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner.planner import TRIAL_STEPS
 from hvd_sparse.planner.profile import Line, MethodCosts, Profile, place_of
@@ -452,7 +451,7 @@ def planned(run: Run) -> nn.Module:
     if run.sparse:
         rule = {"compress": "auto", "compressor": "topk", "density": 1.0}
         policy = {"version": 1, "transport": "gloo", "rules": [rule]}
-        candidates = load_policy(policy, constructors()).rules[0].methods
+        candidates = load_policy(policy).rules[0].methods
         costs = MethodCosts("oktopk", 1.0, *(Line(1e-9, 1e-12) for _ in range(3)))
         place = place_of("gloo", hvd.size(), 1)
         methods = {method.description: costs for method in candidates}

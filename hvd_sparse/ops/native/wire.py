@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hvd_sparse.ops._layout import GAP_BLOCK, MAX_NUMEL
 from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check
-
-GAP_BLOCK = 128
 
 
 class NativeWire(NativeLibrary):
@@ -33,7 +32,7 @@ class NativeWire(NativeLibrary):
                 indices.data_ptr(), nnz, start, code.data_ptr(), byref(used)
             ),
             f"indices from {start} on",
-            2**31 - 1,
+            MAX_NUMEL,
         )
         return code[: used.value]
 

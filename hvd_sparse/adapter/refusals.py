@@ -1,19 +1,38 @@
-"""Momentum must be applied once: by the compression's correction, or by the optimizer."""
+"""What an optimizer or a setting of Horovod's may not be: refused by name, or warned of."""
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch.nn import Parameter
 
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, UnsupportedError
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
 
 
+def refuse_unsupported(optimizer: Any) -> None:
+    """Name what cannot give right gradients before anything is sent.
+
+    Raises:
+        UnsupportedError: The optimizer reduces by Min, Max, Product or Adasum.
+    """
+    import horovod.torch as hvd
+
+    refused = {getattr(hvd, name): name for name in ("Min", "Max", "Product", "Adasum")}
+    # Horovod has another optimizer class for Adasum, without an `op`.
+    name = "Adasum" if hasattr(optimizer, "_starting_models") else refused.get(optimizer.op)
+    if name is not None:
+        raise UnsupportedError(
+            f"op=hvd.{name} cannot be applied to sparse gradients: use hvd.Average or hvd.Sum"
+        )
+
+
 def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryOptions]) -> None:
-    """Check an optimizer against the momentum correction of the gradients that it will get.
+    """Check that momentum is applied once: by the compression's correction, or by the optimizer.
 
     Args:
         optimizer: The one that Horovod wraps.
@@ -42,3 +61,15 @@ def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryO
                     "hvd_sparse.MomentumCorrectedSGD, or hvd_sparse.dgc_sgd, which makes the pair; "
                     "or momentum=0 in the compression"
                 )
+
+
+def warn_of_slow_settings() -> None:
+    """Warn of Horovod settings under which one small tensor per gradient is expensive."""
+    for variable in ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD"):
+        if os.environ.get(variable) == "0":
+            warnings.warn(f"hvd_sparse: {variable}=0 makes every step slow: unset it", stacklevel=2)
+    if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
+        warnings.warn(
+            "hvd_sparse: HOROVOD_AUTOTUNE tunes Horovod on tensors of two elements here: unset it",
+            stacklevel=2,
+        )
