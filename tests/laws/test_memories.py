@@ -22,7 +22,6 @@ from tests.devices import CPU, in_worlds, on_every_device
 from tests.laws.test_exchange import dense
 
 NUMEL = 600
-SLOW = pytest.mark.slow
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEMORIES: dict[str, dict[str, Any]] = {
     "plain": {"momentum": 0.0},
@@ -65,7 +64,7 @@ def one_step(
     return reduction
 
 
-@in_worlds([3, *(pytest.param(P, marks=SLOW) for P in (1, 2, 4, 7))])
+@in_worlds([3, 1, 2, 4, 7])
 @pytest.mark.parametrize("memory_name", MEMORIES)
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_nothing_is_lost_in_200_steps(

@@ -35,6 +35,7 @@ def missing() -> str:
 
 pytestmark = [
     pytest.mark.netlab,
+    pytest.mark.launches,
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
