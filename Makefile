@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 TEST_JOBS ?= 2
 
 bin := .venv/bin
-pytest = $(bin)/python -m pytest -n $(TEST_JOBS)
+pytest = $(bin)/python -m pytest -n $(TEST_JOBS) --no-loadscope-reorder
 cxx_sources = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
