@@ -295,7 +295,7 @@ class SparseCompressor:
             self._lookup = ParameterLookup((n, p) for p, n in optimizer._parameter_names.items())
         self._refuse_double_momentum(optimizer, self.method)
         self._optimizer = weakref.ref(optimizer)
-        synchronize_asleep(optimizer)
+        synchronize_asleep(optimizer, self._session.raise_failure)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
         assert self._lookup is not None
