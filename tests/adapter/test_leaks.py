@@ -24,4 +24,4 @@ def test_dropped_compressions_leave_nothing() -> None:
         before, after = held["0", rank], held["1", rank]
         grown_by = after.pop("resident") - before.pop("resident")
         assert after == before
-        assert grown_by < 2 * MODEL_BYTES, grown_by  # a residual is as large as the model
+        assert grown_by < MORE * MODEL_BYTES / 2, grown_by  # a residual is as large as the model
