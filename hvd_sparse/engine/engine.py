@@ -29,6 +29,7 @@ from hvd_sparse.engine.plan import (
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.errors import PlanError
+from hvd_sparse.selectors.correction import hold_back
 from hvd_sparse.transports import Transport
 
 COMPARISON_INTERVAL = 64
@@ -38,6 +39,7 @@ COMPARISON_INTERVAL = 64
 def exchange(bucket: Bucket) -> None:
     """One step of one bucket: accumulate, select, reduce, give back.
 
+    What a selector takes beyond a few times k waits in the residual for the next steps.
     Leaves the sum over the ranks in `bucket.reduced`. Where the exchange fails, all that was taken
     is back in the residual.
     """
@@ -50,7 +52,8 @@ def exchange(bucket: Bucket) -> None:
         bucket.open_step()
         collective.aim(k)
         accumulator = memory.accumulate(gradients, k, collective.scope())
-        taken = bucket.selector.select(accumulator, k)
+        selected = bucket.selector.select(accumulator, k)
+        taken = hold_back(accumulator, selected, k)
     with stats.timed("exchange_s"):
         try:
             reduction = collective.reduce(taken.to("cpu"), memory.take_at)
@@ -64,6 +67,7 @@ def exchange(bucket: Bucket) -> None:
 
     spent = collective.transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
+    stats.nnz_held_back = selected.nnz - taken.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
 
