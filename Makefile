@@ -35,12 +35,12 @@ test-quick: setup ## those that are not marked slow: something of everything, in
 test-slowest: setup ## the tests, and which twenty took longest
 	@$(pytest) --durations=20 --durations-min=0 $(PYTEST_ARGS)
 
-sanitize: setup ## tests/ops with a native library that checks addresses and undefined behaviour
+sanitize: setup ## tests/ops and tests/wire with a native library that checks addresses and undefined behaviour
 	@CXXFLAGS="-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all" \
 	$(bin)/python setup.py -q build --build-base build/sanitized --build-lib build/sanitized/lib
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(bin)/python -m pytest -o pythonpath="build/sanitized/lib ." tests/ops $(PYTEST_ARGS)
+	$(bin)/python -m pytest -o pythonpath="build/sanitized/lib ." tests/ops tests/wire $(PYTEST_ARGS)
 
 fuzz: setup ## what came over a wire under libFuzzer, FUZZ_SECONDS in all (needs clang++)
 	@$(bin)/python -m tools.fuzz --seconds $(FUZZ_SECONDS)

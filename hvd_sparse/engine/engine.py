@@ -30,6 +30,7 @@ from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import ConfigError, PlanError
+from hvd_sparse.selectors.correction import hold_back
 from hvd_sparse.transports import Transport
 
 COMPARISON_INTERVAL = 64
@@ -39,6 +40,7 @@ COMPARISON_INTERVAL = 64
 def exchange(bucket: Bucket) -> None:
     """One step of one bucket: accumulate, select, reduce, give back.
 
+    What a selector takes beyond a few times k waits in the residual for the next steps.
     Leaves the sum over the ranks in `bucket.reduced`. Until the step is settled, or where the
     exchange fails, `bucket.roll_back` takes all of it back.
     """
@@ -51,7 +53,8 @@ def exchange(bucket: Bucket) -> None:
         bucket.open_step()
         collective.aim(k)
         accumulator = memory.accumulate(gradients, k, collective.scope())
-        taken = bucket.selector.select(accumulator, k)
+        selected = bucket.selector.select(accumulator, k)
+        taken = hold_back(accumulator, selected, k)
     with stats.timed("exchange_s"):
         reduction = collective.reduce(taken.to("cpu"), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
@@ -61,6 +64,7 @@ def exchange(bucket: Bucket) -> None:
 
     spent = collective.transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
+    stats.nnz_held_back = selected.nnz - taken.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
 
