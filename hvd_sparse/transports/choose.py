@@ -10,12 +10,14 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError
 from hvd_sparse.transports.base import Transport
+from hvd_sparse.transports.handshake import greet
 from hvd_sparse.transports.network import HostReport, choose_endpoints, describe_host
 
 TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl", "horovod")
@@ -39,11 +41,12 @@ class Bootstrap(Protocol):
     mpi_enabled: bool
     process_set: Any
 
-    def allgather_object(self, obj: Any, name: str) -> list[Any]:
-        """Every rank's object, in order; collective."""
+    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
+        """Every rank's object, in order; collective.
 
-    def broadcast_object(self, obj: Any, name: str) -> Any:
-        """Rank 0's object; collective."""
+        Raises:
+            TransportTimeout: Not all ranks came within `timeout_s`.
+        """
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,10 @@ def create_transport(
 
     Raises:
         ConfigError: The choice is impossible here; the same on all ranks.
-        TransportError: The ranks could not be connected.
+        PlanError: Ranks run different releases of this package; on all of them.
+        TransportError: The ranks could not be connected, or not all of them came.
     """
-    own = describe_capability(name, world, device)
-    every = world.allgather_object(own, "hvd_sparse.capability") if world.size > 1 else [own]
+    every = greet(world, describe_capability(name, world, device), timeout_s)
     chosen = decide(every)
     if chosen == "local":
         from hvd_sparse.transports.local import LocalWorld
@@ -98,24 +101,24 @@ def create_transport(
         from hvd_sparse.transports.mpi import MpiTransport
 
         return MpiTransport(world.ranks, timeout_s=timeout_s)
+    # Not a counter: in an elastic job, the ranks have made different numbers of transports.
+    label: str = _gather(world, "hvd_sparse.label", timeout_s, secrets.token_hex(16))[0]
     if chosen == "horovod":
         from hvd_sparse.transports.horovod import HorovodTransport
 
-        # Not a counter: in an elastic job, the ranks have made different numbers of transports.
-        label = secrets.token_hex(4)
-        if world.size > 1:
-            label = world.broadcast_object(label, "hvd_sparse.label")
         return HorovodTransport(
             world.rank,
             world.size,
             process_set=world.process_set,
             timeout_s=timeout_s,
-            label=label,
+            label=label[:8],
         )
-    store, host = _meet(world, [capability.host for capability in every], timeout_s)
+    endpoints = choose_endpoints([capability.host for capability in every])
+    host = endpoints[world.rank].address
     if chosen == "nccl":
         from hvd_sparse.transports.nccl import NcclTransport
 
+        store = _shared_store(world, endpoints[0].address, label, timeout_s)
         return NcclTransport(
             world.rank,
             world.size,
@@ -125,8 +128,10 @@ def create_transport(
             device=_cuda_device(device),
         )
     from hvd_sparse.transports.gloo import GlooTransport
+    from hvd_sparse.transports.meeting import MeetingStore
 
-    return GlooTransport(world.rank, world.size, store, host=host, timeout_s=timeout_s)
+    meeting = MeetingStore(partial(_gather, world, "hvd_sparse.addresses", timeout_s))
+    return GlooTransport(world.rank, world.size, meeting, host=host, timeout_s=timeout_s)
 
 
 def describe_capability(
@@ -217,22 +222,24 @@ def decide(every: Sequence[Capability]) -> str:
     return "gloo" if problems else "mpi"
 
 
-def _meet(world: Bootstrap, hosts: Sequence[HostReport], timeout_s: float) -> tuple[Any, str]:
-    """The store at which the ranks meet, and this rank's address."""
-    from hvd_sparse.transports.gloo import join_store, serve_store
+def _gather(world: Bootstrap, name: str, timeout_s: float, obj: Any) -> list[Any]:
+    """Every rank's object; a world of one needs no word."""
+    return [obj] if world.size == 1 else world.allgather_object(obj, name, timeout_s)
 
-    endpoints = choose_endpoints(hosts)
-    store = None
-    meeting: int | str = "no port"
+
+def _shared_store(world: Bootstrap, address: str, label: str, timeout_s: float) -> Any:
+    """A store that rank 0 serves at its address; the label keeps its keys apart from others'."""
+    from hvd_sparse.transports.meeting import dist, join_store, serve_store
+
+    store, meeting = None, None
     if world.rank == 0:
         try:
-            store, meeting = serve_store(timeout_s)
+            store, meeting = serve_store(address, timeout_s)
         except (RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
             meeting = str(error)
-    if world.size > 1:
-        meeting = world.broadcast_object(meeting, "hvd_sparse.store")
+    meeting = _gather(world, "hvd_sparse.store", timeout_s, meeting)[0]
     if not isinstance(meeting, int):
         raise TransportError(f"rank 0 cannot serve the store where the ranks meet: {meeting}")
     if store is None:
-        store = join_store(endpoints[0].address, meeting, timeout_s)
-    return store, endpoints[world.rank].address
+        store = join_store(address, meeting, timeout_s)
+    return dist.PrefixStore(label, store)

@@ -36,7 +36,8 @@ from hvd_sparse.transports.base import Handle
 from hvd_sparse.transports.buffers import POOLED_BYTES, PinnedPool
 from hvd_sparse.transports.device_group import DeviceGroup, Transfer
 from hvd_sparse.transports.framing import Payload
-from hvd_sparse.transports.gloo import GlooTransport, dist
+from hvd_sparse.transports.gloo import GlooTransport
+from hvd_sparse.transports.meeting import dist
 from hvd_sparse.transports.pauses import Pauses
 from hvd_sparse.transports.point_to_point import Request
 

@@ -14,7 +14,7 @@ import torch
 from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.transports import LocalTransport, Transport, run_ranks
 from hvd_sparse.transports.choose import Capability, create_transport, decide
-from hvd_sparse.transports.gloo import join_store
+from hvd_sparse.transports.meeting import join_store
 from hvd_sparse.transports.network import HostReport
 from tests.transports.failures import (
     aborts_from_another_thread,
@@ -39,13 +39,11 @@ class ThreadBootstrap:
         self.ranks = list(range(self.size))
         self._transport = transport
 
-    def allgather_object(self, obj: Any, name: str) -> list[Any]:
+    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
+        del timeout_s
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         parts = self._transport.allgather((data,), channel=name)
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
-
-    def broadcast_object(self, obj: Any, name: str) -> Any:
-        return self.allgather_object(obj, name)[0]
 
 
 def over_gloo(

@@ -16,7 +16,7 @@ from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, Transp
 from hvd_sparse.transports import LocalTransport, Transport, nccl, run_ranks
 from hvd_sparse.transports.choose import create_transport
 from hvd_sparse.transports.device_group import DeviceGroup
-from hvd_sparse.transports.gloo import dist, join_store, serve_store
+from hvd_sparse.transports.meeting import dist, join_store, serve_store
 from hvd_sparse.transports.nccl import DIRECT_BYTES, NcclTransport, connect_nccl
 from tests.launch import horovodrun
 from tests.transports.failures import (
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 def store_of(local: LocalTransport) -> Any:
     """The store at which the threads of a run meet."""
-    store, port = serve_store(20.0) if local.rank == 0 else (None, 0)
+    store, port = serve_store("127.0.0.1", 20.0) if local.rank == 0 else (None, 0)
     port = int(local.broadcast((torch.tensor([port]),), 0, channel="port").view(torch.int64))
     return store if store is not None else join_store("127.0.0.1", port, 20.0)
 
@@ -277,7 +277,7 @@ def test_conformance_of_one_device() -> None:
 @pytest.mark.gpu
 def test_messages_through_one_device() -> None:
     """To oneself over NCCL itself, which a transport never does, with many on their way."""
-    store, _ = serve_store(20.0)
+    store, _ = serve_store("127.0.0.1", 20.0)
     device = torch.device("cuda", torch.cuda.current_device())
     backend = connect_nccl(store, 0, 1, device, 50.0)
     group = DeviceGroup(backend, 1, device)
