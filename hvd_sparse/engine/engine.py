@@ -29,7 +29,7 @@ from hvd_sparse.engine.plan import (
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.errors import PlanError
-from hvd_sparse.transports import Transport
+from hvd_sparse.transports import Context, Transport
 
 COMPARISON_INTERVAL = 64
 """Steps from one comparison of the ranks' times to the next, where an observer asks for it."""
@@ -42,6 +42,7 @@ def exchange(bucket: Bucket) -> None:
     is back in the residual.
     """
     memory, collective = bucket.memory, bucket.collective
+    collective.transport.context = Context(bucket.specs[0].name, bucket.step)
     stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
     with stats.timed("accumulate_s"):
         gradients = bucket.staged_gradients()
@@ -273,7 +274,7 @@ class Engine:
             self._error = self._error or error
             self._changed.notify_all()
         if self._transport is not None:
-            self._transport.abort()
+            self._transport.abort(error)
 
     def _make_plan(self) -> None:
         assert self._transport is not None

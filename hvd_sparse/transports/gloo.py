@@ -3,13 +3,14 @@
 No global process group is touched. The ranks learn each other's addresses by `meeting`, which also
 says what listens.
 
-Gloo accepts a message shorter than the posted buffer, but ends the whole process on a longer one;
-the capacities of `framing` never let that happen while all ranks make the same calls.
+Gloo accepts a message shorter than the posted buffer, but ends the whole process on a longer one.
+The tags that `framing` describes keep a message from a buffer that is shorter than its capacity.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from hvd_sparse.transports.point_to_point import PointToPointTransport, Request
 
 _ABORT_TAG = (1 << 31) - 1  # above all tags of messages
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes 0 for its own default
+_LONGEST_WAIT = timedelta(days=3650)
 
 
 class GlooTransport(PointToPointTransport):
@@ -115,9 +117,11 @@ class _Pending:
         self._work = work
 
     def wait(self, deadline: float) -> torch.Tensor | None:
-        remaining = timedelta(seconds=deadline - time.monotonic())
+        remaining = _LONGEST_WAIT
+        if deadline != math.inf:
+            remaining = max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT)
         try:
-            self._work.wait(max(remaining, _SHORTEST_WAIT))
+            self._work.wait(remaining)
         except RuntimeError as error:
             raise self._transport.error_of(error, self._peer) from error
         return self._buffer

@@ -16,6 +16,7 @@ from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, Transp
 from hvd_sparse.transports import LocalTransport, Transport, nccl, run_ranks
 from hvd_sparse.transports.choose import create_transport
 from hvd_sparse.transports.device_group import DeviceGroup
+from hvd_sparse.transports.framing import next_capacity
 from hvd_sparse.transports.meeting import dist, join_store, serve_store
 from hvd_sparse.transports.nccl import DIRECT_BYTES, NcclTransport, connect_nccl
 from tests.launch import horovodrun
@@ -99,10 +100,10 @@ def test_what_goes_over_nccl() -> None:
         assert group.bytes_sent == sum(sent)
         return sent
 
-    first, padded = 0, 82432  # 8 + 65536 + a quarter, in units of 512
-    assert padded == -(-(8 + DIRECT_BYTES * 5 // 4) // 512) * 512
-    last = -(-(8 + 10 * DIRECT_BYTES * 5 // 4) // 512) * 512
-    expected = [first, padded, padded, 0, 0, last]
+    first, padded = 0, 80896  # 16 + 65536 and 22 % more, in units of 1024
+    assert padded == next_capacity(DIRECT_BYTES)
+    assert padded - DIRECT_BYTES <= DIRECT_BYTES // 4
+    expected = [first, padded, padded, 0, 0, next_capacity(10 * DIRECT_BYTES)]
     assert over_nccl(2, rank, direct_bytes=DIRECT_BYTES) == [expected] * 2
 
 
@@ -156,7 +157,7 @@ def test_a_failure_of_the_group_is_told() -> None:
     def rank(t: NcclTransport) -> None:
         capacity = t._receive_capacity
         if t.rank == 1:
-            capacity["c", 0] = 8192
+            capacity["c", "", 0] = 8192
             with pytest.raises(PeerLostError, match="4096 bytes came for 8192"):
                 t.exchange(None, None, 0, channel="c").wait()
         else:
