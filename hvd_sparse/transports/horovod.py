@@ -199,7 +199,7 @@ class HorovodTransport(SupervisedTransport):
         try:
             handle = start(*arguments, name=name, process_set=self._process_set)
         except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
-            self.raise_first(self.error_of(error), None)
+            self.raise_first(self.error_of(error), None, f"it began {name}")
         operation = self._named[name] = _Operation(self, handle, name)
         return operation
 
@@ -229,9 +229,10 @@ class _Operation:
                 self._poll(self._handle)
                 self._outcome = self._transport.hvd.synchronize(self._handle)
             except TransportError as error:
-                self._transport.raise_first(error, None)
+                self._transport.raise_first(error, None, f"it waited for {self.name}")
             except RuntimeError as error:
-                self._transport.raise_first(self._transport.error_of(error), None)
+                lost = self._transport.error_of(error)
+                self._transport.raise_first(lost, None, f"it waited for {self.name}")
             finally:
                 self._transport.awaited = None
             self._handle = None

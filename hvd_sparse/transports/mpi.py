@@ -207,7 +207,7 @@ class _Pending:
                     f"rank {transport.rank}: rank {self._peer} did not answer within "
                     f"{transport.timeout_s:g} s"
                 )
-            if pauses.pause():
+            if pauses.pause() and not transport.is_watched:
                 transport.check_peers()
 
 

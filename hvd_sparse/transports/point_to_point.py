@@ -61,7 +61,7 @@ class PointToPointTransport(SupervisedTransport):
         self._open: dict[int, Exchange] = {}
         self._arriving: dict[Way, Exchange] = {}
         self._made: deque[Call] = deque(maxlen=REMEMBERED_CALLS)
-        self.awaited: tuple[Exchange, int, bool, float] | None = None
+        self.awaited: Wait | None = None
 
     @abstractmethod
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
@@ -102,7 +102,7 @@ class PointToPointTransport(SupervisedTransport):
             if dst is not None:
                 sends_up_to = self._start_send(handle, payload or (), nbytes, dst)
         except HvdSparseError as error:
-            self.raise_first(error, dst if src is None else src)
+            self.raise_first(error, dst if src is None else src, f"in call {number} on {channel!r}")
         handle.call = Call(number, channel, context, dst, src, sends_up_to, handle.capacity)
         self._made.append(handle.call)
         self._open[number] = handle
@@ -115,15 +115,16 @@ class PointToPointTransport(SupervisedTransport):
         self._arriving.clear()
 
     def awaiting(self) -> Awaiting | None:
-        """See `Transport.awaiting`."""
+        """See `SupervisedTransport.awaiting`."""
         awaited = self.awaited
         if awaited is None:
             return None
         handle, peer, receives, since = awaited
-        what = "a message from" if receives else "room for a message at"
-        return Awaiting(
-            (peer,), since, f"{what} rank {peer} in {handle.call}", handle.call, receives
-        )
+        return Awaiting((peer,), since, _in_words(awaited), handle.call, receives)
+
+    def story_of(self, wait: Wait) -> str:
+        """What was waited for, and how long."""
+        return f"it has waited {time.monotonic() - wait[3]:.2f} s for {_in_words(wait)}"
 
     def call_made(self, number: int) -> Call | None:
         """What this rank did in a call; None for one that it has not come to, or forgotten."""
@@ -279,11 +280,11 @@ class Exchange(Handle):
         transport, src = self._transport, self.src
         assert src is not None
         now = time.monotonic()
-        transport.awaited = (self, src, True, now)
+        awaiting = transport.awaited = (self, src, True, now)
         try:
             self._arrived = transport.finish_receive(self, src, transport.deadline_from(now))
         except HvdSparseError as error:
-            transport.raise_first(error, src)
+            transport.raise_first(error, src, transport.story_of(awaiting))
         finally:
             transport.awaited = None
         self.receiving = None
@@ -293,12 +294,22 @@ class Exchange(Handle):
         transport, dst = self._transport, self.dst
         assert dst is not None
         now = time.monotonic()
-        transport.awaited = (self, dst, False, now)
+        awaiting = transport.awaited = (self, dst, False, now)
         try:
             for request in self.sending:
                 request.wait(transport.deadline_from(now))
         except HvdSparseError as error:
-            transport.raise_first(error, dst)
+            transport.raise_first(error, dst, transport.story_of(awaiting))
         finally:
             transport.awaited = None
         self.sending = []
+
+
+Wait = tuple[Exchange, int, bool, float]
+"""What is waited for: the peer, whether to receive from it, and since when."""
+
+
+def _in_words(wait: Wait) -> str:
+    handle, peer, receives, _ = wait
+    what = "a message from" if receives else "room for a message at"
+    return f"{what} rank {peer} in {handle.call}"

@@ -58,6 +58,11 @@ class SupervisedTransport(Transport):
         """Leaves it to a watch to end waits: from now on they have no deadline of their own."""
         self._watch = watch
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a watch ends waits for peers that fail."""
+        return self._watch is not None
+
     def deadline_from(self, now: float) -> float:
         """When a wait that begins now gives up by itself; a value of `time.monotonic()`."""
         return now + self.timeout_s if self._watch is None else float("inf")
@@ -109,8 +114,14 @@ class SupervisedTransport(Transport):
         error_type = PlanError if kind == "plan" else PeerLostError
         return self.fail(error_type(f"rank {self.rank}: rank {peer} gave up: {words}"), cause)
 
-    def raise_first(self, error: HvdSparseError, peer: int | None) -> NoReturn:
-        """Raises what failed first: `error`, or what has led to it, here or at the peer."""
+    def raise_first(self, error: HvdSparseError, peer: int | None, story: str) -> NoReturn:
+        """Raises what failed first: `error`, or what has led to it, here or at the peer.
+
+        Args:
+            error: What a wait or a call ended with.
+            peer: The rank that it was about, or None.
+            story: What this rank was at.
+        """
         watch = self._watch
         reason: tuple[str, str] | str = ""
         if self.failure is None and watch is not None and peer is not None:
@@ -119,8 +130,8 @@ class SupervisedTransport(Transport):
             assert peer is not None
             failure = self.told(peer, reason)
         else:
-            if reason:
-                error = type(error)(f"{error}; {reason}")
+            if isinstance(error, TransportError):
+                error = type(error)("; ".join(filter(None, (str(error), reason, story))))
             failure = self.fail(error)
         if failure is error:
             raise failure

@@ -16,10 +16,7 @@ from hvd_sparse.transports import LocalTransport, Transport, run_ranks
 from hvd_sparse.transports.choose import Capability, create_transport, decide
 from hvd_sparse.transports.meeting import join_store
 from hvd_sparse.transports.network import HostReport
-from tests.transports.failures import (
-    aborts_from_another_thread,
-    times_out_and_tells_the_others,
-)
+from tests.transports.failures import aborts_from_another_thread
 from tests.workers.transport_scenarios import SCENARIOS, Scenario
 
 pytestmark = pytest.mark.timeout(60)
@@ -47,12 +44,17 @@ class ThreadBootstrap:
 
 
 def over_gloo(
-    world_size: int, fn: Callable[[Transport], Any], timeout_s: float | list[float] = 20.0
+    world_size: int,
+    fn: Callable[[Transport], Any],
+    timeout_s: float | list[float] = 20.0,
+    busy_timeout_s: float | None = None,
 ) -> list[Any]:
     timeouts = [timeout_s] * world_size if isinstance(timeout_s, float) else timeout_s
 
     def rank(local: LocalTransport) -> Any:
-        transport = create_transport("gloo", ThreadBootstrap(local), timeouts[local.rank])
+        transport = create_transport(
+            "gloo", ThreadBootstrap(local), timeouts[local.rank], busy_timeout_s=busy_timeout_s
+        )
         try:
             return fn(transport)
         finally:
@@ -148,10 +150,6 @@ def test_the_variable_overrides_auto_only(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_conformance_of_gloo(scenario: Scenario) -> None:
     over_gloo(3, scenario)
-
-
-def test_gloo_times_out_and_tells_the_others() -> None:
-    times_out_and_tells_the_others(over_gloo)
 
 
 def test_gloo_aborts_from_another_thread() -> None:

@@ -68,7 +68,7 @@ def warmed(t: Transport, nbytes: int) -> None:
         ("c", Context("a", 8), "of step 8"),
     ],
 )
-@pytest.mark.parametrize("nbytes", [8])
+@pytest.mark.parametrize("nbytes", [8, 100_000])
 def test_different_calls_end_in_an_error_that_names_them(
     channel: str, context: Context, reason: str, nbytes: int
 ) -> None:
@@ -89,7 +89,19 @@ def test_different_calls_end_in_an_error_that_names_them(
     assert "the ranks make different calls" in told
     if nbytes == 8:
         assert reason in told
-        assert re.search(r"in call \d+ on channel '\w' \(bucket 'a', step [78]\)", told), told
+        assert re.search(r"in call \d+ on channel '\w' \(bucket '[ab]', step [78]\)", told), told
+
+
+def test_an_additional_call_on_one_rank_is_noticed() -> None:
+    def rank(t: Transport) -> None:
+        warmed(t, 100_000)
+        if t.rank == 2:
+            t.exchange((torch.zeros(9),), 0, None, channel="more")
+        t.allgather((torch.zeros(100_000, dtype=torch.uint8),), channel="c")
+        t.allgather((torch.zeros(100_000, dtype=torch.uint8),), channel="c")
+
+    errors = outcomes(rank)
+    assert any(isinstance(error, PlanError) for error in errors), errors
 
 
 def test_buckets_that_alternate_on_one_channel_are_not_cut() -> None:
