@@ -31,7 +31,7 @@ from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.selectors.correction import hold_back
-from hvd_sparse.transports import Transport
+from hvd_sparse.transports import Context, Transport
 
 COMPARISON_INTERVAL = 64
 """Steps from one comparison of the ranks' times to the next, where an observer asks for it."""
@@ -45,6 +45,7 @@ def exchange(bucket: Bucket) -> None:
     exchange fails, `bucket.roll_back` takes all of it back.
     """
     memory, collective = bucket.memory, bucket.collective
+    collective.transport.context = Context(bucket.specs[0].name, bucket.step)
     stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
     with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
