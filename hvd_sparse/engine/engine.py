@@ -169,17 +169,17 @@ class Engine:
     def flushed(self, name: str) -> None:
         """The leftover was reduced densely in this step; it is let go where the step counts."""
         self._flushed.add(name)
-        self._unsettled = True
 
     def settle(self, counts: bool | None = None) -> None:
         """Say whether the last step counts. Otherwise everything becomes what it was before it.
 
-        To be called between steps; a step that nobody has settled is settled when the next begins.
+        To be called between steps. A step that nobody has settled is settled when the first
+        gradient of the next one is submitted.
 
         Args:
             counts: Whether its results were applied; None: if all of them are finite.
         """
-        if not self._unsettled:
+        if not (self._unsettled or self._flushed):
             return
         self._unsettled = False
         if counts is None:
@@ -248,7 +248,8 @@ class Engine:
 
     def submit(self, spec: TensorSpec, gradient: Tensor) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned."""
-        self.settle()
+        if self._unsettled:
+            self.settle()
         if not self.planned:
             self._arrivals[spec.name] = (spec, gradient)
             return
