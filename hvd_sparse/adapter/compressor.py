@@ -20,6 +20,7 @@ from hvd_sparse.adapter.binding import (
     spec_of,
 )
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
+from hvd_sparse.adapter.fate import StepFate
 from hvd_sparse.adapter.refusals import (
     refuse_double_momentum,
     refuse_unsupported,
@@ -91,6 +92,7 @@ class SparseCompressor:
         self._engine = Engine(self.method, self.observer)
         self._session = Session(self._engine, self._transport_name, self._timeout_s)
         self._optimizer: weakref.ref[Any] | None = None
+        self._fate: StepFate | None = None
         self._stepping = False
         self._warned: set[str] = set()
         try:
@@ -155,8 +157,10 @@ class SparseCompressor:
 
     def _reduced(self, tensor: Tensor, ctx: Dense | Sparse) -> Tensor:
         if isinstance(ctx, Dense):
-            if ctx.flushed is not None and tensor.isfinite().all():
-                self._engine.forget_leftover(ctx.flushed)  # otherwise the step will be skipped
+            if self._fate is not None:
+                self._fate.reduced_densely(tensor)
+            if ctx.flushed is not None:
+                self._engine.flushed(ctx.flushed)
             return tensor.to(ctx.dtype)
         self._session.learn_scale(tensor)
         with as_horovod_error():
@@ -204,10 +208,12 @@ class SparseCompressor:
 
     def stats(self) -> Stats:
         """What was selected, sent and waited for, per bucket and step."""
+        self._settle()
         return self._engine.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
+        self._settle()
         return self._engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,6 +225,7 @@ class SparseCompressor:
         Raises:
             ConfigError: The state is not one that `state_dict()` makes.
         """
+        self._settle()
         self._engine.load_state_dict(state)
 
     def reassign(self, method: Assignment) -> None:
@@ -238,6 +245,7 @@ class SparseCompressor:
         if optimizer is not None:
             self._refuse_double_momentum(optimizer, method)
         self.method = method
+        self._settle()
         self._session.reassign(method)
 
     def corrects_momentum(self, parameter: Parameter) -> bool:
@@ -248,6 +256,7 @@ class SparseCompressor:
 
     def close(self) -> None:
         """Stop the background thread and close the connections; a later step opens them again."""
+        self._settle()
         self._session.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -274,6 +283,9 @@ class SparseCompressor:
             return False
         if self._optimizer is None or self._optimizer() is not optimizer:
             self._bind(optimizer)
+        assert self._fate is not None
+        self._settle()
+        self._fate.begin_step()
         if self._session.is_current():
             self._session.begin_step()
         else:
@@ -281,6 +293,15 @@ class SparseCompressor:
             self._session.connect(optimizer.process_set, self._lookup, self._device())
         self._stepping = True
         return True
+
+    def _settle(self) -> None:
+        """See what became of the last step: its results were applied, or it never happened."""
+        if self._fate is None:
+            return
+        self._engine.settle(self._fate.counts())
+        factor = self._fate.rescaling()
+        if factor != 1.0:
+            self._engine.rescale(factor)
 
     def _bind(self, optimizer: Any) -> None:
         bound = self._optimizer() if self._optimizer is not None else None
@@ -295,6 +316,7 @@ class SparseCompressor:
             self._lookup = ParameterLookup((n, p) for p, n in optimizer._parameter_names.items())
         self._refuse_double_momentum(optimizer, self.method)
         self._optimizer = weakref.ref(optimizer)
+        self._fate = StepFate(optimizer)
         synchronize_asleep(optimizer, self._session.raise_failure)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:

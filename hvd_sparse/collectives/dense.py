@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.topology import Cube
@@ -52,7 +52,7 @@ class DenseAllreduce(Collective):
             raise ConfigError(f"the dense allreduce has no wire but the plain one, got {wire!r}")
         self.cube = Cube(transport.rank, transport.world_size)
 
-    def reduce(self, stream: SparseStream) -> Reduction:
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""
         vector = torch.empty(self.numel)
         ops.decode(vector, stream.indices, stream.values)

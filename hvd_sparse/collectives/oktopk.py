@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
 from hvd_sparse.magnitude import key_magnitude, magnitude_keys, threshold_key
 from hvd_sparse.streams import Part, SparseStream, sum_of
@@ -104,7 +104,7 @@ class OkTopk(Collective):
         self.regions_are_uneven = False
         self._received = 0
 
-    def reduce(self, stream: SparseStream) -> Reduction:
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Algorithm 1, from line 5 on; see `Collective.reduce`."""
         if self.step % self.repartition_interval == 0 or self.regions_are_uneven:
             self.boundaries = self.space_repartition(stream)

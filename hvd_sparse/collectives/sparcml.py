@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.streams import SUM, Operation, Part, SparseStream, combine, uniform_regions
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
@@ -31,7 +31,7 @@ class SparcmlCollective(Collective):
 
     combine_parts: ClassVar[staticmethod[[Part, Transport, Packer, Operation], Part]]
 
-    def reduce(self, stream: SparseStream) -> Reduction:
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""
         packer = self.packer()
         total = self.combine_parts(Part.of(stream), self.transport, packer, SUM)

@@ -44,6 +44,8 @@ class Bucket:
         phase: How far the step has come.
         reduced: The step's result before it is decoded, then None again.
         poisoned: Whether the step's result is non-finite somewhere.
+        is_open: Whether the last step has begun to change the bucket's state, and nobody has said
+            yet whether it counts.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Bucket:
         self.phase = Phase.COLLECTING
         self.reduced: SparseStream | None = None
         self.poisoned = False
+        self.is_open = False
+        self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None
         self._gradients: list[Tensor | None] = [None] * len(specs)
         self._staged: dict[int, Tensor] = {}
         self._step_gradients: list[Tensor] | None = None
@@ -100,6 +104,22 @@ class Bucket:
     def k(self) -> int:
         """Entries wanted in the step that comes, or is under way."""
         return self.method.k(self.numel, self.step)
+
+    def open_step(self) -> None:
+        """Keep what the step is about to change; the memory does so with its tensors."""
+        self._before = (self.step, self.selector.state_dict(), self.collective.state_dict())
+        self.is_open = True
+
+    def roll_back(self) -> None:
+        """Go back to what was before the last step, bit for bit, if that has begun."""
+        if not self.is_open:
+            return
+        assert self._before is not None
+        self.step, selector, collective = self._before
+        self.selector.load_state_dict(selector)
+        self.collective.load_state_dict(collective)
+        self.memory.roll_back()
+        self.is_open = False
 
     def staged_gradients(self) -> list[Tensor]:
         """The step's gradients, each contiguous; strided ones are copied to a place kept for it."""

@@ -8,15 +8,15 @@ that no two ranks ever wait for each other's other bucket.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives import IndexUnion
 from hvd_sparse.engine.bucket import Bucket, Phase
+from hvd_sparse.engine.guard import Guard
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
     Assignment,
@@ -29,43 +29,43 @@ from hvd_sparse.engine.plan import (
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.engine.worker import Worker
-from hvd_sparse.errors import PlanError
-from hvd_sparse.transports import Transport
+from hvd_sparse.errors import ConfigError, PlanError
+from hvd_sparse.selectors.correction import hold_back
+from hvd_sparse.transports import Context, Transport
 
 COMPARISON_INTERVAL = 64
 """Steps from one comparison of the ranks' times to the next, where an observer asks for it."""
 
 
 def exchange(bucket: Bucket) -> None:
-    """One step of one bucket: accumulate, take, exchange, give back.
+    """One step of one bucket: accumulate, select, reduce, give back.
 
-    Leaves the sum over the ranks in `bucket.reduced`. Where the exchange fails, all that was taken
-    is back in the residual.
+    What a selector takes beyond a few times k waits in the residual for the next steps.
+    Leaves the sum over the ranks in `bucket.reduced`. Until the step is settled, or where the
+    exchange fails, `bucket.roll_back` takes all of it back.
     """
     memory, collective = bucket.memory, bucket.collective
+    collective.transport.context = Context(bucket.specs[0].name, bucket.step)
     stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
-    with stats.timed("accumulate_s"):
+    with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
-    with stats.timed("select_s"):
+    with stats.timed("accumulate_select_s"):
         k = bucket.k
+        bucket.open_step()
         collective.aim(k)
-        taken = memory.take(gradients, bucket.selector, k, collective.scope())
+        accumulator = memory.accumulate(gradients, k, collective.scope())
+        selected = bucket.selector.select(accumulator, k)
+        taken = hold_back(accumulator, selected, k)
     with stats.timed("exchange_s"):
-        try:
-            if isinstance(collective, IndexUnion):
-                reduction = collective.reduce(taken.to("cpu"), memory.take_at)
-            else:
-                reduction = collective.reduce(taken.to("cpu"))
-        except BaseException:
-            memory.abandon()
-            raise
-        memory.give_back(reduction.returned.finite())
+        reduction = collective.reduce(taken.to("cpu"), memory.take_at)
+        memory.give_back(taken, reduction.returned.finite())
     bucket.reduced = reduction.reduced
     bucket.step += 1
     bucket.poisoned = not reduction.reduced.isfinite()
 
     spent = collective.transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
+    stats.nnz_held_back = selected.nnz - taken.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
 
@@ -79,16 +79,6 @@ def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
     bucket.reduced = None
 
 
-def undo(buckets: Sequence[Bucket]) -> None:
-    """Take back the step that a non-finite gradient anywhere has spoilt.
-
-    The optimizer, or the loss scaler in front of it, sees the same non-finite gradients on every
-    rank and skips the step; residuals are as if there had been none, as the weights are.
-    """
-    for bucket in buckets:
-        bucket.memory.undo(bucket.staged_gradients())
-
-
 def work(bucket: Bucket, scale: float | None) -> None:
     """What the worker does in one step of one bucket; decodes, where that can be done already."""
     with bucket.lane.work():
@@ -100,18 +90,25 @@ def work(bucket: Bucket, scale: float | None) -> None:
 class Engine:
     """Takes gradients one by one, and gives the reduced ones back.
 
-    One step is: `submit` for every tensor, then `result` for every tensor. An engine that nobody
-    refers to ends its background thread and closes its transport.
+    One step is: `submit` for every tensor, `result` for every tensor, and `settle`, once it is
+    known whether the results were applied. An engine that nobody refers to ends its background
+    thread and closes its transport.
 
     Args:
         assignment: How each tensor is reduced; a `Method` where that is the same for all.
-        observer: Is told of plans and steps; ranks need not have one alike, rank 0's decides
-            whether they compare their times.
+        observer: Is told of plans and steps. Every rank may have another one, or none; whether the
+            ranks compare their times depends on rank 0's. One that raises is not called again.
+
+    Attributes:
+        skipped_steps: Steps that were taken back, since nobody applied their results.
     """
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
         self.assignment = assignment
-        self.observer = observer
+        self._observer = Guard(observer)
+        self.skipped_steps = 0
+        self._unsettled = False
+        self._flushed: set[str] = set()
         self._worker = Worker(work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
@@ -169,9 +166,47 @@ class Engine:
         """What waits to be sent of a tensor that is in no bucket: float32, its shape; or None."""
         return self._restored.residual.get(name)
 
-    def forget_leftover(self, name: str) -> None:
-        """The leftover was reduced densely, and all ranks saw the finite result."""
-        self._restored.residual.pop(name, None)
+    def flushed(self, name: str) -> None:
+        """The leftover was reduced densely in this step; it is let go where the step counts."""
+        self._flushed.add(name)
+        self._unsettled = True
+
+    def settle(self, counts: bool | None = None) -> None:
+        """Say whether the last step counts. Otherwise everything becomes what it was before it.
+
+        To be called between steps; a step that nobody has settled is settled when the next begins.
+
+        Args:
+            counts: Whether its results were applied; None: if all of them are finite.
+        """
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        if counts is None:
+            counts = not any(bucket.poisoned for bucket in self._buckets)
+        if not counts:
+            self.skipped_steps += 1
+        for bucket in self._buckets:
+            if counts:
+                bucket.is_open = False
+            else:
+                bucket.roll_back()
+        if counts:
+            for name in self._flushed:
+                self._restored.residual.pop(name, None)
+        self._flushed.clear()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals and momenta by a factor, between steps.
+
+        They are in units of the gradients, which a loss scaler changes.
+        """
+        self.settle()
+        for bucket in self._buckets:
+            bucket.memory.rescale(factor)
+        for kept in (self._restored.residual, self._restored.momentum):
+            for tensor in kept.values():
+                tensor.mul_(factor)
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on.
@@ -181,8 +216,8 @@ class Engine:
         """
         self._give_up_plan()
         self.assignment = assignment
-        if self.observer is not None and self._transport is not None:
-            self.observer.planned(self._transport, ())  # the next step's, if it has any bucket
+        if self._transport is not None:
+            self._observer.planned(self._transport, ())  # the next step's, if it has any bucket
 
     def agree(self) -> None:
         """Check that all ranks have the same assignment; they call this together, between steps.
@@ -205,7 +240,7 @@ class Engine:
 
     def _give_up_plan(self) -> None:
         """Stop the background thread, and keep the state for the next plan."""
-        self._worker.stop()  # before the state is read: it puts back what it has taken
+        self._worker.stop()  # before the state is read, which it changes
         self._restored = self._state()
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
 
@@ -213,6 +248,7 @@ class Engine:
 
     def submit(self, spec: TensorSpec, gradient: Tensor) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned."""
+        self.settle()
         if not self.planned:
             self._arrivals[spec.name] = (spec, gradient)
             return
@@ -244,8 +280,7 @@ class Engine:
             with stats.timed("wait_s"):
                 self._worker.wait_for(bucket, Phase.EXCHANGED)
             bucket.lane.hand_back()
-        if any(bucket.poisoned for bucket in self._buckets):
-            undo(self._buckets)
+        self._unsettled = True
         for bucket, stats in zip(self._buckets, late, strict=True):
             if bucket.reduced is not None:
                 assert self.scale is not None
@@ -254,8 +289,7 @@ class Engine:
             bucket.close_step()
         if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
             self._compare_ranks()
-        if self.observer is not None:
-            self.observer.stepped(self._buckets)
+        self._observer.stepped(self._buckets)
 
     def _compare_ranks(self) -> None:
         """Gather what the phases took on every rank; the background thread is idle meanwhile."""
@@ -264,8 +298,7 @@ class Engine:
         now = torch.tensor([getattr(totals, n) for n in COMPARED_PHASES], dtype=torch.float64)
         since, self._compared = now - self._compared, now
         messages = self._transport.allgather((since,), channel="compare")
-        if self.observer is not None:
-            self.observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
+        self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
 
     def fail(self, error: BaseException) -> None:
         """Give up on the step under way: its waits, here and at the peers, end with an error."""
@@ -285,8 +318,7 @@ class Engine:
         self._restored = EngineState(leftover)
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
-        if self.observer is not None:
-            self.observer.planned(self._transport, self._buckets)
+        self._observer.planned(self._transport, self._buckets)
         for name, (bucket, place) in self._places.items():
             bucket.put(place, self._arrivals[name][1])
         self._arrivals = {}
@@ -294,7 +326,7 @@ class Engine:
 
     def _rank_0_observes(self) -> bool:
         assert self._transport is not None
-        mine = torch.tensor([self.observer is not None], dtype=torch.int64)
+        mine = torch.tensor([self._observer.is_on], dtype=torch.int64)
         return bool(self._transport.broadcast((mine,), 0, channel="observe").view(torch.int64))
 
     def _new_bucket(self, plan: BucketPlan) -> Bucket:
@@ -307,13 +339,16 @@ class Engine:
     def stats(self) -> Stats:
         """What was selected, sent and waited for, per bucket and step."""
         transport = self._transport.name if self._transport is not None else ""
-        return Stats(transport, [bucket.stats for bucket in self._buckets])
+        return Stats(transport, [bucket.stats for bucket in self._buckets], self.skipped_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives.
 
-        To be called between steps.
+        Raises:
+            ConfigError: A step is under way.
         """
+        if self.error is None and any(b.phase is not Phase.COLLECTING for b in self._buckets):
+            raise ConfigError("state_dict() must be called between steps, got a call within one")
         return self._state().as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -330,6 +365,9 @@ class Engine:
         self._restored = restored
 
     def _state(self) -> EngineState:
+        self.settle()
         if not self.planned:
             return self._restored
+        for bucket in self._buckets:
+            bucket.roll_back()  # if it is in a step that nobody will finish
         return EngineState.of(self._buckets, self._restored.residual)

@@ -149,7 +149,7 @@ def _time_method(transport: Transport, method: Method, numel: int) -> dict[str, 
         steps.append(bucket.step_stats)
     timed = steps[WARMUP_STEPS:]
     return {
-        "encode": median(s.accumulate_s + s.select_s for s in timed),
+        "encode": median(s.stage_s + s.accumulate_select_s for s in timed),
         "exchange": median(s.exchange_s for s in timed),
         "decode": median(s.decode_s for s in timed),
     }

@@ -15,6 +15,7 @@ import torch
 from hvd_sparse.collectives.registry import COSTED, cost
 from hvd_sparse.cost_model import PLAIN_BYTES, Link, WireBytes
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.files import write_text
 
 VERSION = 2
 REFERENCE_NUMEL = 1 << 20
@@ -169,7 +170,7 @@ class Profile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
         text = json.dumps({"version": VERSION, **asdict(self)}, indent=2)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_text(path, text + "\n")
 
     def to_json(self) -> dict[str, Any]:
         """As plain containers."""

@@ -6,17 +6,29 @@ that: no rank can come to another choice than its peers, or raise where they do 
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError
 from hvd_sparse.transports.base import Transport
-from hvd_sparse.transports.network import HostReport, choose_endpoints, describe_host
+from hvd_sparse.transports.handshake import greet
+from hvd_sparse.transports.network import (
+    Endpoint,
+    HostReport,
+    choose_endpoints,
+    describe_host,
+)
+from hvd_sparse.transports.supervised import SupervisedTransport
+
+logger = logging.getLogger("hvd_sparse")
 
 TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl", "horovod")
 VARIABLE = "HVD_SPARSE_TRANSPORT"
@@ -39,11 +51,12 @@ class Bootstrap(Protocol):
     mpi_enabled: bool
     process_set: Any
 
-    def allgather_object(self, obj: Any, name: str) -> list[Any]:
-        """Every rank's object, in order; collective."""
+    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
+        """Every rank's object, in order; collective.
 
-    def broadcast_object(self, obj: Any, name: str) -> Any:
-        """Rank 0's object; collective."""
+        Raises:
+            TransportTimeout: Not all ranks came within `timeout_s`.
+        """
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,12 @@ class Capability:
 
 
 def create_transport(
-    name: str, world: Bootstrap, timeout_s: float, device: torch.device | None = None
+    name: str,
+    world: Bootstrap,
+    timeout_s: float,
+    device: torch.device | None = None,
+    *,
+    busy_timeout_s: float | None = None,
 ) -> Transport:
     """Makes the transport of this rank; collective over the world.
 
@@ -79,21 +97,119 @@ def create_transport(
             it started the processes and mpi4py can be imported on all of them, else gloo; a world
             of one needs none.
         world: the ranks.
-        timeout_s: seconds after which connecting, and each wait, gives up.
+        timeout_s: seconds after which connecting gives up, and after which a peer that shows no
+            sign of life is given up. A peer that is alive is waited for, with a warning every
+            `timeout_s`.
         device: where this rank has the tensors that it will exchange; for `nccl`, the current CUDA
             device otherwise.
+        busy_timeout_s: seconds after which a wait for a peer that is alive gives up, too; None for
+            as long as it takes.
 
     Raises:
         ConfigError: The choice is impossible here; the same on all ranks.
-        TransportError: The ranks could not be connected.
+        PlanError: Ranks run different releases of this package; on all of them.
+        TransportError: The ranks could not be connected, or not all of them came.
     """
-    own = describe_capability(name, world, device)
-    every = world.allgather_object(own, "hvd_sparse.capability") if world.size > 1 else [own]
+    if busy_timeout_s is not None and not busy_timeout_s > 0:
+        raise ConfigError(f"busy_timeout_s must be above 0 or None, got {busy_timeout_s}")
+    every = greet(world, describe_capability(name, world, device), timeout_s)
     chosen = decide(every)
     if chosen == "local":
         from hvd_sparse.transports.local import LocalWorld
 
         return LocalWorld(1, timeout_s).transport(0)
+    endpoints = _endpoints(chosen, [capability.host for capability in every])
+    introduction = _introduce(world, endpoints, timeout_s)
+    try:
+        transport = _connect(chosen, world, timeout_s, device, endpoints, introduction)
+    except BaseException:
+        introduction.close()
+        raise
+    if introduction.listener is None:
+        return transport
+    from hvd_sparse.transports.watch import Watch
+
+    transport.supervise(
+        Watch(
+            transport,
+            introduction.listener,
+            introduction.addresses,
+            bytes.fromhex(introduction.token),
+            busy_timeout_s,
+        )
+    )
+    return transport
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What ranks must know of each other before they connect.
+
+    Attributes:
+        token: 16 random bytes in hexadecimal, another one for each transport. Not a counter: in an
+            elastic job, the ranks have made different numbers of transports.
+        listener: Where this rank's watch is asked, or None where there is none.
+        addresses: Where the ranks' watches are asked, in order.
+    """
+
+    token: str
+    listener: socket.socket | None
+    addresses: list[tuple[str, int] | None]
+
+    def close(self) -> None:
+        """Stops to listen."""
+        if self.listener is not None:
+            self.listener.close()
+
+
+def _endpoints(chosen: str, hosts: Sequence[HostReport]) -> list[Endpoint] | None:
+    """The ranks' addresses; None where they share no network, and the transport needs none."""
+    try:
+        return choose_endpoints(hosts)
+    except TransportError as error:
+        if chosen in ("gloo", "nccl"):
+            raise
+        logger.warning("peers that stop will end waits only by timeout_s: %s", error)
+        return None
+
+
+def _introduce(
+    world: Bootstrap, endpoints: list[Endpoint] | None, timeout_s: float
+) -> Introduction:
+    listener, port = None, None
+    if endpoints is not None and world.size > 1:
+        from hvd_sparse.transports.meeting import listen
+
+        try:
+            listener = listen(endpoints[world.rank].address)
+            port = listener.getsockname()[1]
+        except TransportError as error:  # the peers wait for word of it
+            port = str(error)
+    mine = (secrets.token_hex(16), port)
+    try:
+        every = _gather(world, "hvd_sparse.introduction", timeout_s, mine)
+        for rank, (_, theirs) in enumerate(every):
+            if isinstance(theirs, str):
+                raise TransportError(f"rank {rank} {theirs}")
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+    addresses = [
+        None if endpoints is None or theirs is None else (endpoints[rank].address, theirs)
+        for rank, (_, theirs) in enumerate(every)
+    ]
+    return Introduction(every[0][0], listener, addresses)
+
+
+def _connect(
+    chosen: str,
+    world: Bootstrap,
+    timeout_s: float,
+    device: torch.device | None,
+    endpoints: list[Endpoint] | None,
+    introduction: Introduction,
+) -> SupervisedTransport:
     if chosen == "mpi":
         from hvd_sparse.transports.mpi import MpiTransport
 
@@ -101,21 +217,19 @@ def create_transport(
     if chosen == "horovod":
         from hvd_sparse.transports.horovod import HorovodTransport
 
-        # Not a counter: in an elastic job, the ranks have made different numbers of transports.
-        label = secrets.token_hex(4)
-        if world.size > 1:
-            label = world.broadcast_object(label, "hvd_sparse.label")
         return HorovodTransport(
             world.rank,
             world.size,
             process_set=world.process_set,
             timeout_s=timeout_s,
-            label=label,
+            label=introduction.token[:8],
         )
-    store, host = _meet(world, [capability.host for capability in every], timeout_s)
+    assert endpoints is not None
+    host = endpoints[world.rank].address
     if chosen == "nccl":
         from hvd_sparse.transports.nccl import NcclTransport
 
+        store = _shared_store(world, endpoints[0].address, introduction.token, timeout_s)
         return NcclTransport(
             world.rank,
             world.size,
@@ -125,8 +239,10 @@ def create_transport(
             device=_cuda_device(device),
         )
     from hvd_sparse.transports.gloo import GlooTransport
+    from hvd_sparse.transports.meeting import MeetingStore
 
-    return GlooTransport(world.rank, world.size, store, host=host, timeout_s=timeout_s)
+    meeting = MeetingStore(partial(_gather, world, "hvd_sparse.addresses", timeout_s))
+    return GlooTransport(world.rank, world.size, meeting, host=host, timeout_s=timeout_s)
 
 
 def describe_capability(
@@ -217,22 +333,24 @@ def decide(every: Sequence[Capability]) -> str:
     return "gloo" if problems else "mpi"
 
 
-def _meet(world: Bootstrap, hosts: Sequence[HostReport], timeout_s: float) -> tuple[Any, str]:
-    """The store at which the ranks meet, and this rank's address."""
-    from hvd_sparse.transports.gloo import join_store, serve_store
+def _gather(world: Bootstrap, name: str, timeout_s: float, obj: Any) -> list[Any]:
+    """Every rank's object; a world of one needs no word."""
+    return [obj] if world.size == 1 else world.allgather_object(obj, name, timeout_s)
 
-    endpoints = choose_endpoints(hosts)
-    store = None
-    meeting: int | str = "no port"
+
+def _shared_store(world: Bootstrap, address: str, token: str, timeout_s: float) -> Any:
+    """A store that rank 0 serves at its address; who does not know the token finds no key."""
+    from hvd_sparse.transports.meeting import dist, join_store, serve_store
+
+    store, meeting = None, None
     if world.rank == 0:
         try:
-            store, meeting = serve_store(timeout_s)
+            store, meeting = serve_store(address, timeout_s)
         except (RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
             meeting = str(error)
-    if world.size > 1:
-        meeting = world.broadcast_object(meeting, "hvd_sparse.store")
+    meeting = _gather(world, "hvd_sparse.store", timeout_s, meeting)[0]
     if not isinstance(meeting, int):
         raise TransportError(f"rank 0 cannot serve the store where the ranks meet: {meeting}")
     if store is None:
-        store = join_store(endpoints[0].address, meeting, timeout_s)
-    return store, endpoints[world.rank].address
+        store = join_store(address, meeting, timeout_s)
+    return dist.PrefixStore(token, store)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.cost_model import WireBytes
-from hvd_sparse.streams import SUM, Operation, Part, SparseStream, sum_of
+from hvd_sparse.errors import MessageError
+from hvd_sparse.streams import INDEX_BYTES, SUM, Operation, Part, SparseStream, sum_of
+from hvd_sparse.wire.checks import check_ascending
 
 SEED_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 """Odd constants that spread a step, a rank and a message over 64 bits."""
@@ -42,6 +44,13 @@ class Wire(ABC):
             message: uint8 `(bytes,)`, 8-byte aligned, as a transport delivers it.
             start: First element that the part spans.
             stop: One past the last one.
+
+        Returns:
+            A part with strictly ascending indices in `[start, stop)`, if it has any. It may view
+            the message.
+
+        Raises:
+            MessageError: The message is not that of such a part.
         """
 
     @abstractmethod
@@ -59,9 +68,19 @@ class Wire(ABC):
         return (indices.contiguous(),)
 
     def decode_indices(self, message: Tensor, numel: int) -> Tensor:
-        """Read the message of indices alone: int32."""
-        del numel
-        return message.view(torch.int32)
+        """Read the message of indices alone: int32, strictly ascending in `[0, numel)`.
+
+        Raises:
+            MessageError: The message is not that of such indices.
+        """
+        if message.numel() % INDEX_BYTES:
+            raise MessageError(
+                f"a message of wire {self.name!r} with indices must have a multiple of "
+                f"{INDEX_BYTES} bytes, got {message.numel()}"
+            )
+        indices = message.view(torch.int32)
+        check_ascending(self.name, indices, 0, numel)
+        return indices
 
 
 class Packer:

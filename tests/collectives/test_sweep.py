@@ -21,10 +21,10 @@ from tests.collectives.cases import (
     assert_identical,
     assert_mass_conserved,
     case_stream,
-    dense,
     random_stream,
     reduce_cases,
 )
+from tests.streams import dense
 
 OF_STREAMS = [a for a in ALGORITHMS if not issubclass(a.collective, IndexUnion)]
 """Those that sum streams; the others sum accumulators, for which tests/laws has the sweep."""

@@ -51,7 +51,7 @@ def step_of(engine: Engine, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             leftover = engine.leftover(name)
             dense[name] = gradient if leftover is None else gradient + leftover
-            engine.forget_leftover(name)
+            engine.flushed(name)
     engine.scale = engine.scale or 1.0
     return dense | {name: engine.result(name).clone() for name in sparse}
 
@@ -160,7 +160,7 @@ def test_a_leftover_survives_in_the_state() -> None:
         leftover = engine.leftover("b")
         assert leftover is not None
         assert torch.equal(leftover, residual)
-        engine.forget_leftover("b")
+        engine.flushed("b")
         assert set(engine.state_dict()["residual"]) == {"a"}
         engine.disconnect()
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, cast
 from typing import ClassVar
 
-from torch import Tensor
-
-from hvd_sparse.ops.momentum import Momentum
-from hvd_sparse.ops.native._library import DTYPE_CODES
+from hvd_sparse.ops._layout import DTYPE_CODES
+from hvd_sparse.ops.accumulation import Accumulation
 
 
-class Source(Structure):
-    """`HvdsSource` of csrc/cpu/api.h. The tensors must outlive it."""
+class AccumulationStruct(Structure):
+    """`HvdsAccumulation` of csrc/cpu/api.h. The tensors must outlive it."""
 
     _fields_: ClassVar = [
         ("residual", c_void_p),
@@ -25,19 +22,18 @@ class Source(Structure):
         ("nesterov", c_int32),
     ]
 
-    def __init__(
-        self, residual: Tensor, gradients: Sequence[Tensor], momentum: Momentum | None
-    ) -> None:
+    def __init__(self, accumulation: Accumulation) -> None:
         table: list[int] = []
-        for gradient in gradients:
+        for gradient in accumulation.gradients:
             table += (gradient.data_ptr(), gradient.numel(), DTYPE_CODES[gradient.dtype])
         self._segments = (c_int64 * len(table))(*table)  # kept alive
         super().__init__(
-            residual=residual.data_ptr(),
-            n=residual.numel(),
+            residual=accumulation.residual.data_ptr(),
+            n=accumulation.numel,
             segments=cast(self._segments, c_void_p),
-            segment_count=len(gradients),
+            segment_count=len(accumulation.gradients),
         )
+        momentum = accumulation.momentum
         if momentum is not None:
             self.buffer = momentum.buffer.data_ptr()
             self.factor = momentum.factor

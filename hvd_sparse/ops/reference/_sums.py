@@ -1,17 +1,15 @@
-"""An accumulator with its gradients added, from which entries move out."""
+"""The sums of an accumulation, from which entries move out."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
-from hvd_sparse.ops.momentum import Momentum
+from hvd_sparse.ops.accumulation import Accumulation
 
 
-class Accumulated:
+class Sums:
     """The residual plus the gradients; nothing is written back before `move_out`.
 
     Attributes:
@@ -19,15 +17,14 @@ class Accumulated:
         keys: Their magnitudes as integers.
     """
 
-    def __init__(
-        self, residual: Tensor, gradients: Sequence[Tensor], momentum: Momentum | None
-    ) -> None:
+    def __init__(self, accumulation: Accumulation) -> None:
+        residual, momentum = accumulation.residual, accumulation.momentum
         self._residual = residual
         self._momentum = momentum
-        if len(gradients) == 0:
+        if len(accumulation.gradients) == 0:
             self.acc = residual.clone()
         else:
-            g = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+            g = torch.cat([gradient.reshape(-1).float() for gradient in accumulation.gradients])
             if momentum is None:
                 self.acc = residual + g
             elif momentum.nesterov:
