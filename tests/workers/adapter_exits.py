@@ -107,6 +107,7 @@ def start(case: str, failed_at: Path, environment: Mapping[str, str]) -> tuple[i
         return child, errors
     os.environ.update(environment)
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     train(case, failed_at)
     sys.exit()  # by way of the interpreter's own end
 
