@@ -19,6 +19,8 @@ import pytest
 
 from tests.launch import WORKERS, horovodrun, launch_environment
 
+pytestmark = pytest.mark.launches
+
 TIMEOUT_S = 5.0
 EXIT_S = 10.0
 """What a process may take to end, beyond the timeout."""

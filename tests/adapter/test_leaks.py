@@ -6,6 +6,8 @@ import pytest
 
 from tests.launch import horovodrun
 
+pytestmark = pytest.mark.launches
+
 FIRST, MORE = 4, 20
 MODEL_BYTES = 4 * 1024 * 1024
 

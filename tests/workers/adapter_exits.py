@@ -34,6 +34,23 @@ FAILING = 1
 STEPS = 4
 TIMEOUT_S = 5.0
 LIMIT_S = 60.0
+LATE_S = 2.0
+LINGER_S = 4.0
+
+
+class Lingers:
+    """Prolongs the interpreter's end.
+
+    Peers come late to the failing step, in which the failing rank already waits for their messages.
+    These come after its interpreter has begun to end: a thread that still waits is ended by Python
+    when it comes back from native code.
+    """
+
+    def __del__(self, sleep: Callable[[float], None] = time.sleep, for_s: float = LINGER_S) -> None:
+        sleep(for_s)
+
+
+until_the_end: list[Lingers] = []
 
 
 def fail() -> None:
@@ -59,16 +76,24 @@ def train(case: str, failed_at: Path) -> None:
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(hvd.rank())
-    model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 64))
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(2)))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01),
         named_parameters=model.named_parameters(),
-        compression=Compression.topk(model.named_parameters(), timeout_s=TIMEOUT_S),
+        compression=Compression.topk(
+            # A bucket for each layer: the first one is sent before Horovod refuses to go on.
+            model.named_parameters(),
+            bucket_numel=1 << 20,
+            timeout_s=TIMEOUT_S,
+        ),
     )
     for step in range(STEPS):
         model.zero_grad()
-        model(torch.randn(4, 4096)).square().mean().backward()
+        if step == STEPS - 1 and not everywhere and hvd.rank() != FAILING:
+            time.sleep(LATE_S)
+        model(torch.randn(4, 1024)).square().mean().backward()
         if step == STEPS - 1 and (everywhere or hvd.rank() == FAILING):
+            until_the_end.append(Lingers())
             failed_at.write_text(str(time.time()))
             failure()
         optimizer.step()
@@ -82,6 +107,7 @@ def start(case: str, failed_at: Path, environment: Mapping[str, str]) -> tuple[i
         return child, errors
     os.environ.update(environment)
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     train(case, failed_at)
     sys.exit()  # by way of the interpreter's own end
 
