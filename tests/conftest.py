@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.ranks import Ranks
 from tools.netlab import Netlab, Network
 from tools.netlab import missing as missing_for_netlab
 
@@ -39,3 +40,23 @@ def netlab() -> Iterator[Network]:
     """Four hosts, as fast as they are."""
     with Netlab(hosts=4) as network:
         yield network
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """The ranks of a world, which `tests.ranks.with_ranks` names."""
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.kill()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ranks leave after the last test of their world: even idle ones take time of the others."""
+    ours, next_ones = (world_of(i) for i in (item, nextitem))
+    if ours is not None and ours != next_ones:
+        item.funcargs["ranks"].close()
+
+
+def world_of(item: pytest.Item | None) -> object:
+    return item.callspec.params.get("ranks") if hasattr(item, "callspec") else None

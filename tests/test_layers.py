@@ -18,14 +18,14 @@ FLOORS = (
     {"planner", "policy"},
     {"methods", "recording", "simulator", "functional"},
     {"engine"},
-    {"collectives", "memories"},
-    {"wire", "selectors"},
+    {"collectives", "memories", "selectors"},
+    {"wire"},
     {"accumulator", "transports"},
     {"streams", "cost_model"},
     {"ops"},
     {"topology", "optim", "options", "magnitude"},
     {"checks"},
-    {"errors", "_version"},
+    {"errors", "files", "_version"},
 )
 """From the top of the house to the ground; a room imports rooms of lower floors, and itself."""
 ROOMS = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -208,6 +208,7 @@ class SparseCompressor:
 
     def stats(self) -> Stats:
         """What was selected, sent and waited for, per bucket and step."""
+        self._settle()
         return self._engine.stats()
 
     def state_dict(self) -> dict[str, Any]:

@@ -144,6 +144,12 @@ class Bucket:
         stop = start + self.decoded.numel() * self.decoded.element_size()
         return any(g is not None and start <= g.data_ptr() < stop for g in self._gradients)
 
+    def end_exchange(self) -> None:
+        """The step's sum is there; its statistics count."""
+        self.stats.record(self.step_stats)
+        self.step_stats = StepStats()
+        self.phase = Phase.EXCHANGED
+
     def close_step(self) -> None:
         """Let go of the step's gradients and streams, and collect the next ones."""
         self._gradients = [None] * len(self.specs)

@@ -108,10 +108,12 @@ class Stats:
     Attributes:
         transport: Name of the transport, empty before the first step.
         buckets: One entry per bucket, in the order in which they are exchanged.
+        skipped_steps: Steps that were taken back, since nobody applied their results.
     """
 
     transport: str
     buckets: list[BucketStats]
+    skipped_steps: int = 0
 
     @property
     def totals(self) -> StepStats:

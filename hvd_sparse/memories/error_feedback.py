@@ -20,9 +20,9 @@ class ErrorFeedback:
     residual before + gradient = what was applied + residual after.
 
     One step is `accumulate`, whose accumulator a selector takes entries out of; `take_at` where the
-    collective wants more; then `give_back` of what had no part, or `abandon` where the exchange
-    failed. `roll_back` takes the whole step back, until the next one begins: what the step changes
-    is kept beside it, which takes as much memory again.
+    collective wants more; then `give_back` of what had no part. Until the next one begins,
+    `roll_back` takes the whole step back, wherever it has failed: what a step changes is kept
+    beside it, which takes as much memory again.
 
     Args:
         numel: n.
@@ -76,12 +76,6 @@ class ErrorFeedback:
         """
         self._taken, self._returned = taken, returned
         self._add(returned)
-
-    def abandon(self, taken: SparseStream) -> None:
-        """End a step whose exchange failed: put back what was taken, here and elsewhere."""
-        for stream in (taken, *self._taken_elsewhere):
-            self._add(stream.finite())
-        self._forget()
 
     def roll_back(self) -> None:
         """Go back to what was before the step, bit for bit: nothing was applied."""

@@ -193,7 +193,7 @@ def test_a_non_finite_gradient_reaches_every_rank_and_leaves_no_trace(
 
 @pytest.mark.parametrize("wire", ["float16+gap", "qsgd4+gap", "qsgd8"])
 def test_it_leaves_no_trace_over_a_lossy_wire(wire: str) -> None:
-    """A quantised bucket turns non-finite as a whole; the residual is as before, to rounding."""
+    """A quantised bucket turns non-finite as a whole; the residual is as before all the same."""
 
     def worker(transport: Transport) -> None:
         chosen = method(0.05, bucket_numel=600, collective=partial(OkTopk, wire=WIRES[wire]))
@@ -209,7 +209,7 @@ def test_it_leaves_no_trace_over_a_lossy_wire(wire: str) -> None:
             if step == 3:
                 assert not torch.isfinite(result["f"][17])
                 for name in SHAPES:
-                    torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-3)
+                    assert torch.equal(after[name], before[name])
         engine.disconnect()
 
     run_ranks(3, worker, timeout_s=30.0)
@@ -357,7 +357,7 @@ def test_a_failed_exchange_loses_nothing() -> None:
         with pytest.raises(TransportError, match="the network is gone"):
             step_of(engine, grads)
         after = engine.state_dict()["residual"]
-        assert all(torch.equal(after[n], before[n] + grads[n]) for n in SHAPES)
+        assert all(torch.equal(after[n], before[n]) for n in SHAPES)  # as if there was no step
         engine.disconnect()
 
     run_ranks(1, worker, timeout_s=30.0)

@@ -27,7 +27,7 @@ def one_step(
     try:
         reduction = collective.reduce(taken.to("cpu"), memory.take_at)
     except BaseException:
-        memory.abandon(taken)
+        memory.roll_back()
         raise
     memory.give_back(taken, reduction.returned)
     return taken, reduction

@@ -180,7 +180,9 @@ def test_a_spoiled_step_leaves_no_trace(name: str, memory_name: str, device: tor
                 after = engine.state_dict()
                 for kind in ("residual", "momentum"):
                     for key, value in before[kind].items():
-                        torch.testing.assert_close(after[kind][key], value, rtol=0, atol=1e-5)
+                        assert torch.equal(after[kind][key], value)
+                assert after["step"] == before["step"]
+                assert str(after["buckets"]) == str(before["buckets"])  # thresholds, regions
             else:
                 assert bool(result.isfinite().all())
         engine.disconnect()
@@ -203,16 +205,13 @@ def test_a_failed_exchange_loses_nothing(momentum: float) -> None:
     method = method_of("topk", momentum=momentum)
     memory = method.memory.make(NUMEL, torch.device("cpu"), 1)
     g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
-    expected = g.clone()
 
     def worker(transport: Transport) -> None:
         with pytest.raises(RuntimeError, match="network is gone"):
             one_step(memory, ExactTopK(), Lost(transport, NUMEL, 30), [g], 30)
 
     run_ranks(1, worker, timeout_s=10.0)
-    assert torch.equal(memory.tensors()["residual"], expected)
-    if momentum:
-        assert torch.equal(memory.tensors()["momentum"], expected)  # nothing left: no mask
+    assert not any(tensor.any() for tensor in memory.tensors().values())  # as before the step
 
 
 def test_clipping_is_by_the_ranks_share_of_the_norm() -> None:
