@@ -40,9 +40,9 @@ COMPARISON_INTERVAL = 64
 def exchange(bucket: Bucket) -> None:
     """One step of one bucket: accumulate, select, reduce, give back.
 
-    What a selector takes beyond a few times k waits in the residual for the next steps.
-    Leaves the sum over the ranks in `bucket.reduced`. Until the step is settled, or where the
-    exchange fails, `bucket.roll_back` takes all of it back.
+    Leaves the sum over the ranks in `bucket.reduced`. What a selector takes beyond a few times k
+    waits in the residual for the next steps. Until the step is settled, or where the exchange
+    fails, `bucket.roll_back` takes all of it back.
     """
     memory, collective = bucket.memory, bucket.collective
     collective.transport.context = Context(bucket.specs[0].name, bucket.step)
