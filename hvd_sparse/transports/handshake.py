@@ -20,6 +20,7 @@ PROTOCOL = 1
 class Gatherer(Protocol):
     """The part of `choose.Bootstrap` that a handshake needs."""
 
+    rank: int
     size: int
 
     def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
