@@ -18,10 +18,10 @@ from benchmarks._cuda import (
     medians_s,
     whole_s,
 )
-from benchmarks._encode_job import HASH_A, HASH_B, MOMENTUM, Job
+from benchmarks._encode_job import HASH_A, HASH_B, Job
 from benchmarks._report import Row
 from benchmarks._timing import check
-from hvd_sparse.ops import Momentum, reference
+from hvd_sparse.ops import Accumulation, reference
 from hvd_sparse.ops._interface import Ops
 from hvd_sparse.ops.cuda import CudaOps, Launcher
 
@@ -53,37 +53,33 @@ class Path:
 
 def hashed(o: Ops, job: Job, slots_per_bucket: int, per_entry: int) -> object:
     slots = job.k * per_entry // slots_per_bucket * slots_per_bucket
-    return o.hash_select(
-        job.residual, [job.gradient], job.threshold, slots, slots_per_bucket, HASH_A, HASH_B
-    )
+    return o.hash_select(job.plain, job.threshold, slots, slots_per_bucket, HASH_A, HASH_B)
 
 
 def paths(job: Job) -> list[Path]:
-    half = job.gradient.to(torch.bfloat16)
+    half = Accumulation(job.residual, [job.gradient.to(torch.bfloat16)])
     return [
         Path(
             SELECT,
-            lambda o, j: o.accumulate_select(j.residual, [j.gradient], j.threshold),
+            lambda o, j: o.accumulate_select(j.plain, j.threshold),
             12,
             0.85,
         ),
         Path(
             f"{SELECT}, bfloat16 gradient",
-            lambda o, j: o.accumulate_select(j.residual, [half], j.threshold),
+            lambda o, j: o.accumulate_select(half, j.threshold),
             10,
             0.85,
         ),
         Path(
             f"{SELECT}, with momentum",
-            lambda o, j: o.accumulate_select(
-                j.velocity, [j.gradient], j.corrected_threshold, Momentum(j.buffer, MOMENTUM)
-            ),
+            lambda o, j: o.accumulate_select(j.corrected, j.corrected_threshold),
             20,
             0.85,
         ),
         Path(
             "accumulate, exact top-k",
-            lambda o, j: o.accumulate_topk(j.residual, [j.gradient], j.k, j.pivot),
+            lambda o, j: o.accumulate_topk(j.plain, j.k, j.pivot),
             12,
             0.75,
         ),

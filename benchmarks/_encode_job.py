@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
+from hvd_sparse.ops import Accumulation, Momentum
 
 WARMUP_STEPS = 4
 PIVOT_FACTOR = 0.9
@@ -43,6 +44,9 @@ class Job:
         buffer: Working copy of DGC's u.
         corrected_threshold: The k-th magnitude of what v becomes.
         corrected_pivot: The guess at it.
+        plain: The gradient, on its way into the residual.
+        corrected: The gradient, on its way into the velocity.
+        nesterov: The same with Nesterov's momentum.
     """
 
     def __init__(self, numel: int, density: float, device: torch.device) -> None:
@@ -55,34 +59,30 @@ class Job:
         last = last_corrected = 0.0
         for seed in range(WARMUP_STEPS):
             g = gradient_like(numel, seed, device)
-            _, _, last = ops.accumulate_topk(self._residual, [g], self.k)
-            momentum = ops.Momentum(self._buffer, MOMENTUM)
-            indices, _, last_corrected = ops.accumulate_topk(
-                self._velocity, [g], self.k, momentum=momentum
-            )
+            _, _, last = ops.accumulate_topk(Accumulation(self._residual, [g]), self.k)
+            corrected = Accumulation(self._velocity, [g], Momentum(self._buffer, MOMENTUM))
+            indices, _, last_corrected = ops.accumulate_topk(corrected, self.k)
             ops.zero_at(self._buffer, indices)
         self.gradient = gradient_like(numel, WARMUP_STEPS, device)
         self.pivot = PIVOT_FACTOR * last
         self.corrected_pivot = PIVOT_FACTOR * last_corrected
         self.threshold = ops.kth_magnitude(self._residual + self.gradient, self.k)
-        corrected = self._buffer * MOMENTUM + self.gradient + self._velocity
-        self.corrected_threshold = ops.kth_magnitude(corrected, self.k)
+        sums = self._buffer * MOMENTUM + self.gradient + self._velocity
+        self.corrected_threshold = ops.kth_magnitude(sums, self.k)
         self.residual = self._residual.clone()
         self.velocity = self._velocity.clone()
         self.buffer = self._buffer.clone()
+        self.plain = Accumulation(self.residual, [self.gradient])
+        self.corrected = self._corrected(Momentum(self.buffer, MOMENTUM))
+        self.nesterov = self._corrected(Momentum(self.buffer, MOMENTUM, nesterov=True))
         # A selection's indices, as int32 for us and as int64 for torch.
-        self.indices = ops.accumulate_select(corrected, [], self.threshold)[0]
+        self.indices = ops.accumulate_select(Accumulation(sums), self.threshold)[0]
         self.long_indices = self.indices.long()
         self.group_k = max(1, round(GROUP_NUMEL * density))
         self.partition = (numel // 4, numel // 2)
 
-    @property
-    def momentum(self) -> ops.Momentum:
-        return ops.Momentum(self.buffer, MOMENTUM)
-
-    @property
-    def nesterov(self) -> ops.Momentum:
-        return ops.Momentum(self.buffer, MOMENTUM, nesterov=True)
+    def _corrected(self, momentum: Momentum) -> Accumulation:
+        return Accumulation(self.velocity, [self.gradient], momentum)
 
     def reset(self) -> None:
         """Undoes what an operation has changed."""

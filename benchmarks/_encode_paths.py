@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from benchmarks import _encode_job as pipelines
 from benchmarks._encode_job import GROUP_NUMEL, HASH_A, HASH_B, Job
-from hvd_sparse import ops
+from hvd_sparse.ops import Accumulation
 from hvd_sparse.ops._interface import Ops
 from hvd_sparse.selectors import sampled
 
@@ -49,18 +49,15 @@ class HotPath:
     speedup: float | None = None
 
 
-def momentum_masked(o: Ops, job: Job, momentum: ops.Momentum) -> object:
+def momentum_masked(o: Ops, job: Job, corrected: Accumulation) -> object:
     """DGC: the corrected momentum is accumulated and selected from, and masked where it left."""
-    gradients, threshold = [job.gradient], job.corrected_threshold
-    indices, values = o.accumulate_select(job.velocity, gradients, threshold, momentum)
+    indices, values = o.accumulate_select(corrected, job.corrected_threshold)
     o.zero_at(job.buffer, indices)
     return indices, values
 
 
 def momentum_topk_masked(o: Ops, job: Job) -> object:
-    indices, values, threshold = o.accumulate_topk(
-        job.velocity, [job.gradient], job.k, job.corrected_pivot, job.momentum
-    )
+    indices, values, threshold = o.accumulate_topk(job.corrected, job.k, job.corrected_pivot)
     o.zero_at(job.buffer, indices)
     return indices, values, threshold
 
@@ -68,15 +65,14 @@ def momentum_topk_masked(o: Ops, job: Job) -> object:
 def sampled_threshold(o: Ops, job: Job) -> object:
     """As `selectors.SampledThreshold` estimates it."""
     stride = sampled.sample_stride(job.numel, sampled.SAMPLE_SHARE)
-    sample = o.sample_accumulator(job.residual, [job.gradient], 0, stride, min(sampled.RUN, stride))
+    sample = o.sample_accumulator(job.plain, 0, stride, min(sampled.RUN, stride))
     rank = sampled.deep_rank(sample.numel(), job.numel, job.k)
     return o.kth_magnitude(sample, rank)
 
 
 def hashed(slots_per_k: int, slots_per_bucket: int) -> Callable[[Ops, Job], object]:
     return lambda o, job: o.hash_select(
-        job.residual,
-        [job.gradient],
+        job.plain,
         job.threshold,
         slots_per_k * job.k,
         slots_per_bucket,
@@ -86,7 +82,6 @@ def hashed(slots_per_k: int, slots_per_bucket: int) -> Callable[[Ops, Job], obje
 
 
 def hot_paths(job: Job) -> list[HotPath]:
-    r, g = job.residual, [job.gradient]
     compaction = {
         "torch add, abs, topk, gather, zero": pipelines.torch_topk,
         "torch add, abs, compare, nonzero, gather, zero": pipelines.torch_nonzero,
@@ -102,27 +97,27 @@ def hot_paths(job: Job) -> list[HotPath]:
     return [
         HotPath(
             SELECT,
-            lambda o, job: o.accumulate_select(r, g, job.threshold),
+            lambda o, job: o.accumulate_select(job.plain, job.threshold),
             compaction,
             {ADD: Limit(factor=1.25)},
             speedup=8.0,
         ),
         HotPath(
             "accumulate, exact top-k",
-            lambda o, job: o.accumulate_topk(r, g, job.k, job.pivot),
+            lambda o, job: o.accumulate_topk(job.plain, job.k, job.pivot),
             topk,
             {ADD: Limit()},
             speedup=20.0,
         ),
         HotPath(
             "accumulate, exact top-k, no pivot",
-            lambda o, job: o.accumulate_topk(r, g, job.k),
+            lambda o, job: o.accumulate_topk(job.plain, job.k),
             topk,
             {ADD: Limit()},
         ),
         HotPath(
             "DGC: momentum, select, zero, mask",
-            lambda o, job: momentum_masked(o, job, job.momentum),
+            lambda o, job: momentum_masked(o, job, job.corrected),
             {"torch mul, add, add, abs, compare, nonzero, gather, zero": pipelines.torch_momentum},
             {ADD: within_passes},
             speedup=7.0,
@@ -150,13 +145,13 @@ def hot_paths(job: Job) -> list[HotPath]:
         ),
         HotPath(
             "ExDyna: select in a quarter",
-            lambda o, job: o.partition_select(r, g, job.threshold, *job.partition),
+            lambda o, job: o.partition_select(job.plain, job.threshold, *job.partition),
             {"torch add, abs, compare, nonzero, gather, zero": pipelines.torch_partition},
             {ADD: Limit()},
         ),
         HotPath(
             f"top-k of every {GROUP_NUMEL}",
-            lambda o, job: o.accumulate_group_topk(r, g, job.group_k, GROUP_NUMEL),
+            lambda o, job: o.accumulate_group_topk(job.plain, job.group_k, GROUP_NUMEL),
             {"torch add, abs, topk by row, gather, scatter": pipelines.torch_group},
             {ADD: Limit()},
         ),
@@ -168,7 +163,7 @@ def hot_paths(job: Job) -> list[HotPath]:
         ),
         HotPath(
             "take at k indices",
-            lambda o, job: o.take_at(r, job.indices),
+            lambda o, job: o.take_at(job.residual, job.indices),
             {"torch gather, zero": pipelines.torch_take_at},
         ),
     ]

@@ -14,20 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.netlab import Netlab, NetlabError, Network
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Launcher:
     """Where jobs run.
 
     Attributes:
-        rate: What a network of namespaces is shaped to, as `tc` spells it: 1gbit; None: loopback.
-        script: The script that makes that network.
+        rate: What each host of a network lab sends and receives, as `tc` spells it: 1gbit; None:
+            loopback.
     """
 
     rate: str | None
-    script: str | None
+    _lab: Network | None = None
 
     @property
     def place(self) -> str:
@@ -35,32 +37,45 @@ class Launcher:
         return self.rate or "loopback"
 
     @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """The options that `of` reads."""
+    def add_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+        """The option that `of`, or `each_of` for several rates, reads."""
         parser.add_argument(
-            "--netlab", metavar="RATE", help="shape links, as `tc` spells it: 1gbit"
+            "--netlab",
+            metavar="RATE",
+            nargs="+" if several else 1,
+            help="run between hosts of a network lab (tools/netlab; needs root and iproute2) with "
+            "links of this rate, as `tc` spells it: 1gbit; default: loopback",
         )
-        parser.add_argument("--netlab-script", default=os.environ.get("HVD_SPARSE_NETLAB"))
 
     @staticmethod
     def of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Launcher:
-        """What the options say; ends with an error where they are not complete."""
-        if options.netlab and not options.netlab_script:
-            parser.error("--netlab needs --netlab-script, or HVD_SPARSE_NETLAB")
-        return Launcher(options.netlab, options.netlab_script)
+        """For the rate asked for; ends with an error where there can be no such lab."""
+        return Launcher.each_of(parser, options)[0]
+
+    @staticmethod
+    def each_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Launcher]:
+        """The same for each of several rates."""
+        if not options.netlab:
+            return [Launcher(None)]
+        for rate in options.netlab:
+            try:
+                with Netlab(hosts=1, rate=rate):
+                    pass
+            except NetlabError as error:
+                parser.error(f"--netlab: {error}")
+        return [Launcher(rate) for rate in options.netlab]
 
     @contextmanager
     def network(self, hosts: int) -> Iterator[None]:
-        """A network of so many hosts, where links are to be shaped."""
+        """Within this, `run` has a host for each rank, where links are to be shaped."""
         if self.rate is None:
             yield
             return
-        script = str(self.script)
-        subprocess.run([script, "up", str(hosts), self.rate], check=True)
-        try:
-            yield
-        finally:
-            subprocess.run([script, "down"], check=True)
+        with Netlab(hosts, self.rate) as self._lab:
+            try:
+                yield
+            finally:
+                self._lab = None
 
     @property
     def interface(self) -> list[str]:
@@ -81,11 +96,11 @@ class Launcher:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(ranks)]
-            if self.rate:
-                hosts = ",".join(f"nl{rank + 1}:1" for rank in range(ranks))
-                command = [str(self.script), "exec", "1", *command, "-H", hosts]
-            else:
+            if self.rate is None:
                 command += ["-H", f"localhost:{ranks}"]
+            else:
+                assert self._lab is not None
+                command = self._lab.on("nl1", [*command, "-H", self._lab.slots(1)])
             command += [sys.executable, str(REPOSITORY / script), out_option, str(out), *arguments]
             every = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
             subprocess.run(command, check=True, env=every, stdout=sys.stderr, timeout=timeout_s)

@@ -4,8 +4,8 @@
     python -m benchmarks.allreduce --json FILE --netlab 1gbit --ranks 4
 
 Each world is a real job under the unmodified horovodrun: on loopback, or with `--netlab RATE` one
-rank per host of a network of namespaces whose links are shaped to RATE (needs root, and the netlab
-script through `--netlab-script` or HVD_SPARSE_NETLAB). benchmarks/allreduce_worker.py is what runs.
+rank per host of a network lab whose links are shaped to RATE (tools/netlab; needs root).
+benchmarks/allreduce_worker.py is what runs.
 
 Then a sweep over ranks and densities compares the exchanges of all algorithms with one another, and
 with what "auto" picks (benchmarks/allreduce_sweep.py); `--plot FILE` draws it.
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--numel", type=int, default=NUMEL)
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01])
-    parser.add_argument("--ranks", type=int, nargs="+", help="default: 2 4, on netlab 4")
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: 2 4, with --netlab 4")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--sweep-ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--sweep-density", type=float, nargs="+", default=SWEEP_DENSITIES)

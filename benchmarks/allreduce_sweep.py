@@ -13,12 +13,12 @@ from typing import Any
 
 from benchmarks._launch import Launcher
 from benchmarks._report import Row
-from hvd_sparse.collectives.automatic import CANDIDATES, LOSSLESS
+from hvd_sparse.collectives.registry import CANDIDATES, LOSSLESS_CANDIDATES
 from hvd_sparse.simulator.plots import load_pyplot
 
 AUTO_GOAL = 1.2
 """How much longer than the best one what "auto" picks may take."""
-CHOICES = {"auto": tuple(CANDIDATES), "auto of everything": tuple(LOSSLESS)}
+CHOICES = {"auto": CANDIDATES, "auto of everything": LOSSLESS_CANDIDATES}
 """What "auto" chooses from: for a compressor, and where everything must be summed."""
 
 World = Mapping[str, Any]

@@ -147,7 +147,7 @@ def time_contenders(
 
     everyone = hvd.allgather_object(seconds, name="seconds")
     history = list(oktopk.engine.stats().buckets[0].history)[-options.repeats :]
-    phases = ("accumulate_s", "select_s", "exchange_s", "decode_s")
+    phases = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s")
     return {
         "seconds": {
             name: median(max(each) for each in zip(*(r[name] for r in everyone), strict=True))

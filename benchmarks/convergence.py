@@ -24,8 +24,8 @@ import torch
 from benchmarks._report import Row, write_report
 from benchmarks.convergence_run import Run, train
 from benchmarks.convergence_tasks import TASKS, Task
-from hvd_sparse.compressors import COMPRESSORS
 from hvd_sparse.engine import Method
+from hvd_sparse.methods import METHODS
 
 WORLD_SIZE = 4
 DENSITIES = (0.01, 0.001)
@@ -80,7 +80,7 @@ class Case(NamedTuple):
         }
         if self.compressor == "hard_threshold":
             arguments["threshold"] = self.task.hard_thresholds[self.density]
-        method = COMPRESSORS[self.compressor](**arguments).method
+        method = METHODS[self.compressor](**arguments).make()
         assert isinstance(method, Method)
         return method
 

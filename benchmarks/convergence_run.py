@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.convergence_tasks import Task
 from hvd_sparse import MomentumCorrectedSGD
-from hvd_sparse.compressors.shared import DENSE_BELOW
+from hvd_sparse.compression import RunOptions
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalWorld, run_ranks
@@ -64,7 +64,7 @@ class Averaging:
             self.engine.scale = 1 / engine.world_size
 
     def is_sparse(self, parameter: Tensor) -> bool:
-        return self.engine is not None and parameter.numel() >= DENSE_BELOW
+        return self.engine is not None and parameter.numel() >= RunOptions.dense_below
 
     def corrects_momentum(self, parameter: Tensor) -> bool:
         """For `MomentumCorrectedSGD`, which asks its compression."""

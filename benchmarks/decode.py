@@ -55,7 +55,7 @@ def rows_of(numel: int, density: float, device: torch.device, repetitions: int) 
     for rank in range(WORLD_SIZE):
         x = gradient_like(numel, 100 + rank, device)
         threshold = ops.kth_magnitude(x, max(1, round(numel * density)))
-        streams.append(ops.accumulate_select(x, [], threshold))
+        streams.append(ops.accumulate_select(ops.Accumulation(x), threshold))
     ours, expected = torch.empty(numel, device=device), torch.empty(numel, device=device)
     reference.decode(expected, *reference.merge_sum(streams, numel))
     check(decode_in_order(ours, streams), expected, "decoding in the ranks' order")

@@ -107,7 +107,7 @@ def stream_rows(
     for rank in range(WORLD_SIZE):
         x = gradient_like(numel, 100 + rank, device)
         threshold = ops.kth_magnitude(x, max(1, round(numel * density)))
-        streams.append(ops.accumulate_select(x, [], threshold))
+        streams.append(ops.accumulate_select(ops.Accumulation(x), threshold))
     merged = ops.merge_sum(streams, numel)
     check(merged, reference.merge_sum(streams, numel), "merge_sum")
     ours, theirs = torch.empty(numel, device=device), torch.empty(numel, device=device)

@@ -1,31 +1,25 @@
 """Step time as planned, against plain Horovod and against compressing everything.
 
     python -m benchmarks.planner --json FILE
-    python -m benchmarks.planner --json FILE --networks loopback 1gbit --models cnn
+    python -m benchmarks.planner --json FILE --netlab 100mbit 1gbit 10gbit --models cnn
 
 Every model is trained in every way, each a real job under the unmodified horovodrun: on loopback,
-and on networks of namespaces whose links are shaped (needs root, and the netlab script through
-`--netlab-script` or HVD_SPARSE_NETLAB; left out without it). benchmarks/planner_worker.py is what
-runs. The promise is that a planned step is never more than 3 % slower than plain Horovod's.
+or with `--netlab` between the hosts of a network lab (tools/netlab; needs root).
+benchmarks/planner_worker.py is what runs. The promise is that a planned step is never more than 3 %
+slower than plain Horovod's.
 `uncompressed` is this package with nothing compressed: dense steps whose waits do not spin.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks._launch import Launcher
 from benchmarks._report import Row, write_report
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-LOOPBACK = "loopback"
-NETWORKS = (LOOPBACK, "100mbit", "1gbit", "10gbit")
 MODELS = ("cnn", "transformer", "single")
 COLLECTIVES = (
     *("topk_allgather", "oktopk", "gtopk"),
@@ -36,30 +30,15 @@ WITHIN_BEST = 0.10
 WITHIN_PREDICTION = 0.25
 
 
-def launch(network: str, model: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
+def launch(at: Launcher, model: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one way in one world, and return what its rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        worker = str(REPOSITORY / "benchmarks" / "planner_worker.py")
-        hosts = f"localhost:{options.ranks}"
-        if network != LOOPBACK:
-            hosts = ",".join(f"nl{rank + 1}:1" for rank in range(options.ranks))
-        command = [
-            str(Path(sys.executable).parent / "horovodrun"),
-            *("--gloo", "-np", str(options.ranks), "-H", hosts),
-            *(sys.executable, worker, "--out", str(out), "--model", model, "--way", way),
-            *("--steps", str(options.steps), "--seconds", str(options.seconds)),
-            *("--single-numel", str(options.single_numel)),
-        ]
-        if network != LOOPBACK:
-            command = [options.netlab_script, "exec", "1", *command]
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        subprocess.run(command, check=True, env=environment, stdout=sys.stderr, timeout=900)
-        result: dict[str, Any] = json.loads(out.read_text())
-        return result
+    arguments = ["--model", model, "--way", way]
+    arguments += ["--steps", str(options.steps), "--seconds", str(options.seconds)]
+    arguments += ["--single-numel", str(options.single_numel)]
+    return at.run("benchmarks/planner_worker.py", options.ranks, arguments)
 
 
-def measure(network: str, model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def measure(at: Launcher, model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Every way, its launches in turn; the median launch by its step time counts."""
     launches: dict[str, list[dict[str, Any]]] = {}
     for launch_number in range(options.launches):
@@ -67,11 +46,11 @@ def measure(network: str, model: str, options: argparse.Namespace) -> dict[str, 
         others = ("uncompressed", *options.collectives) if is_first else ()
         for way in ("dense", "planned", *others):
             print(
-                f"{network}, {model}, {way}: launch {launch_number + 1} of {options.launches} …",
+                f"{at.place}, {model}, {way}: launch {launch_number + 1} of {options.launches} …",
                 file=sys.stderr,
                 flush=True,
             )
-            launches.setdefault(way, []).append(launch(network, model, way, options))
+            launches.setdefault(way, []).append(launch(at, model, way, options))
     return {
         way: sorted(found, key=lambda result: result["step_s"])[len(found) // 2]
         for way, found in launches.items()
@@ -144,7 +123,6 @@ def main() -> None:
     """Measure every case asked for, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), metavar="RATE")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--collectives", nargs="*", default=list(COLLECTIVES))
     parser.add_argument("--ranks", type=int, default=4)
@@ -153,23 +131,16 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=3, help="of dense and of planned")
     parser.add_argument("--collective-launches", type=int, default=3, help="of the others")
     parser.add_argument("--single-numel", type=int, default=126_700_000 // 16)
-    parser.add_argument("--netlab-script", default=os.environ.get("HVD_SPARSE_NETLAB"))
+    Launcher.add_arguments(parser, several=True)
     options = parser.parse_args()
+    places = Launcher.each_of(parser, options)
 
     rows = []
-    for network in options.networks:
-        if network != LOOPBACK and not options.netlab_script:
-            print(f"{network} is left out: there is no HVD_SPARSE_NETLAB", file=sys.stderr)
-            continue
-        if network != LOOPBACK:
-            subprocess.run([options.netlab_script, "up", str(options.ranks), network], check=True)
-        try:
+    for at in places:
+        with at.network(options.ranks):
             for model in options.models:
-                results = measure(network, model, options)
-                rows += rows_of(f"{model}, P={options.ranks}, {network}", results)
-        finally:
-            if network != LOOPBACK:
-                subprocess.run([options.netlab_script, "down"], check=True)
+                results = measure(at, model, options)
+                rows += rows_of(f"{model}, P={options.ranks}, {at.place}", results)
     write_report("planner", rows, options.json)
 
 

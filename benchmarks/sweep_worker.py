@@ -18,9 +18,10 @@ import torch.distributed
 from torch import Tensor
 
 from benchmarks.allreduce_worker import torch_gloo_allreduce
-from hvd_sparse.collectives.automatic import CANDIDATES, LOSSLESS, cheapest_algorithm
+from hvd_sparse.collectives.automatic import cheapest_algorithm
 from hvd_sparse.collectives.link import link_of
-from hvd_sparse.simulator import ALGORITHMS, DISTINCT, SyntheticStreams
+from hvd_sparse.collectives.registry import BY_NAME, CANDIDATES
+from hvd_sparse.simulator import DISTINCT, SyntheticStreams
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import create_transport
@@ -42,7 +43,7 @@ def verify(name: str, reduced: SparseStream, stream: SparseStream) -> None:
     result = dense(reduced)
     assert len(set(hvd.allgather_object(crc32(result.numpy().data), name="checksum"))) == 1, name
     total = hvd.allreduce(dense(stream), op=hvd.Sum)
-    if name in LOSSLESS or name == "dense":
+    if BY_NAME[name].is_lossless:
         torch.testing.assert_close(result, total, rtol=1e-5, atol=1e-4, msg=name)
     elif name == "oktopk":
         applied = reduced.indices.long()
@@ -82,7 +83,7 @@ def measure(
     streams = [STREAMS.stream(hvd.rank(), step, numel, k) for step in range(WARMUP_STEPS)]
     functions: dict[str, Callable[[], object]] = {}
     for name in DISTINCT:
-        collective = ALGORITHMS[name](transport, numel, k)
+        collective = BY_NAME[name].collective(transport, numel, k)
         for stream in streams:
             reduction = collective.reduce(stream)
         verify(name, reduction.reduced, streams[-1])
@@ -95,7 +96,7 @@ def measure(
         "k": k,
         "seconds": timed(functions, repeats),
         "chosen": {
-            "auto": cheapest_algorithm(transport, numel, k, tuple(CANDIDATES)),
+            "auto": cheapest_algorithm(transport, numel, k, CANDIDATES),
             "auto of everything": cheapest_algorithm(transport, numel, k),
         },
     }

@@ -24,7 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks._report import Row, write_report
-from hvd_sparse.cost_model import Link, cost
+from hvd_sparse.collectives.registry import cost
+from hvd_sparse.cost_model import Link
 from hvd_sparse.simulator import (
     Network,
     Outcome,

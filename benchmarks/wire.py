@@ -5,14 +5,13 @@
 
 Coding is timed on one stream and one thread, in bytes of the stream before it is coded. Reductions
 are Ok-Topk's, from a gradient to the reduced gradient, in real jobs under horovodrun: on loopback,
-or with `--netlab` on a network of namespaces with shaped links. benchmarks/wire_worker.py is what
-runs.
+or with `--netlab` between the hosts of a network lab (tools/netlab; needs root).
+benchmarks/wire_worker.py is what runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -135,25 +134,16 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=DENSITY)
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument(
-        "--netlab",
-        metavar="RATE",
-        nargs="+",
-        default=[None],
-        help="shape links, to each of these as `tc` spells it: 100mbit 1gbit",
-    )
-    parser.add_argument("--netlab-script", default=os.environ.get("HVD_SPARSE_NETLAB"))
+    Launcher.add_arguments(parser, several=True)
     options = parser.parse_args()
-    if options.netlab != [None] and not options.netlab_script:
-        parser.error("--netlab needs --netlab-script, or HVD_SPARSE_NETLAB")
+    places = Launcher.each_of(parser, options)
     torch.set_num_threads(1)
 
     rows = coding_rows(options.numel, options.density, options.repeats)
     arguments = ["--numel", str(options.numel), "--density", str(options.density)]
     arguments += ["--repeats", str(options.repeats), "--wire", *NETWORK_WIRES]
     k = max(1, round(options.density * options.numel))
-    for rate in options.netlab:
-        at = Launcher(rate, options.netlab_script)
+    for at in places:
         print(f"measuring P = {options.ranks}, {at.place} …", file=sys.stderr, flush=True)
         with at.network(options.ranks):
             found = at.run("benchmarks/wire_worker.py", options.ranks, [*arguments, *at.interface])

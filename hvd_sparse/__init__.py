@@ -1,7 +1,7 @@
 """Gradient sparsification for Horovod: `hvd.DistributedOptimizer(compression=…)`."""
 
-from hvd_sparse.compression import Compression
-from hvd_sparse.compressors import dgc_sgd
+from hvd_sparse._version import __version__
+from hvd_sparse.compression import Compression, dgc_sgd
 from hvd_sparse.errors import (
     ConfigError,
     HvdSparseError,
@@ -20,8 +20,6 @@ from hvd_sparse.functional import (
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.recording import Recorder
 from hvd_sparse.streams import SparseStream
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Compression",

@@ -1,22 +1,19 @@
 """The accumulator: what a memory holds plus one step's gradients, as a selector sees it.
 
-A memory decides how gradients enter (`memories/`), a selector what leaves. The gradients are added
-by the first operation that takes something out, in the same pass over memory; operations that come
-after it find them added.
+A memory decides how gradients enter (`memories/`): it makes the `ops.Accumulation`. A selector
+decides what leaves. The gradients are added by the first operation that takes something out, in the
+same pass over memory; operations that come after it find them added.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.streams import SparseStream
-
-NO_GRADIENTS: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,27 +37,18 @@ class Accumulator:
     """Residual plus gradients of one bucket.
 
     Args:
-        residual: float32 `(n,)`, changed in place.
-        gradients: Contiguous tensors that lie side by side over the residual.
+        accumulation: What is accumulated; its residual is changed in place.
         scope: Where entries may be taken; None: everywhere. Gradients are added everywhere.
-        momentum: Corrects the gradients' momentum before they are added; None: they are added.
 
     In every operation an entry that would become non-finite is taken, wherever it is, while the
     residual keeps its old value.
     """
 
-    def __init__(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        scope: Scope | None = None,
-        momentum: ops.Momentum | None = None,
-    ) -> None:
-        self.residual = residual
-        self.numel = residual.numel()
+    def __init__(self, accumulation: ops.Accumulation, scope: Scope | None = None) -> None:
+        self.residual = accumulation.residual
+        self.numel = accumulation.numel
         self.scope = Scope(0, self.numel) if scope is None else scope
-        self._gradients = gradients
-        self._momentum = momentum
+        self._waiting = accumulation if accumulation.gradients else None
 
     @property
     def width(self) -> int:
@@ -69,18 +57,9 @@ class Accumulator:
 
     def select(self, threshold: float) -> SparseStream:
         """Take the nonzero entries whose magnitude reaches a threshold."""
-        if self.width == self.numel or not self._gradients:
-            part, gradients, momentum = self._first_pass()
-            return self._stream(*ops.accumulate_select(part, gradients, threshold, momentum))
-        entries = ops.partition_select(
-            self.residual,
-            self._gradients,
-            threshold,
-            self.scope.start,
-            self.scope.stop,
-            self._momentum,
-        )
-        self._gradients, self._momentum = NO_GRADIENTS, None
+        if self._waiting is None or self.width == self.numel:
+            return self._stream(*ops.accumulate_select(self._next(), threshold))
+        entries = ops.partition_select(self._next(), threshold, self.scope.start, self.scope.stop)
         return SparseStream(*entries, self.numel)
 
     def accumulate(self) -> SparseStream:
@@ -98,8 +77,7 @@ class Accumulator:
             The entries, and the k-th magnitude.
         """
         spoiled = self._enter_scope()
-        part, gradients, momentum = self._first_pass()
-        indices, values, threshold = ops.accumulate_topk(part, gradients, k, pivot, momentum)
+        indices, values, threshold = ops.accumulate_topk(self._next(), k, pivot)
         return self.joined(self._stream(indices, values), spoiled), threshold
 
     def hash_select(
@@ -107,17 +85,13 @@ class Accumulator:
     ) -> SparseStream:
         """Take what reaches a threshold and wins a slot; see `ops.hash_select`."""
         spoiled = self._enter_scope()
-        part, gradients, momentum = self._first_pass()
-        entries = ops.hash_select(
-            part, gradients, threshold, slots, slots_per_bucket, a, b, momentum
-        )
+        entries = ops.hash_select(self._next(), threshold, slots, slots_per_bucket, a, b)
         return self.joined(self._stream(*entries), spoiled)
 
     def group_topk(self, k: int, group_numel: int) -> SparseStream:
         """Take the `k` largest magnitudes of every `group_numel` consecutive elements."""
         spoiled = self._enter_scope()
-        part, gradients, momentum = self._first_pass()
-        entries = ops.accumulate_group_topk(part, gradients, k, group_numel, momentum)
+        entries = ops.accumulate_group_topk(self._next(), k, group_numel)
         return self.joined(self._stream(*entries), spoiled)
 
     def take_at(self, indices: Tensor) -> SparseStream:
@@ -145,23 +119,21 @@ class Accumulator:
 
     def sample(self, start: int, stride: int, run: int = 1) -> Tensor:
         """Magnitudes of runs of elements, every `stride` from `start` on; nothing changes."""
-        return ops.sample_accumulator(
-            self.residual, self._gradients, start, stride, run, self._momentum
-        )
+        accumulation = self._waiting or ops.Accumulation(self.residual)
+        return ops.sample_accumulator(accumulation, start, stride, run)
 
-    # -- gradients that are yet to be added --------------------------------------------------------
+    # -- gradients that wait to be added -----------------------------------------------------------
 
     def _enter_scope(self) -> SparseStream:
         """Add the gradients now if they reach beyond the scope; what of it is not finite."""
-        if self.width == self.numel or not self._gradients:
+        if self._waiting is None or self.width == self.numel:
             return SparseStream.empty(self.numel)
         return self.accumulate()
 
-    def _first_pass(self) -> tuple[Tensor, Sequence[Tensor], ops.Momentum | None]:
-        """The scope's part of the residual, and what is to be added to it: once."""
-        gradients, momentum = self._gradients, self._momentum
-        self._gradients, self._momentum = NO_GRADIENTS, None
-        return self.residual[self.scope.start : self.scope.stop], gradients, momentum
+    def _next(self) -> ops.Accumulation:
+        """What the next operation is on: the gradients, once; then the scope's part as it is."""
+        waiting, self._waiting = self._waiting, None
+        return waiting or ops.Accumulation(self.residual[self.scope.start : self.scope.stop])
 
     def _stream(self, indices: Tensor, values: Tensor) -> SparseStream:
         start = self.scope.start

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from numbers import Integral, Real
+from typing import Any
 
 from hvd_sparse.errors import ConfigError
 
@@ -25,6 +26,13 @@ def check_above(name: str, value: float, limit: float) -> float:
     """A finite real number above a limit."""
     if isinstance(value, bool) or not isinstance(value, Real) or not limit < value < math.inf:
         raise ConfigError(f"{name} must be a finite number above {limit:g}, got {value!r}")
+    return float(value)
+
+
+def check_momentum(name: str, value: float) -> float:
+    """A factor in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < 1:
+        raise ConfigError(f"{name} must be in [0, 1), got {value!r}")
     return float(value)
 
 
@@ -54,3 +62,32 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> str:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return value
+
+
+Check = Callable[[str, Any], object]
+"""Checks an argument, given its name and value; raises `ConfigError`."""
+
+
+def at_least(least: float) -> Check:
+    """`check_at_least` of a limit."""
+    return lambda name, value: check_at_least(name, value, least)
+
+
+def above(limit: float) -> Check:
+    """`check_above` of a limit."""
+    return lambda name, value: check_above(name, value, limit)
+
+
+def count(least: int) -> Check:
+    """`check_count` of a limit."""
+    return lambda name, value: check_count(name, value, least)
+
+
+def choice(choices: Collection[str]) -> Check:
+    """`check_choice` of some names."""
+    return lambda name, value: check_choice(name, value, choices)
+
+
+def optional(check: Check) -> Check:
+    """None, or what another check lets pass."""
+    return lambda name, value: None if value is None else check(name, value)

@@ -1,19 +1,63 @@
-"""`Compression`: named constructors beside Horovod's own."""
+"""`Compression`: methods by name behind Horovod's `compression=`, beside Horovod's own."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, TypeAlias, get_type_hints
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
-from hvd_sparse import compressors
 from hvd_sparse.adapter import SparseCompressor
-from hvd_sparse.compressors.shared import NamedParameters, Record, recorder_of
+from hvd_sparse.checks import at_least, choice, count
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.methods import METHODS, DgcOptions, MethodOptions
+from hvd_sparse.optim import MomentumCorrectedSGD
+from hvd_sparse.options import check_options, option
+from hvd_sparse.recording import Recorder
+from hvd_sparse.transports.choose import TRANSPORT_NAMES
 
 POLICY_VARIABLE = "HVD_SPARSE_POLICY"
+DOCUMENTED_WIDTH = 100
+
+NamedParameters: TypeAlias = Iterable[tuple[str, Parameter]] | None
+Record: TypeAlias = str | os.PathLike[str] | Recorder | None
+
+
+def recorder_of(record: Record) -> Recorder | None:
+    """The recorder that a user asks for."""
+    return record if isinstance(record, Recorder | None) else Recorder(record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a constructor takes beside its method's options: how the job runs."""
+
+    transport: str = option(
+        "auto",
+        '"auto", "gloo", "mpi", "nccl" or "horovod"; the environment variable HVD_SPARSE_TRANSPORT '
+        'takes the place of "auto".',
+        choice(TRANSPORT_NAMES),
+    )
+    dense_below: int = option(
+        1024,
+        "Tensors of fewer elements go through Horovod's own allreduce. So does float64.",
+        count(0),
+    )
+    timeout_s: float = option(
+        600.0, "Seconds after which a peer that does not answer is given up.", at_least(0.001)
+    )
+    record: Record = option(
+        None,
+        "Where to record what happens, for `hvd-sparse report`: a path, or a `Recorder`.",
+        lambda name, value: None,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 class _HorovodCompressor:
@@ -28,15 +72,88 @@ class _HorovodCompressor:
         return getattr(hvd.Compression, self._name)
 
 
+def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]:
+    """The function that makes a compression by one method.
+
+    Its signature and docstring are those of the options' fields: the method's own first, then what
+    all methods share, then `RunOptions`.
+    """
+    run_names = {item.name for item in fields(RunOptions)}
+
+    def construct(named_parameters: NamedParameters = None, **arguments: Any) -> SparseCompressor:
+        bound = signature.bind(named_parameters, **arguments).arguments
+        run = RunOptions(**{key: value for key, value in bound.items() if key in run_names})
+        method = options(**{key: arguments[key] for key in arguments if key not in run_names})
+        return SparseCompressor(
+            named_parameters,
+            method.make(),
+            transport=run.transport,
+            timeout_s=run.timeout_s,
+            dense_below=run.dense_below,
+            observer=recorder_of(run.record),
+        )
+
+    every = [*_in_order(options), *fields(RunOptions)]
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(
+                "named_parameters",
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=None,
+                annotation=NamedParameters,
+            ),
+            *_parameters(options, _in_order(options)),
+            *_parameters(RunOptions, fields(RunOptions)),
+        ],
+        return_annotation=SparseCompressor,
+    )
+    construct.__name__ = options.name
+    construct.__qualname__ = f"Compression.{options.name}"
+    construct.__doc__ = _documented(inspect.getdoc(options) or "", every)
+    construct.__dict__["__signature__"] = signature
+    return construct
+
+
+def _in_order(options: type[MethodOptions]) -> list[Field[Any]]:
+    """A method's fields as they are shown: density, its own ones, the others."""
+    own = list(options.own_fields())
+    density, *shared = (item for item in fields(options) if item not in own)
+    return [density, *own, *shared]
+
+
+def _parameters(options: type, items: Iterable[Field[Any]]) -> list[inspect.Parameter]:
+    hints = get_type_hints(options)
+    return [
+        inspect.Parameter(
+            item.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if item.default is MISSING else item.default,
+            annotation=hints[item.name],
+        )
+        for item in items
+    ]
+
+
+def _documented(text: str, items: Iterable[Field[Any]]) -> str:
+    """A docstring with an `Args` section of what the fields mean."""
+    entries = ["    named_parameters: See the class `Compression`."]
+    for item in items:
+        entries += textwrap.wrap(
+            f"{item.name}: {item.metadata['meaning']}",
+            DOCUMENTED_WIDTH,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
+        )
+    return "\n".join([text, "", "Args:", *entries])
+
+
 class Compression:
     """Ways to compress gradients, for `hvd.DistributedOptimizer(compression=…)`.
 
-    Every constructor takes these arguments, and its own:
-        named_parameters: What the optimizer gets too, as `model.named_parameters()`; None reads the
-            names from the optimizer that the compression is given to.
-        density: k/n, the share of a bucket's elements to exchange per step, in (0, 1].
-        **shared: Memory, warm-up, wire, transport and more; the same for all, and told by each
-            (`help(hvd_sparse.Compression.topk)`).
+    Every constructor takes `named_parameters`, what the optimizer gets too, as
+    `model.named_parameters()`; None reads the names from the optimizer that the compression is
+    given to. All other arguments are named, and told by each constructor
+    (`help(hvd_sparse.Compression.topk)`).
 
     They raise `ConfigError`, a `ValueError`, that names an argument, its range and its value.
 
@@ -52,17 +169,17 @@ class Compression:
     none = _HorovodCompressor()
     fp16 = _HorovodCompressor()
 
-    topk = staticmethod(compressors.topk)
-    oktopk = staticmethod(compressors.oktopk)
-    dgc = staticmethod(compressors.dgc)
-    dragonn = staticmethod(compressors.dragonn)
-    exdyna = staticmethod(compressors.exdyna)
-    clt_k = staticmethod(compressors.clt_k)
-    gaussiank = staticmethod(compressors.gaussiank)
-    sidco = staticmethod(compressors.sidco)
-    mstopk = staticmethod(compressors.mstopk)
-    hard_threshold = staticmethod(compressors.hard_threshold)
-    randomk = staticmethod(compressors.randomk)
+    topk = staticmethod(constructor(METHODS["topk"]))
+    oktopk = staticmethod(constructor(METHODS["oktopk"]))
+    dgc = staticmethod(constructor(METHODS["dgc"]))
+    dragonn = staticmethod(constructor(METHODS["dragonn"]))
+    exdyna = staticmethod(constructor(METHODS["exdyna"]))
+    clt_k = staticmethod(constructor(METHODS["clt_k"]))
+    gaussiank = staticmethod(constructor(METHODS["gaussiank"]))
+    sidco = staticmethod(constructor(METHODS["sidco"]))
+    mstopk = staticmethod(constructor(METHODS["mstopk"]))
+    hard_threshold = staticmethod(constructor(METHODS["hard_threshold"]))
+    randomk = staticmethod(constructor(METHODS["randomk"]))
 
     @staticmethod
     def from_policy(
@@ -81,7 +198,7 @@ class Compression:
                 environment variable HVD_SPARSE_POLICY. All ranks need the same rules.
             named_parameters: See the class; None takes those of `model`, if that is given.
             model: Where rules ask for the class of the module that owns a parameter.
-            record: See the class.
+            record: Where to record what happens: a path, or a `Recorder`.
 
         Raises:
             ConfigError: The policy is wrong; the message says file, line, key, range and value.
@@ -97,7 +214,7 @@ class Compression:
         if named_parameters is None and model is not None:
             named_parameters = model.named_parameters()
         named = None if named_parameters is None else list(named_parameters)
-        checked = load_policy(policy, constructors())
+        checked = load_policy(policy)
         rules = assign(checked, named, model)
         return SparseCompressor(
             named,
@@ -109,6 +226,28 @@ class Compression:
         )
 
 
-def constructors() -> dict[str, Callable[..., SparseCompressor]]:
-    """The constructors of `Compression` that compress by one method, by their names."""
-    return dict(compressors.COMPRESSORS)
+def dgc_sgd(
+    named_parameters: Iterable[tuple[str, Parameter]],
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    **options: Any,
+) -> tuple[MomentumCorrectedSGD, SparseCompressor]:
+    """The optimizer and the compression of Deep Gradient Compression, which belong together.
+
+        optimizer, compression = hvd_sparse.dgc_sgd(model.named_parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression)
+
+    Args:
+        named_parameters: As `model.named_parameters()`.
+        lr: Learning rate.
+        weight_decay: λ; it gets the same momentum.
+        **options: See `Compression.dgc`; `momentum` and `nesterov` are those of both.
+    """
+    named = list(named_parameters)
+    compression = Compression.dgc(named, **options)
+    momentum = options.get("momentum", DgcOptions.momentum)
+    nesterov = options.get("nesterov", DgcOptions.nesterov)
+    parameters = (p for _, p in named)
+    return MomentumCorrectedSGD(parameters, lr, momentum, weight_decay, nesterov), compression

@@ -13,37 +13,33 @@ follows from its `WireBytes`.
 | dense (Rabenseifner) | 2 log P | 2n (P-1)/P |
 | topk_allgather (TopkA) | log P | 2k (P-1) |
 | ssar_recursive_double | log P | from 2k log P to 2k (P-1) |
-| ssar_split_allgather | P - 1 + log P | from 4k (P-1)/P to 2kP |
+| ssar_split_allgather (TopkDSA) | P - 1 + log P | from 4k (P-1)/P to 2kP or (2k + n) (P-1)/P |
 | dsar_split_allgather | P - 1 + log P | from n (P-1)/P to (2k + n) (P-1)/P |
-| topk_dsa (TopkDSA) | P - 1 + log P | from 4k (P-1)/P to (2k + n) (P-1)/P |
 | gtopk | 2 log P | 4k log P |
 | oktopk | 2P + 2 log P; above 16 ranks log P more | from 2k (P-1)/P to 6k (P-1)/P |
 
-Both papers give intervals where a cost depends on how far the ranks' indices coincide. In between,
-`expected` takes them as drawn independently, which `expected_nnz` turns into the fill-in.
+Algorithms have the names of `collectives/registry.py`. Both papers give intervals where a cost
+depends on how far the ranks' indices coincide. In between, `expected` takes them as drawn
+independently, which `expected_nnz` turns into the fill-in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
-from hvd_sparse.checks import check_at_least, check_choice, check_count
+from hvd_sparse.checks import check_at_least
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.topology import (
+    allgather_in_flight,
+    allgather_messages,
+    cube_positions,
+    doubling_messages,
+    in_flight,
+)
 
 WORD_BYTES = 4
-DIRECT_ALLGATHER_RANKS = 4
-"""Up to here `Transport.allgather` sends P - 1 messages at once, beyond log P in turn: one round
-beats several that wait for each other."""
-MESSAGES_IN_FLIGHT = 4
-"""Messages of one phase, to different ranks, that a rank has under way at once: enough to hide
-latency, too few to crowd a receiver."""
-OKTOPK_LEVELS = 71
-"""Levels that Ok-Topk's threshold may move to; the ranks count what passes each of them."""
-OKTOPK_LEVELS_GATHERED_RANKS = 16
-"""Up to here these counts are gathered, with a word each, in one round; beyond, where that would be
-much, they are summed, with two, and only those at the level that was picked are gathered."""
 
 
 @dataclass(frozen=True)
@@ -176,31 +172,14 @@ def expected_nnz(numel: int, k: float, ranks: float) -> float:
     return float(numel * (1.0 - (1.0 - k / numel) ** ranks))
 
 
-def allgather_messages(P: int) -> int:
-    """Messages that a rank sends in `Transport.allgather`."""
-    return P - 1 if P <= DIRECT_ALLGATHER_RANKS else ceil(log2(P))
-
-
-def _in_flight(messages: int) -> int:
-    """How many messages of one phase are sent while another one is under way."""
-    return messages - ceil(messages / MESSAGES_IN_FLIGHT)
-
-
-def _allgather_in_flight(P: int) -> int:
-    """The same of an allgather: beyond a few ranks, its messages wait for each other."""
-    return _in_flight(P - 1) if P <= DIRECT_ALLGATHER_RANKS else 0
-
-
-def _allreduce_messages(P: int) -> int:
-    """Rounds of `Transport.allreduce_sum`."""
-    cube = P.bit_length() - 1
-    return cube if 1 << cube == P else cube + 2
+Formula = Callable[[int, int, int, WireBytes], CostRange]
+"""What a rank pays for one allreduce of n elements over P > 1 ranks, k entries each."""
 
 
 def dense(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """Rabenseifner: recursive halving, recursive doubling; a fold before and after for odd P."""
-    cube = 1 << (P.bit_length() - 1)
-    folds = 0 if cube == P else 1
+    cube = cube_positions(P)
+    folds = cube != P
     words = 2 * n * (cube - 1) / cube + 2 * folds * n
     cost = Cost(2 * log2(cube) + 2 * folds, dense_words=words)
     return CostRange(cost, cost, cost)
@@ -217,9 +196,9 @@ def ssar_recursive_double(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
 
     The surplus ranks get the result as it is: rounded again, it would not be what the others have.
     """
-    cube = 1 << (P.bit_length() - 1)
+    cube = cube_positions(P)
     rounds = int(log2(cube))
-    folds = 0 if cube == P else 1
+    folds = cube != P
     sums = [P / cube * 2**t for t in range(rounds)]
     received = [_sum_of_streams(n, k, m, wire) for m in sums]
     if folds:
@@ -232,13 +211,18 @@ def ssar_recursive_double(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
 
 
 def ssar_split_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
-    """SparCML 5.3.2: (P - 1 + log P) α, then from 2k (P-1)/P β_s to kP β_s."""
+    """SparCML 5.3.2: (P - 1 + log P) α, then from 2k (P-1)/P β_s to kP β_s.
+
+    As TopkDSA, to (2k + n) (P-1)/P β: a region that fills up is sent dense, where that is less.
+    """
     messages, share = P - 1 + allgather_messages(P), (P - 1) / P
     regions = _sum_of_streams(n, k, P, wire, share)
+    sparse = Cost(messages, entries=k * P)
+    filled = Cost(messages, entries=k * share, dense_words=n * share)
     return CostRange(
         Cost(messages, entries=2 * k * share),
         _in_turn([_split(P, n, k, wire), _gathered(P, regions)]),
-        Cost(messages, entries=k * P),
+        min(sparse, filled, key=lambda cost: cost.words),
     )
 
 
@@ -252,16 +236,6 @@ def dsar_split_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     )
 
 
-def topk_dsa(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
-    """TopkDSA: (P + 2 log P) α, then from 4k (P-1)/P β to (2k + n) (P-1)/P β."""
-    messages, share = P - 1 + allgather_messages(P), (P - 1) / P
-    return CostRange(
-        Cost(messages, entries=2 * k * share),
-        ssar_split_allgather(P, n, k, wire).expected,
-        Cost(messages, entries=k * share, dense_words=n * share),
-    )
-
-
 def gtopk(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """gTopk: 2 log P α + 4k log P β, a tree up and a tree down."""
     rounds = 2 * ceil(log2(P))
@@ -269,15 +243,18 @@ def gtopk(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     return CostRange(Cost(rounds), cost, cost)
 
 
-def oktopk(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
+def oktopk(
+    P: int, n: int, k: int, wire: WireBytes, *, levels: int, gathered_ranks: int
+) -> CostRange:
     """Ok-Topk: (2P + 2 log P) α, then from 2k (P-1)/P β to 6k (P-1)/P β.
 
     Expected are k entries for each phase, and no balancing: the boundaries have seen to it.
+    `levels` and `gathered_ranks` are those of `oktopk_control`.
     """
     share, gathers = (P - 1) / P, 2 * allgather_messages(P)
-    control = oktopk_control(P)
-    in_flight = _in_flight(P - 1) + 2 * _allgather_in_flight(P)
-    usual = Cost(P - 1 + gathers, entries=2 * k * share, in_flight=in_flight)
+    control = oktopk_control(P, levels, gathered_ranks)
+    hidden = in_flight(P - 1) + 2 * allgather_in_flight(P)
+    usual = Cost(P - 1 + gathers, entries=2 * k * share, in_flight=hidden)
     return CostRange(
         Cost(P - 1 + gathers, entries=k * share),
         _in_turn([usual, control]),
@@ -285,63 +262,18 @@ def oktopk(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     )
 
 
-def oktopk_control(P: int) -> Cost:
-    """What moving the threshold costs beside the gathering of the ranks' shares."""
-    if P <= OKTOPK_LEVELS_GATHERED_RANKS:
-        return Cost(0, plain_words=OKTOPK_LEVELS * (P - 1))
-    rounds = _allreduce_messages(P)
-    return Cost(rounds, plain_words=2 * OKTOPK_LEVELS * rounds + P - 1)
-
-
-Formula = Callable[[int, int, int, WireBytes], CostRange]
-FORMULAS: Mapping[str, Formula] = {
-    "dense": dense,
-    "topk_allgather": topk_allgather,
-    "ssar_recursive_double": ssar_recursive_double,
-    "ssar_split_allgather": ssar_split_allgather,
-    "dsar_split_allgather": dsar_split_allgather,
-    "topk_dsa": topk_dsa,
-    "gtopk": gtopk,
-    "oktopk": oktopk,
-}
-
-
-def cost(
-    algorithm: str, world_size: int, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
-) -> CostRange:
-    """What one allreduce costs a rank.
+def oktopk_control(P: int, levels: int, gathered_ranks: int) -> Cost:
+    """What moving the threshold costs beside the gathering of the ranks' shares.
 
     Args:
-        algorithm: One of `FORMULAS`.
-        world_size: P, at least 1.
-        numel: n, at least 0.
-        k: Entries of each rank, in `[0, numel]`.
-        wire: Where it says that the dense form is shorter, sums are sent dense.
+        P: Ranks.
+        levels: Levels that the threshold may move to; the ranks count what passes each of them.
+        gathered_ranks: Up to so many ranks, the counts are gathered; beyond, they are summed.
     """
-    check_choice("algorithm", algorithm, FORMULAS)
-    check_count("world_size", world_size, 1)
-    check_count("numel", numel, 0)
-    if not 0 <= k <= numel:
-        raise ConfigError(f"k must be in [0, numel = {numel}], got {k!r}")
-    return FORMULAS[algorithm](world_size, numel, k, wire) if world_size > 1 else NOTHING
-
-
-def cheapest(
-    algorithms: Iterable[str],
-    world_size: int,
-    numel: int,
-    k: int,
-    link: Link,
-    wire: WireBytes = PLAIN_BYTES,
-) -> str:
-    """The algorithm with the least expected time over a wire; the first named of equals.
-
-    A pure function: ranks that give the same arguments get the same answer.
-    """
-    return min(
-        algorithms,
-        key=lambda name: cost(name, world_size, numel, k, wire).expected.seconds(link, wire),
-    )
+    if gathered_ranks >= P:
+        return Cost(0, plain_words=levels * (P - 1))
+    rounds = doubling_messages(P)
+    return Cost(rounds, plain_words=2 * levels * rounds + P - 1)
 
 
 def _sum_of_streams(n: int, k: int, ranks: float, wire: WireBytes, share: float = 1.0) -> Cost:
@@ -360,12 +292,12 @@ def _sum_of_streams(n: int, k: int, ranks: float, wire: WireBytes, share: float 
 def _split(P: int, n: int, k: int, wire: WireBytes) -> Cost:
     """The split phase: a rank's stream goes to the owners of its regions."""
     stream = _sum_of_streams(n, k, 1, wire, (P - 1) / P)
-    return replace(stream, messages=P - 1, in_flight=_in_flight(P - 1))
+    return replace(stream, messages=P - 1, in_flight=in_flight(P - 1))
 
 
 def _gathered(P: int, received: Cost) -> Cost:
     """What an allgather brings."""
-    return replace(received, messages=allgather_messages(P), in_flight=_allgather_in_flight(P))
+    return replace(received, messages=allgather_messages(P), in_flight=allgather_in_flight(P))
 
 
 def _unrounded(cost: Cost) -> Cost:

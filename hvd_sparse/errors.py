@@ -29,3 +29,7 @@ class TransportTimeout(TransportError):
 
 class PeerLostError(TransportError):
     """A peer's connection is gone."""
+
+
+class MessageError(TransportError):
+    """A message cannot be read: it was damaged, or it is one of another call."""

@@ -1,4 +1,4 @@
-"""Starts a worker script under the unmodified `horovodrun`, and never leaves a process behind."""
+"""Starts programs under the unmodified `horovodrun`, and never leaves a process behind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -29,9 +29,70 @@ class LaunchError(AssertionError):
     """A launch ended in a way that the test did not ask for; carries both of its outputs."""
 
 
+class Launch:
+    """A command in a session of its own, whose processes all end with it.
+
+    Used as a context manager: leaving it kills what is left.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.command = list(command)
+        self._id = uuid.uuid4().hex
+        # A file each, not pipes: a survivor that holds a pipe open would make the reader wait.
+        self._files = [tempfile.TemporaryFile() for _ in ("out", "err")]  # noqa: SIM115
+        self._texts: list[str] | None = None
+        self.process = subprocess.Popen(
+            self.command,
+            env={**env, LAUNCH_VARIABLE: self._id},
+            stdin=subprocess.DEVNULL,
+            stdout=self._files[0],
+            stderr=self._files[1],
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def outputs(self) -> list[str]:
+        """Standard output and standard error so far."""
+        if self._texts is not None:
+            return self._texts
+        # The launch writes where these files' offset is: it must not be moved.
+        read = (os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0) for f in self._files)
+        return [text.decode(errors="replace") for text in read]
+
+    def error(self, what: str) -> LaunchError:
+        """An error that says what was run, what happened, and both outputs."""
+        out, err = self.outputs()
+        return LaunchError(
+            f"{' '.join(self.command)}\n{what}\n--- stdout ---\n{out}\n--- stderr ---\n{err}"
+        )
+
+    def kill(self) -> None:
+        """Kills the launch's group, and every process that has inherited its mark.
+
+        horovodrun and mpirun put workers into sessions of their own, out of the group's reach.
+        """
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for other in psutil.process_iter():
+            try:
+                if other.environ().get(LAUNCH_VARIABLE) == self._id:
+                    other.kill()
+            except psutil.Error:
+                continue
+        self._texts = self.outputs()
+        for file in self._files:
+            file.close()
+
+
 def horovodrun(
     np: int,
-    script: str | os.PathLike[str],
+    script: str | os.PathLike[str] | Callable[..., Any],
     *args: object,
     controller: Controller = "gloo",
     hosts: str | None = None,
@@ -43,10 +104,13 @@ def horovodrun(
 ) -> subprocess.CompletedProcess[str]:
     """Runs `horovodrun -np NP … python SCRIPT ARGS…` and waits for it.
 
+    A launch takes seconds. Tests that need nothing but ranks share them: see `tests.ranks`.
+
     Args:
         np: number of ranks.
-        script: the worker; a relative name is looked up in `tests/workers`.
-        *args: arguments of the script.
+        script: a function, which each rank calls between `hvd.init` and `hvd.shutdown`; or a file,
+            looked up in `tests/workers` if its path is relative.
+        *args: arguments of the script; a function gets them as strings.
         controller: `gloo` or `mpi`.
         hosts: Horovod's `-H`; by default as many slots on this host as there are ranks.
         env: variables added to the environment of the launch.
@@ -65,9 +129,19 @@ def horovodrun(
     return run_in_group(command, env=launch_environment(env), timeout=timeout, check=check)
 
 
+def python_command(script: str | os.PathLike[str] | Callable[..., Any], *args: object) -> list[str]:
+    """The command line that runs a script, or a function as `tests/workers/__main__.py` does."""
+    if callable(script):
+        name = f"{script.__module__}:{script.__qualname__}"
+        command = [sys.executable, "-m", "tests.workers", name]
+    else:
+        command = [sys.executable, str(WORKERS / script)]
+    return command + [str(argument) for argument in args]
+
+
 def launch_command(
     np: int,
-    script: str | os.PathLike[str],
+    script: str | os.PathLike[str] | Callable[..., Any],
     *args: object,
     controller: Controller = "gloo",
     hosts: str | None = None,
@@ -75,15 +149,13 @@ def launch_command(
     options: Sequence[str] = (),
 ) -> list[str]:
     """The command line that `horovodrun` above runs."""
-    path = Path(script)
     command = [*prefix, str(Path(sys.executable).parent / "horovodrun"), f"--{controller}"]
     command += ["-np", str(np), "-H", hosts or f"localhost:{np}", *options]
     if controller == "gloo":
         command += ["--gloo-timeout-seconds", str(GLOO_TIMEOUT_S)]
     else:
         command.append("--mpi-args=--oversubscribe --allow-run-as-root")
-    command += [sys.executable, str(path if path.is_absolute() else WORKERS / path)]
-    return command + [str(argument) for argument in args]
+    return command + python_command(script, *args)
 
 
 def launch_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -110,49 +182,12 @@ def run_in_group(
     Raises:
         LaunchError: It timed out, or failed while `check` is set.
     """
-    launch_id = uuid.uuid4().hex
-    # A file each, not pipes: a survivor that holds a pipe open would make the reader wait.
-    with tempfile.TemporaryFile() as out_file, tempfile.TemporaryFile() as err_file:
-        process = subprocess.Popen(
-            list(command),
-            env={**env, LAUNCH_VARIABLE: launch_id},
-            stdin=subprocess.DEVNULL,
-            stdout=out_file,
-            stderr=err_file,
-            start_new_session=True,
-        )
-        timed_out = False
+    with Launch(command, env) as launch:
         try:
-            process.wait(timeout=timeout)
+            status = launch.process.wait(timeout=timeout)
         except subprocess.TimeoutExpired:
-            timed_out = True
-        finally:
-            _kill_launch(process, launch_id)
-        out, err = (_text_of(file) for file in (out_file, err_file))
-    if timed_out or (check and process.returncode != 0):
-        ending = f"did not end in {timeout:g} s" if timed_out else f"ended {process.returncode}"
-        raise LaunchError(
-            f"{' '.join(command)}\n{ending}\n--- stdout ---\n{out}\n--- stderr ---\n{err}"
-        )
-    return subprocess.CompletedProcess(list(command), process.returncode, out, err)
-
-
-def _text_of(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
-
-
-def _kill_launch(process: subprocess.Popen[bytes], launch_id: str) -> None:
-    """Kills the launch's group, and every process that has inherited its mark.
-
-    horovodrun and mpirun put workers into sessions of their own, out of the group's reach.
-    """
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for other in psutil.process_iter():
-        try:
-            if other.environ().get(LAUNCH_VARIABLE) == launch_id:
-                other.kill()
-        except psutil.Error:
-            continue
+            raise launch.error(f"did not end in {timeout:g} s") from None
+        launch.kill()
+        if check and status != 0:
+            raise launch.error(f"ended {status}")
+        return subprocess.CompletedProcess(launch.command, status, *launch.outputs())

@@ -6,18 +6,9 @@ from math import log2
 
 import pytest
 
-from hvd_sparse.collectives.oktopk import LEVEL_BINS
-from hvd_sparse.cost_model import (
-    FORMULAS,
-    OKTOPK_LEVELS,
-    Cost,
-    Link,
-    WireBytes,
-    cheapest,
-    cost,
-    expected_nnz,
-    oktopk_control,
-)
+from hvd_sparse.collectives.oktopk import LEVEL_BINS, LEVELS_GATHERED_RANKS
+from hvd_sparse.collectives.registry import cheapest, cost
+from hvd_sparse.cost_model import Cost, Link, WireBytes, expected_nnz, oktopk_control
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.simulator import ALGORITHMS, DISTINCT, Network, SyntheticStreams, Workload, simulate
 from hvd_sparse.wire import WIRES, CompactWire, Wire
@@ -94,6 +85,10 @@ def test_compact_wires_take_the_predicted_bytes(
     assert outcome.exchange_s == pytest.approx(predicted, rel=0.2, abs=control)
 
 
+def oktopk_control_words(world_size: int) -> float:
+    return oktopk_control(world_size, len(LEVEL_BINS), LEVELS_GATHERED_RANKS).words
+
+
 def test_rows_of_table_1() -> None:
     P, n, k = 64, 1_000_000, 1_000
     share = (P - 1) / P
@@ -105,7 +100,7 @@ def test_rows_of_table_1() -> None:
     assert dsa.expected.words == (2 * k + n) * share
     assert dsa.most.messages <= P + 2 * log2(P)
     oktopk = cost("oktopk", P, n, k)
-    control = oktopk_control(P).words
+    control = oktopk_control_words(P)
     assert oktopk.least.words == 2 * k * share
     assert oktopk.most.words - control == 6 * k * share
     assert oktopk.most.messages <= 2 * P + 3 * log2(P)
@@ -124,15 +119,17 @@ def test_lemma_5_1_bounds_what_sums_everything() -> None:
     split = cost("ssar_split_allgather", P, n, k)
     assert split.least.entries == 2 * k * (P - 1) / P
     assert split.most.entries == k * P
+    filling = cost("topk_dsa", P, n, n // 10).most
+    assert filling.words == (2 * (n // 10) + n) * (P - 1) / P
 
 
 def test_intervals_are_in_order() -> None:
-    for name in FORMULAS:
+    for name in ALGORITHMS:
         for P in (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 1024):
             for n, k in ((0, 0), (1, 1), (1000, 10), (1000, 1000), (10**8, 10**6)):
                 c = cost(name, P, n, k)
                 # Table 1 counts no control words; a sum that fills up is sent dense.
-                control = oktopk_control(P).words if name == "oktopk" and P > 1 else 0
+                control = oktopk_control_words(P) if name == "oktopk" and P > 1 else 0
                 assert c.expected.words <= c.most.words + control + 1e-6
                 assert c.expected.messages <= c.most.messages
 
@@ -143,10 +140,6 @@ def test_fill_in() -> None:
     assert expected_nnz(1000, 1000, 3) == 1000
     assert expected_nnz(0, 0, 3) == 0
     assert expected_nnz(1_000_000, 10_000, 16) == pytest.approx(148_542, rel=1e-3)
-
-
-def test_the_levels_are_oktopks() -> None:
-    assert len(LEVEL_BINS) == OKTOPK_LEVELS
 
 
 def test_the_cheapest_changes_with_size_and_link() -> None:

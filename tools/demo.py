@@ -1,5 +1,9 @@
 """`make demo`: the digits example under horovodrun, dense and then sparse, compared.
 
+Trains between two hosts of a network lab (tools/netlab), whose links are slow, so that the gain in
+time can be seen; where there can be no lab, on loopback. Both trainings of a place are started by
+the same command but for `--compression`.
+
 Writes demo-output/: a plot, the table, every step's figures as JSON, and horovodrun's own output.
 """
 
@@ -16,15 +20,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import IO, NoReturn
 
 from examples.pytorch_digits import Net, make_compression, parse_compression
 from tools.demo_report import Run, plot, table
+from tools.netlab import Netlab, NetlabError, Network, missing
+from tools.netlab.lab import bytes_per_s
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "pytorch_digits.py"
 SPARSE = "topk density=0.01 collective=oktopk"
+HOSTS = 2  # a core for each of them, on a machine with 2
+LAB_EPOCHS, LOOPBACK_EPOCHS = 10, 20
+NO_LAB = """\
+No network lab here: {reason}.
+The demo runs on loopback, which is no bottleneck: it cannot show the gain in time, only the bytes
+that are saved and what that costs."""
 # What horovodrun puts before each line of a worker: "[0]<stderr>:", with MPI "[1,0]<stderr>:".
 FROM_WORKER = re.compile(r"\[(?:\d+,)?\d+\]<std(?:out|err)>:")
 
@@ -41,13 +55,22 @@ class Parser(argparse.ArgumentParser):
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(prog="make demo", description="Dense against sparse training.")
-    parser.add_argument("--np", type=int, nargs="+", default=[2, 4], help="numbers of workers")
+    rates = ["100mbit", "1gbit"]
+    parser.add_argument(
+        "--rate", nargs="+", default=rates, help=f"of links, as tc has it; default: {rates}"
+    )
+    parser.add_argument("--loopback", action="store_true", help="make no network lab")
+    parser.add_argument(
+        "--np", type=int, nargs="+", default=[2, 4], help="numbers of workers on loopback"
+    )
     parser.add_argument("--compression", default=SPARSE, help=f'default: "{SPARSE}"')
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument(
+        "--epochs", type=int, help=f"default: {LAB_EPOCHS}, on loopback {LOOPBACK_EPOCHS}"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "demo-output")
     parser.add_argument("--mpi", action="store_true", help="run over MPI instead of gloo")
     args = parser.parse_args()
-    if min(args.np) < 1 or args.epochs < 1:
+    if min(args.np) < 1 or (args.epochs is not None and args.epochs < 1):
         parser.error("--np and --epochs must be at least 1")
     # A mistake here ends the demo before the first run, not after it.
     make_compression(*parse_compression(args.compression), Net())
@@ -64,12 +87,48 @@ def check_own_name() -> None:
         raise DemoError(message) from error
 
 
-def train(workers: int, compression: str, args: argparse.Namespace) -> Run:
-    """One run of the example; returns its figures."""
+def in_words(rate: str) -> str:
+    """1gbit is 1 Gb/s."""
+    bits = 8 * bytes_per_s(rate)
+    return f"{bits / 1e9:g} Gb/s" if bits >= 1e9 else f"{bits / 1e6:g} Mb/s"
+
+
+def train_in_lab(args: argparse.Namespace) -> list[Run]:
+    """Dense and sparse between two hosts, at each rate."""
+    runs = []
+    for rate in args.rate:
+        place = f"{HOSTS} hosts, {in_words(rate)}"
+        for compression in ("none", args.compression):
+            # A lab for each, so that its bytes are those of one training.
+            with Netlab(HOSTS, rate) as network:
+                run = train(place, compression, HOSTS, args, network)
+                sent = [network.traffic(name).sent_bytes for name in network.names]
+            runs.append(replace(run, host_bytes=mean(sent)))
+    return runs
+
+
+def train_on_loopback(args: argparse.Namespace) -> list[Run]:
+    """Dense and sparse, with each number of workers."""
+    check_own_name()
+    return [
+        train(f"loopback, {workers} workers", compression, workers, args)
+        for workers in args.np
+        for compression in ("none", args.compression)
+    ]
+
+
+def train(
+    place: str,
+    compression: str,
+    workers: int,
+    args: argparse.Namespace,
+    network: Network | None = None,
+) -> Run:
+    """One run of the example, on a host each of a network, or on this machine."""
     metrics, log = args.output / "run.json", args.output / "horovodrun.log"
     metrics.unlink(missing_ok=True)
-    command = [Path(sys.executable).parent / "horovodrun", "-np", workers]
-    command += ["-H", f"localhost:{workers}"]
+    hosts = network.slots(1) if network else f"localhost:{workers}"
+    command = [Path(sys.executable).parent / "horovodrun", "-np", workers, "-H", hosts]
     if args.mpi:
         command += ["--mpi", "--mpi-args=--oversubscribe --allow-run-as-root"]
     else:
@@ -77,11 +136,13 @@ def train(workers: int, compression: str, args: argparse.Namespace) -> Run:
         command += ["--gloo", "--gloo-timeout-seconds", 300]
     command += [sys.executable, EXAMPLE, "--no-cuda", "--metrics", metrics]
     command += ["--epochs", args.epochs, "--compression", compression]
+    line = [str(part) for part in command]
+    print(f"\n{place}, {'dense' if compression == 'none' else compression}:", flush=True)
     with log.open("w") as own_output:
-        status = follow([str(part) for part in command], own_output)
+        status = follow(network.on("nl1", line) if network else line, own_output)
     if status != 0 or not metrics.is_file():
-        raise DemoError(f"{compression!r} on {workers} workers failed; all output is in {log}")
-    return Run(**json.loads(metrics.read_text()))
+        raise DemoError(f"{compression!r} on {place} failed; all output is in {log}")
+    return Run(place=place, epochs=args.epochs, **json.loads(metrics.read_text()))
 
 
 def follow(command: list[str], own_output: IO[str]) -> int:
@@ -139,22 +200,21 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def main() -> int:
     args = parse_arguments()
     started = time.monotonic()
+    reason = "--loopback asks for none" if args.loopback else missing()
+    no_lab = NO_LAB.format(reason=reason) if reason else ""
+    args.epochs = args.epochs or (LOOPBACK_EPOCHS if reason else LAB_EPOCHS)
     try:
-        check_own_name()
         args.output.mkdir(parents=True, exist_ok=True)
-        runs = []
-        counts = " and ".join(map(str, args.np))
-        about = "dense and then sparse: 1 to 3 minutes on 2 cores"
-        print(f"Training on {counts} workers, {about}.", flush=True)
-        for workers in args.np:
-            for compression in ("none", args.compression):
-                runs.append(train(workers, compression, args))
-        text = table(runs)
+        if reason:
+            print(no_lab)
+        print("Training, dense and then sparse: 1 to 3 minutes on 2 cores.", flush=True)
+        runs = train_on_loopback(args) if reason else train_in_lab(args)
+        text = "\n".join(filter(None, [table(runs), no_lab]))
         (args.output / "table.txt").write_text(text + "\n")
         (args.output / "runs.json").write_text(json.dumps([vars(run) for run in runs]))
         (args.output / "run.json").unlink()
         plot(runs, args.output / "digits.png")
-    except (DemoError, OSError) as error:
+    except (DemoError, NetlabError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

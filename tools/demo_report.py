@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 WARMUP_STEPS = 5
 NOTES = """\
-{numel:,} parameters. Train loss: mean of the last 10 steps. Step: median.
-Bytes are those sent per step and rank. For what Horovod reduces densely they are the standard
-volume of a ring allreduce, 2 (P - 1) / P x 4 bytes x numbers; for sparse gradients they are counted
-on the wire, headers included. Within one machine there is no network to save: the step times show
-what sparsification costs, not what it gains."""
+Sparse is --compression "{sparse}". Everything else is the same: {numel:,} parameters,
+their first values, the batches.
+Step: median. Training: all steps together. Train loss: mean of the last 10 steps.
+kB/step: what a worker sends for gradients. For sparse ones it is counted on the wire, headers
+included; for dense ones it is the volume of a ring allreduce, 2 (P - 1) / P x 4 bytes x numbers."""
+HOST_NOTE = """
+MB/host: what a host's interface has sent in all, from Horovod's start to its end."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """What examples/pytorch_digits.py writes with --metrics; lists have one entry per step."""
+    """One training; the lists, from examples/pytorch_digits.py, have one entry per step.
 
+    Attributes:
+        place: Where it ran: a network, and how many workers. What is compared shares it.
+        host_bytes: What each host has sent, on average; None where that is not known.
+    """
+
+    place: str
+    epochs: int
     compression: str
     world_size: int
     numel: int
@@ -28,10 +38,15 @@ class Run:
     loss: list[float]
     step_s: list[float]
     step_bytes: list[float]
+    host_bytes: float | None = None
 
     @property
     def label(self) -> str:
-        return "dense" if self.compression == "none" else self.compression
+        return "dense" if self.compression == "none" else "sparse"
+
+    @property
+    def training_s(self) -> float:
+        return sum(self.step_s)
 
     @property
     def bytes_per_step(self) -> float:
@@ -39,59 +54,69 @@ class Run:
 
 
 def table(runs: list[Run]) -> str:
-    """One line per run, each compared with the dense run on as many workers."""
-    heads = "workers,gradients,train loss,test loss,test accuracy,step,kB/step/rank,reduction"
-    dense = {run.world_size: run for run in runs if run.compression == "none"}
-    rows = [heads.split(",")]
+    """One line per run, each compared with the dense run of its place."""
+    heads = "place,gradients,step,epoch,training,speed-up,kB/step,fewer,MB/host"
+    dense = {run.place: run for run in runs if run.label == "dense"}
+    rows = [[*heads.split(","), "train loss", "test accuracy"]]
     for run in runs:
+        other = dense[run.place]
         rows.append(
             [
-                str(run.world_size),
+                run.place,
                 run.label,
-                f"{mean(run.loss[-10:]):.4f}",
-                f"{run.test_loss:.4f}",
-                f"{run.test_accuracy:.2%}",
                 f"{median(run.step_s[WARMUP_STEPS:] or run.step_s) * 1e3:.1f} ms",
+                f"{run.training_s / run.epochs:.2f} s",
+                f"{run.training_s:.1f} s",
+                ratio(other.training_s, run.training_s),
                 f"{run.bytes_per_step / 1e3:,.1f}",
-                reduction(dense[run.world_size], run),
+                ratio(other.bytes_per_step, run.bytes_per_step),
+                "-" if run.host_bytes is None else f"{run.host_bytes / 1e6:,.1f}",
+                f"{mean(run.loss[-10:]):.4f}",
+                f"{run.test_accuracy:.2%}",
             ]
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*(line.rstrip() for line in lines), "", NOTES.format(numel=runs[0].numel)])
+    notes = NOTES.format(sparse=runs[-1].compression, numel=runs[0].numel)
+    if runs[0].host_bytes is not None:
+        notes += HOST_NOTE
+    return "\n".join([*(line.rstrip() for line in lines), "", notes])
 
 
-def reduction(dense: Run, run: Run) -> str:
-    return f"{dense.bytes_per_step / run.bytes_per_step:.1f} x" if run.bytes_per_step else "-"
+def ratio(dense: float, this: float) -> str:
+    return f"{dense / this:.1f} x" if this else "-"
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """Loss and bytes over the steps, a row for each number of workers."""
+    """For each place the loss over time; at last the bytes over the steps."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    sizes = sorted({run.world_size for run in runs})
-    figure, grid = plt.subplots(
-        len(sizes), 2, figsize=(11, 3.4 * len(sizes)), squeeze=False, layout="constrained"
+    places = list(dict.fromkeys(run.place for run in runs))
+    figure, row = plt.subplots(
+        1, len(places) + 1, figsize=(4.6 * (len(places) + 1), 3.8), layout="constrained"
     )
-    for row, world_size in zip(grid, sizes, strict=True):
-        for run in (run for run in runs if run.world_size == world_size):
-            row[0].plot(smooth(run.loss), label=run.label)
-            row[1].plot([sent / 1e3 for sent in run.step_bytes], label=run.label)
-        label(row[0], f"Training loss, {world_size} workers", "loss")
-        row[1].set_yscale("log")
-        label(row[1], f"Sent per step and rank, {world_size} workers", "kB")
+    for axes, place in zip(row, places, strict=False):
+        for run in runs:
+            if run.place == place:
+                name = f"{run.label}: {run.training_s:.1f} s"
+                axes.plot(list(accumulate(run.step_s)), smooth(run.loss), label=name)
+        label(axes, f"Training loss, {place}", "seconds", "mean loss of 10 steps")
+    for run in runs:
+        row[-1].plot([sent / 1e3 for sent in run.step_bytes], label=f"{run.label}, {run.place}")
+    row[-1].set_yscale("log")
+    label(row[-1], "Sent per step and worker", "step", "kB")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def label(axes: Any, title: str, unit: str) -> None:
+def label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     axes.grid(alpha=0.3)
     axes.legend()
 

@@ -63,12 +63,14 @@ size_t GapEncode(const int32_t* indices, size_t nnz, int32_t start, uint8_t* cod
   for (size_t first = 0; first < nnz; first += kGapBlock) {
     const size_t length = std::min(kGapBlock, nnz - first);
     const int32_t* const block = indices + first;
-    // Unsigned arithmetic: an index out of order shows as a gap of more than 31 bits.
+    // Unsigned arithmetic: among indices that are not negative, one out of order shows as a gap of
+    // more than 31 bits. A negative one counts as such a gap itself.
+    const auto sign_of = [](int32_t index) { return static_cast<uint32_t>(index) & 0x80000000u; };
     gaps[0] = static_cast<uint32_t>(block[0]) - static_cast<uint32_t>(next);
-    uint32_t bits = gaps[0];
+    uint32_t bits = gaps[0] | sign_of(block[0]);
     for (size_t i = 1; i < length; ++i) {
       gaps[i] = static_cast<uint32_t>(block[i]) - static_cast<uint32_t>(block[i - 1]) - 1u;
-      bits |= gaps[i];
+      bits |= gaps[i] | sign_of(block[i]);
     }
     const int width = WidthOf(bits);
     if (width > 31) throw BadIndex();

@@ -4,14 +4,26 @@
 
 #include "kernels.h"
 
+#if HVDS_X86
+#include <cpuid.h>
+#endif
+
 namespace hvds {
 namespace {
+
+#if HVDS_X86
+// Clang 14 does not know "f16c" as a name.
+bool SupportsF16c() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 Isa Supported() {
 #if HVDS_X86
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
-                    __builtin_cpu_supports("bmi");
+  const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && SupportsF16c();
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("bmi2")) {

@@ -140,7 +140,8 @@ size_t MergeByTile(std::vector<Stream>& streams, size_t span, int32_t* indices, 
     for (Stream& stream : streams) {
       size_t i = 0;
       for (; i < stream.nnz; ++i) {
-        const uint32_t at = static_cast<uint32_t>(stream.indices[i] - base);
+        // Unsigned arithmetic: an index out of order may be anywhere, and shows as a large offset.
+        const uint32_t at = static_cast<uint32_t>(stream.indices[i]) - static_cast<uint32_t>(base);
         if (at >= tile_numel) break;
         tile.Add(at, stream.values[i]);
       }
@@ -186,7 +187,8 @@ size_t Gallop(const int32_t* indices, size_t count, size_t from, int32_t bound) 
 void CheckEnds(const Stream& stream, size_t n) {
   if (stream.nnz == 0) return;
   if (stream.indices[0] < 0 || stream.indices[stream.nnz - 1] < stream.indices[0] ||
-      static_cast<size_t>(stream.indices[stream.nnz - 1]) >= n) {
+      static_cast<size_t>(stream.indices[stream.nnz - 1]) >= n ||
+      LowerBound(stream, static_cast<int64_t>(n)) != stream.nnz) {
     throw BadIndex();
   }
 }
@@ -213,7 +215,7 @@ size_t MergeSum(Workspace& workspace, const Stream* streams, size_t count, size_
 
   constexpr size_t kTaskEntries = size_t{1} << 14;
   const int tasks =
-      static_cast<int>(std::min({static_cast<size_t>(threads > 1 ? 4 * threads : 1),
+      static_cast<int>(std::min({threads > 1 ? 4 * static_cast<size_t>(threads) : 1,
                                  std::max<size_t>(1, total / kTaskEntries), longest->nnz}));
   if (tasks == 1) return Merge(Slices(streams, count, 0, end), end, indices, values);
 

@@ -154,7 +154,8 @@ void ForBuckets(size_t n, size_t bucket_numel, int threads, const Body& body) {
   constexpr size_t kTaskNumel = size_t{1} << 15;
   const size_t buckets = (n + bucket_numel - 1) / bucket_numel;
   const size_t useful = std::max<size_t>(1, n / kTaskNumel);
-  const int tasks = threads <= 1 ? 1 : static_cast<int>(std::min<size_t>(useful, 4 * threads));
+  const int tasks =
+      threads <= 1 ? 1 : static_cast<int>(std::min(useful, 4 * static_cast<size_t>(threads)));
   Run(tasks, threads, [&](int t) {
     const size_t end = buckets * (t + 1) / tasks;
     for (size_t b = buckets * t / tasks; b < end; ++b) {

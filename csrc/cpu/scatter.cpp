@@ -1,6 +1,5 @@
 // From a stream to a dense vector.
 #include <algorithm>
-#include <cstring>
 
 #include "passes.h"
 #include "pool.h"
@@ -52,7 +51,7 @@ class OutputValues<uint16_t> {
 // Plain stores, for a range that stays in the cache or does not fill whole lines.
 template <typename T>
 void DecodePlain(T* out, Dtype dtype, size_t begin, size_t end, const Stream& stream) {
-  std::memset(out + begin, 0, (end - begin) * sizeof(T));
+  std::fill(out + begin, out + end, T{});
   OutputValues<T> values(stream, dtype);
   for (size_t i = 0; i < stream.nnz; ++i) {
     const auto at = static_cast<size_t>(static_cast<uint32_t>(stream.indices[i]));
@@ -93,6 +92,8 @@ void DecodeAs(T* out, Dtype dtype, size_t n, const Stream& stream, int threads) 
     DecodePlain(out, dtype, 0, n, stream);
     return;
   }
+  // Together the parts below hold every entry, whatever the order (CheckEnds has seen to it), and
+  // each of them looks at its own.
   const auto part_of = [&](size_t begin, size_t end) {
     const size_t from = LowerBound(stream, static_cast<int64_t>(begin));
     const size_t to = std::max(from, LowerBound(stream, static_cast<int64_t>(end)));
@@ -118,7 +119,8 @@ template <typename Use>
 void ForEachIndex(const int32_t* indices, size_t nnz, size_t n, int threads, Use use) {
   constexpr size_t kTaskEntries = size_t{1} << 15;
   const size_t useful = std::max<size_t>(1, nnz / kTaskEntries);
-  const int tasks = threads <= 1 ? 1 : static_cast<int>(std::min<size_t>(useful, 4 * threads));
+  const int tasks =
+      threads <= 1 ? 1 : static_cast<int>(std::min(useful, 4 * static_cast<size_t>(threads)));
   Run(tasks, threads, [&](int t) {
     const size_t end = nnz * (t + 1) / tasks;
     for (size_t i = nnz * t / tasks; i < end; ++i) {

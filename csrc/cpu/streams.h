@@ -18,7 +18,9 @@ struct Stream {
 // Thrown where a stream's indices leave [0, n) or are found out of order.
 struct BadIndex {};
 
-// Throws BadIndex unless the first and the last index lie in [0, n).
+// Throws BadIndex unless the first and the last index lie in [0, n) and a search for n ends behind
+// the last: then searches for ascending bounds cut the stream into pieces that leave nothing out,
+// even where it is out of order.
 void CheckEnds(const Stream& stream, size_t n);
 
 // The position of the first index that is not below `bound`.

@@ -6,11 +6,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
+
+SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Types that are exchanged sparsely; the residual is float32, so float64 would lose precision."""
 
 SEARCHED_FRAMES = 8
 
@@ -41,6 +45,11 @@ def calling_parameter() -> Parameter | None:
     return None
 
 
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """A parameter or its gradient, as the engine knows it."""
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype))
+
+
 class ParameterLookup:
     """Finds the name of the parameter whose gradient a tensor is.
 
@@ -63,13 +72,9 @@ class ParameterLookup:
     def __len__(self) -> int:
         return len(self._named)
 
-    def named(self) -> list[tuple[str, Parameter]]:
-        """The parameters by name."""
-        return list(self._named)
-
-    def specs(self) -> list[TensorSpec]:
-        """The parameters, in the order in which they were named."""
-        return [TensorSpec(name, tuple(p.shape), str(p.dtype)) for name, p in self._named]
+    def sparse_specs(self) -> list[TensorSpec]:
+        """The parameters of types that can be exchanged sparsely, in the order of their naming."""
+        return [spec_of(name, p) for name, p in self._named if p.dtype in SPARSE_DTYPES]
 
     def __iter__(self) -> Iterator[tuple[str, Parameter]]:
         return iter(self._named)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,25 +12,26 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_sparse.adapter.binding import ParameterLookup, calling_optimizer, calling_parameter
-from hvd_sparse.adapter.double_momentum import refuse_double_momentum
+from hvd_sparse.adapter.binding import (
+    SPARSE_DTYPES,
+    ParameterLookup,
+    calling_optimizer,
+    calling_parameter,
+    spec_of,
+)
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
-from hvd_sparse.adapter.planning import Planning, refuse_devices
-from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
+from hvd_sparse.adapter.fate import StepFate
+from hvd_sparse.adapter.refusals import (
+    refuse_double_momentum,
+    refuse_unsupported,
+    warn_of_slow_settings,
+)
+from hvd_sparse.adapter.session import Session, as_horovod_error
 from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.checks import check_choice
 from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
-from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError, UnsupportedError
+from hvd_sparse.errors import ConfigError
 from hvd_sparse.functional.communicator import ALGORITHMS
-from hvd_sparse.planner import Planner
-from hvd_sparse.transports import Transport
-from hvd_sparse.transports.choose import create_transport
-
-logger = logging.getLogger("hvd_sparse")
-
-SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Types that are exchanged sparsely; the residual is float32, so float64 would lose precision."""
-SPARSE_DTYPE_NAMES = tuple(map(str, SPARSE_DTYPES))
 
 
 @dataclass(frozen=True)
@@ -88,25 +86,22 @@ class SparseCompressor:
         self._timeout_s = timeout_s
         self._dense_below = dense_below
         self._lookup = None if named_parameters is None else ParameterLookup(named_parameters)
-        self._embeddings: EmbeddingExchange | None = None
         self._start()
 
     def _start(self) -> None:
         self._engine = Engine(self.method, self.observer)
+        self._session = Session(self._engine, self._transport_name, self._timeout_s)
         self._optimizer: weakref.ref[Any] | None = None
-        self._world: object | None = None
-        self._transport: Transport
-        self._process_set: Any = None
-        self._world_size = 1
-        self._standin = make_standin(0)
+        self._fate: StepFate | None = None
         self._stepping = False
-        self._planning: Planning | None = None
         self._warned: set[str] = set()
         try:
-            from hvd_sparse.adapter.elastic import register
+            import horovod.torch.elastic  # noqa: F401
         except ImportError:
             return  # without Horovod there is no elastic state to serve
-        register()
+        from hvd_sparse.adapter.elastic import register
+
+        register(SparseCompressor)
 
     # -- Horovod's interface -----------------------------------------------------------------------
 
@@ -119,7 +114,7 @@ class SparseCompressor:
         Returns:
             What Horovod is to reduce, and what `decompress` needs to know.
         """
-        if not (self._stepping and self._world_is_current()) and not self._begin_step():
+        if not (self._stepping and self._session.is_current()) and not self._begin_step():
             return tensor, Dense(tensor.dtype)
         assert self._lookup is not None
         name = self._lookup.name_of(tensor)
@@ -129,13 +124,13 @@ class SparseCompressor:
                 f"{len(self._lookup)} named_parameters: it is reduced densely"
             )
             return tensor, Dense(tensor.dtype)
-        if self._planning is not None:
-            self._planning.arrived(name)
-        spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype))
+        if self._session.planning is not None:
+            self._session.planning.arrived(name)
+        spec = spec_of(name, tensor)
         if not self._is_sparse(spec, tensor):
             return self._hand_to_horovod(name, tensor)
         self._engine.submit(spec, tensor.detach())
-        return self._standin.clone(), Sparse(name, tensor.shape)
+        return self._session.standin(), Sparse(name, tensor.shape)
 
     def decompress(self, tensor: Tensor, ctx: Dense | Sparse | None) -> Tensor:
         """Give the reduced gradient back.
@@ -149,22 +144,25 @@ class SparseCompressor:
             HorovodInternalError: A peer is gone; `hvd.elastic` recovers from it.
             PlanError: Ranks have different gradients.
         """
-        if self._embeddings is not None and (self._world_is_current() or self._begin_step()):
-            self._embeddings.launch()  # before this rank waits for anything
+        embeddings = self._session.embeddings
+        if embeddings is not None and (self._session.is_current() or self._begin_step()):
+            embeddings.launch()  # before this rank waits for anything
         self._stepping = False
         if ctx is None:
             return self._embedding_gradient(tensor)
         result = self._reduced(tensor, ctx)
-        if self._planning is not None:
-            self._planning.returned()
+        if self._session.planning is not None:
+            self._session.planning.returned()
         return result
 
     def _reduced(self, tensor: Tensor, ctx: Dense | Sparse) -> Tensor:
         if isinstance(ctx, Dense):
-            if ctx.flushed is not None and tensor.isfinite().all():
-                self._engine.forget_leftover(ctx.flushed)  # otherwise the step will be skipped
+            if self._fate is not None:
+                self._fate.reduced_densely(tensor)
+            if ctx.flushed is not None:
+                self._engine.flushed(ctx.flushed)
             return tensor.to(ctx.dtype)
-        self._learn_scale(tensor)
+        self._session.learn_scale(tensor)
         with as_horovod_error():
             result = self._engine.result(ctx.name)
         if result.shape != ctx.shape:
@@ -174,13 +172,14 @@ class SparseCompressor:
     def _embedding_gradient(self, tensor: Tensor) -> Tensor:
         """What becomes of a sparse gradient that Horovod has gathered, or of its stand-in."""
         optimizer = self._optimizer() if self._optimizer is not None else None
-        if self._embeddings is None or optimizer is None:
+        embeddings = self._session.embeddings
+        if embeddings is None or optimizer is None:
             return tensor
         import horovod.torch as hvd
 
-        scale = 1.0 / self._world_size if optimizer.op == hvd.Average else 1.0
+        scale = 1.0 / self._session.world_size if optimizer.op == hvd.Average else 1.0
         with as_horovod_error():
-            result = self._embeddings.result(calling_parameter(), scale)
+            result = embeddings.result(calling_parameter(), scale)
         return tensor if result is None else result
 
     # -- for the user ------------------------------------------------------------------------------
@@ -202,16 +201,19 @@ class SparseCompressor:
             ConfigError: `algorithm` is unknown, or this was called before.
         """
         check_choice("algorithm", algorithm, ["auto", *ALGORITHMS])
-        if self._embeddings is not None:
+        if self._session.embeddings is not None:
             raise ConfigError("exchange_embeddings must be called once, got a second call")
-        self._embeddings = EmbeddingExchange((p for _, p in named_parameters), algorithm)
+        parameters = (p for _, p in named_parameters)
+        self._session.embeddings = EmbeddingExchange(parameters, algorithm)
 
     def stats(self) -> Stats:
         """What was selected, sent and waited for, per bucket and step."""
+        self._settle()
         return self._engine.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
+        self._settle()
         return self._engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -223,6 +225,7 @@ class SparseCompressor:
         Raises:
             ConfigError: The state is not one that `state_dict()` makes.
         """
+        self._settle()
         self._engine.load_state_dict(state)
 
     def reassign(self, method: Assignment) -> None:
@@ -242,10 +245,8 @@ class SparseCompressor:
         if optimizer is not None:
             self._refuse_double_momentum(optimizer, method)
         self.method = method
-        self._engine.reassign(method)
-        if self._world is not None:
-            self._start_planning()
-            self._engine.agree()
+        self._settle()
+        self._session.reassign(method)
 
     def corrects_momentum(self, parameter: Parameter) -> bool:
         """Whether the last gradient of a parameter came out of momentum correction."""
@@ -255,10 +256,8 @@ class SparseCompressor:
 
     def close(self) -> None:
         """Stop the background thread and close the connections; a later step opens them again."""
-        self._engine.disconnect()
-        if self._embeddings is not None:
-            self._embeddings.disconnect()
-        self._world = None
+        self._settle()
+        self._session.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled without its engine: a copy reads its parameters from the optimizer it serves."""
@@ -273,7 +272,6 @@ class SparseCompressor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lookup = None
-        self._embeddings = None
         self._start()
 
     # -- the start of a step -----------------------------------------------------------------------
@@ -285,18 +283,25 @@ class SparseCompressor:
             return False
         if self._optimizer is None or self._optimizer() is not optimizer:
             self._bind(optimizer)
-        if not self._world_is_current():
-            self._connect(optimizer.process_set)
-        elif self._planning is not None:
-            self._review()
+        assert self._fate is not None
+        self._settle()
+        self._fate.begin_step()
+        if self._session.is_current():
+            self._session.begin_step()
+        else:
+            assert self._lookup is not None
+            self._session.connect(optimizer.process_set, self._lookup, self._device())
         self._stepping = True
         return True
 
-    def _world_is_current(self) -> bool:
-        """Whether Horovod is still the one that the transport was built beside."""
-        from horovod.torch import mpi_ops
-
-        return self._world is mpi_ops._handle_map  # a new hvd.init() makes a new map
+    def _settle(self) -> None:
+        """See what became of the last step: its results were applied, or it never happened."""
+        if self._fate is None:
+            return
+        self._engine.settle(self._fate.counts())
+        factor = self._fate.rescaling()
+        if factor != 1.0:
+            self._engine.rescale(factor)
 
     def _bind(self, optimizer: Any) -> None:
         bound = self._optimizer() if self._optimizer is not None else None
@@ -311,14 +316,14 @@ class SparseCompressor:
             self._lookup = ParameterLookup((n, p) for p, n in optimizer._parameter_names.items())
         self._refuse_double_momentum(optimizer, self.method)
         self._optimizer = weakref.ref(optimizer)
-        synchronize_asleep(optimizer)
+        self._fate = StepFate(optimizer)
+        synchronize_asleep(optimizer, self._session.raise_failure)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
         assert self._lookup is not None
         corrected = {}
         for name, parameter in self._lookup:
-            spec = TensorSpec(name, tuple(parameter.shape), str(parameter.dtype))
-            method = assignment.choice_of(spec).method
+            method = assignment.choice_of(spec_of(name, parameter)).method
             if method is not None and method.memory.momentum > 0 and self._is_large(parameter):
                 corrected[parameter] = method.memory
         refuse_double_momentum(optimizer, corrected)
@@ -331,42 +336,6 @@ class SparseCompressor:
         """Where the gradients are that the engine exchanges; None where there are none."""
         assert self._lookup is not None
         return next((p.device for _, p in self._lookup if self._is_large(p)), None)
-
-    def _connect(self, process_set: Any) -> None:
-        from horovod.torch import mpi_ops
-
-        from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
-
-        world = HorovodBootstrap(process_set)
-        transport = create_transport(self._transport_name, world, self._timeout_s, self._device())
-        self._engine.connect(transport)
-        if self._embeddings is not None:
-            self._embeddings.connect(create_transport(self._transport_name, world, self._timeout_s))
-        self._process_set, self._transport = process_set, transport
-        self._start_planning()
-        self._engine.agree()
-        self._world, self._world_size = mpi_ops._handle_map, world.size
-        self._standin = make_standin(world.rank)
-        logger.info("rank %d of %d uses transport %s", world.rank, world.size, transport.name)
-
-    def _start_planning(self) -> None:
-        self._planning = None
-        if isinstance(self.method, Planner):
-            assert self._lookup is not None
-            refuse_devices(self._lookup.named())
-            specs = [spec for spec in self._lookup.specs() if spec.dtype in SPARSE_DTYPE_NAMES]
-            self._planning = Planning(
-                self.method, self._engine, specs, self._transport, self._process_set
-            )
-
-    def _review(self) -> None:
-        assert self._planning is not None
-        try:
-            self._planning.begin_step()
-        except TransportError as error:
-            from horovod.common.exceptions import HorovodInternalError
-
-            raise HorovodInternalError(f"hvd_sparse: {error}") from error
 
     def _is_sparse(self, spec: TensorSpec, tensor: Tensor) -> bool:
         if not self._is_large(tensor):
@@ -392,37 +361,10 @@ class SparseCompressor:
             )
         return leftover.to(tensor.device) + tensor, Dense(tensor.dtype, name)  # float32, or 64
 
-    def _learn_scale(self, standin: Tensor) -> None:
-        """Check what Horovod made of a stand-in; the first one tells the scale."""
-        try:
-            if self._engine.scale is None:
-                self._engine.scale = scale_of(standin, self._world_size)
-            elif standin.device.type == "cpu":  # elsewhere, reading it would wait for the device
-                scale = scale_of(standin, self._world_size)
-                if abs(scale - self._engine.scale) > TOLERANCE * self._engine.scale:
-                    raise UnsupportedError(
-                        f"the optimizer's scale changed from {self._engine.scale:g} to {scale:g}: "
-                        "op and process set must stay as they are, and hvd.join() cannot be used"
-                    )
-        except HvdSparseError as error:
-            self._engine.fail(error)
-            raise
-
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
-
-
-@contextmanager
-def as_horovod_error() -> Iterator[None]:
-    """A lost peer is an error that `hvd.elastic` recovers from."""
-    try:
-        yield
-    except TransportError as error:
-        from horovod.common.exceptions import HorovodInternalError
-
-        raise HorovodInternalError(f"hvd_sparse: {error}") from error
 
 
 def as_horovod_takes_it(tensor: Tensor) -> Tensor:
@@ -430,32 +372,3 @@ def as_horovod_takes_it(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
     return tensor.contiguous()
-
-
-def refuse_unsupported(optimizer: Any) -> None:
-    """Name what cannot give right gradients before anything is sent.
-
-    Raises:
-        UnsupportedError: The optimizer reduces by Min, Max, Product or Adasum.
-    """
-    import horovod.torch as hvd
-
-    refused = {getattr(hvd, name): name for name in ("Min", "Max", "Product", "Adasum")}
-    # Horovod has another optimizer class for Adasum, without an `op`.
-    name = "Adasum" if hasattr(optimizer, "_starting_models") else refused.get(optimizer.op)
-    if name is not None:
-        raise UnsupportedError(
-            f"op=hvd.{name} cannot be applied to sparse gradients: use hvd.Average or hvd.Sum"
-        )
-
-
-def warn_of_slow_settings() -> None:
-    """Warn of Horovod settings under which one small tensor per gradient is expensive."""
-    for variable in ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD"):
-        if os.environ.get(variable) == "0":
-            warnings.warn(f"hvd_sparse: {variable}=0 makes every step slow: unset it", stacklevel=2)
-    if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
-        warnings.warn(
-            "hvd_sparse: HOROVOD_AUTOTUNE tunes Horovod on tensors of two elements here: unset it",
-            stacklevel=2,
-        )

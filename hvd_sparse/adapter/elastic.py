@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from horovod.torch.elastic import state as horovod_state
-
-from hvd_sparse.adapter.compressor import SparseCompressor
 
 
 class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
@@ -15,7 +14,7 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
     Residuals are each rank's own, so `sync` sends nothing: a rank that is new begins with none.
     """
 
-    def __init__(self, compression: SparseCompressor) -> None:
+    def __init__(self, compression: Any) -> None:
         super().__init__(compression)
         self.save()
 
@@ -32,9 +31,9 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
         self.save()
 
 
-def register() -> None:
-    """Tell Horovod of the handler; once is enough."""
+def register(cls: type) -> None:
+    """Tell Horovod that this handler serves `cls`; once is enough."""
     registry = horovod_state.get_handler_registry()
-    entry = (SparseCompressor, CompressionStateHandler)
+    entry = (cls, CompressionStateHandler)
     if entry not in registry:
         horovod_state.set_handler_registry([*registry, entry])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvd_sparse.compression import constructors
 from hvd_sparse.engine import Method
+from hvd_sparse.methods import METHODS
 from hvd_sparse.policy.assignment import PolicyAssignment, Rule
 from hvd_sparse.policy.load import Policy, load_policy
 
@@ -17,7 +17,7 @@ def add_candidate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compressor",
         default="topk",
-        choices=sorted(constructors()),
+        choices=sorted(METHODS),
         help="without a policy: the constructor (default: %(default)s)",
     )
     parser.add_argument(
@@ -31,7 +31,7 @@ def policy_of(options: argparse.Namespace) -> Policy:
     if source is None:
         rule = {"compress": "auto", "compressor": options.compressor, "density": options.density}
         source = {"version": 1, "rules": [rule]}
-    return load_policy(source, constructors())
+    return load_policy(source)
 
 
 def candidates_of(rules: PolicyAssignment | tuple[Rule, ...]) -> dict[str, Method]:

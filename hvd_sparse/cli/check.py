@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed
 
-from hvd_sparse import __version__, ops
+from hvd_sparse import ops
+from hvd_sparse._version import __version__
 from hvd_sparse.cli.command import Command, Output, no_arguments, table
-from hvd_sparse.compression import POLICY_VARIABLE, constructors
+from hvd_sparse.compression import POLICY_VARIABLE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.native import LIBRARY_PATH
 from hvd_sparse.policy import load_policy
@@ -138,7 +139,7 @@ def settings() -> list[Finding]:
 def policy(path: str) -> Finding:
     """Whether the policy that the environment names can be used."""
     try:
-        rules = len(load_policy(path, constructors()).rules)
+        rules = len(load_policy(path).rules)
     except (HvdSparseError, OSError) as error:
         return Finding(POLICY_VARIABLE, "problem", str(error))
     return Finding(POLICY_VARIABLE, "ok", f"{path}: valid, {rules} rules")

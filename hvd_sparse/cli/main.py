@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_sparse import __version__
+from hvd_sparse._version import __version__
 from hvd_sparse.cli.check import CHECK
 from hvd_sparse.cli.command import Command
 from hvd_sparse.cli.plan import PLAN
@@ -19,6 +19,7 @@ from hvd_sparse.cli.simulate import SIMULATE
 from hvd_sparse.cli.trace import TRACE
 from hvd_sparse.cli.validate import VALIDATE
 from hvd_sparse.errors import HvdSparseError
+from hvd_sparse.files import write_text
 
 COMMANDS: tuple[Command, ...] = (CHECK, PLAN, PROFILE, REPORT, TRACE, VALIDATE, SIMULATE)
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         report = json.dumps(output.report, indent=2)
         if isinstance(options.json, Path):
-            options.json.write_text(report + "\n", encoding="utf-8")
+            write_text(options.json, report + "\n")
         print(report if options.json is True else output.text, flush=True)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

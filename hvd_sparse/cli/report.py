@@ -6,14 +6,27 @@ import argparse
 from pathlib import Path
 
 from hvd_sparse.cli.command import Command, Output
-from hvd_sparse.recording.log import read_recording
-from hvd_sparse.recording.page import last_plan, report_page
+from hvd_sparse.files import write_text
+from hvd_sparse.recording.log import chosen_run, read_runs
+from hvd_sparse.recording.page import last_plan, report_page, steps_of
 from hvd_sparse.recording.summary import bucket_means, slowest_rank
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recording, and where the page goes."""
+def add_recording_arguments(parser: argparse.ArgumentParser) -> None:
+    """A recording and one of its runs, for all commands that read one."""
     parser.add_argument("recording", type=Path, help="what record= or a Recorder has written")
+    parser.add_argument(
+        "--run",
+        type=int,
+        dest="run_number",
+        metavar="N",
+        help="the N-th run of the file, which a restart adds one to (default: the last)",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recording, which of its runs, and where the page goes."""
+    add_recording_arguments(parser)
     parser.add_argument(
         "-o", "--output", type=Path, help="the page (default: the recording's name with .html)"
     )
@@ -21,21 +34,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Output:
     """Read, draw, write."""
-    recording = read_recording(options.recording)
+    runs = read_runs(options.recording)
+    recording = chosen_run(runs, options.run_number)
     output = options.output or options.recording.with_suffix(".html")
-    page = report_page(recording)
-    output.write_text(page, encoding="utf-8")
-    lines, plan = recording.steps, last_plan(recording)
+    write_text(output, report_page(runs, recording))
+    plan = last_plan(recording)
     report = {
         "page": str(output),
-        "steps": lines[-1]["step"],
-        "truncated": recording.truncated,
+        "runs": len(runs),
+        "steps": steps_of(recording),
+        "torn_lines": recording.torn_lines,
         "plans": len(recording.plans),
         "buckets": len(plan.buckets),
         "means_per_step": {name: float(v.sum()) for name, v in bucket_means(plan).items()},
         "slowest_rank": slowest_rank(recording) if recording.ranks else None,
     }
-    note = " (the recording is cut off)" if recording.truncated else ""
+    notes = [f"run {runs.index(recording) + 1} of {len(runs)}"] if len(runs) > 1 else []
+    if recording.torn_lines:
+        notes.append(f"{recording.torn_lines} line(s) are cut off")
+    note = f" ({', '.join(notes)})" if notes else ""
     return Output(report, f"{output}: {report['steps']} steps{note}")
 
 

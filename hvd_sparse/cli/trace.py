@@ -7,13 +7,15 @@ import json
 from pathlib import Path
 
 from hvd_sparse.cli.command import Command, Output
-from hvd_sparse.recording.log import read_recording
+from hvd_sparse.cli.report import add_recording_arguments
+from hvd_sparse.files import write_text
+from hvd_sparse.recording.log import chosen_run, read_runs
 from hvd_sparse.recording.trace import chrome_trace, read_timeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recording, Horovod's timeline, and where the trace goes."""
-    parser.add_argument("recording", type=Path, help="what record= or a Recorder has written")
+    """The recording, which of its runs, Horovod's timeline, and where the trace goes."""
+    add_recording_arguments(parser)
     parser.add_argument(
         "--timeline", type=Path, help="merge with this file of Horovod's (HOROVOD_TIMELINE)"
     )
@@ -28,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Output:
     """Read, merge, write."""
     timeline = None if options.timeline is None else read_timeline(options.timeline)
-    trace = chrome_trace(read_recording(options.recording), timeline)
+    recording = chosen_run(read_runs(options.recording), options.run_number)
+    trace = chrome_trace(recording, timeline)
     output = options.output or options.recording.with_suffix(".trace.json")
-    output.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+    write_text(output, json.dumps(trace, separators=(",", ":"), allow_nan=False))
     events = len(trace["traceEvents"])
     text = f"{output}: {events} events; open it in chrome://tracing or ui.perfetto.dev"
     return Output({"trace": str(output), "events": events}, text)

@@ -11,7 +11,6 @@ from torch import nn
 
 from hvd_sparse.cli.command import Command, Output, table
 from hvd_sparse.cli.model import load_model
-from hvd_sparse.compression import constructors
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.policy.assignment import PolicyAssignment
@@ -35,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Output:
     """Check; the status is 1 where a rule decides on nothing."""
     if options.schema:
-        schema = json_schema(constructors())
+        schema = json_schema()
         return Output(schema, json.dumps(schema, indent=2))
     if options.policy is None:
         raise ConfigError("a policy file must be given, or --schema")
-    policy = load_policy(options.policy, constructors())
+    policy = load_policy(options.policy)
     model = None if options.model is None else load_model(options.model)
     named = None if model is None else list(model.named_parameters())
     owners = {} if model is None else owning_modules(model)

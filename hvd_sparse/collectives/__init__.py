@@ -12,7 +12,6 @@ from hvd_sparse.collectives.oktopk import OkTopk
 from hvd_sparse.collectives.ssar_recursive_double import SsarRecursiveDouble
 from hvd_sparse.collectives.ssar_split_allgather import SsarSplitAllgather
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
-from hvd_sparse.collectives.topk_dsa import TopkDsa
 
 __all__ = [
     "Collective",
@@ -27,6 +26,5 @@ __all__ = [
     "SsarRecursiveDouble",
     "SsarSplitAllgather",
     "TopkAllgather",
-    "TopkDsa",
     "automatic_collective",
 ]

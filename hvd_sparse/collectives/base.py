@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from hvd_sparse.accumulator import Scope
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
+
+TakeAt = Callable[[Tensor], Tensor]
+"""Takes the entries at int32 ascending indices out of this rank's accumulator: their values."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,13 @@ class Collective(ABC):
         self.step = 0
 
     @abstractmethod
-    def reduce(self, stream: SparseStream) -> Reduction:
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Sum the ranks' streams.
+
+        Args:
+            stream: What this rank selected.
+            take_at: Gives what the accumulator holds at other indices, once the stream is out of
+                it; None: nothing. Only collectives that sum at other ranks' indices call it.
 
         Raises:
             TransportError: A peer is gone or did not answer; nothing was applied.

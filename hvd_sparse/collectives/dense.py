@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives.base import Collective, Reduction
-from hvd_sparse.collectives.topology import Cube
+from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.streams import SparseStream
+from hvd_sparse.topology import Cube
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 
@@ -52,7 +52,7 @@ class DenseAllreduce(Collective):
             raise ConfigError(f"the dense allreduce has no wire but the plain one, got {wire!r}")
         self.cube = Cube(transport.rank, transport.world_size)
 
-    def reduce(self, stream: SparseStream) -> Reduction:
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""
         vector = torch.empty(self.numel)
         ops.decode(vector, stream.indices, stream.values)
@@ -100,7 +100,7 @@ class DenseAllreduce(Collective):
         return self._swap(x, partner if sends else None, None if sends else partner)
 
     def _swap_across(self, mask: int, part: Tensor) -> Tensor | None:
-        peer = None if self.cube.is_passive else self.cube.rank_at(self.cube.position ^ mask)
+        peer = self.cube.peer(mask)
         return self._swap(part, peer, peer)
 
     def _swap(self, part: Tensor, dst: int | None, src: int | None) -> Tensor | None:

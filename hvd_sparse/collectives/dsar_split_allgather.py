@@ -20,17 +20,15 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
 
 
-class DsarSplitAllgather(SparcmlCollective):
-    """A sum by `dsar_split_allgather`."""
-
-    def allreduce(self, part: Part, packer: Packer) -> Part:
-        """See `SparcmlCollective.allreduce`."""
-        return dsar_split_allgather(part, self.transport, packer)
-
-
 def dsar_split_allgather(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
 ) -> Part:
     """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
     region = split_and_reduce(part, transport, packer, operation).to_dense(operation)
     return join(allgather_regions(region, part.numel, transport, packer), operation)
+
+
+class DsarSplitAllgather(SparcmlCollective):
+    """A sum by `dsar_split_allgather`."""
+
+    combine_parts = staticmethod(dsar_split_allgather)

@@ -34,14 +34,13 @@ import torch
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Scope
-from hvd_sparse.collectives.base import Reduction
+from hvd_sparse.collectives.base import Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
-from hvd_sparse.collectives.index_union import IndexUnion, TakeAt
+from hvd_sparse.collectives.index_union import IndexUnion
 from hvd_sparse.collectives.partitions import Partitions
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.streams import SparseStream, sum_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
-from hvd_sparse.wire.base import sum_of
 
 LEVELS = 0.9 * 2.0 ** (torch.arange(64, dtype=torch.float64) / 63)
 
@@ -134,7 +133,8 @@ class ExDyna(IndexUnion):
         if total > self.k * (1 + self.tolerance) and kept.isfinite():
             edges = [self.k * s // total for s in (sum(shares[:r]) for r in range(P + 1))]
             shares = [stop - start for start, stop in pairwise(edges)]
-            order, values, _ = ops.accumulate_topk(kept.values.clone(), (), shares[rank])
+            rest = ops.Accumulation(kept.values.clone())
+            order, values, _ = ops.accumulate_topk(rest, shares[rank])
             kept = SparseStream(kept.indices[order.long()], values, self.numel)
         enough = total >= self.k * (1 - self.tolerance)
         self.threshold = level if enough else 0.0

@@ -21,15 +21,15 @@ node that dropped it (or that lost a bit of it to rounding) takes that back as w
 from __future__ import annotations
 
 from hvd_sparse import ops
-from hvd_sparse.collectives.base import Collective, Reduction
-from hvd_sparse.streams import Part, SparseStream
-from hvd_sparse.wire import Packer, sum_of
+from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
+from hvd_sparse.streams import Part, SparseStream, sum_of
+from hvd_sparse.wire import Packer
 
 
 class GTopk(Collective):
     """gTopk: k entries are applied, those that win at every node on their way."""
 
-    def reduce(self, stream: SparseStream) -> Reduction:
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""
         packer = self.packer()
         total, dropped = self._reduce_to_root(stream, packer)
@@ -67,7 +67,7 @@ class GTopk(Collective):
         """The k largest magnitudes, and the rest."""
         if total.nnz <= self.k:
             return total, SparseStream.empty(self.numel)
-        order, values, _ = ops.accumulate_topk(total.values.clone(), (), self.k)
+        order, values, _ = ops.accumulate_topk(ops.Accumulation(total.values.clone()), self.k)
         kept = SparseStream(total.indices[order.long()], values, self.numel)
         rest = ops.difference(total.indices, total.values, kept.indices)
         return kept, SparseStream(*rest, self.numel)

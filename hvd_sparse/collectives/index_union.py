@@ -17,30 +17,20 @@ K is what the ranks selected together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.streams import Part, SparseStream
-
-TakeAt = Callable[[Tensor], Tensor]
-"""Takes the entries at int32 ascending indices out of this rank's accumulator: their values."""
 
 
 class IndexUnion(Collective):
     """Sums accumulators at the union of the streams' indices."""
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        """See `Collective.reduce`.
-
-        Args:
-            stream: What this rank selected.
-            take_at: Gives what the accumulator holds at other indices, once the stream is out of
-                it; None: nothing.
-        """
+        """See `Collective.reduce`."""
         own_indices = self.wire.encode_indices(stream.indices, self.numel)
         messages = self.transport.allgather(own_indices, channel="indices")
         gathered = [self.wire.decode_indices(message, self.numel) for message in messages]

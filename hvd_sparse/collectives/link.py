@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.cost_model import MESSAGES_IN_FLIGHT, ORDINARY_LINK, Link
+from hvd_sparse.cost_model import ORDINARY_LINK, Link
 from hvd_sparse.streams import ENTRY_BYTES
+from hvd_sparse.topology import MESSAGES_IN_FLIGHT
 from hvd_sparse.transports import Transport
 
 PINGS, LARGE_PINGS, SUMS = 15, 4, 5

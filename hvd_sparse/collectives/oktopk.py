@@ -37,7 +37,7 @@ Departures from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -45,14 +45,13 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
-from hvd_sparse.cost_model import MESSAGES_IN_FLIGHT, OKTOPK_LEVELS_GATHERED_RANKS
 from hvd_sparse.magnitude import key_magnitude, magnitude_keys, threshold_key
-from hvd_sparse.streams import Part, SparseStream
+from hvd_sparse.streams import Part, SparseStream, sum_of
+from hvd_sparse.topology import allgather_loads, batches
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.base import allgather_loads
-from hvd_sparse.wire import PLAIN, Packer, Wire, sum_of
+from hvd_sparse.wire import PLAIN, Packer, Wire
 
 BIN_BITS = 12
 """Magnitude keys are counted in bins of 2**12, or 0.05 % of the magnitude."""
@@ -60,6 +59,9 @@ MOVES = (1.2 ** torch.arange(40)).round().long().unique()
 LEVEL_BINS = torch.cat([-MOVES.flip(0), torch.zeros(1, dtype=torch.int64), MOVES])
 """Where a threshold may move from one step to the next, in bins, ascending: by up to 60 %, and
 finely where it moves little, since error feedback crowds entries just above the threshold."""
+LEVELS_GATHERED_RANKS = 16
+"""Up to here the counts at all levels are gathered, with a word each, in one round; beyond, where
+that would be much, they are summed, with two, and only those at the level picked are gathered."""
 
 Span = tuple[int, int]
 """Elements from the first of these up to the second."""
@@ -102,7 +104,7 @@ class OkTopk(Collective):
         self.regions_are_uneven = False
         self._received = 0
 
-    def reduce(self, stream: SparseStream) -> Reduction:
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Algorithm 1, from line 5 on; see `Collective.reduce`."""
         if self.step % self.repartition_interval == 0 or self.regions_are_uneven:
             self.boundaries = self.space_repartition(stream)
@@ -138,7 +140,7 @@ class OkTopk(Collective):
         span = self._spans()[rank]
         total, arrived = regions[rank].to_stream(self.numel), list[SparseStream]()
         self._received = 0
-        for batch in _batches(range(1, P), MESSAGES_IN_FLIGHT):
+        for batch in batches(P):
             handles = [
                 self.transport.exchange(
                     packer.pack(regions[(rank + s) % P])[0],
@@ -224,7 +226,7 @@ class OkTopk(Collective):
         bins = (magnitude_keys(reduced_topk.values) - lowest) >> BIN_BITS
         counts = torch.bincount(bins.clamp_(-1, last - first) + 1, minlength=last - first + 2)
         passing = counts.flip(0).cumsum(0).flip(0)[LEVEL_BINS - first + 1]
-        every_level = self.transport.world_size <= OKTOPK_LEVELS_GATHERED_RANKS
+        every_level = self.transport.world_size <= LEVELS_GATHERED_RANKS
         if every_level:
             shares = self._gather_counts(passing)
             totals = shares.sum(0)
@@ -294,7 +296,7 @@ class OkTopk(Collective):
             return chosen.slice(start - held[rank][0], stop - held[rank][0])
 
         parts: dict[int, SparseStream] = {rank: part(rank)}
-        for batch in _batches(range(1, P), MESSAGES_IN_FLIGHT):
+        for batch in batches(P):
             handles = {}
             for s in batch:
                 target, source = (rank + s) % P, (rank - s) % P
@@ -329,10 +331,6 @@ class OkTopk(Collective):
             self.boundaries = state["boundaries"].clone()
             self.global_threshold = float(state["global_threshold"])
             self.regions_are_uneven = bool(state["regions_are_uneven"])
-
-
-def _batches(steps: range, length: int) -> Iterator[range]:
-    return (steps[start : start + length] for start in range(0, len(steps), length))
 
 
 def _part(stream: SparseStream, span: Span) -> Part:

@@ -71,9 +71,9 @@ class Partitions:
         shares = [float(part.sum()) for part in self.weights.split(self.blocks)]
         if max(shares) <= ALPHA * sum(shares) / count:
             return
-        even = (self.weights + 1e-6 * self.weights.mean()).cumsum(
-            0
-        )  # empty blocks: split by number
+        # Every block has some weight, so that a run of empty ones is cut by its number of blocks.
+        least = 1e-6 * self.weights.mean()
+        even = (self.weights + least).cumsum(0)
         wanted = even[-1] * torch.arange(1, count, dtype=torch.float64) / count
         cuts = (torch.searchsorted(even, wanted) + 1).tolist()
         self.blocks = [stop - start for start, stop in pairwise([0, *cuts, total])]

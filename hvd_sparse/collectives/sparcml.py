@@ -10,27 +10,33 @@ which the dense form takes no more room, α latency, β_s time per entry, β_d p
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
 
-from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.streams import SUM, Operation, Part, SparseStream, combine, uniform_regions
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
 
+PartsAllreduce = Callable[[Part, Transport, Packer, Operation], Part]
+"""Combines the ranks' parts, each of the whole vector; every rank gets the same bits."""
+
 
 class SparcmlCollective(Collective):
-    """A sum by one of SparCML's algorithms. What goes in is applied; rounding errors return."""
+    """A sum by one of SparCML's algorithms. What goes in is applied; rounding errors return.
 
-    def reduce(self, stream: SparseStream) -> Reduction:
+    Attributes:
+        combine_parts: The algorithm, on the ranks' parts of one vector, by any operation.
+    """
+
+    combine_parts: ClassVar[staticmethod[[Part, Transport, Packer, Operation], Part]]
+
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""
         packer = self.packer()
-        total = self.allreduce(Part.of(stream), packer)
+        total = self.combine_parts(Part.of(stream), self.transport, packer, SUM)
         self.step += 1
         return Reduction(total.to_stream(self.numel), packer.lost(self.numel))
-
-    @abstractmethod
-    def allreduce(self, part: Part, packer: Packer) -> Part:
-        """The sum of the ranks' parts, each of which spans the whole vector."""
 
 
 def split_and_reduce(

@@ -17,18 +17,10 @@ the result goes to the surplus ranks without rounding.
 from __future__ import annotations
 
 from hvd_sparse.collectives.sparcml import SparcmlCollective
-from hvd_sparse.collectives.topology import Cube
 from hvd_sparse.streams import SUM, Operation, Part, combine
+from hvd_sparse.topology import Cube
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer, PlainWire
-
-
-class SsarRecursiveDouble(SparcmlCollective):
-    """A sum by `ssar_recursive_double`."""
-
-    def allreduce(self, part: Part, packer: Packer) -> Part:
-        """See `SparcmlCollective.allreduce`."""
-        return ssar_recursive_double(part, self.transport, packer)
 
 
 def ssar_recursive_double(
@@ -45,10 +37,10 @@ def ssar_recursive_double(
     cube = Cube(transport.rank, transport.world_size)
     part = _fold(packer.settled(part, operation), cube, transport, packer, operation)
     for mask in cube.masks():
-        if cube.is_passive:
+        peer = cube.peer(mask)
+        if peer is None:
             transport.exchange(None, None, None, channel="sparcml.double").wait()
             continue
-        peer = cube.rank_at(cube.position ^ mask)
         first = cube.rank_at(cube.position & ~(mask - 1))  # of those that hold the same part
         payload, own = packer.pack(packer.settled(part, operation), author=first)
         message = transport.exchange(payload, peer, peer, channel="sparcml.double").received()
@@ -56,6 +48,12 @@ def ssar_recursive_double(
         ordered = [own, theirs] if transport.rank < peer else [theirs, own]
         part = combine(ordered, operation)
     return _unfold(part, cube, transport)
+
+
+class SsarRecursiveDouble(SparcmlCollective):
+    """A sum by `ssar_recursive_double`."""
+
+    combine_parts = staticmethod(ssar_recursive_double)
 
 
 def _fold(

@@ -14,14 +14,14 @@ with P, so it is for two or three ranks, or for small k.
 from __future__ import annotations
 
 from hvd_sparse import ops
-from hvd_sparse.collectives.base import Collective, Reduction
+from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.streams import Part, SparseStream
 
 
 class TopkAllgather(Collective):
     """TopkA. Everything that goes in is applied; only what rounding loses is returned."""
 
-    def reduce(self, stream: SparseStream) -> Reduction:
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""
         packer = self.packer()
         payload, own = packer.pack(Part.of(stream))

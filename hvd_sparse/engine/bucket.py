@@ -44,6 +44,8 @@ class Bucket:
         phase: How far the step has come.
         reduced: The step's result before it is decoded, then None again.
         poisoned: Whether the step's result is non-finite somewhere.
+        is_open: Whether the last step has begun to change the bucket's state, and nobody has said
+            yet whether it counts.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Bucket:
         self.phase = Phase.COLLECTING
         self.reduced: SparseStream | None = None
         self.poisoned = False
+        self.is_open = False
+        self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None
         self._gradients: list[Tensor | None] = [None] * len(specs)
         self._staged: dict[int, Tensor] = {}
         self._step_gradients: list[Tensor] | None = None
@@ -101,6 +105,22 @@ class Bucket:
         """Entries wanted in the step that comes, or is under way."""
         return self.method.k(self.numel, self.step)
 
+    def open_step(self) -> None:
+        """Keep what the step is about to change; the memory does so with its tensors."""
+        self._before = (self.step, self.selector.state_dict(), self.collective.state_dict())
+        self.is_open = True
+
+    def roll_back(self) -> None:
+        """Go back to what was before the last step, bit for bit, if that has begun."""
+        if not self.is_open:
+            return
+        assert self._before is not None
+        self.step, selector, collective = self._before
+        self.selector.load_state_dict(selector)
+        self.collective.load_state_dict(collective)
+        self.memory.roll_back()
+        self.is_open = False
+
     def staged_gradients(self) -> list[Tensor]:
         """The step's gradients, each contiguous; strided ones are copied to a place kept for it."""
         if self._step_gradients is None:
@@ -123,6 +143,12 @@ class Bucket:
         start = self.decoded.data_ptr()
         stop = start + self.decoded.numel() * self.decoded.element_size()
         return any(g is not None and start <= g.data_ptr() < stop for g in self._gradients)
+
+    def end_exchange(self) -> None:
+        """The step's sum is there; its statistics count."""
+        self.stats.record(self.step_stats)
+        self.step_stats = StepStats()
+        self.phase = Phase.EXCHANGED
 
     def close_step(self) -> None:
         """Let go of the step's gradients and streams, and collect the next ones."""

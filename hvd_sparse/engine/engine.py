@@ -1,4 +1,4 @@
-"""The engine: buckets that are exchanged by a background thread as their gradients arrive.
+"""The engine: buckets that a worker exchanges in the background as their gradients arrive.
 
 The first step is collected whole; its order of arrival on rank 0 becomes the plan. From then on
 every rank exchanges the buckets in the plan's order, each as soon as its last gradient is there, so
@@ -7,16 +7,16 @@ that no two ranks ever wait for each other's other bucket.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives import IndexUnion
 from hvd_sparse.engine.bucket import Bucket, Phase
+from hvd_sparse.engine.guard import Guard
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
     Assignment,
@@ -28,7 +28,9 @@ from hvd_sparse.engine.plan import (
 )
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
-from hvd_sparse.errors import PlanError
+from hvd_sparse.engine.worker import Worker
+from hvd_sparse.errors import ConfigError, PlanError
+from hvd_sparse.selectors.correction import hold_back
 from hvd_sparse.transports import Context, Transport
 
 COMPARISON_INTERVAL = 64
@@ -36,36 +38,34 @@ COMPARISON_INTERVAL = 64
 
 
 def exchange(bucket: Bucket) -> None:
-    """One step of one bucket: accumulate, take, exchange, give back.
+    """One step of one bucket: accumulate, select, reduce, give back.
 
-    Leaves the sum over the ranks in `bucket.reduced`. Where the exchange fails, all that was taken
-    is back in the residual.
+    What a selector takes beyond a few times k waits in the residual for the next steps.
+    Leaves the sum over the ranks in `bucket.reduced`. Until the step is settled, or where the
+    exchange fails, `bucket.roll_back` takes all of it back.
     """
     memory, collective = bucket.memory, bucket.collective
     collective.transport.context = Context(bucket.specs[0].name, bucket.step)
     stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
-    with stats.timed("accumulate_s"):
+    with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
-    with stats.timed("select_s"):
+    with stats.timed("accumulate_select_s"):
         k = bucket.k
+        bucket.open_step()
         collective.aim(k)
-        taken = memory.take(gradients, bucket.selector, k, collective.scope())
+        accumulator = memory.accumulate(gradients, k, collective.scope())
+        selected = bucket.selector.select(accumulator, k)
+        taken = hold_back(accumulator, selected, k)
     with stats.timed("exchange_s"):
-        try:
-            if isinstance(collective, IndexUnion):
-                reduction = collective.reduce(taken.to("cpu"), memory.take_at)
-            else:
-                reduction = collective.reduce(taken.to("cpu"))
-        except BaseException:
-            memory.abandon()
-            raise
-        memory.give_back(reduction.returned.finite())
+        reduction = collective.reduce(taken.to("cpu"), memory.take_at)
+        memory.give_back(taken, reduction.returned.finite())
     bucket.reduced = reduction.reduced
     bucket.step += 1
     bucket.poisoned = not reduction.reduced.isfinite()
 
     spent = collective.transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
+    stats.nnz_held_back = selected.nnz - taken.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
 
@@ -79,35 +79,38 @@ def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
     bucket.reduced = None
 
 
-def undo(buckets: Sequence[Bucket]) -> None:
-    """Take back the step that a non-finite gradient anywhere has spoilt.
-
-    The optimizer, or the loss scaler in front of it, sees the same non-finite gradients on every
-    rank and skips the step; residuals are as if there had been none, as the weights are.
-    """
-    for bucket in buckets:
-        bucket.memory.undo(bucket.staged_gradients())
+def work(bucket: Bucket, scale: float | None) -> None:
+    """What the worker does in one step of one bucket; decodes, where that can be done already."""
+    with bucket.lane.work():
+        exchange(bucket)
+        if scale is not None and not bucket.decoding_would_overwrite_gradients():
+            decode(bucket, scale, bucket.step_stats)
 
 
 class Engine:
     """Takes gradients one by one, and gives the reduced ones back.
 
-    One step is: `submit` for every tensor, then `result` for every tensor.
+    One step is: `submit` for every tensor, `result` for every tensor, and `settle`, once it is
+    known whether the results were applied. An engine that nobody refers to ends its background
+    thread and closes its transport.
 
     Args:
         assignment: How each tensor is reduced; a `Method` where that is the same for all.
-        observer: Is told of plans and steps; ranks need not have one alike, rank 0's decides
-            whether they compare their times.
+        observer: Is told of plans and steps. Every rank may have another one, or none; whether the
+            ranks compare their times depends on rank 0's. One that raises is not called again.
 
     Attributes:
-        scale: What sums over ranks are multiplied by; must be set before the first `result`.
+        skipped_steps: Steps that were taken back, since nobody applied their results.
     """
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
         self.assignment = assignment
-        self.observer = observer
-        self.scale: float | None = None
-        self._transport: Transport | None = None
+        self._observer = Guard(observer)
+        self.skipped_steps = 0
+        self._unsettled = False
+        self._flushed: set[str] = set()
+        self._worker = Worker(work)
+        weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
         self._buckets: list[Bucket] = []
         self._places: dict[str, tuple[Bucket, int]] = {}
@@ -115,11 +118,29 @@ class Engine:
         self._restored = EngineState()
         self._comparing = False
         self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64)
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-        self._num_threads = torch.get_num_threads()
+
+    @property
+    def scale(self) -> float | None:
+        """What sums over ranks are multiplied by; must be set before the first `result`."""
+        return self._worker.scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self._worker.scale = scale
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the step under way has failed by; None where nothing has."""
+        return self._worker.error
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing has failed, and no exchange is due or under way."""
+        return self._worker.at_rest
+
+    @property
+    def _transport(self) -> Transport | None:
+        return self._worker.transport
 
     @property
     def planned(self) -> bool:
@@ -145,9 +166,47 @@ class Engine:
         """What waits to be sent of a tensor that is in no bucket: float32, its shape; or None."""
         return self._restored.residual.get(name)
 
-    def forget_leftover(self, name: str) -> None:
-        """The leftover was reduced densely, and all ranks saw the finite result."""
-        self._restored.residual.pop(name, None)
+    def flushed(self, name: str) -> None:
+        """The leftover was reduced densely in this step; it is let go where the step counts."""
+        self._flushed.add(name)
+        self._unsettled = True
+
+    def settle(self, counts: bool | None = None) -> None:
+        """Say whether the last step counts. Otherwise everything becomes what it was before it.
+
+        To be called between steps; a step that nobody has settled is settled when the next begins.
+
+        Args:
+            counts: Whether its results were applied; None: if all of them are finite.
+        """
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        if counts is None:
+            counts = not any(bucket.poisoned for bucket in self._buckets)
+        if not counts:
+            self.skipped_steps += 1
+        for bucket in self._buckets:
+            if counts:
+                bucket.is_open = False
+            else:
+                bucket.roll_back()
+        if counts:
+            for name in self._flushed:
+                self._restored.residual.pop(name, None)
+        self._flushed.clear()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals and momenta by a factor, between steps.
+
+        They are in units of the gradients, which a loss scaler changes.
+        """
+        self.settle()
+        for bucket in self._buckets:
+            bucket.memory.rescale(factor)
+        for kept in (self._restored.residual, self._restored.momentum):
+            for tensor in kept.values():
+                tensor.mul_(factor)
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on.
@@ -155,12 +214,10 @@ class Engine:
         To be called between steps, and by all ranks between the same ones. Residuals stay with
         their tensors; that of a tensor which now is dense becomes its `leftover`.
         """
-        state = self._state()
-        self._drop_plan()
-        self._restored = state
+        self._give_up_plan()
         self.assignment = assignment
-        if self.observer is not None and self._transport is not None:
-            self.observer.planned(self._transport, ())  # the next step's, if it has any bucket
+        if self._transport is not None:
+            self._observer.planned(self._transport, ())  # the next step's, if it has any bucket
 
     def agree(self) -> None:
         """Check that all ranks have the same assignment; they call this together, between steps.
@@ -174,46 +231,31 @@ class Engine:
     def connect(self, transport: Transport) -> None:
         """Use a transport from the next step on; the plan is made anew, residuals are kept."""
         self.disconnect()
-        self._transport = transport
+        self._worker.connect(transport)
 
     def disconnect(self) -> None:
         """Stop the background thread and close the transport, if there are any; keep the state."""
-        self._restored = self._state()
-        self._drop_plan()
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = None
+        self._give_up_plan()
+        self._worker.close()
 
-    def _drop_plan(self) -> None:
-        with self._changed:
-            self._stopping = True
-            exchanging = any(bucket.phase is Phase.READY for bucket in self._buckets)
-            self._changed.notify_all()
-        if self._thread is not None:
-            if exchanging:
-                self._thread.join(timeout=0.1)
-                if self._thread.is_alive() and self._transport is not None:
-                    self._transport.abort()  # it waits for a peer in a step nobody will finish
-            self._thread.join()
-        self._thread = self._error = self.scale = None
+    def _give_up_plan(self) -> None:
+        """Stop the background thread, and keep the state for the next plan."""
+        self._worker.stop()  # before the state is read, which it changes
+        self._restored = self._state()
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
-        self._stopping = False
 
     # -- a step, seen from the training thread -----------------------------------------------------
 
     def submit(self, spec: TensorSpec, gradient: Tensor) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned."""
-        with self._changed:
-            if not self.planned:
-                self._arrivals[spec.name] = (spec, gradient)
-                return
-            bucket, place = self._places[spec.name]
-            if bucket.specs[place] != spec:
-                raise PlanError(f"gradient changed from {bucket.specs[place]} to {spec}")
-            bucket.put(place, gradient)
-            if bucket.phase is Phase.READY:
-                self._num_threads = torch.get_num_threads()
-                self._changed.notify_all()
+        self.settle()
+        if not self.planned:
+            self._arrivals[spec.name] = (spec, gradient)
+            return
+        bucket, place = self._places[spec.name]
+        if bucket.specs[place] != spec:
+            raise PlanError(f"gradient changed from {bucket.specs[place]} to {spec}")
+        self._worker.put(bucket, place, gradient)
 
     def result(self, name: str) -> Tensor:
         """The reduced gradient of a tensor, a view; waits for the whole step.
@@ -231,15 +273,14 @@ class Engine:
 
     def _finish_step(self) -> None:
         missing = [n for b in self._buckets if b.phase is Phase.COLLECTING for n in b.missing()]
-        if missing and self._error is None:
+        if missing and self.error is None:
             raise PlanError(f"no gradient came for {', '.join(missing)}")
         late = [StepStats() for _ in self._buckets]
         for bucket, stats in zip(self._buckets, late, strict=True):
             with stats.timed("wait_s"):
-                self._wait_for(bucket, Phase.EXCHANGED)
+                self._worker.wait_for(bucket, Phase.EXCHANGED)
             bucket.lane.hand_back()
-        if any(bucket.poisoned for bucket in self._buckets):
-            undo(self._buckets)
+        self._unsettled = True
         for bucket, stats in zip(self._buckets, late, strict=True):
             if bucket.reduced is not None:
                 assert self.scale is not None
@@ -248,8 +289,7 @@ class Engine:
             bucket.close_step()
         if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
             self._compare_ranks()
-        if self.observer is not None:
-            self.observer.stepped(self._buckets)
+        self._observer.stepped(self._buckets)
 
     def _compare_ranks(self) -> None:
         """Gather what the phases took on every rank; the background thread is idle meanwhile."""
@@ -258,23 +298,11 @@ class Engine:
         now = torch.tensor([getattr(totals, n) for n in COMPARED_PHASES], dtype=torch.float64)
         since, self._compared = now - self._compared, now
         messages = self._transport.allgather((since,), channel="compare")
-        if self.observer is not None:
-            self.observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
-
-    def _wait_for(self, bucket: Bucket, phase: Phase) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: bucket.phase is phase or self._error is not None)
-            if bucket.phase is not phase:
-                assert self._error is not None
-                raise self._error
+        self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
 
     def fail(self, error: BaseException) -> None:
         """Give up on the step under way: its waits, here and at the peers, end with an error."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-        if self._transport is not None:
-            self._transport.abort(error)
+        self._worker.fail(error)
 
     def _make_plan(self) -> None:
         assert self._transport is not None
@@ -290,17 +318,15 @@ class Engine:
         self._restored = EngineState(leftover)
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
-        if self.observer is not None:
-            self.observer.planned(self._transport, self._buckets)
+        self._observer.planned(self._transport, self._buckets)
         for name, (bucket, place) in self._places.items():
             bucket.put(place, self._arrivals[name][1])
         self._arrivals = {}
-        self._thread = threading.Thread(target=self._run, name="hvd_sparse", daemon=True)
-        self._thread.start()
+        self._worker.start(self._buckets)
 
     def _rank_0_observes(self) -> bool:
         assert self._transport is not None
-        mine = torch.tensor([self.observer is not None], dtype=torch.int64)
+        mine = torch.tensor([self._observer.is_on], dtype=torch.int64)
         return bool(self._transport.broadcast((mine,), 0, channel="observe").view(torch.int64))
 
     def _new_bucket(self, plan: BucketPlan) -> Bucket:
@@ -308,51 +334,21 @@ class Engine:
         device = self._arrivals[plan.specs[0].name][1].device
         return Bucket(plan.specs, plan.method, self._transport, device)
 
-    # -- the background thread ---------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while True:
-                for bucket in self._buckets:
-                    if not self._wait_until_ready(bucket):
-                        return
-                    with bucket.lane.work():
-                        exchange(bucket)
-                        overwrites = bucket.decoding_would_overwrite_gradients()
-                        if self.scale is not None and not overwrites:
-                            decode(bucket, self.scale, bucket.step_stats)
-                    with self._changed:
-                        bucket.stats.record(bucket.step_stats)
-                        bucket.step_stats = StepStats()
-                        bucket.phase = Phase.EXCHANGED
-                        self._changed.notify_all()
-        except BaseException as error:
-            self.fail(error)
-
-    def _wait_until_ready(self, bucket: Bucket) -> bool:
-        """Wait for a bucket's gradients; false where there is no more to do."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: bucket.phase is Phase.READY or self._stopping or self._error
-            )
-            if self._stopping or self._error:
-                return False
-        if torch.get_num_threads() != self._num_threads:  # a new thread does not inherit it
-            torch.set_num_threads(self._num_threads)
-        return True
-
     # -- reports and state -------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """What was selected, sent and waited for, per bucket and step."""
         transport = self._transport.name if self._transport is not None else ""
-        return Stats(transport, [bucket.stats for bucket in self._buckets])
+        return Stats(transport, [bucket.stats for bucket in self._buckets], self.skipped_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives.
 
-        To be called between steps.
+        Raises:
+            ConfigError: A step is under way.
         """
+        if self.error is None and any(b.phase is not Phase.COLLECTING for b in self._buckets):
+            raise ConfigError("state_dict() must be called between steps, got a call within one")
         return self._state().as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -365,10 +361,13 @@ class Engine:
             ConfigError: The state is not one that `state_dict()` makes.
         """
         restored = EngineState.from_dict(state)
-        self._drop_plan()
+        self._give_up_plan()
         self._restored = restored
 
     def _state(self) -> EngineState:
+        self.settle()
         if not self.planned:
             return self._restored
+        for bucket in self._buckets:
+            bucket.roll_back()  # if it is in a step that nobody will finish
         return EngineState.of(self._buckets, self._restored.residual)

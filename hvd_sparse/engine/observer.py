@@ -10,7 +10,7 @@ from torch import Tensor
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.transports import Transport
 
-COMPARED_PHASES = ("accumulate_s", "select_s", "exchange_s", "decode_s", "wait_s")
+COMPARED_PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s")
 """The columns of what `Observer.compared` is given."""
 
 

@@ -18,12 +18,14 @@ class StepStats:
 
     Attributes:
         nnz_selected: Entries taken out of this rank's accumulator.
+        nnz_held_back: Entries that were selected beside them, and went back into the residual:
+            more than four times k would have been sent.
         nnz_applied: Entries of the reduced gradient.
         bytes_sent: Bytes that this rank sent for the bucket, headers included.
         bytes_received: Bytes that it received, headers included.
         messages_sent: Messages that it sent.
-        accumulate_s: Seconds spent copying gradients into a layout that the next pass can read.
-        select_s: Seconds in the pass that accumulates and selects; the two are one.
+        stage_s: Seconds spent copying gradients into a layout that the next pass can read.
+        accumulate_select_s: Seconds in the pass that accumulates and selects; the two are one.
         exchange_s: Seconds in the collective, waiting for peers included.
         decode_s: Seconds spent writing the dense gradient.
         wait_s: Seconds for which the training thread waited for the bucket's result.
@@ -31,12 +33,13 @@ class StepStats:
     """
 
     nnz_selected: int = 0
+    nnz_held_back: int = 0
     nnz_applied: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     messages_sent: int = 0
-    accumulate_s: float = 0.0
-    select_s: float = 0.0
+    stage_s: float = 0.0
+    accumulate_select_s: float = 0.0
     exchange_s: float = 0.0
     decode_s: float = 0.0
     wait_s: float = 0.0
@@ -105,10 +108,12 @@ class Stats:
     Attributes:
         transport: Name of the transport, empty before the first step.
         buckets: One entry per bucket, in the order in which they are exchanged.
+        skipped_steps: Steps that were taken back, since nobody applied their results.
     """
 
     transport: str
     buckets: list[BucketStats]
+    skipped_steps: int = 0
 
     @property
     def totals(self) -> StepStats:

@@ -87,7 +87,8 @@ def sparse_allgather(x: Vector, *, process_set: Any = None) -> list[Vector]:
         The vectors, in the order of the ranks.
 
     Raises:
-        TypeError: See `sparse_allreduce`; and so are the others.
+        TypeError: `x` is nothing of that kind. The other errors are those of `sparse_allreduce`,
+            too.
     """
     return sparse_allgather_async(x, process_set=process_set).wait()
 

@@ -11,10 +11,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from hvd_sparse.checks import check_choice
+from hvd_sparse.collectives import registry
 from hvd_sparse.collectives.automatic import cheapest_algorithm
-from hvd_sparse.collectives.dsar_split_allgather import dsar_split_allgather
-from hvd_sparse.collectives.ssar_recursive_double import ssar_recursive_double
-from hvd_sparse.collectives.ssar_split_allgather import ssar_split_allgather
+from hvd_sparse.collectives.sparcml import PartsAllreduce, SparcmlCollective
 from hvd_sparse.errors import PlanError, UnsupportedError
 from hvd_sparse.functional.user_vector import Form, SparseVector, read_vector
 from hvd_sparse.streams import OPERATIONS, SUM, Operation, Part, SparseStream
@@ -24,12 +23,12 @@ from hvd_sparse.wire import PLAIN, WIRES, Packer, PlainWire, Wire
 Vector = TypeVar("Vector", bound=SparseVector)
 Result = TypeVar("Result")
 
-ALGORITHMS: dict[str, Callable[[Part, Transport, Packer, Operation], Part]] = {
-    "ssar_recursive_double": ssar_recursive_double,
-    "ssar_split_allgather": ssar_split_allgather,
-    "dsar_split_allgather": dsar_split_allgather,
+ALGORITHMS: dict[str, PartsAllreduce] = {
+    entry.name: entry.collective.combine_parts
+    for entry in registry.ALGORITHMS
+    if issubclass(entry.collective, SparcmlCollective)
 }
-"""Allreduces by the names under which a user asks for them."""
+"""Allreduces of any operation, by the names under which a user asks for them."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.clipping import Clipping
-from hvd_sparse.selectors import Selector
 from hvd_sparse.streams import SparseStream
 
 
@@ -20,8 +19,10 @@ class ErrorFeedback:
     The law that it keeps together with a collective, in exact arithmetic and summed over the ranks:
     residual before + gradient = what was applied + residual after.
 
-    One step is `take`; `take_at` where the collective wants more; then `give_back` of what had no
-    part, or `abandon` where the exchange failed. `undo` takes the whole step back.
+    One step is `accumulate`, whose accumulator a selector takes entries out of; `take_at` where the
+    collective wants more; then `give_back` of what had no part. Until the next one begins,
+    `roll_back` takes the whole step back, wherever it has failed: what a step changes is kept
+    beside it, which takes as much memory again.
 
     Args:
         numel: n.
@@ -35,30 +36,26 @@ class ErrorFeedback:
     def __init__(self, numel: int, device: torch.device, clipping: Clipping | None = None) -> None:
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self.clipping = clipping
-        self._taken = SparseStream.empty(numel)
-        self._taken_elsewhere: list[SparseStream] = []
-        self._returned = SparseStream.empty(numel)
+        self._kept: list[Tensor] = []
+        self._forget()
 
-    def take(
-        self,
-        gradients: Sequence[Tensor],
-        selector: Selector,
-        k: int,
-        scope: Scope | None = None,
-    ) -> SparseStream:
-        """Accumulate the gradients and take out what the selector picks.
+    def accumulate(
+        self, gradients: Sequence[Tensor], k: int, scope: Scope | None = None
+    ) -> Accumulator:
+        """Begin a step: residual plus gradients, for a selector to take entries out of.
 
         Args:
             gradients: Contiguous tensors that lie side by side over the residual.
-            selector: Picks the entries.
-            k: Entries wanted from all ranks' scopes together.
+            k: Entries wanted from all ranks' scopes together; n: everything is sent, of which a
+                memory may take account.
             scope: Where this rank selects, and its share of k; None: everywhere, all of it.
         """
+        del k
         if self.clipping is not None:
             self.clipping.apply(gradients)
-        self._taken = selector.select(self._accumulator(gradients, scope), k)
-        self._taken_elsewhere, self._returned = [], SparseStream.empty(self._taken.numel)
-        return self._taken
+        self._forget()
+        self._keep()
+        return Accumulator(self._accumulation(gradients), scope)
 
     def take_at(self, indices: Tensor) -> Tensor:
         """Take out the entries at more indices, int32 `(m,)` ascending; their values `(m,)`.
@@ -67,60 +64,56 @@ class ErrorFeedback:
         """
         places = indices.to(self.residual.device)
         values = ops.take_at(self.residual, places)
-        self._taken_elsewhere.append(SparseStream(places, values, self._taken.numel))
+        self._taken_elsewhere.append(SparseStream(places, values, self.residual.numel()))
         return values.to(indices.device)
 
-    def give_back(self, returned: SparseStream) -> None:
-        """Keep entries that were taken out, but had no part in what was applied; all finite."""
-        self._returned = returned
-        self._add(returned)
-
-    def abandon(self) -> None:
-        """Put everything that the step took back, as its exchange failed."""
-        for stream in (self._taken, *self._taken_elsewhere):
-            self._add(stream.finite())
-        self._taken, self._taken_elsewhere = SparseStream.empty(self._taken.numel), []
-
-    def undo(self, gradients: Sequence[Tensor]) -> None:
-        """Go back to what was before the step, to float32's rounding.
+    def give_back(self, taken: SparseStream, returned: SparseStream) -> None:
+        """End a step: keep what was taken, but had no part in what was applied.
 
         Args:
-            gradients: What the step added.
+            taken: What the selector took out of the step's accumulator.
+            returned: What of it, and of what was taken elsewhere, had no part; all finite.
         """
-        finite = self._taken.values.isfinite()
-        untouched = self._taken.where(~finite).indices.long()  # these kept their old values
-        returned = self._returned
-        self.abandon()
-        self._add(returned.finite().times(-1.0))
-        self._subtract(gradients, untouched)
-        self._returned = SparseStream.empty(self._taken.numel)
+        self._taken, self._returned = taken, returned
+        self._add(returned)
+
+    def roll_back(self) -> None:
+        """Go back to what was before the step, bit for bit: nothing was applied."""
+        for tensor, kept in zip(self._state(), self._kept, strict=True):
+            tensor.copy_(kept)
+        self._forget()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is held by a factor, between steps: the gradients' unit has changed."""
+        for tensor in self.tensors().values():
+            tensor.mul_(factor)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name: float32 tensors `(n,)`, to be read or written between steps."""
         return {"residual": self.residual}
 
+    def _forget(self) -> None:
+        """Let go of what the last step took: nothing will be put back, or masked."""
+        self._taken = self._returned = SparseStream.empty(self.residual.numel())
+        self._taken_elsewhere: list[SparseStream] = []
+
     # -- what other memories do in another way -----------------------------------------------------
 
-    def _accumulator(self, gradients: Sequence[Tensor], scope: Scope | None) -> Accumulator:
-        return Accumulator(self.residual, gradients, scope)
+    def _accumulation(self, gradients: Sequence[Tensor]) -> ops.Accumulation:
+        return ops.Accumulation(self.residual, gradients)
 
-    def _subtract(self, gradients: Sequence[Tensor], untouched: Tensor) -> None:
-        """Take gradients out of the residual again, but for int64 indices that they left alone."""
-        old = self.residual[untouched]
-        for start, gradient in placed(gradients):
-            self.residual[start : start + gradient.numel()] -= gradient
-        self.residual[untouched] = old
+    def _state(self) -> list[Tensor]:
+        """All that a step changes."""
+        return [self.residual]
+
+    def _keep(self) -> None:
+        """Keep what the step is about to change."""
+        if not self._kept:
+            self._kept = [torch.empty_like(tensor) for tensor in self._state()]
+        for kept, tensor in zip(self._kept, self._state(), strict=True):
+            kept.copy_(tensor)
 
     def _add(self, stream: SparseStream) -> None:
         if stream.nnz:
             stream = stream.to(self.residual.device)
             ops.scatter_add(self.residual, stream.indices, stream.values)
-
-
-def placed(gradients: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Gradients as finite float32 vectors, each with the index at which it begins."""
-    pairs, start = [], 0
-    for gradient in gradients:
-        pairs.append((start, gradient.flatten().float().nan_to_num(0.0, 0.0, 0.0)))
-        start += gradient.numel()
-    return pairs

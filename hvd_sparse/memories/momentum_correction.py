@@ -15,7 +15,7 @@ Cost: 20 bytes of memory traffic per element, in one pass; masking is O(k).
 Departures:
   * Only entries that were applied lose their momentum. One that was taken and came back (outside
     the global top k of Ok-Topk, say) is as if it had not been taken.
-  * Masking waits until the next step begins, so that a step can be undone.
+  * Masking waits until the next step begins: only then is it known what was applied.
   * While everything is sent (density 1, in a warm-up) nothing is masked: v is u then, and the sum
     over the ranks is exactly momentum SGD's. With masking it would be SGD without momentum.
 """
@@ -30,8 +30,7 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.clipping import Clipping
-from hvd_sparse.memories.error_feedback import ErrorFeedback, placed
-from hvd_sparse.selectors import Selector
+from hvd_sparse.memories.error_feedback import ErrorFeedback
 from hvd_sparse.streams import SparseStream
 
 
@@ -65,24 +64,20 @@ class MomentumCorrection(ErrorFeedback):
         self.momentum_buffer = torch.zeros_like(self.residual)
         self._lossless = False
 
-    def take(
-        self,
-        gradients: Sequence[Tensor],
-        selector: Selector,
-        k: int,
-        scope: Scope | None = None,
-    ) -> SparseStream:
-        """See `ErrorFeedback.take`."""
+    def accumulate(
+        self, gradients: Sequence[Tensor], k: int, scope: Scope | None = None
+    ) -> Accumulator:
+        """See `ErrorFeedback.accumulate`."""
         self.mask()
         self._lossless = k == self.residual.numel()
-        return super().take(gradients, selector, k, scope)
+        return super().accumulate(gradients, k, scope)
 
     def mask(self) -> None:
         """Momentum factor masking: u = 0 where the last step's entries were applied."""
         for left in (self._applied(), *self._taken_elsewhere):
             if left.nnz and not self._lossless:
                 ops.zero_at(self.momentum_buffer, left.indices.to(self.residual.device))
-        self._taken, self._taken_elsewhere = SparseStream.empty(self._taken.numel), []
+        self._forget()
 
     def tensors(self) -> dict[str, Tensor]:
         """See `ErrorFeedback.tensors`."""
@@ -99,19 +94,9 @@ class MomentumCorrection(ErrorFeedback):
         came_back &= returned.values[place] == taken.values
         return taken.where(~came_back)
 
-    def _accumulator(self, gradients: Sequence[Tensor], scope: Scope | None) -> Accumulator:
+    def _accumulation(self, gradients: Sequence[Tensor]) -> ops.Accumulation:
         momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)
-        return Accumulator(self.residual, gradients, scope, momentum)
+        return ops.Accumulation(self.residual, gradients, momentum)
 
-    def _subtract(self, gradients: Sequence[Tensor], untouched: Tensor) -> None:
-        v, u, m = self.residual, self.momentum_buffer, self.momentum
-        old_v, old_u = v[untouched], u[untouched]
-        v -= u
-        for start, g in placed(gradients):
-            stop = start + g.numel()
-            if self.nesterov:
-                v[start:stop] -= g
-                u[start:stop].div_(m).sub_(g)
-            else:
-                u[start:stop].sub_(g).div_(m)
-        v[untouched], u[untouched] = old_v, old_u
+    def _state(self) -> list[Tensor]:
+        return [self.residual, self.momentum_buffer]

@@ -2,8 +2,8 @@
 
 Streams are pairs of `indices`, int32 `(nnz,)` strictly ascending, and `values`, float32 `(nnz,)`.
 Magnitudes are compared as integers, `bits(x) & 0x7fffffff`: NaN > inf > finite, and zeros of either
-sign are never selected. Arguments are checked here, once; the order of a stream's indices is a
-precondition.
+sign are never selected. Arguments are checked here, once: an `Accumulation` when it is made, others
+by the operation. The order of a stream's indices is a precondition.
 
 CPU tensors go to the native library, CUDA tensors to the kernels where CuPy is installed, and all
 others to the torch reference. Without the library or CuPy, or with `HVD_SPARSE_NATIVE=0` in the
@@ -15,8 +15,9 @@ in `reference`, `native` and `cuda`, and its part of the interface in `_interfac
 """
 
 from hvd_sparse.ops._dispatch import backend
+from hvd_sparse.ops._layout import GAP_BLOCK
+from hvd_sparse.ops.accumulation import Accumulation, Momentum
 from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
-from hvd_sparse.ops.momentum import Momentum
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
     accumulate_select,
@@ -36,6 +37,8 @@ from hvd_sparse.ops.streams import (
 from hvd_sparse.ops.wire import gap_decode, gap_encode, qsgd_dequantize, qsgd_quantize
 
 __all__ = [
+    "GAP_BLOCK",
+    "Accumulation",
     "Momentum",
     "accumulate_group_topk",
     "accumulate_select",

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops.momentum import Momentum
-
-GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_NUMEL = 2**31 - 1
+from hvd_sparse.ops._layout import GRADIENT_DTYPES, MAX_NUMEL
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], device: torch.device) -> Tensor:
@@ -37,29 +34,7 @@ def device_of(value: object) -> torch.device:
     return value.device if isinstance(value, Tensor) else torch.device("cpu")
 
 
-def accumulation(
-    residual: object, gradients: Sequence[Tensor], momentum: Momentum | None
-) -> tuple[int, torch.device]:
-    """Checks what is accumulated; returns the residual's numel and device."""
-    checked = vector("residual", residual)
-    numel, device = checked.numel(), checked.device
-    _gradients(gradients, numel, device)
-    if momentum is not None:
-        if not isinstance(momentum, Momentum):
-            raise TypeError(f"momentum must be a Momentum or None, got {type(momentum).__name__}")
-        buffer = tensor("momentum.buffer", momentum.buffer, (torch.float32,), device)
-        if buffer.numel() != numel:
-            raise ValueError(
-                f"momentum.buffer must have residual's numel {numel}, got {buffer.numel()}"
-            )
-        if not 0.0 <= momentum.factor < 1.0:
-            raise ValueError(f"momentum.factor must be in [0, 1), got {momentum.factor}")
-        if len(gradients) == 0 and numel > 0:
-            raise ValueError("gradients must not be empty where there is momentum")
-    return numel, device
-
-
-def _gradients(values: Sequence[Tensor], numel: int, device: torch.device) -> None:
+def gradients(values: Sequence[Tensor], numel: int, device: torch.device) -> None:
     """Checks tensors of any shape that lie side by side over `numel` elements."""
     total = 0
     for i, value in enumerate(values):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hvd_sparse.ops.momentum import Momentum
+from hvd_sparse.ops.accumulation import Accumulation
 
 Entries = tuple[Tensor, Tensor]
 """Indices and values of a stream."""
@@ -19,52 +19,28 @@ Entries = tuple[Tensor, Tensor]
 class SelectionOps(Protocol):
     """Accumulation and selection."""
 
-    def accumulate_select(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        threshold: float,
-        momentum: Momentum | None = None,
-    ) -> Entries: ...
+    def accumulate_select(self, accumulation: Accumulation, threshold: float) -> Entries: ...
 
     def accumulate_topk(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        k: int,
-        pivot: float = 0.0,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, k: int, pivot: float = 0.0
     ) -> tuple[Tensor, Tensor, float]: ...
 
     def accumulate_group_topk(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        k: int,
-        group_numel: int = 512,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, k: int, group_numel: int = 512
     ) -> Entries: ...
 
     def partition_select(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        threshold: float,
-        start: int,
-        stop: int,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> Entries: ...
 
     def hash_select(
         self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
+        accumulation: Accumulation,
         threshold: float,
         slots: int,
         slots_per_bucket: int,
         a: int,
         b: int,
-        momentum: Momentum | None = None,
     ) -> Entries: ...
 
 
@@ -74,13 +50,7 @@ class EstimationOps(Protocol):
     def kth_magnitude(self, x: Tensor, k: int) -> float: ...
 
     def sample_accumulator(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        start: int,
-        stride: int,
-        run: int = 1,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, start: int, stride: int, run: int = 1
     ) -> Tensor: ...
 
 

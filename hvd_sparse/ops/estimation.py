@@ -1,18 +1,13 @@
-"""What a threshold is estimated from; nothing here changes its arguments.
-
-`residual`, `gradients` and `momentum` stand for the accumulator that `accumulate_select` would make
-of them; with no gradients at all, for the residual itself.
-"""
+"""What a threshold is estimated from; nothing here changes its arguments."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from torch import Tensor
 
 from hvd_sparse.ops import _checks as checks
 from hvd_sparse.ops._dispatch import implementation
-from hvd_sparse.ops.momentum import Momentum
+from hvd_sparse.ops._layout import MAX_NUMEL
+from hvd_sparse.ops.accumulation import Accumulation
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
@@ -31,37 +26,26 @@ def kth_magnitude(x: Tensor, k: int) -> float:
     return implementation(device).kth_magnitude(x, k)
 
 
-def sample_accumulator(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    start: int,
-    stride: int,
-    run: int = 1,
-    momentum: Momentum | None = None,
-) -> Tensor:
-    """Magnitudes of the accumulator at regular places.
+def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
+    """Magnitudes at regular places of what `accumulate_select` would make of the residual.
 
     Memory is read by the cache line: 16 consecutive elements cost little more than one does.
 
     Args:
-        residual: float32 `(n,)`.
-        gradients: As for `accumulate_select`.
+        accumulation: What would be accumulated; it stays as it is.
         start: First element of the first run, in `[0, stride)`.
         stride: From the start of a run to that of the next, at least 1.
         run: Consecutive elements to take, in `[1, stride]`.
-        momentum: As for `accumulate_select`.
 
     Returns:
         float32 `(m,)`, in the order of the elements; the last run may be cut short by the end.
 
     Raises:
-        TypeError: A tensor has another dtype, or a number is not an int.
-        ValueError: As for `accumulate_select`, or a number is out of its range.
+        TypeError: A number is not an int.
+        ValueError: A number is out of its range.
     """
-    _, device = checks.accumulation(residual, gradients, momentum)
-    checks.integer("stride", stride, 1, checks.MAX_NUMEL)
+    checks.integer("stride", stride, 1, MAX_NUMEL)
     checks.integer("start", start, 0, stride - 1)
     checks.integer("run", run, 1, stride)
-    return implementation(device).sample_accumulator(
-        residual, gradients, start, stride, run, momentum
-    )
+    ops = implementation(accumulation.device)
+    return ops.sample_accumulator(accumulation, start, stride, run)

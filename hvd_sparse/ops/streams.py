@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _checks as checks
 from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._layout import GRADIENT_DTYPES, MAX_NUMEL
 
 
 def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
@@ -28,7 +29,7 @@ def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Ten
     """
     if len(streams) == 0:
         raise ValueError("streams must have at least one stream, got none")
-    checks.integer("numel", numel, 0, checks.MAX_NUMEL)
+    checks.integer("numel", numel, 0, MAX_NUMEL)
     device = checks.device_of(streams[0][0])
     for i, (indices, values) in enumerate(streams):
         checks.stream(indices, values, device, f"streams[{i}]")
@@ -110,7 +111,7 @@ def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
             index is found out of `[0, n)` (`out` is undefined then).
     """
     device = checks.device_of(out)
-    checks.tensor("out", out, checks.GRADIENT_DTYPES, device)
+    checks.tensor("out", out, GRADIENT_DTYPES, device)
     checks.stream(indices, values, device)
     implementation(device).decode(out, indices, values)
 

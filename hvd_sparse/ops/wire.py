@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _checks as checks
 from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._layout import MAX_NUMEL
 
 QSGD_BITS = (2, 4, 8)
 QSGD_BUCKETS = (512, 1024)
@@ -32,7 +33,7 @@ def gap_encode(indices: Tensor, start: int) -> Tensor:
     """
     device = checks.device_of(indices)
     checks.tensor("indices", indices, (torch.int32,), device)
-    checks.integer("start", start, 0, checks.MAX_NUMEL)
+    checks.integer("start", start, 0, MAX_NUMEL)
     return implementation(device).gap_encode(indices, start)
 
 
@@ -54,9 +55,9 @@ def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
     """
     device = checks.device_of(code)
     checks.tensor("code", code, (torch.uint8,), device)
-    checks.integer("nnz", nnz, 0, checks.MAX_NUMEL)
-    checks.integer("start", start, 0, checks.MAX_NUMEL)
-    checks.integer("stop", stop, start, checks.MAX_NUMEL)
+    checks.integer("nnz", nnz, 0, MAX_NUMEL)
+    checks.integer("start", start, 0, MAX_NUMEL)
+    checks.integer("stop", stop, start, MAX_NUMEL)
     return implementation(device).gap_decode(code, nnz, start, stop)
 
 
@@ -112,7 +113,7 @@ def qsgd_dequantize(
     device = checks.device_of(codes)
     checks.tensor("codes", codes, (torch.uint8,), device)
     checks.tensor("scales", scales, (torch.float32,), device)
-    checks.integer("numel", numel, 0, checks.MAX_NUMEL)
+    checks.integer("numel", numel, 0, MAX_NUMEL)
     _check_form(bits, bucket_numel)
     sizes = (-(-numel * bits // 8), -(-numel // bucket_numel))
     if (codes.numel(), scales.numel()) != sizes:

@@ -17,10 +17,10 @@ from hvd_sparse.planner.predict import Job, bucket_job, dense_job, finish_s
 from hvd_sparse.planner.profile import Profile
 
 MARGIN = 0.9
-"""A plan must be predicted to take less than this share of the dense time: what a prediction is
-wrong by must not cost more than not to compress."""
+"""A plan must be predicted to take less than this share of the dense time. The rest is room for the
+prediction's error: compressing must not turn out slower than dense."""
 DOUBT = 0.5
-"""Share of its predicted costs that a method may have in truth."""
+"""A method may turn out to cost as little as this share of what was predicted."""
 MOST_OFF = 16.0
 """Factor by which dense costs are corrected, at most, when dense steps have been measured."""
 BISECTIONS = 20
@@ -97,9 +97,10 @@ def contenders(profile: Profile, tensors: Sequence[PlannedTensor], most: int) ->
     """Plans that may turn out to be the fastest, the best predicted first.
 
     They are by different methods. Where no plan by a method is predicted to be faster than dense,
-    the one stands for it that would be if the method's costs were lower by `DOUBT`. The last place
-    is for all tensors by the best of these methods, in the fewest buckets: what it saves Horovod to
-    have no dense tensor left, and backward to have no exchange beside it, nothing predicts.
+    one stands for it that would be faster if the method cost only `DOUBT` of what was predicted.
+    The last place is for all tensors by the best of these methods, in the fewest buckets. Horovod
+    then has no dense tensor left, and backward has no exchange beside it; no prediction counts what
+    that saves.
 
     Args:
         profile: The costs.

@@ -14,15 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hvd_sparse.collectives import (
-    Collective,
-    DsarSplitAllgather,
-    GTopk,
-    OkTopk,
-    SsarRecursiveDouble,
-    SsarSplitAllgather,
-    TopkAllgather,
-)
+from hvd_sparse.collectives.registry import name_of
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.engine import decode, exchange
 from hvd_sparse.engine.plan import Method, TensorSpec
@@ -47,16 +39,6 @@ WARMUP_STEPS = 2
 TIMED_STEPS = 3
 AFTER_WARMUP = 1 << 30
 """A step at which any warm-up of density has ended."""
-
-FORMULA_NAMES: Mapping[type[Collective], str] = {
-    OkTopk: "oktopk",
-    TopkAllgather: "topk_allgather",
-    GTopk: "gtopk",
-    SsarRecursiveDouble: "ssar_recursive_double",
-    SsarSplitAllgather: "ssar_split_allgather",
-    DsarSplitAllgather: "dsar_split_allgather",
-}
-"""Collectives by their names in the cost model."""
 
 DenseAllreduce = Callable[[Tensor], object]
 """Horovod's allreduce of a float32 tensor, as all ranks call it; returns when it is done."""
@@ -106,7 +88,7 @@ def _method_costs(transport: Transport, method: Method, share_s: float) -> Metho
 
     made = method.collective(transport, REFERENCE_NUMEL, method.k(REFERENCE_NUMEL))
     return MethodCosts(
-        FORMULA_NAMES.get(type(made), ""),
+        name_of(made),
         method.density,
         encode=line("encode"),
         exchange=line("exchange"),
@@ -167,7 +149,7 @@ def _time_method(transport: Transport, method: Method, numel: int) -> dict[str, 
         steps.append(bucket.step_stats)
     timed = steps[WARMUP_STEPS:]
     return {
-        "encode": median(s.accumulate_s + s.select_s for s in timed),
+        "encode": median(s.stage_s + s.accumulate_select_s for s in timed),
         "exchange": median(s.exchange_s for s in timed),
         "decode": median(s.decode_s for s in timed),
     }

@@ -159,7 +159,7 @@ class Planner:
         timed: Tensor,
         transport: Transport,
     ) -> bool:
-        """Go on with the trial, or begin another one where steps take not what they did.
+        """Go on with the trial, or begin another one where steps no longer take what they took.
 
         Args:
             specs: As in `decide`.

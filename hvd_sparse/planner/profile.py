@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_sparse.cost_model import FORMULAS, PLAIN_BYTES, Link, WireBytes, cost
+from hvd_sparse.collectives.registry import COSTED, cost
+from hvd_sparse.cost_model import PLAIN_BYTES, Link, WireBytes
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.files import write_text
 
 VERSION = 2
 REFERENCE_NUMEL = 1 << 20
@@ -39,8 +41,8 @@ class Line:
 def fit_line(numels: Sequence[int], seconds: Sequence[float]) -> Line:
     """The line with the least squared relative error, no part of it negative.
 
-    Where larger vectors took less time than smaller ones, which only noise can do, it is one that
-    promises nothing: the first time as the fixed part, and the whole of the last by its elements.
+    Only noise can make larger vectors take less time than smaller ones. The line is then a cautious
+    one: its fixed part is the first time, and its slope is the last time over the last size.
     """
     x, y = np.asarray(numels, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     (fixed_s, per_element_s), *_ = np.linalg.lstsq(
@@ -58,7 +60,7 @@ class MethodCosts:
     """One method's costs for a bucket, at its density.
 
     Attributes:
-        collective: What it exchanges by, as `cost_model.FORMULAS` names it; "" where that has none.
+        collective: What it exchanges by, by its name in the registry; "" where it is not there.
         density: k/n.
         encode: Accumulating and selecting.
         exchange: The collective.
@@ -154,7 +156,7 @@ class Profile:
             raise ConfigError("a profile of one rank says nothing of exchanges between several")
         methods = {}
         for name, c in self.methods.items():
-            if c.collective not in FORMULAS:
+            if c.collective not in COSTED:
                 raise ConfigError(
                     f"the profile is of {old} ranks, here are {new}, and the cost model has no "
                     f"formula for {name!r}"
@@ -168,7 +170,7 @@ class Profile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
         text = json.dumps({"version": VERSION, **asdict(self)}, indent=2)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_text(path, text + "\n")
 
     def to_json(self) -> dict[str, Any]:
         """As plain containers."""
@@ -231,7 +233,7 @@ def modelled(place: Place, link: Link, methods: Mapping[str, MethodCosts]) -> Pr
     """
 
     def line(algorithm: str, density: float, wire: WireBytes = PLAIN_BYTES) -> Line:
-        if algorithm not in FORMULAS:
+        if algorithm not in COSTED:
             raise ConfigError(f"the cost model has no formula for {algorithm!r}")
         numel, k = REFERENCE_NUMEL, max(1, round(density * REFERENCE_NUMEL))
         expected = cost(algorithm, place.world_size, numel, k, wire).expected

@@ -6,24 +6,23 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from inspect import signature
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from torch.nn import Module, Parameter
 
-from hvd_sparse.cost_model import FORMULAS
+from hvd_sparse.collectives.registry import names_of
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.methods import METHODS
 from hvd_sparse.policy.assignment import Condition, PolicyAssignment, Rule
 from hvd_sparse.policy.document import Document, Path, read_yaml, shown, suggestion
-from hvd_sparse.policy.schema import Constructors, Match, arguments_of, policy_model
+from hvd_sparse.policy.schema import Match, policy_model
 
-_model = cache(lambda items: policy_model(dict(items)))
-"""Models by their constructors: making one takes milliseconds, checking with it microseconds."""
+PLANNABLE = names_of(lambda entry: entry.is_selectable and entry.formula is not None)
+"""Collectives among which a planner chooses, where a rule names none."""
 
 
 @dataclass(frozen=True)
@@ -45,32 +44,29 @@ class Policy:
     profile: str | None
 
 
-def load_policy(
-    source: str | os.PathLike[str] | Mapping[str, Any], constructors: Constructors
-) -> Policy:
+def load_policy(source: str | os.PathLike[str] | Mapping[str, Any]) -> Policy:
     """Read and check a policy.
 
     Args:
         source: A path, or what such a file holds.
-        constructors: Constructors of `Compression` by name.
 
     Raises:
         ConfigError: Something in it is wrong; the message names file, line and key.
         OSError: The file cannot be read.
     """
     if isinstance(source, Mapping):
-        return check_policy(Document("policy", dict(source)), constructors)
+        return check_policy(Document("policy", dict(source)))
     path = os.fspath(source)
-    return check_policy(read_yaml(FilePath(path).read_bytes(), path), constructors)
+    return check_policy(read_yaml(FilePath(path).read_bytes(), path))
 
 
-def check_policy(document: Document, constructors: Constructors) -> Policy:
+def check_policy(document: Document) -> Policy:
     """Check what was read.
 
     Raises:
         ConfigError: As `load_policy`.
     """
-    model = _model(tuple(constructors.items()))
+    model = policy_model()
     if not isinstance(document.data, dict):
         raise document.error((), f"a policy is a mapping with {', '.join(model.model_fields)}")
     try:
@@ -78,10 +74,7 @@ def check_policy(document: Document, constructors: Constructors) -> Policy:
     except ValidationError as error:
         raise _located(document, error, model) from None
     defaults = policy.defaults.model_dump(exclude_unset=True)
-    rules = tuple(
-        _rule(document, place, rule, defaults, constructors)
-        for place, rule in enumerate(policy.rules)
-    )
+    rules = tuple(_rule(document, place, rule, defaults) for place, rule in enumerate(policy.rules))
     if not policy.timeout_s > 0:
         raise document.error(("timeout_s",), f"must be a number above 0, got {policy.timeout_s!r}")
     return Policy(document, rules, policy.transport, policy.timeout_s, policy.profile)
@@ -136,13 +129,7 @@ def owning_modules(model: Module) -> dict[int, str]:
     }
 
 
-def _rule(
-    document: Document,
-    place: int,
-    rule: Any,
-    defaults: dict[str, Any],
-    constructors: Constructors,
-) -> Rule:
+def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -> Rule:
     path: Path = ("rules", place)
     condition = _condition(document, (*path, "match"), rule.match)
     own = rule.model_dump(exclude_unset=True, exclude={"match", "compress"})
@@ -154,26 +141,26 @@ def _rule(
     settings = defaults | own
     name = settings.pop("compressor", None)
     if name is None:
-        raise document.error(path, f"compressor must be given, one of {', '.join(constructors)}")
+        raise document.error(path, f"compressor must be given, one of {', '.join(METHODS)}")
     bucket = settings.pop("bucket", None) or ""
     planned = rule.compress == "auto"
     if planned and "bucket" in own:
         raise document.error((*path, "bucket"), "cannot be named where compress is auto")
-    taken = arguments_of(constructors[name])
+    taken = {item.name: item for item in fields(METHODS[name])}
     for key in own:
         if key not in taken and key not in ("compressor", "bucket"):
             raise document.error(
                 (*path, key), f"{name} has no such argument: {suggestion(key, taken)}"
             )
     arguments = {key: value for key, value in settings.items() if key in taken}
-    for key, parameter in signature(constructors[name]).parameters.items():
-        if key in taken and parameter.default is parameter.empty and key not in arguments:
+    for key, item in taken.items():
+        if item.default is MISSING and key not in arguments:
             raise document.error(path, f"{key} must be given: {name} needs it")
     variants = [arguments]
     if planned and "collective" in taken and "collective" not in arguments:
-        variants = [{**arguments, "collective": c} for c in FORMULAS if c != "dense"]
+        variants = [{**arguments, "collective": collective} for collective in PLANNABLE]
     try:
-        methods = [constructors[name](None, **variant).method for variant in variants]
+        methods = [METHODS[name](**variant).make() for variant in variants]
     except ConfigError as error:
         raise _of_argument(document, path, own, arguments, str(error)) from None
     if planned and any(method.memory.momentum for method in methods):
@@ -187,7 +174,7 @@ def _rule(
 def _of_argument(
     document: Document, path: Path, own: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> ConfigError:
-    """An error of a constructor, at the argument that it names."""
+    """An error of a method's options, at the one that it names."""
     key, _, words = message.partition(" ")
     if key not in arguments:
         return document.error(path, message)

@@ -15,8 +15,8 @@ from hvd_sparse.recording.summary import Curves, bucket_curve, bucket_means, ran
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f6a00", "#999999")
 """Okabe and Ito's, which colour-blind readers can tell apart."""
 PHASES = {
-    "accumulate_s": "copy strided gradients",
-    "select_s": "accumulate and select",
+    "stage_s": "copy strided gradients",
+    "accumulate_select_s": "accumulate and select",
     "exchange_s": "exchange",
     "decode_s": "decode",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,32 +13,25 @@ from hvd_sparse.engine.observer import COMPARED_PHASES
 from hvd_sparse.engine.stats import FIGURES
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording.recorder import VERSION
-
-REQUIRED = {
-    "run": ("version", "rank", "world_size", "transport", "start_unix_s"),
-    "plan": ("step", "buckets"),
-    "steps": ("step", "steps", "at_s", "seconds", "threshold", "spans", *FIGURES),
-    "residual": ("step", "bucket", "norm"),
-    "ranks": ("step", *COMPARED_PHASES),
-}
-"""What a line of each kind must have."""
+from hvd_sparse.recording.schema import check_line, is_count
 
 
 @dataclass
 class Recording:
-    """The lines of a recording, by kind, in the order in which they were written.
+    """The lines of a run, by kind, in the order in which they were written.
 
     Attributes:
         run: The first line.
         plans: Plans; each holds its own `steps` and `residuals`, whose buckets are the plan's.
         ranks: Comparisons of the ranks.
-        truncated: Whether the last line is cut off, as after a kill.
+        torn_lines: Lines that were cut off, by a kill or a full disk, while this was the file's
+            last run; nothing of them is known.
     """
 
     run: dict[str, Any]
     plans: list[Plan] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    truncated: bool = False
+    torn_lines: int = 0
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -63,73 +56,110 @@ class Plan:
     residuals: list[dict[str, Any]] = field(default_factory=list)
 
 
-def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read a recording; a last line that is cut off is left out.
+def read_runs(path: str | os.PathLike[str]) -> list[Recording]:
+    """Read all runs of a file, in the order of their beginnings.
+
+    Lines that are cut off are left out and counted, runs of other versions are left out.
 
     Raises:
-        ConfigError: The file is no recording; the message names the line.
-        OSError: It cannot be read.
+        ConfigError: A line is not as it must be, or there is no run; the message names the line.
+        OSError: The file cannot be read.
     """
-    recording: Recording | None = None
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-    if not lines[-1]:
-        lines.pop()
-    for number, text in enumerate(lines, 1):
-        place = f"{os.fspath(path)}:{number}"
+    reader = _Reader(os.fspath(path))
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    for number, content in enumerate(text.split("\n"), 1):
+        if content.strip():  # an empty line parts the runs
+            reader.read(content, number)
+    if not reader.runs:
+        raise ConfigError(reader.refusal or f"{reader.path}:1: an empty file is no recording")
+    return list(reader.runs.values())
+
+
+def chosen_run(runs: list[Recording], number: int | None) -> Recording:
+    """A run by its number, from 1; None: the last one.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    if number is None:
+        return runs[-1]
+    if not 1 <= number <= len(runs):
+        raise ConfigError(f"run must be from 1 to {len(runs)}, got {number}")
+    return runs[number - 1]
+
+
+class _Reader:
+    """Puts lines together to runs.
+
+    Attributes:
+        runs: By their ids.
+        refusal: What is wrong with the file if it proves to hold no run.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.runs: dict[str, Recording] = {}
+        self.refusal: str | None = None
+        self._last: Recording | None = None
+        self._torn_lines = 0  # before the first run
+
+    def read(self, content: str, number: int) -> None:
+        """Take in one line."""
+        place = f"{self.path}:{number}"
         try:
-            line = _parse(text, place)
-            if recording is None:
-                recording = _begin(line, place)
+            line = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            self.refusal = self.refusal or f"{place}: not a line of a recording: {error}"
+            if self._last is None:
+                self._torn_lines += 1
             else:
-                _add(recording, line, place)
-        except ConfigError:
-            if recording is None or number < len(lines):
-                raise
-            recording.truncated = True
-    if recording is None:
-        raise ConfigError(f"{os.fspath(path)}:1: an empty file is no recording")
-    return recording
+                self._last.torn_lines += 1
+            return
+        if isinstance(line, dict) and _is_of_another_version(line):
+            self.refusal = f"{place}: version must be {VERSION}, got {line['version']}"
+        elif isinstance(line, dict) and self.refusal and not self._is_known(line):
+            pass  # its run's first line is of another version or torn
+        else:
+            self._add(check_line(line, place), place)
+
+    def _is_known(self, line: dict[str, Any]) -> bool:
+        return line.get("kind") == "run" or str(line.get("id")) in self.runs
+
+    def _add(self, line: dict[str, Any], place: str) -> None:
+        kind, run = line["kind"], self.runs.get(line["id"])
+        if kind == "run":
+            if run is not None or line["rank"] >= line["world_size"]:
+                raise ConfigError(f"{place}: a second run of one id, or a rank outside its world")
+            self._last = self.runs[line["id"]] = Recording(line, torn_lines=self._torn_lines)
+            self._torn_lines = 0
+        elif run is None:
+            raise ConfigError(f"{place}: a {kind!r} line before the 'run' line that it belongs to")
+        elif kind == "plan":
+            run.plans.append(Plan(line["step"], line["buckets"]))
+        elif kind == "ranks":
+            _check_lengths(line, COMPARED_PHASES, run.run["world_size"], place)
+            run.ranks.append(line)
+        elif not run.plans:
+            raise ConfigError(f"{place}: a {kind!r} line before any plan")
+        elif kind == "residual":
+            if line["bucket"] >= len(run.plans[-1].buckets):
+                raise ConfigError(f"{place}: bucket {line['bucket']} is not in the plan")
+            run.plans[-1].residuals.append(line)
+        else:
+            keys = ("threshold", "spans", *FIGURES)
+            _check_lengths(line, keys, len(run.plans[-1].buckets), place)
+            run.plans[-1].steps.append(line)
 
 
-def _parse(text: str, place: str) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{place}: not a line of a recording: {error}") from None
-    if not isinstance(line, dict) or line.get("kind") not in REQUIRED:
-        raise ConfigError(f"{place}: kind must be one of {', '.join(REQUIRED)}")
-    missing = [key for key in REQUIRED[line["kind"]] if key not in line]
-    if missing:
-        raise ConfigError(f"{place}: a {line['kind']!r} line without {', '.join(missing)}")
-    return line
+def _is_of_another_version(line: dict[str, Any]) -> bool:
+    version = line.get("version")
+    return line.get("kind") == "run" and is_count(version) and version != VERSION
 
 
-def _begin(line: dict[str, Any], place: str) -> Recording:
-    if line["kind"] != "run":
-        raise ConfigError(f"{place}: a recording begins with a 'run' line, got {line['kind']!r}")
-    if line["version"] != VERSION:
-        raise ConfigError(f"{place}: version must be {VERSION}, got {line['version']!r}")
-    return Recording(line)
-
-
-def _add(recording: Recording, line: dict[str, Any], place: str) -> None:
-    kind = line["kind"]
-    if kind == "plan":
-        recording.plans.append(Plan(line["step"], line["buckets"]))
-        return
-    if kind == "ranks":
-        recording.ranks.append(line)
-        return
-    if kind == "run" or not recording.plans:
-        raise ConfigError(f"{place}: a {kind!r} line out of place")
-    plan = recording.plans[-1]
-    if kind == "residual":
-        plan.residuals.append(line)
-        return
-    for key in ("threshold", "spans", *FIGURES):
-        if not isinstance(line[key], list) or len(line[key]) != len(plan.buckets):
-            raise ConfigError(f"{place}: {key} must have one entry for each bucket of the plan")
-    plan.steps.append(line)
+def _check_lengths(line: dict[str, Any], keys: Sequence[str], length: int, place: str) -> None:
+    for key in keys:
+        if len(line[key]) != length:
+            raise ConfigError(f"{place}: {key} must have {length} entries, got {len(line[key])}")
 
 
 def spans_of(recording: Recording) -> Iterator[tuple[Plan, dict[str, Any], int, str, float, float]]:

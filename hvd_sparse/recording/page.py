@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
 from itertools import pairwise
@@ -29,19 +30,25 @@ td.names { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }
 """
 
 
-def report_page(recording: Recording) -> str:
+def report_page(runs: Sequence[Recording], recording: Recording) -> str:
     """The page.
+
+    Args:
+        runs: All runs of the file.
+        recording: The one to show.
 
     Raises:
         ConfigError: The recording holds no step.
         UnsupportedError: matplotlib is not installed.
     """
     if not recording.steps:
-        raise ConfigError("the recording holds no step yet")
+        others = "" if len(runs) == 1 else f"; the file has {len(runs)} runs, choose one by --run"
+        raise ConfigError(f"the recording holds no step yet{others}")
     of_run, plan = curves(recording), last_plan(recording)
     since = f" Since the last change of the plan, at step {plan.step}." if plan.step else ""
     parts = [
         heading(recording),
+        runs_section(runs, recording),
         tiles(recording, of_run),
         section(
             "Time per phase",
@@ -100,18 +107,49 @@ def last_plan(recording: Recording) -> Plan:
 def heading(recording: Recording) -> str:
     """What ran, where and when."""
     run = recording.run
-    started = datetime.fromtimestamp(run["start_unix_s"], timezone.utc)
     facts = (
-        f"Rank {run['rank']} of {run['world_size']} on {run.get('host', '?')}, transport "
-        f"{run['transport']}; hvd_sparse {run.get('hvd_sparse', '?')}, torch "
-        f"{run.get('torch', '?')}; begun {started:%Y-%m-%d %H:%M:%S} UTC."
+        f"Rank {run['rank']} of {run['world_size']} on {run['host']}, transport "
+        f"{run['transport']}; hvd_sparse {run['hvd_sparse']}, torch {run['torch']}; begun "
+        f"{begun(recording)}."
     )
     warning = (
-        '<p class="warn">The recording is cut off: its last line is not complete.</p>'
-        if recording.truncated
+        f'<p class="warn">{recording.torn_lines} line(s) of the recording are cut off and left '
+        "out.</p>"
+        if recording.torn_lines
         else ""
     )
     return f"<h1>What happened</h1>\n<p>{escape(facts)}</p>{warning}"
+
+
+def begun(recording: Recording) -> str:
+    """When a run began."""
+    return f"{datetime.fromtimestamp(recording.run['start_unix_s'], timezone.utc):%F %T} UTC"
+
+
+def runs_section(runs: Sequence[Recording], shown: Recording) -> str:
+    """The runs of the file, if there are several."""
+    if len(runs) == 1:
+        return ""
+    rows = [
+        (
+            f"{number} (this one)" if run is shown else number,
+            begun(run),
+            run.run["world_size"],
+            run.run["transport"],
+            f"{steps_of(run):,}",
+        )
+        for number, run in enumerate(runs, 1)
+    ]
+    columns = {"run": "", "begun": "", "ranks": "", "transport": "text", "steps": ""}
+    text = "The file holds several, as after a restart; --run chooses the one to show."
+    return section("Runs", text, table(columns, rows))
+
+
+def steps_of(recording: Recording) -> int:
+    """Steps of the run: those of the same process before it are not counted."""
+    first: int = recording.plans[0].step if recording.plans else 0
+    last: int = recording.steps[-1]["step"] if recording.steps else first
+    return max(0, last - first)
 
 
 def tiles(recording: Recording, of_run: Curves) -> str:
@@ -127,7 +165,7 @@ def tiles(recording: Recording, of_run: Curves) -> str:
     k = sum(bucket["k"] for bucket in plan.buckets)
     selected = float(bucket_means(plan)["nnz_selected"].sum())
     shown = [
-        (f"{lines[-1]['step']:,}", "steps"),
+        (f"{steps_of(recording):,}", "steps"),
         (f"{1e3 * step_s:.1f} ms", "per step"),
         (f"{100 * wait_s / step_s:.0f} %" if step_s else "–", "of it waiting for buckets"),
         (nbytes(sent), "sent per step"),
@@ -169,12 +207,10 @@ def plans_section(recording: Recording) -> str:
             continue  # replaced before a step was taken by it
         numel = sum(bucket["numel"] for bucket in plan.buckets)
         kinds = sorted({f"{b['selector']} by {b['collective']}" for b in plan.buckets})
-        rows.append(
-            f"<tr><td>{plan.step}</td><td>{len(plan.buckets)}</td><td>{numel:,}</td>"
-            f'<td class="text">{escape(", ".join(kinds) or "all dense")}</td></tr>'
-        )
-    head = '<tr><th>from step</th><th>buckets</th><th>elements</th><th class="text">kinds</th></tr>'
-    return section("Plans", f"{len(rows)} in this run.", table(head, rows))
+        words = ", ".join(kinds) or "all dense"
+        rows.append((plan.step, len(plan.buckets), f"{numel:,}", words))
+    columns = {"from step": "", "buckets": "", "elements": "", "kinds": "text"}
+    return section("Plans", f"{len(rows)} in this run.", table(columns, rows))
 
 
 def buckets_section(plan: Plan) -> str:
@@ -185,28 +221,44 @@ def buckets_section(plan: Plan) -> str:
         names, k = bucket["names"], max(1, bucket["k"])
         label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
         rows.append(
-            f'<tr><td>{place}</td><td class="text names">{escape(label)}</td>'
-            f"<td>{bucket['numel']:,}</td><td>{bucket['k']:,}</td>"
-            f"<td>{means['nnz_selected'][place] / k:.2f}</td>"
-            f"<td>{means['nnz_applied'][place] / k:.2f}</td>"
-            f"<td>{nbytes(means['bytes_sent'][place])}</td>"
-            + "".join(
-                f"<td>{1e3 * means[name][place]:.2f}</td>"
-                for name in ("select_s", "exchange_s", "decode_s", "wait_s")
+            (
+                place,
+                label,
+                f"{bucket['numel']:,}",
+                f"{bucket['k']:,}",
+                f"{means['nnz_selected'][place] / k:.2f}",
+                f"{means['nnz_applied'][place] / k:.2f}",
+                nbytes(means["bytes_sent"][place]),
+                *(
+                    f"{1e3 * means[name][place]:.2f}"
+                    for name in ("accumulate_select_s", "exchange_s", "decode_s", "wait_s")
+                ),
+                bucket["collective"],
             )
-            + f'<td class="text">{escape(bucket["collective"])}</td></tr>'
         )
-    head = (
-        '<tr><th>bucket</th><th class="text">tensors</th><th>n</th><th>k</th><th>selected/k</th>'
-        "<th>applied/k</th><th>sent</th><th>select</th><th>exchange</th><th>decode</th>"
-        '<th>wait</th><th class="text">collective</th></tr>'
-    )
-    return section("Buckets", "Means per step under the last plan; times in ms.", table(head, rows))
+    columns = {"bucket": "", "tensors": "text names", "n": "", "k": "", "selected/k": ""}
+    columns |= {"applied/k": "", "sent": "", "select": "", "exchange": "", "decode": "", "wait": ""}
+    columns |= {"collective": "text"}
+    text = "Means per step under the last plan; times in ms."
+    return section("Buckets", text, table(columns, rows))
 
 
-def table(head: str, rows: list[str]) -> str:
-    """An HTML table that scrolls by itself where it is too wide."""
-    return f'<div class="wide"><table>{head}{"".join(rows)}</table></div>'
+def table(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> str:
+    """An HTML table that scrolls by itself where it is too wide.
+
+    Args:
+        columns: Titles, and the class of each column's cells.
+        rows: The cells; whatever is in them is escaped.
+    """
+    shown = [tagged("th", columns, columns), *(tagged("td", cells, columns) for cells in rows)]
+    return f'<div class="wide"><table>{"".join(shown)}</table></div>'
+
+
+def tagged(tag: str, cells: Iterable[object], columns: Mapping[str, str]) -> str:
+    """One row."""
+    pairs = zip(cells, columns.values(), strict=True)
+    inner = (f'<{tag} class="{kind}">{escape(str(cell))}</{tag}>' for cell, kind in pairs)
+    return f"<tr>{''.join(inner)}</tr>"
 
 
 def nbytes(count: float) -> str:

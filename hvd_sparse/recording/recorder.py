@@ -10,36 +10,40 @@ A recording is a file of JSON lines, each with its `kind`:
 | `residual` | one bucket in turn, as the budget allows | its residual's Euclidean norm |
 | `ranks` | every 64 steps | seconds per phase on every rank |
 
-All times are seconds since the start.
+All times are seconds since the start of the run. A file may hold several runs, one after the other
+or at the same time: every line has the `id` of its run. A process that is started again, and one
+whose ranks have met anew, adds a run to the file.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import secrets
 import socket
 import time
-from collections.abc import Sequence
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hvd_sparse.checks import check_at_least
+from hvd_sparse._version import __version__
+from hvd_sparse.checks import check_share
 from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.engine.guard import warn
 from hvd_sparse.engine.observer import COMPARED_PHASES
 from hvd_sparse.engine.stats import FIGURES
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording.budget import Budget
+from hvd_sparse.recording.lines import LineFile
+from hvd_sparse.recording.thinning import Thinning
 from hvd_sparse.transports import Transport
 
-VERSION = 1
-LINES_BEFORE_THINNING = 2000
-"""So many `steps` lines are written for every step, as many for every second one, and so on: the
-file grows with the logarithm of the run."""
+VERSION = 2
+"""Of the file's format: it rises when a key of a line changes its name or its meaning."""
 READ_BYTES_PER_S = 4e9
 """A guess at memory bandwidth, for the cost of the first norm."""
 
@@ -55,15 +59,20 @@ class Recorder:
     """Records a compression's run: `Compression.topk(…, record=Recorder("run.jsonl"))`.
 
     What it costs is bounded by construction: it measures itself, and leaves steps out while it is
-    over its budget; their figures are in the next line's sums.
+    over its budget; their figures are in the next line's sums. It never ends training: where the
+    disk is full, or anything else fails, the engine's `Guard` warns once and records no more.
 
     Args:
         path: Where the lines are written. With `{rank}` in its name every rank writes its own file,
-            without only rank 0 does. None writes no file.
+            without only rank 0 does. What is in the file stays, folders that are missing are made.
+            None writes no file.
         tensorboard: A `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`;
             rank 0 gives it density, bytes, seconds, thresholds and residual norms.
         share: Most that recording may take of the time, in (0, 1]; half a percent is for lines, as
             much for residual norms.
+
+    Raises:
+        ConfigError: An argument is none of these. The file is opened in the first step, not here.
     """
 
     def __init__(
@@ -73,15 +82,18 @@ class Recorder:
         tensorboard: ScalarWriter | None = None,
         share: float = 0.009,
     ) -> None:
-        if check_at_least("share", share, 0.0) > 1 or share == 0:
-            raise ConfigError(f"share must be in (0, 1], got {share!r}")
-        self.path = None if path is None else os.fspath(path)
-        self.share = share
+        self.path = None if path is None else check_path(path)
+        self.share = check_share("share", share)
+        if tensorboard is not None and not callable(getattr(tensorboard, "add_scalar", None)):
+            raise ConfigError(f"tensorboard must have an add_scalar, got {tensorboard!r}")
         self._tensorboard = tensorboard
-        self._file: IO[str] | None = None
-        self._writes = False
-        self._step = self._lines = 0
-        self._start = self._last_s = 0.0
+        self._scalars: ScalarWriter | None = None
+        self._target: str | None = None
+        self._file: LineFile | None = None
+        self._transport: Callable[[], Transport | None] = lambda: None
+        self._rank = self._step = 0
+        self._read_bytes_per_s = READ_BYTES_PER_S
+        self._budgets: tuple[Budget, Budget] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled as its arguments; the copy begins a recording of its own."""
@@ -90,17 +102,22 @@ class Recorder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], share=state["share"])  # type: ignore[misc]
 
+    def __str__(self) -> str:
+        path = self._target or self.path
+        return f"recording to {'TensorBoard' if path is None else path}"
+
     @property
     def spent_s(self) -> float:
         """What recording has cost so far, in seconds of the training thread."""
-        return self._for_lines.spent_s + self._for_norms.spent_s if self._writes else 0.0
+        return sum(budget.spent_s for budget in self._budgets or ())
 
     # -- what the engine calls ---------------------------------------------------------------------
 
     def planned(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
         """See `Observer.planned`."""
-        if self._start == 0.0:
+        if self._transport() is not transport:
             self._begin(transport)
+        self._buckets = buckets
         self._totals = {name: [0.0] * len(buckets) for name in FIGURES}
         self._counted = self._step
         self._norms = 0
@@ -119,51 +136,58 @@ class Recorder:
 
     def stepped(self, buckets: Sequence[Bucket]) -> None:
         """See `Observer.stepped`."""
+        if buckets is not self._buckets:
+            raise ConfigError("a Recorder serves one compression, and a second one uses it")
         self._step += 1
-        if not self._writes:
+        if self._target is None and self._scalars is None:
             return
-        thinning = 1 << (self._lines // LINES_BEFORE_THINNING)
-        if self._step - self._counted >= thinning and self._for_lines.covers(0.0):
+        if self._due["steps"].is_due(self._step) and self._for_lines.covers(0.0):
             with self._for_lines.paying():
                 self._write_steps(buckets)
         place = self._norms % len(buckets)
-        if self._for_norms.covers(4 * buckets[place].numel / self._read_bytes_per_s):
+        cost_s = 4 * buckets[place].numel / self._read_bytes_per_s
+        if self._due["residual"].is_due(self._step) and self._for_norms.covers(cost_s):
             with self._for_norms.paying():
                 self._write_norm(place, buckets[place])
 
     def compared(self, seconds: Tensor) -> None:
         """See `Observer.compared`."""
+        if self._target is None or not self._due["ranks"].is_due(self._step):
+            return
         columns = zip(COMPARED_PHASES, seconds.T.tolist(), strict=True)
-        self._write(
-            {"kind": "ranks", "step": self._step, **{name: rounded(c) for name, c in columns}}
-        )
+        with self._for_lines.paying():
+            self._write(
+                {"kind": "ranks", "step": self._step, **{name: rounded(c) for name, c in columns}}
+            )
+        self._due["ranks"].wrote(self._step, len(seconds))
 
     def close(self) -> None:
         """Close the file; a later step opens it again and appends."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError as error:
+            warn(f"rank {self._rank}: {self} could not be closed: {error}")
 
     # -- lines -------------------------------------------------------------------------------------
 
     def _begin(self, transport: Transport) -> None:
-        from hvd_sparse import __version__
-
-        self._start = perf_counter()
-        self._for_lines = Budget(self.share / 2)
-        self._for_norms = Budget(self.share / 2)
-        self._read_bytes_per_s = READ_BYTES_PER_S
+        """Begin a run: the first one, or that of a world which has met anew."""
+        self.close()
+        self._transport = weakref.ref(transport)
         self._rank = transport.rank
-        to_file = self.path is not None and (self._rank == 0 or "{rank}" in self.path)
-        if self._rank != 0:
-            self._tensorboard = None
-        self._writes = to_file or self._tensorboard is not None
-        if not to_file:
-            self.path = None
+        self._start, self._last_s = perf_counter(), 0.0
+        self._due = {kind: Thinning(self._step) for kind in ("steps", "residual", "ranks")}
+        if self._budgets is None:
+            self._budgets = Budget(self.share / 2), Budget(self.share / 2)
+        self._for_lines, self._for_norms = self._budgets
+        self._scalars = self._tensorboard if self._rank == 0 else None
+        self._target = None
+        if self.path is None or (self._rank != 0 and "{rank}" not in self.path):
             return
-        assert self.path is not None
-        self.path = self.path.replace("{rank}", str(self._rank))
-        Path(self.path).write_text("")
+        self._target = os.path.abspath(self.path.replace("{rank}", str(self._rank)))
+        self._id = secrets.token_hex(4)
         self._write(
             {
                 "kind": "run",
@@ -179,11 +203,11 @@ class Recorder:
         )
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self.path is None:
+        if self._target is None:
             return
         if self._file is None:
-            self._file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file = LineFile(self._target)
+        self._file.write({**line, "id": self._id})
 
     def _write_steps(self, buckets: Sequence[Bucket]) -> None:
         now_s = perf_counter() - self._start
@@ -206,7 +230,7 @@ class Recorder:
         self._write(line)
         self._to_tensorboard(line, buckets)
         self._totals, self._counted, self._last_s = totals, self._step, now_s
-        self._lines += 1
+        self._due["steps"].wrote(self._step, 1 + len(buckets))
 
     def _spans_of_last_step(self, bucket: Bucket) -> dict[str, tuple[float, float]]:
         """Start and seconds of each phase."""
@@ -223,25 +247,32 @@ class Recorder:
         self._write(
             {"kind": "residual", "step": self._step, "bucket": place, "norm": finite_or_none(norm)}
         )
-        if self._tensorboard is not None:
+        if self._scalars is not None:
             tag = f"hvd_sparse/bucket_{place}/residual_norm"
-            self._tensorboard.add_scalar(tag, norm, self._step)
+            self._scalars.add_scalar(tag, norm, self._step)
         self._norms += 1
+        self._due["residual"].wrote(self._step, 1)
 
     def _to_tensorboard(self, line: dict[str, Any], buckets: Sequence[Bucket]) -> None:
-        if self._tensorboard is None:
+        if self._scalars is None:
             return
         steps = line["steps"]
         for name in ("bytes_sent", *COMPARED_PHASES):
-            self._tensorboard.add_scalar(f"hvd_sparse/{name}", sum(line[name]) / steps, self._step)
+            self._scalars.add_scalar(f"hvd_sparse/{name}", sum(line[name]) / steps, self._step)
         for place, bucket in enumerate(buckets):
             density = line["nnz_applied"][place] / (steps * max(1, bucket.numel))
             tag = f"hvd_sparse/bucket_{place}"
-            self._tensorboard.add_scalar(f"{tag}/density", density, self._step)
+            self._scalars.add_scalar(f"{tag}/density", density, self._step)
             if line["threshold"][place] is not None:
-                self._tensorboard.add_scalar(
-                    f"{tag}/threshold", line["threshold"][place], self._step
-                )
+                self._scalars.add_scalar(f"{tag}/threshold", line["threshold"][place], self._step)
+
+
+def check_path(path: Any) -> str:
+    """A path that a file can have."""
+    text: Any = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"path must be a non-empty text or a Path, got {path!r}")
+    return text
 
 
 def rounded(column: Any) -> list[float]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from reprlib import repr
 from typing import Any
 
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording.log import Recording, spans_of
+from hvd_sparse.recording.schema import is_number
 
 START_KEY = "start_time_since_epoch_in_micros"
 FIRST_PID = 1 << 20
@@ -69,13 +71,18 @@ def read_timeline(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     text = Path(path).read_text(encoding="utf-8", errors="replace").strip()
     try:
         events = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             events = json.loads(text[: text.rfind("}") + 1] + "]")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{os.fspath(path)}: no timeline of Horovod's: {error}") from None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise ConfigError(f"{os.fspath(path)}: no timeline of Horovod's: not a list of events")
+    for event in events:
+        if "ts" in event and not is_number(event["ts"]):
+            raise ConfigError(
+                f"{os.fspath(path)}: no timeline of Horovod's: ts cannot be {repr(event['ts'])}"
+            )
     return events
 
 
@@ -86,7 +93,11 @@ def timeline_start_us(timeline: list[dict[str, Any]]) -> float:
         ConfigError: It does not say so.
     """
     for event in timeline:
-        started = event.get("args", {}).get(START_KEY)
-        if started is not None:
-            return float(started)
+        arguments = event.get("args")
+        started = arguments.get(START_KEY) if isinstance(arguments, dict) else None
+        if started is None:
+            continue
+        if not is_number(started):
+            raise ConfigError(f"the timeline's {START_KEY} cannot be {repr(started)}")
+        return float(started)
     raise ConfigError(f"the timeline has no {START_KEY}: Horovod must be 0.22 or later")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.files import replacing
 from hvd_sparse.simulator.simulation import Outcome
 
 CURVES: tuple[tuple[str, bool, Callable[[Outcome], float | None]], ...] = (
@@ -58,5 +59,6 @@ def plot_outcomes(outcomes: Sequence[Outcome], title: str, path: Path | str) -> 
     figure.legend(curves, names, loc="lower center", ncols=len(names), fontsize="small")
     figure.suptitle(title)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, dpi=120)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=120, format=partial.suffix[1:] or "png")
     pyplot.close(figure)

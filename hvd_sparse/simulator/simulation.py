@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from math import ceil
@@ -12,18 +12,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from hvd_sparse.checks import check_at_least, check_choice, check_count
-from hvd_sparse.collectives import (
-    Collective,
-    DenseAllreduce,
-    DsarSplitAllgather,
-    GTopk,
-    OkTopk,
-    SsarRecursiveDouble,
-    SsarSplitAllgather,
-    TopkAllgather,
-    TopkDsa,
-)
-from hvd_sparse.cost_model import cost
+from hvd_sparse.collectives.registry import BY_NAME, COSTED, cost, names_of
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.simulator.network import Clock, Network
 from hvd_sparse.simulator.scheduler import Pick, first_come
@@ -32,25 +21,14 @@ from hvd_sparse.simulator.transport import SimulatedTransport, SimulatedWorld
 from hvd_sparse.transports import Traffic
 from hvd_sparse.wire import PLAIN, Wire
 
-ALGORITHMS: Mapping[str, Callable[..., Collective]] = {
-    "dense": DenseAllreduce,
-    "topk_allgather": TopkAllgather,
-    "ssar_recursive_double": SsarRecursiveDouble,
-    "ssar_split_allgather": SsarSplitAllgather,
-    "dsar_split_allgather": DsarSplitAllgather,
-    "topk_dsa": TopkDsa,
-    "gtopk": GTopk,
-    "oktopk": OkTopk,
-}
+DISTINCT = COSTED
+"""What can be simulated: every algorithm that has a formula, which tells what memory it takes."""
 
-DISTINCT = tuple(name for name in ALGORITHMS if name != "topk_dsa")
-"""All of them, once each: TopkDSA is another name of `ssar_split_allgather`."""
-
-STATEFUL = frozenset({"oktopk"})
-"""What keeps thresholds and regions from step to step."""
+ALGORITHMS = names_of(lambda entry: entry.name in DISTINCT, aliases=True)
+"""The same by all their names."""
 
 LARGE_WORLD = 64
-"""From so many ranks on, a process more is worth its start."""
+"""From so many ranks on, a simulation takes longer than starting a process for it."""
 
 WORLD_WORDS = 1 << 27
 """Words that all ranks of a simulation may receive in a step: a few GiB of memory."""
@@ -164,15 +142,16 @@ def simulate(
         raise ConfigError(f"slow_rank must be below {world_size}, got {network.slow_rank}")
     if stretch is None:
         stretch = automatic_stretch(algorithm, world_size, workload)
-    world = SimulatedWorld(world_size, network, stretch, pick)
+    entry = BY_NAME[algorithm]
+    world = SimulatedWorld(world_size, network, stretch, pick, entry.control_channels)
     numel, k = round(workload.numel / stretch), round(workload.k / stretch)
     k = max(k, min(1, workload.k))
 
     def one_rank(transport: SimulatedTransport) -> list[_Step]:
-        collective = ALGORITHMS[algorithm](transport, numel, k, wire=wire)
+        collective = entry.collective(transport, numel, k, wire=wire)
         begin_s = workload.compute_s * network.slowness(transport.rank)
         done = []
-        for step in range(steps if algorithm in STATEFUL else 1):
+        for step in range(steps if entry.keeps_state else 1):
             stream = streams.stream(transport.rank, step, numel, k)
             transport.clock = Clock(network, transport.rank, begin_s)
             before = transport.traffic.snapshot()

@@ -7,21 +7,22 @@ outgrew its receiver's guess.
 A vector of a hundred million elements on each of a thousand ranks fits into no machine. So a
 simulation may `stretch` messages: vectors are shorter than those that are meant by this factor, and
 every byte of a message is counted, and takes time, as that many. What does not grow with the
-vectors counts as it is: headers, `allgather`'s tables, `allreduce_sum`, and `CONTROL_CHANNELS`.
+vectors counts as it is: headers, `allgather`'s tables, `allreduce_sum`, and what goes over the
+channels that an algorithm has for control.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
 
 from hvd_sparse.checks import check_at_least
-from hvd_sparse.cost_model import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.errors import PlanError
 from hvd_sparse.simulator.network import Clock, Departure, Network
 from hvd_sparse.simulator.scheduler import Pick, Scheduler, first_come
+from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.transports.base import (
     ALIGNMENT,
     Done,
@@ -34,9 +35,6 @@ from hvd_sparse.transports.framing import HEADER_BYTES, Payload, flatten
 
 Result = TypeVar("Result")
 
-CONTROL_CHANNELS = frozenset({"shares"})
-"""Where Ok-Topk's messages hold counts: their size does not follow from k."""
-
 
 class SimulatedWorld:
     """P ranks of a simulated network.
@@ -46,15 +44,22 @@ class SimulatedWorld:
         network: What connects them.
         stretch: How many bytes a byte of a vector stands for, at least 1.
         pick: See `Scheduler`; it makes no difference to what is simulated.
+        control_channels: Channels of messages that are not stretched.
     """
 
     def __init__(
-        self, world_size: int, network: Network, stretch: float = 1.0, pick: Pick = first_come
+        self,
+        world_size: int,
+        network: Network,
+        stretch: float = 1.0,
+        pick: Pick = first_come,
+        control_channels: Collection[str] = (),
     ) -> None:
         check_at_least("stretch", stretch, 1.0)
         self.world_size = world_size
         self.network = network
         self.stretch = stretch
+        self.control_channels = frozenset(control_channels)
         self.scheduler = Scheduler(world_size, pick)
         self.transports = [SimulatedTransport(self, rank) for rank in range(world_size)]
 
@@ -127,7 +132,7 @@ class SimulatedTransport(Transport):
         """There is nothing to release."""
 
     def _stretch(self, channel: str) -> float:
-        as_is = self._counts_as_is or channel in CONTROL_CHANNELS
+        as_is = self._counts_as_is or channel in self.world.control_channels
         return 1.0 if as_is else self.world.stretch
 
     def _exchange(
@@ -218,8 +223,3 @@ def run_simulated(
 ) -> list[Result]:
     """Run `fn(transport)` once per rank of a simulated network; see `SimulatedWorld`."""
     return SimulatedWorld(world_size, network, stretch, pick).run(fn)
-
-
-def virtual_seconds(transports: Sequence[SimulatedTransport]) -> float:
-    """The time at which the last rank is done."""
-    return max(transport.clock.now_s for transport in transports)

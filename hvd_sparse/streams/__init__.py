@@ -2,7 +2,7 @@
 
 from hvd_sparse.streams.operation import MAX, MIN, OPERATIONS, SUM, Operation
 from hvd_sparse.streams.part import INDEX_BYTES, Part, combine, join, uniform_regions
-from hvd_sparse.streams.stream import ENTRY_BYTES, SparseStream
+from hvd_sparse.streams.stream import ENTRY_BYTES, SparseStream, sum_of
 
 __all__ = [
     "ENTRY_BYTES",
@@ -16,5 +16,6 @@ __all__ = [
     "SparseStream",
     "combine",
     "join",
+    "sum_of",
     "uniform_regions",
 ]

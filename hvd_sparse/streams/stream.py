@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hvd_sparse import ops
 from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
 
 ENTRY_BYTES = 8
@@ -98,3 +99,13 @@ class SparseStream:
             torch.cat([stream.values for stream in streams]),
             numel,
         )
+
+
+def sum_of(streams: Sequence[SparseStream], numel: int) -> SparseStream:
+    """The sum of any number of streams, over a vector of `numel` elements."""
+    filled = [stream for stream in streams if stream.nnz]
+    if not filled:
+        return SparseStream.empty(numel)
+    if len(filled) == 1:
+        return SparseStream(*filled[0].payload(), numel)
+    return SparseStream(*ops.merge_sum([stream.payload() for stream in filled], numel), numel)

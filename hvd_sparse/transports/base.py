@@ -19,11 +19,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from hvd_sparse.cost_model import DIRECT_ALLGATHER_RANKS, MESSAGES_IN_FLIGHT, Link
+from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import PlanError
+from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
 from hvd_sparse.transports.buffers import BufferPool
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
 from hvd_sparse.transports.position import NO_CONTEXT, Context
@@ -182,10 +182,9 @@ class Transport(ABC):
         if len(payloads) != P:
             raise ValueError(f"all_to_all takes a payload per rank, {P}, got {len(payloads)}")
         received = [flatten(payloads[r], self._buffers)] * P
-        for first in range(1, P, MESSAGES_IN_FLIGHT):
+        for distances in batches(P):
             handles = [
-                ((r - s) % P, self._to_ring(payloads[(r + s) % P], s, channel))
-                for s in range(first, min(first + MESSAGES_IN_FLIGHT, P))
+                ((r - s) % P, self._to_ring(payloads[(r + s) % P], s, channel)) for s in distances
             ]
             for src, handle in handles:
                 received[src] = handle.received()
@@ -248,36 +247,21 @@ class Transport(ABC):
         """
         if tensor.dtype not in SUMMABLE:
             raise TypeError(f"allreduce_sum takes {SUMMABLE}, got {tensor.dtype}")
-        P, r = self.world_size, self.rank
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        cube = 1 << (P.bit_length() - 1)  # ranks that take part in the doubling
-        surplus = P - cube
-        folded = r < 2 * surplus  # these pair up: the odd one hands over to the even one
-        passive = folded and r % 2 == 1
-
-        if surplus:
-            peer = r ^ 1 if folded else None
-            theirs = self._swap_sums(
-                total, peer if passive else None, None if passive else peer, channel
-            )
-            if theirs is not None:
-                total = total + theirs
-        position = r // 2 if folded else r - surplus
-        mask = 1
-        while mask < cube:
-            other = position ^ mask
-            peer = None if passive else (2 * other if other < surplus else other + surplus)
+        cube = Cube(self.rank, self.world_size)
+        gives, takes = (cube.partner, None) if cube.is_passive else (None, cube.partner)
+        is_folded = cube.positions < self.world_size
+        if is_folded:
+            theirs = self._swap_sums(total, gives, takes, channel)
+            total = total if theirs is None else total + theirs
+        for mask in cube.masks():
+            peer = cube.peer(mask)
             theirs = self._swap_sums(total, peer, peer, channel)
             if theirs is not None:
-                total = total + theirs if position < other else theirs + total
-            mask *= 2
-        if surplus:
-            peer = r ^ 1 if folded else None
-            theirs = self._swap_sums(
-                total, None if passive else peer, peer if passive else None, channel
-            )
-            if theirs is not None:
-                total = theirs.clone()
+                total = total + theirs if cube.position & mask == 0 else theirs + total
+        if is_folded:
+            theirs = self._swap_sums(total, takes, gives, channel)
+            total = total if theirs is None else theirs.clone()
         return total
 
     def broadcast(self, payload: Payload | None, root: int, *, channel: str) -> torch.Tensor:
@@ -333,21 +317,6 @@ class Transport(ABC):
                 f"rank {src} has {arrived.numel()}"
             )
         return arrived.view(total.dtype).view(total.shape)
-
-
-def allgather_loads(sizes: Sequence[int]) -> list[int]:
-    """What each rank sends in `allgather` of blocks of these sizes, in order of the ranks."""
-    P = len(sizes)
-    if P <= DIRECT_ALLGATHER_RANKS:
-        return [size * (P - 1) for size in sizes]
-    ends = np.cumsum([0, *sizes, *sizes])
-    loads, distance = np.zeros(P, dtype=np.int64), 1
-    while distance < P:
-        count = min(distance, P - distance)
-        loads += ends[count : count + P] - ends[:P]
-        distance *= 2
-    every: list[int] = loads.tolist()
-    return every
 
 
 def check_peers(

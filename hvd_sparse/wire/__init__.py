@@ -1,6 +1,6 @@
 """The wire: how parts of a vector become messages, and who keeps what rounding loses."""
 
-from hvd_sparse.wire.base import Packer, Wire, sum_of
+from hvd_sparse.wire.base import Packer, Wire
 from hvd_sparse.wire.compact import WIRES, CompactWire
 from hvd_sparse.wire.plain import PLAIN, PlainWire
 
@@ -11,5 +11,4 @@ __all__ = [
     "Packer",
     "PlainWire",
     "Wire",
-    "sum_of",
 ]

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
-from hvd_sparse.streams import SUM, Operation, Part, SparseStream
-from hvd_sparse.transports import Payload
+from hvd_sparse.errors import MessageError
+from hvd_sparse.streams import INDEX_BYTES, SUM, Operation, Part, SparseStream, sum_of
+from hvd_sparse.wire.checks import check_ascending
 
 SEED_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 """Odd constants that spread a step, a rank and a message over 64 bits."""
@@ -28,7 +28,7 @@ class Wire(ABC):
     is_lossless: bool
 
     @abstractmethod
-    def encode(self, part: Part, seed: int) -> Payload:
+    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
         """The message of a part, which is sent in the form that it has.
 
         Args:
@@ -44,6 +44,13 @@ class Wire(ABC):
             message: uint8 `(bytes,)`, 8-byte aligned, as a transport delivers it.
             start: First element that the part spans.
             stop: One past the last one.
+
+        Returns:
+            A part with strictly ascending indices in `[start, stop)`, if it has any. It may view
+            the message.
+
+        Raises:
+            MessageError: The message is not that of such a part.
         """
 
     @abstractmethod
@@ -55,15 +62,25 @@ class Wire(ABC):
         room = self.expected_bytes(part.numel, part.nnz)
         return part.nnz * room.entry_bytes >= part.numel * room.dense_value_bytes
 
-    def encode_indices(self, indices: Tensor, numel: int) -> Payload:
+    def encode_indices(self, indices: Tensor, numel: int) -> tuple[Tensor, ...]:
         """The message of indices alone: int32 ascending in `[0, numel)`."""
         del numel
         return (indices.contiguous(),)
 
     def decode_indices(self, message: Tensor, numel: int) -> Tensor:
-        """Read the message of indices alone: int32."""
-        del numel
-        return message.view(torch.int32)
+        """Read the message of indices alone: int32, strictly ascending in `[0, numel)`.
+
+        Raises:
+            MessageError: The message is not that of such indices.
+        """
+        if message.numel() % INDEX_BYTES:
+            raise MessageError(
+                f"a message of wire {self.name!r} with indices must have a multiple of "
+                f"{INDEX_BYTES} bytes, got {message.numel()}"
+            )
+        indices = message.view(torch.int32)
+        check_ascending(self.name, indices, 0, numel)
+        return indices
 
 
 class Packer:
@@ -91,7 +108,7 @@ class Packer:
             return part
         return part.to_dense(operation)
 
-    def pack(self, part: Part, author: int | None = None) -> tuple[Payload, Part]:
+    def pack(self, part: Part, author: int | None = None) -> tuple[tuple[Tensor, ...], Part]:
         """Encode a part.
 
         Args:
@@ -123,19 +140,9 @@ class Packer:
         return sum_of(self._lost, numel)
 
 
-def flat_message(payload: Payload) -> Tensor:
+def flat_message(payload: tuple[Tensor, ...]) -> Tensor:
     """A payload as its receiver gets it."""
     return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in payload])
-
-
-def sum_of(streams: list[SparseStream], numel: int) -> SparseStream:
-    """The sum of any number of streams, over a vector of `numel` elements."""
-    filled = [stream for stream in streams if stream.nnz]
-    if not filled:
-        return SparseStream.empty(numel)
-    if len(filled) == 1:
-        return SparseStream(*filled[0].payload(), numel)
-    return SparseStream(*ops.merge_sum([stream.payload() for stream in filled], numel), numel)
 
 
 def _difference(part: Part, read: Part) -> SparseStream:

@@ -9,11 +9,17 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
-from hvd_sparse.ops.reference.wire import GAP_BLOCK
+from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import INDEX_BYTES, Part
-from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
-from hvd_sparse.wire.plain import DENSE, HEADER_BYTES, PLAIN
+from hvd_sparse.wire.checks import (
+    DENSE,
+    HEADER_BYTES,
+    check_ascending,
+    check_bytes,
+    entry_count,
+)
+from hvd_sparse.wire.plain import PLAIN
 from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec
 
 INDEX_BITS = 31
@@ -21,7 +27,7 @@ INDEX_BITS = 31
 
 
 class CompactWire(Wire):
-    """A count of entries (int64), int32 indices, values, gap-coded indices; either kind of indices.
+    """A count of entries (int64), then int32 indices and values, or values and gap-coded indices.
 
     A dense part has no indices. Gaps are counted from the part's first element, so they are as
     short in a region as in the whole vector (`ops.gap_encode`).
@@ -46,7 +52,7 @@ class CompactWire(Wire):
         self._has_gaps = indices == "gap"
         self.is_lossless = self._values.is_lossless and self._dense_values.is_lossless
 
-    def encode(self, part: Part, seed: int) -> Payload:
+    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
         """See `Wire.encode`."""
         if part.indices is None:
             header = torch.tensor([DENSE])
@@ -59,16 +65,21 @@ class CompactWire(Wire):
 
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
         """See `Wire.decode`."""
-        count = int(message[:HEADER_BYTES].view(torch.int64))
+        count = entry_count(self.name, message, start, stop)
         body = message[HEADER_BYTES:]
         if count == DENSE:
-            return Part(None, self._dense_values.decode(body, stop - start), start, stop)
+            numel = stop - start
+            check_bytes(self.name, "a dense part", body, self._dense_values.nbytes(numel))
+            return Part(None, self._dense_values.decode(body, numel), start, stop)
+        values_bytes = self._values.nbytes(count)
         if self._has_gaps:
-            cut = self._values.nbytes(count)
-            indices = ops.gap_decode(body[cut:], count, start, stop)
-            return Part(indices, self._values.decode(body[:cut], count), start, stop)
+            indices = self._read_gaps(body[values_bytes:], count, start, stop)
+            check_bytes(self.name, f"{count} entries", body[:values_bytes], values_bytes)
+            return Part(indices, self._values.decode(body[:values_bytes], count), start, stop)
         cut = INDEX_BYTES * count
+        check_bytes(self.name, f"{count} entries", body, cut + values_bytes)
         indices = body[:cut].view(torch.int32)
+        check_ascending(self.name, indices, start, stop)
         return Part(indices, self._values.decode(body[cut:], count), start, stop)
 
     def expected_bytes(self, numel: int, k: int) -> WireBytes:
@@ -80,7 +91,7 @@ class CompactWire(Wire):
             self._dense_values.nbytes(numel) / numel,
         )
 
-    def encode_indices(self, indices: Tensor, numel: int) -> Payload:
+    def encode_indices(self, indices: Tensor, numel: int) -> tuple[Tensor, ...]:
         """See `Wire.encode_indices`; gaps come after their number (int64)."""
         if not self._has_gaps:
             return super().encode_indices(indices, numel)
@@ -90,8 +101,25 @@ class CompactWire(Wire):
         """See `Wire.decode_indices`."""
         if not self._has_gaps:
             return super().decode_indices(message, numel)
-        count = int(message[:HEADER_BYTES].view(torch.int64))
-        return ops.gap_decode(message[HEADER_BYTES:], count, 0, numel)
+        count = entry_count(self.name, message, 0, numel)
+        if count == DENSE:
+            raise MessageError(f"a message of wire {self.name!r} with indices claims to be dense")
+        return self._read_gaps(message[HEADER_BYTES:], count, 0, numel)
+
+    def _read_gaps(self, code: Tensor, count: int, start: int, stop: int) -> Tensor:
+        """Gap-coded indices. A code begins with a byte per block of them."""
+        if code.numel() >= -(-count // ops.GAP_BLOCK):
+            try:
+                return ops.gap_decode(code, count, start, stop)
+            except ValueError as error:
+                raise self._no_code(code, count, start, stop) from error
+        raise self._no_code(code, count, start, stop)
+
+    def _no_code(self, code: Tensor, count: int, start: int, stop: int) -> MessageError:
+        return MessageError(
+            f"{code.numel()} bytes in a message of wire {self.name!r} are no code of {count} "
+            f"strictly ascending indices in [{start}, {stop})"
+        )
 
 
 def gap_index_bytes(density: float) -> float:
@@ -100,8 +128,8 @@ def gap_index_bytes(density: float) -> float:
     A gap reaches g with (1 - density)^g, and a block has the bits of its largest one.
     """
     reach = [(1 - density) ** (1 << bits) for bits in range(INDEX_BITS)]
-    width = sum(1 - (1 - odds) ** GAP_BLOCK for odds in reach)
-    return width / 8 + 1 / GAP_BLOCK
+    width = sum(1 - (1 - odds) ** ops.GAP_BLOCK for odds in reach)
+    return width / 8 + 1 / ops.GAP_BLOCK
 
 
 WIRES: dict[str, Wire] = {

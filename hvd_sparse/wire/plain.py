@@ -9,19 +9,21 @@ from torch import Tensor
 
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.streams import INDEX_BYTES, Part
-from hvd_sparse.transports import Payload
 from hvd_sparse.wire.base import Wire
-
-HEADER_BYTES = 8
-DENSE = -1
-"""The header of a dense part's message, in place of a count of entries."""
+from hvd_sparse.wire.checks import (
+    DENSE,
+    HEADER_BYTES,
+    check_ascending,
+    check_bytes,
+    entry_count,
+)
 
 
 class PlainWire(Wire):
-    """A count of entries (int64), values of any type, and int32 indices unless the part is dense.
+    """A count of entries (int64), values, and int32 indices unless the part is dense.
 
     Args:
-        dtype: The values' type.
+        dtype: The values' type, of 4 or 8 bytes.
         block: Shape of what one index stands for.
     """
 
@@ -33,7 +35,7 @@ class PlainWire(Wire):
         self.block = tuple(block)
         self._value_bytes = dtype.itemsize * torch.Size(block).numel()
 
-    def encode(self, part: Part, seed: int) -> Payload:
+    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
         """See `Wire.encode`."""
         del seed  # nothing is rounded
         header = torch.tensor([DENSE if part.indices is None else part.nnz])
@@ -44,12 +46,16 @@ class PlainWire(Wire):
 
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
         """See `Wire.decode`; the part views the message."""
-        nnz = int(message[:HEADER_BYTES].view(torch.int64))
+        nnz = entry_count(self.name, message, start, stop)
         body = message[HEADER_BYTES:]
         if nnz == DENSE:
+            check_bytes(self.name, "a dense part", body, (stop - start) * self._value_bytes)
             return Part(None, self._values(body), start, stop)
         cut = nnz * self._value_bytes
-        return Part(body[cut:].view(torch.int32), self._values(body[:cut]), start, stop)
+        check_bytes(self.name, f"{nnz} entries", body, cut + nnz * INDEX_BYTES)
+        indices = body[cut:].view(torch.int32)
+        check_ascending(self.name, indices, start, stop)
+        return Part(indices, self._values(body[:cut]), start, stop)
 
     def expected_bytes(self, numel: int, k: int) -> WireBytes:
         """See `Wire.expected_bytes`."""

@@ -2,82 +2,77 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.launch import WORKERS, Controller, horovodrun
-from tests.workers.adapter_equalities import SCENARIOS
+from tests.launch import horovodrun, launch_environment, python_command
+from tests.ranks import Ranks, World, with_ranks
+from tests.workers.adapter_alone import train_alone
+from tests.workers.adapter_elastic import train_through_a_death
+from tests.workers.adapter_equalities import SCENARIOS, check
+from tests.workers.adapter_join import join_in_the_middle
+from tests.workers.adapter_ledger import keep_the_books
+from tests.workers.adapter_refusals import refuse_a_second_optimizer, refuse_operations
+from tests.workers.adapter_waiting import cpu_shares
 
-CONTROLLERS = [
-    "gloo",
-    pytest.param(
-        "mpi", marks=pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
-    ),
-]
 
-
-@pytest.mark.timeout(360)
-@pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@with_ranks(*(World(size, controller) for size in (2, 3) for controller in ("gloo", "mpi")))
 @pytest.mark.parametrize("method", ["topk", "oktopk"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_lossless_exchange_trains_to_the_same_weights(
-    controller: Controller, world_size: int, method: str
+    ranks: Ranks, scenario: str, method: str
 ) -> None:
-    done = horovodrun(
-        world_size, "adapter_equalities.py", "--method", method, controller=controller, timeout=300
-    )
-    for name in SCENARIOS:
-        assert f"EQUAL {name}" in done.stdout
+    ranks.run(check, scenario, method)
 
 
+@with_ranks(World(3), World(3, "mpi"))
+@pytest.mark.parametrize("place", ["large", "bias", "other", "table.weight"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_skipped_step_costs_no_gradient(ranks: Ranks, place: str, scaled: bool) -> None:
+    for method, arguments in (
+        ("oktopk", {"density": 0.02}),
+        ("dgc", {"density": 0.02, "momentum": 0.0, "bucket_numel": 2000}),
+        ("exdyna", {"density": 0.02, "dense_below": 2500}),
+    ):
+        if not (scaled and place == "table.weight"):
+            ranks.run(keep_the_books, place, scaled, method, arguments)
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("scenario", ["average", "process_sets", "num_groups"])
 @pytest.mark.parametrize("transport", ["horovod", "gloo"])
-def test_every_transport_can_be_asked_for(transport: str) -> None:
-    done = horovodrun(
-        2,
-        "adapter_equalities.py",
-        *("--only", "average", "process_sets", "num_groups"),
-        env={"HVD_SPARSE_TRANSPORT": transport},
-        timeout=120,
-    )
-    assert done.stdout.count("EQUAL") == 3
+def test_every_transport_can_be_asked_for(ranks: Ranks, scenario: str, transport: str) -> None:
+    ranks.run(check, scenario, "topk", env={"HVD_SPARSE_TRANSPORT": transport})
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_what_cannot_work_is_refused_by_name(controller: Controller) -> None:
-    done = horovodrun(2, "adapter_refusals.py", controller=controller, timeout=120)
-    for op in ("Min", "Max", "Product", "Adasum"):
-        assert f"REFUSED op=hvd.{op} " in done.stdout
-    assert "REFUSED second optimizer" in done.stdout
+@with_ranks(World(2), World(2, "mpi"))
+def test_what_cannot_work_is_refused_by_name(ranks: Ranks) -> None:
+    for rank in ranks.run(refuse_operations):
+        for op in ("Min", "Max", "Product", "Adasum"):
+            assert f"REFUSED op=hvd.{op} " in rank.output
+    ranks.run(refuse_a_second_optimizer)
 
 
-def test_a_rank_that_waits_leaves_its_processor_alone() -> None:
+@with_ranks(World(2))
+def test_a_rank_that_waits_leaves_its_processor_alone(ranks: Ranks) -> None:
     """Horovod's own wait takes all of one: a share of 1."""
-    done = horovodrun(2, "adapter_waiting.py", timeout=120)
-    shares = [line.split()[-1] for line in done.stdout.splitlines() if "SHARE" in line]
+    shares = ranks.run(cpu_shares)[1].result
     assert len(shares) == 6
-    assert all(float(share) < 0.3 for share in shares), done.stdout
+    assert max(shares) < 0.3, shares
 
 
+@pytest.mark.launches
 def test_join_is_refused_and_no_rank_hangs() -> None:
-    done = horovodrun(3, "adapter_join.py", timeout=90, check=False)
+    done = horovodrun(3, join_in_the_middle, timeout=90, check=False)
     assert done.returncode != 0
     assert "hvd.join() cannot be used" in done.stdout + done.stderr
 
 
+@pytest.mark.launches
 def test_an_impossible_transport_says_why() -> None:
-    done = horovodrun(
-        2,
-        "adapter_equalities.py",
-        *("--only", "average"),
-        env={"HVD_SPARSE_TRANSPORT": "mpi"},
-        timeout=90,
-        check=False,
-    )
+    env = {"HVD_SPARSE_TRANSPORT": "mpi"}
+    done = horovodrun(2, check, "average", "topk", env=env, timeout=90, check=False)
     assert done.returncode != 0
     assert "HVD_SPARSE_TRANSPORT" in done.stdout + done.stderr
 
@@ -85,8 +80,8 @@ def test_an_impossible_transport_says_why() -> None:
 @pytest.mark.parametrize("elastic", ["", "1"])
 def test_a_process_of_its_own(elastic: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(WORKERS / "adapter_alone.py")],
-        env={**os.environ, "HOROVOD_ELASTIC": elastic, "PYTHONPATH": str(Path.cwd())},
+        python_command(train_alone),
+        env=launch_environment({"HOROVOD_ELASTIC": elastic}),
         capture_output=True,
         text=True,
         timeout=60,
@@ -96,10 +91,11 @@ def test_a_process_of_its_own(elastic: str) -> None:
     assert "TRAINED" in done.stdout
 
 
+@pytest.mark.launches
 def test_elastic_recovers_with_its_residuals() -> None:
     done = horovodrun(
         2,
-        "adapter_elastic.py",
+        train_through_a_death,
         hosts="localhost:1,127.0.0.1:1",
         options=["--min-np", "1", "--network-interface", "lo"],
         timeout=150,

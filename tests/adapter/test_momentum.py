@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_sparse import Compression, ConfigError, MomentumCorrectedSGD, dgc_sgd
-from hvd_sparse.adapter.double_momentum import refuse_double_momentum
+from hvd_sparse.adapter.refusals import refuse_double_momentum
 from hvd_sparse.memories import MemoryOptions
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.ranks import Ranks, World, with_ranks
+from tests.workers.sparse_vectors import check_embeddings, check_functions
 
-from tests.launch import horovodrun
+
+@with_ranks(World(2), World(3))
+def test_functions(ranks: Ranks) -> None:
+    ranks.run(check_functions)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_functions_and_embeddings(world_size: int) -> None:
-    done = horovodrun(world_size, "sparse_vectors.py", timeout=150)
-    assert done.stdout.count("FUNCTIONS") == world_size
-    assert done.stdout.count("EMBEDDINGS") == world_size
+@with_ranks(World(2), World(3))
+def test_embeddings(ranks: Ranks) -> None:
+    ranks.run(check_embeddings)

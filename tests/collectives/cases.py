@@ -11,6 +11,7 @@ from torch import Tensor
 from hvd_sparse.collectives import Collective, Reduction
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport, run_ranks
+from tests.streams import dense
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 64)
 
@@ -83,12 +84,6 @@ def cases_for(world_size: int) -> list[Case]:
 def case_stream(case: Case, rank: int, world_size: int) -> SparseStream:
     seed = len(case.name) * 1000 + rank
     return case.stream(torch.Generator().manual_seed(seed), rank, world_size)
-
-
-def dense(stream: SparseStream) -> Tensor:
-    out = torch.zeros(stream.numel, dtype=torch.float64)
-    out[stream.indices.long()] = stream.values.double()
-    return out
 
 
 def reduce_cases(

@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hvd_sparse.collectives import OkTopk, SsarRecursiveDouble, TopkAllgather
-from hvd_sparse.collectives.automatic import (
-    CANDIDATES,
-    LOSSLESS,
-    automatic_collective,
-    cheapest_algorithm,
-)
+from hvd_sparse.collectives.automatic import automatic_collective, cheapest_algorithm
 from hvd_sparse.collectives.link import link_of
-from hvd_sparse.cost_model import FORMULAS, ORDINARY_LINK, Link
+from hvd_sparse.collectives.registry import CANDIDATES, COSTED, LOSSLESS_CANDIDATES
+from hvd_sparse.cost_model import ORDINARY_LINK, Link
 from hvd_sparse.simulator import Network, SyntheticStreams, Workload, run_simulated, simulate
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, CompactWire, Wire
@@ -93,8 +89,8 @@ def test_the_wire_counts(k: int, wire: Wire, expected: str) -> None:
 
 
 def test_every_candidate_has_a_formula() -> None:
-    assert set(CANDIDATES) <= set(FORMULAS)
-    assert "oktopk" not in LOSSLESS
+    assert set(CANDIDATES) <= set(COSTED)
+    assert "oktopk" not in LOSSLESS_CANDIDATES
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 16])
@@ -114,7 +110,7 @@ def test_the_pick_is_nearly_the_best_that_is_simulated(
 
     def choose(transport: Transport) -> str:
         transport.link = link
-        return cheapest_algorithm(transport, numel, workload.k, tuple(CANDIDATES))
+        return cheapest_algorithm(transport, numel, workload.k, CANDIDATES)
 
     picked = run_simulated(world_size, choose, Network(link))[0]
     assert seconds[picked] <= 1.2 * min(seconds.values())

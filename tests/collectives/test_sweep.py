@@ -9,17 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from hvd_sparse.collectives import (
-    Collective,
-    DenseAllreduce,
-    DsarSplitAllgather,
-    GTopk,
-    OkTopk,
-    Reduction,
-    SsarRecursiveDouble,
-    SsarSplitAllgather,
-    TopkAllgather,
-)
+from hvd_sparse.collectives import Collective, GTopk, IndexUnion, OkTopk, Reduction
+from hvd_sparse.collectives.registry import ALGORITHMS
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, CompactWire, Wire
@@ -30,22 +21,19 @@ from tests.collectives.cases import (
     assert_identical,
     assert_mass_conserved,
     case_stream,
-    dense,
     random_stream,
     reduce_cases,
 )
+from tests.streams import dense
 
+OF_STREAMS = [a for a in ALGORITHMS if not issubclass(a.collective, IndexUnion)]
+"""Those that sum streams; the others sum accumulators, for which tests/laws has the sweep."""
 LOSSLESS: dict[str, Callable[..., Collective]] = {
-    "dense": DenseAllreduce,
-    "topk_allgather": TopkAllgather,
-    "ssar_recursive_double": SsarRecursiveDouble,
-    "ssar_split_allgather": SsarSplitAllgather,
-    "dsar_split_allgather": DsarSplitAllgather,
+    a.name: a.collective for a in OF_STREAMS if a.is_lossless
 }
 """These apply all that goes in."""
 SELECTIVE: dict[str, Callable[..., Collective]] = {
-    "gtopk": GTopk,
-    "oktopk": OkTopk,
+    **{a.name: a.collective for a in OF_STREAMS if not a.is_lossless},
     "oktopk, always balanced": partial(OkTopk, balance_factor=1.0),
 }
 """These apply about k of it."""

@@ -23,7 +23,6 @@ from hvd_sparse.collectives import (
     SsarRecursiveDouble,
     SsarSplitAllgather,
     TopkAllgather,
-    TopkDsa,
 )
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Handle, LocalTransport, Payload, run_ranks
@@ -128,7 +127,7 @@ def test_rows_of_table_1(P: int, streams: Streams) -> None:
     share, rounds = (P - 1) / P, ceil(log2(P))
     rows = {
         "topk_allgather": (TopkAllgather, 2 * k * (P - 1), 2 * k * (P - 1)),
-        "topk_dsa": (TopkDsa, 4 * k * share, (2 * k + numel) * share),
+        "topk_dsa": (SsarSplitAllgather, 4 * k * share, (2 * k + numel) * share),
         "gtopk": (GTopk, 0, 4 * k * rounds),
         "oktopk": (partial(OkTopk, tolerance=0.0), 2 * k * share, 6 * k * share),
     }

@@ -16,8 +16,9 @@ from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from tests.devices import ON_CUDA
-from tests.launch import horovodrun
 from tests.ops.cases import assert_same, generator, stream
+from tests.ranks import Ranks, World, with_ranks
+from tests.workers.training_on import train_on
 
 DEVICES = ("cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if ON_CUDA else []))
 SHAPES = {"a": (70, 60), "b": (7,), "c": (200,), "d": (40, 10)}
@@ -42,7 +43,8 @@ def test_selectors(device: str, selector: type[ExactTopK]) -> None:
         random, taken = generator(), []
         for _ in range(STEPS):
             gradient = torch.randn(numel, generator=random).to(place)
-            taken.append(memory.take([gradient], chosen, k).to("cpu").payload())
+            stream = chosen.select(memory.accumulate([gradient], k), k)
+            taken.append(stream.to("cpu").payload())
         kept[place] = (*taken, memory.residual.cpu())
     assert_same(kept[device], kept["cpu"])
 
@@ -81,6 +83,6 @@ def test_engine(device: str, collective: type[OkTopk]) -> None:
         assert_same(results, outcomes["cpu"][0])
 
 
-def test_ranks_that_share_a_device(device: str) -> None:
-    done = horovodrun(2, "training_on.py", device, timeout=240)
-    assert "SAME WEIGHTS" in done.stdout
+@with_ranks(World(2))
+def test_ranks_that_share_a_device(device: str, ranks: Ranks) -> None:
+    ranks.run(train_on, device, timeout=240)

@@ -13,6 +13,7 @@ from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.plan import form_buckets
+from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import PlanError
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold
 from hvd_sparse.transports import Transport
@@ -50,7 +51,7 @@ def step_of(engine: Engine, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             leftover = engine.leftover(name)
             dense[name] = gradient if leftover is None else gradient + leftover
-            engine.forget_leftover(name)
+            engine.flushed(name)
     engine.scale = engine.scale or 1.0
     return dense | {name: engine.result(name).clone() for name in sparse}
 
@@ -126,15 +127,15 @@ def test_no_mass_is_lost_over_changes_of_the_assignment(world_size: int) -> None
 def test_a_background_thread_that_is_slow_to_end_costs_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ready = Engine._wait_until_ready
+    ready = Worker._wait_until_ready
 
-    def slow_to_end(engine: Engine, bucket: Bucket) -> bool:
-        goes_on = ready(engine, bucket)
+    def slow_to_end(worker: Worker, bucket: Bucket) -> bool:
+        goes_on = ready(worker, bucket)
         if not goes_on:
             time.sleep(0.3)
         return goes_on
 
-    monkeypatch.setattr(Engine, "_wait_until_ready", slow_to_end)
+    monkeypatch.setattr(Worker, "_wait_until_ready", slow_to_end)
 
     def worker(transport: Transport) -> None:
         engine = Engine(SMALL)
@@ -159,7 +160,7 @@ def test_a_leftover_survives_in_the_state() -> None:
         leftover = engine.leftover("b")
         assert leftover is not None
         assert torch.equal(leftover, residual)
-        engine.forget_leftover("b")
+        engine.flushed("b")
         assert set(engine.state_dict()["residual"]) == {"a"}
         engine.disconnect()
 

@@ -193,7 +193,7 @@ def test_a_non_finite_gradient_reaches_every_rank_and_leaves_no_trace(
 
 @pytest.mark.parametrize("wire", ["float16+gap", "qsgd4+gap", "qsgd8"])
 def test_it_leaves_no_trace_over_a_lossy_wire(wire: str) -> None:
-    """A quantised bucket turns non-finite as a whole; the residual is as before, to rounding."""
+    """A quantised bucket turns non-finite as a whole; the residual is as before all the same."""
 
     def worker(transport: Transport) -> None:
         chosen = method(0.05, bucket_numel=600, collective=partial(OkTopk, wire=WIRES[wire]))
@@ -209,7 +209,7 @@ def test_it_leaves_no_trace_over_a_lossy_wire(wire: str) -> None:
             if step == 3:
                 assert not torch.isfinite(result["f"][17])
                 for name in SHAPES:
-                    torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-3)
+                    assert torch.equal(after[name], before[name])
         engine.disconnect()
 
     run_ranks(3, worker, timeout_s=30.0)
@@ -339,7 +339,7 @@ class Broken(TopkAllgather):
 
     calls = 0
 
-    def reduce(self, stream: Any) -> Any:
+    def reduce(self, stream: Any, take_at: Any = None) -> Any:
         self.calls += 1
         if self.calls == 2:
             raise TransportError("the network is gone")
@@ -357,7 +357,7 @@ def test_a_failed_exchange_loses_nothing() -> None:
         with pytest.raises(TransportError, match="the network is gone"):
             step_of(engine, grads)
         after = engine.state_dict()["residual"]
-        assert all(torch.equal(after[n], before[n] + grads[n]) for n in SHAPES)
+        assert all(torch.equal(after[n], before[n]) for n in SHAPES)  # as if there was no step
         engine.disconnect()
 
     run_ranks(1, worker, timeout_s=30.0)
@@ -376,7 +376,7 @@ def test_stats_add_up() -> None:
             assert bucket.nnz_selected == sum(step.nnz_selected for step in bucket.history)
             assert bucket.nnz_selected <= 5 * bucket.k * 1.1
             assert bucket.bytes_sent >= 8 * bucket.nnz_selected
-            assert min(bucket.select_s, bucket.exchange_s, bucket.decode_s) > 0
+            assert min(bucket.accumulate_select_s, bucket.exchange_s, bucket.decode_s) > 0
             assert bucket.density == pytest.approx(bucket.nnz_applied / (5 * bucket.numel))
         assert stats.totals.bytes_sent == sum(b.bytes_sent for b in stats.buckets)
         assert stats.totals.wait_s > 0

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hvd_sparse.collectives import (
     Collective,
-    IndexUnion,
     OkTopk,
     TopkAllgather,
     automatic_collective,
@@ -28,6 +27,8 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from hvd_sparse.wire import WIRES
 from tests.devices import CPU, in_worlds, on_every_device
+from tests.laws.steps import one_step
+from tests.streams import dense
 
 WORLDS = (1, 2, 3, 4, 7)
 SIZES = (0, 1, 5, 1000, 2**16 - 1, 2**16 + 1)
@@ -84,21 +85,10 @@ def steps_of_one_rank(
         generator = torch.Generator().manual_seed(100 * step + transport.rank)
         g = gradient(generator, numel, transport.rank)
         before = memory.residual.clone().cpu()
-        stream = memory.take([g.to(device)], chooser, k, reducer.scope()).to("cpu")
-        if isinstance(reducer, IndexUnion):
-            reduction = reducer.reduce(stream, memory.take_at)
-        else:
-            reduction = reducer.reduce(stream)
-        memory.give_back(reduction.returned)
+        taken, reduction = one_step(memory, chooser, reducer, [g.to(device)], k)
         after = memory.residual.clone().cpu()
-        outcomes.append(Outcome(before, g, after, reduction.reduced, stream.nnz))
+        outcomes.append(Outcome(before, g, after, reduction.reduced, taken.nnz))
     return outcomes
-
-
-def dense(stream: SparseStream) -> Tensor:
-    out = torch.zeros(stream.numel, dtype=torch.float64)
-    out[stream.indices.long()] = stream.values.double()
-    return out
 
 
 def check_laws(ranks: list[list[Outcome]]) -> None:
@@ -190,7 +180,8 @@ def test_scale_jumps_keep_the_selection_within_its_tolerance(device: torch.devic
     for step in range(40):
         scale = (1.0, 1000.0, 1e-3, 1.0)[step // 10]
         g = torch.randn(numel, generator=generator) * scale
-        assert abs(memory.take([g.to(device)], chooser, k).nnz - k) <= 0.1 * k, step
+        taken = chooser.select(memory.accumulate([g.to(device)], k), k)
+        assert abs(taken.nnz - k) <= 0.1 * k, step
 
 
 def dispersed_maximum(generator: torch.Generator, numel: int, rank: int) -> Tensor:
@@ -214,8 +205,7 @@ def test_oktopk_volume_is_within_the_papers_bounds(world_size: int, spread: str)
             if spread == "one region":
                 g[numel // 20 :] *= 1e-3
             before = transport.traffic.snapshot()
-            reduction = reducer.reduce(memory.take([g], chooser, k))
-            memory.give_back(reduction.returned)
+            one_step(memory, chooser, reducer, [g], k)
             spent = transport.traffic.since(before)
             words.append((spent.bytes_sent / 4, spent.bytes_received / 4))
         return words
@@ -235,7 +225,7 @@ def test_topk_allgather_volume_is_its_tables_row() -> None:
     def worker(transport: Transport) -> tuple[int, int]:
         memory = ErrorFeedback(numel, torch.device("cpu"))
         g = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
-        TopkAllgather(transport, numel, k).reduce(memory.take([g], ExactTopK(), k))
+        one_step(memory, ExactTopK(), TopkAllgather(transport, numel, k), [g], k)
         return transport.traffic.bytes_sent, transport.traffic.bytes_received
 
     for sent, received in run_ranks(world_size, worker, timeout_s=20.0):
@@ -258,8 +248,7 @@ def test_rounding_loses_nothing_that_matters(collective: str, wire: str) -> None
         for _ in range(steps):
             g = torch.randn(numel, generator=generator)
             given += g.double()
-            reduction = reducer.reduce(memory.take([g], chooser, k))
-            memory.give_back(reduction.returned)
+            _, reduction = one_step(memory, chooser, reducer, [g], k)
             applied += dense(reduction.reduced)
         return given, applied, memory.residual.double()
 

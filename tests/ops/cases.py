@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops import Momentum, reference
+from hvd_sparse.ops import Accumulation, Momentum, reference
 from hvd_sparse.ops.native import NativeOps
 
 NUMELS = (0, 1, 5, 1000, 2**16 - 1, 2**16 + 1)
@@ -126,14 +126,12 @@ def same_as_reference(
     """
     outcomes = []
     for implementation in (native, reference):
-        state = residual.clone()
-        if buffer is None:
-            result = getattr(implementation, op)(state, gradients, *arguments)
+        state, u = residual.clone(), None if buffer is None else buffer.clone()
+        momentum = None if u is None else Momentum(u, 0.9, nesterov)
+        result = getattr(implementation, op)(Accumulation(state, gradients, momentum), *arguments)
+        if u is None:
             outcomes.append((result, state))
         else:
-            u = buffer.clone()
-            momentum = Momentum(u, 0.9, nesterov)
-            result = getattr(implementation, op)(state, gradients, *arguments, momentum=momentum)
             assert torch.isfinite(u).all() or not torch.isfinite(buffer).all(), what
             outcomes.append((result, state, u))
     assert_same(outcomes[0], outcomes[1], f"{op}{arguments}, {what}, nesterov {nesterov}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops import Momentum
+from hvd_sparse.ops import Accumulation, Momentum
 from hvd_sparse.ops._dispatch import implementation
 
 
@@ -52,6 +52,9 @@ class OnDevice:
                 .set_(copy.untyped_storage())
                 .as_strided(value.shape, value.stride(), value.storage_offset())
             )
+        if isinstance(value, Accumulation):
+            residual, gradients = self._moved((value.residual, value.gradients), storages)
+            return Accumulation(residual, gradients, self._moved(value.momentum, storages))
         if isinstance(value, Momentum):
             return replace(value, buffer=self._moved(value.buffer, storages))
         if isinstance(value, (list, tuple)):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_sparse.ops import reference
+from hvd_sparse.ops import Accumulation, reference
 from hvd_sparse.ops.native import NativeOps
 from tests.ops.cases import INF, NAN, NUMELS, assert_same, cut, generator, vectors
 
@@ -17,8 +17,8 @@ def check_select(
     native: NativeOps, residual: Tensor, gradients: list[Tensor], threshold: float, what: str = ""
 ) -> None:
     ours, theirs = residual.clone(), residual.clone()
-    actual = native.accumulate_select(ours, gradients, threshold)
-    expected = reference.accumulate_select(theirs, gradients, threshold)
+    actual = native.accumulate_select(Accumulation(ours, gradients), threshold)
+    expected = reference.accumulate_select(Accumulation(theirs, gradients), threshold)
     assert_same((*actual, ours), (*expected, theirs), f"{what}, threshold {threshold}")
     assert torch.isfinite(ours).all()
 
@@ -32,10 +32,10 @@ def check_topk(
     what: str = "",
 ) -> None:
     theirs = residual.clone()
-    expected = reference.accumulate_topk(theirs, gradients, k)
+    expected = reference.accumulate_topk(Accumulation(theirs, gradients), k)
     for pivot in pivots:
         ours = residual.clone()
-        actual = native.accumulate_topk(ours, gradients, k, pivot)
+        actual = native.accumulate_topk(Accumulation(ours, gradients), k, pivot)
         assert_same((*actual, ours), (*expected, theirs), f"{what}, k {k}, pivot {pivot}")
         assert torch.isfinite(ours).all()
 
@@ -103,9 +103,9 @@ def test_any_alignment(native: NativeOps) -> None:
         residual, gradient = torch.randn(2, 600, generator=generator(offset))
         check_select(native, residual[offset:].clone(), [gradient[offset:]], 1.0)
         ours, theirs = residual.clone(), residual.clone()
-        actual = native.accumulate_select(ours[offset : offset + 300], [gradient[3:303]], 1.0)
-        expected = reference.accumulate_select(
-            theirs[offset : offset + 300], [gradient[3:303]], 1.0
+        actual, expected = (
+            ops.accumulate_select(Accumulation(x[offset : offset + 300], [gradient[3:303]]), 1.0)
+            for ops, x in ((native, ours), (reference, theirs))
         )
         assert_same((*actual, ours), (*expected, theirs), f"offset {offset}")
 
@@ -147,7 +147,7 @@ def test_any_bits(patterns: list[int], k: int, pivot: float) -> None:
 def test_mass_is_conserved(native: NativeOps) -> None:
     residual, gradient = torch.randn(2, 50_000, generator=generator())
     acc = residual + gradient
-    indices, values, threshold = native.accumulate_topk(residual, [gradient], 500)
+    indices, values, threshold = native.accumulate_topk(Accumulation(residual, [gradient]), 500)
     residual[indices.long()] += values
     assert torch.equal(residual, acc)
     assert values.abs().min() == threshold

@@ -13,35 +13,28 @@ import pytest
 import torch
 
 from hvd_sparse import ops
-from hvd_sparse.ops import Momentum, _dispatch, reference
+from hvd_sparse.ops import Accumulation, Momentum, _dispatch, reference
 from hvd_sparse.ops.native import NativeOps
 from tests.ops.cases import assert_same, generator
 
 F32, I32 = torch.zeros(4), torch.arange(4, dtype=torch.int32)
 STRIDED = torch.zeros(8)[::2]
 META = torch.zeros(4, device="meta")
+STATE = Accumulation(F32)
 
 BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: ops.accumulate_select(F32.double(), [], 1.0), TypeError, "residual must be float32"),
-    (
-        lambda: ops.accumulate_select(F32.view(2, 2), [], 1.0),
-        ValueError,
-        "residual must have shape",
-    ),
-    (lambda: ops.accumulate_select(STRIDED, [], 1.0), ValueError, "residual must be contiguous"),
-    (lambda: ops.accumulate_select([1.0], [], 1.0), TypeError, "residual must be a tensor"),
-    (lambda: ops.accumulate_select(F32, [F32, F32], 1.0), ValueError, "numel 4, got 8"),
-    (lambda: ops.accumulate_select(F32, [I32], 1.0), TypeError, "got int32"),
-    (lambda: ops.accumulate_select(F32, [STRIDED], 1.0), ValueError, "must be contiguous"),
-    (lambda: ops.accumulate_select(F32, [META], 1.0), ValueError, "must be on cpu, got meta"),
-    (
-        lambda: ops.accumulate_select(F32, [None], 1.0),
-        TypeError,
-        r"gradients\[0\] must be a tensor",
-    ),
-    (lambda: ops.accumulate_select(F32, [], -1.0), ValueError, "threshold must be >= 0, got -1.0"),
-    (lambda: ops.accumulate_topk(F32, [], -1), ValueError, "k must be >= 0, got -1"),
-    (lambda: ops.accumulate_topk(F32, [], 1.5), TypeError, "k must be an int, got float"),
+    (lambda: Accumulation(F32.double()), TypeError, "residual must be float32"),
+    (lambda: Accumulation(F32.view(2, 2)), ValueError, "residual must have shape"),
+    (lambda: Accumulation(STRIDED), ValueError, "residual must be contiguous"),
+    (lambda: Accumulation([1.0]), TypeError, "residual must be a tensor"),
+    (lambda: Accumulation(F32, [F32, F32]), ValueError, "numel 4, got 8"),
+    (lambda: Accumulation(F32, [I32]), TypeError, "got int32"),
+    (lambda: Accumulation(F32, [STRIDED]), ValueError, "must be contiguous"),
+    (lambda: Accumulation(F32, [META]), ValueError, "must be on cpu, got meta"),
+    (lambda: Accumulation(F32, [None]), TypeError, r"gradients\[0\] must be a tensor"),
+    (lambda: ops.accumulate_select(STATE, -1.0), ValueError, "threshold must be >= 0, got -1.0"),
+    (lambda: ops.accumulate_topk(STATE, -1), ValueError, "k must be >= 0, got -1"),
+    (lambda: ops.accumulate_topk(STATE, 1.5), TypeError, "k must be an int, got float"),
     (lambda: ops.kth_magnitude(F32, 0), ValueError, r"k must be in \[1, 4\], got 0"),
     (lambda: ops.kth_magnitude(F32, 5), ValueError, r"k must be in \[1, 4\], got 5"),
     (lambda: ops.merge_sum([], 4), ValueError, "streams must have at least one"),
@@ -58,34 +51,34 @@ BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ops.zero_at(F32[:2], I32), ValueError, r"ascending in \[0, 2\)"),
     (lambda: ops.take_at(F32, F32), TypeError, "indices must be int32"),
     (
-        lambda: ops.accumulate_select(F32, [F32], 1.0, Momentum(F32[:3], 0.9)),
+        lambda: Accumulation(F32, [F32], Momentum(F32[:3], 0.9)),
         ValueError,
         "momentum.buffer must have residual's numel 4, got 3",
     ),
     (
-        lambda: ops.accumulate_select(F32, [F32], 1.0, Momentum(F32, 1.0)),
+        lambda: Accumulation(F32, [F32], Momentum(F32, 1.0)),
         ValueError,
         r"momentum.factor must be in \[0, 1\), got 1.0",
     ),
     (
-        lambda: ops.accumulate_topk(F32, [], 1, momentum=Momentum(F32, 0.9)),
+        lambda: Accumulation(F32, [], Momentum(F32, 0.9)),
         ValueError,
         "gradients must not be empty where there is momentum",
     ),
     (
-        lambda: ops.accumulate_topk(F32, [F32], 1, momentum=0.9),
+        lambda: Accumulation(F32, [F32], 0.9),
         TypeError,
         "momentum must be a Momentum or None, got float",
     ),
-    (lambda: ops.accumulate_group_topk(F32, [], 5, 4), ValueError, r"k must be in \[1, 4\]"),
-    (lambda: ops.accumulate_group_topk(F32, [], 1, 0), ValueError, "group_numel must be in"),
-    (lambda: ops.partition_select(F32, [], 1.0, 3, 2), ValueError, r"stop must be in \[3, 4\]"),
-    (lambda: ops.partition_select(F32, [], 1.0, 5, 5), ValueError, r"start must be in \[0, 4\]"),
-    (lambda: ops.hash_select(F32, [], 1.0, 12, 8, 1, 0), ValueError, "multiple of .* 8, got 12"),
-    (lambda: ops.hash_select(F32, [], 1.0, 8, 1, 2, 0), ValueError, "a must be odd, got 2"),
-    (lambda: ops.hash_select(F32, [], 1.0, 8, 1, 1, 2**64), ValueError, "b must be in"),
-    (lambda: ops.sample_accumulator(F32, [], 2, 2), ValueError, r"start must be in \[0, 1\]"),
-    (lambda: ops.sample_accumulator(F32, [], 0, 2, 3), ValueError, r"run must be in \[1, 2\]"),
+    (lambda: ops.accumulate_group_topk(STATE, 5, 4), ValueError, r"k must be in \[1, 4\]"),
+    (lambda: ops.accumulate_group_topk(STATE, 1, 0), ValueError, "group_numel must be in"),
+    (lambda: ops.partition_select(STATE, 1.0, 3, 2), ValueError, r"stop must be in \[3, 4\]"),
+    (lambda: ops.partition_select(STATE, 1.0, 5, 5), ValueError, r"start must be in \[0, 4\]"),
+    (lambda: ops.hash_select(STATE, 1.0, 12, 8, 1, 0), ValueError, "multiple of .* 8, got 12"),
+    (lambda: ops.hash_select(STATE, 1.0, 8, 1, 2, 0), ValueError, "a must be odd, got 2"),
+    (lambda: ops.hash_select(STATE, 1.0, 8, 1, 1, 2**64), ValueError, "b must be in"),
+    (lambda: ops.sample_accumulator(STATE, 2, 2), ValueError, r"start must be in \[0, 1\]"),
+    (lambda: ops.sample_accumulator(STATE, 0, 2, 3), ValueError, r"run must be in \[1, 2\]"),
     (lambda: ops.decode(STRIDED, I32, F32), ValueError, "out must be contiguous"),
 ]
 
@@ -98,7 +91,8 @@ def test_bad_arguments(call: Callable[[], object], error: type[Exception], messa
 
 def test_gradients_of_any_shape() -> None:
     residual = torch.zeros(7)
-    indices, values = ops.accumulate_select(residual, [torch.ones(2, 3), torch.tensor(2.0)], 1.5)
+    accumulation = Accumulation(residual, [torch.ones(2, 3), torch.tensor(2.0)])
+    indices, values = ops.accumulate_select(accumulation, 1.5)
     assert indices.tolist() == [6]
     assert values.tolist() == [2.0]
     assert residual.tolist() == [1.0] * 6 + [0.0]
@@ -142,16 +136,16 @@ def test_the_reference_serves_what_the_library_does_not(monkeypatch: pytest.Monk
     residual, gradient = torch.randn(2, 1000, generator=generator())
     theirs = residual.clone()
     assert_same(
-        ops.accumulate_topk(residual, [gradient], 9),
-        reference.accumulate_topk(theirs, [gradient], 9),
+        ops.accumulate_topk(Accumulation(residual, [gradient]), 9),
+        reference.accumulate_topk(Accumulation(theirs, [gradient]), 9),
     )
 
 
 def work(native: NativeOps, seed: int) -> tuple[torch.Tensor, ...]:
     """Some of everything, large enough for the pool."""
     residual, gradient = torch.randn(2, 300_000, generator=generator(seed))
-    one = native.accumulate_select(residual, [gradient], 3.0)
-    two = native.accumulate_topk(residual, [gradient], 3000)
+    one = native.accumulate_select(Accumulation(residual, [gradient]), 3.0)
+    two = native.accumulate_topk(Accumulation(residual, [gradient]), 3000)
     merged = native.merge_sum([one, two[:2], one], 300_000)
     out = torch.empty(300_000)
     native.decode(out, *merged)
@@ -182,18 +176,19 @@ def test_after_fork() -> None:
     """The parent's pool is gone in the child, whose first call must start another."""
     code = """
 import os, signal, torch
+from hvd_sparse.ops import Accumulation
 from hvd_sparse.ops.native import NativeOps
 
 torch.set_num_threads(1)
 native = NativeOps(threads=2)
-residual = torch.ones(300_000)
-native.accumulate_select(residual, [], 2.0)
+residual = Accumulation(torch.ones(300_000))
+native.accumulate_select(residual, 2.0)
 child = os.fork()
 if child == 0:
     signal.alarm(60)
-    count = native.accumulate_select(residual, [], 0.5)[0].numel()
+    count = native.accumulate_select(residual, 0.5)[0].numel()
     os._exit(0 if count == 300_000 else 1)
-assert native.accumulate_select(residual, [], 0.5)[0].numel() == 300_000
+assert native.accumulate_select(residual, 0.5)[0].numel() == 300_000
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert run_python(code).stdout == "0\n"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.ops import Momentum
+from hvd_sparse.ops import Accumulation, Momentum
 from hvd_sparse.ops.native import NativeOps
 from tests.ops.cases import INF, NUMELS, cut, generator, same_as_reference, vectors
 
@@ -108,9 +108,9 @@ def test_with_momentum(native: NativeOps, nesterov: bool) -> None:
 
 def test_partitions_together_are_the_whole() -> None:
     residual, gradient = torch.randn(2, 1000, generator=generator())
-    whole = ops.accumulate_select(residual.clone(), [gradient], 1.5)
+    whole = ops.accumulate_select(Accumulation(residual.clone(), [gradient]), 1.5)
     parts = [
-        ops.partition_select(residual.clone(), [gradient], 1.5, start, start + 250)
+        ops.partition_select(Accumulation(residual.clone(), [gradient]), 1.5, start, start + 250)
         for start in range(0, 1000, 250)
     ]
     for column in range(2):
@@ -121,7 +121,7 @@ def test_what_is_not_finite_leaves_any_partition() -> None:
     gradient = torch.zeros(10)
     gradient[7] = INF
     residual = torch.ones(10)
-    indices, values = ops.partition_select(residual, [gradient], 0.5, 0, 2)
+    indices, values = ops.partition_select(Accumulation(residual, [gradient]), 0.5, 0, 2)
     assert indices.tolist() == [0, 1, 7]
     assert values.tolist() == [1.0, 1.0, INF]
     assert residual.tolist() == [0.0, 0.0, *[1.0] * 8]
@@ -135,7 +135,7 @@ def collision_share(residual: Tensor, slots: int, slots_per_bucket: int) -> floa
     for _ in range(8):
         left = residual.clone()
         a, b = numbers.getrandbits(64) | 1, numbers.getrandbits(64)
-        indices, values = ops.hash_select(left, [], 1.0, slots, slots_per_bucket, a, b)
+        indices, values = ops.hash_select(Accumulation(left), 1.0, slots, slots_per_bucket, a, b)
         found += indices.numel()
         left[indices.long()] += values
         assert torch.equal(left, residual)
@@ -155,13 +155,13 @@ def test_hash_spreads() -> None:
 def test_hash_prefers_low_indices_and_needs_no_slot_for_infinity() -> None:
     residual = torch.ones(6)
     gradient = torch.tensor([0.0, 1.0, INF, 1.0, 0.0, 1.0])
-    indices, _ = ops.hash_select(residual, [gradient], 1.5, 2, 2, A, B)
+    indices, _ = ops.hash_select(Accumulation(residual, [gradient]), 1.5, 2, 2, A, B)
     assert indices.tolist() == [1, 2, 3]
     assert residual.tolist() == [1.0, 0.0, 1.0, 0.0, 1.0, 2.0]
 
 
 def test_hash_can_send_index_0() -> None:
-    indices, _ = ops.hash_select(torch.ones(1), [], 0.5, 4, 1, A, B)
+    indices, _ = ops.hash_select(Accumulation(torch.ones(1)), 0.5, 4, 1, A, B)
     assert indices.tolist() == [0]
 
 
@@ -173,7 +173,7 @@ def test_group_takes_the_largest_of_each() -> None:
         for first in (0, 512, 1024)
         for i in sorted(acc[first : first + 512].abs().topk(4).indices.tolist())
     ]
-    indices, values = ops.accumulate_group_topk(residual, [gradient], 4)
+    indices, values = ops.accumulate_group_topk(Accumulation(residual, [gradient]), 4)
     assert indices.tolist() == expected
     assert torch.equal(values, acc[expected])
     acc[expected] = 0.0
@@ -182,6 +182,7 @@ def test_group_takes_the_largest_of_each() -> None:
 
 def test_zero_at_masks_momentum() -> None:
     u = torch.ones(10)
-    indices, _ = ops.accumulate_select(torch.zeros(10), [torch.arange(10.0)], 5.0, Momentum(u, 0.5))
+    accumulation = Accumulation(torch.zeros(10), [torch.arange(10.0)], Momentum(u, 0.5))
+    indices, _ = ops.accumulate_select(accumulation, 5.0)
     ops.zero_at(u, indices)
     assert u.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, *[0.0] * 5]

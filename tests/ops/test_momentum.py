@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hvd_sparse import ops
-from hvd_sparse.ops import Momentum
+from hvd_sparse.ops import Accumulation, Momentum
 from hvd_sparse.ops.native import NativeOps
 from tests.ops.cases import INF, NAN, NUMELS, cut, generator, same_as_reference, vectors
 
@@ -85,7 +85,7 @@ def test_any_alignment(native: NativeOps) -> None:
         v, u = residual[offset : offset + 300], buffer[17 - offset :][:300]
         outside = (residual.clone(), buffer.clone())
         expected = v.clone() + (u * 0.9 + gradient[3:303])
-        native.accumulate_select(v, [gradient[3:303]], INF, Momentum(u, 0.9))
+        native.accumulate_select(Accumulation(v, [gradient[3:303]], Momentum(u, 0.9)), INF)
         assert torch.equal(v, expected)
         outside[0][offset : offset + 300] = v
         outside[1][17 - offset :][:300] = u
@@ -104,7 +104,7 @@ def test_equations(nesterov: bool) -> None:
     else:
         new_u = m * u.double() + g.double()
         new_v = v.double() + new_u
-    indices, values = ops.accumulate_select(v, [g], 1.0, Momentum(u, m, nesterov))
+    indices, values = ops.accumulate_select(Accumulation(v, [g], Momentum(u, m, nesterov)), 1.0)
     selected = indices.long()
     torch.testing.assert_close(u.double(), new_u, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(values.double(), new_v[selected], rtol=1e-5, atol=1e-6)
@@ -119,7 +119,8 @@ def test_equations(nesterov: bool) -> None:
 def test_what_is_not_finite_leaves_no_trace(bad: float, nesterov: bool) -> None:
     v, u, g = torch.full((3,), 1.0), torch.full((3,), 2.0), torch.full((3,), 0.5)
     g[1] = bad
-    indices, values = ops.accumulate_select(v, [g], 100.0, Momentum(u, 0.5, nesterov))
+    accumulation = Accumulation(v, [g], Momentum(u, 0.5, nesterov))
+    indices, values = ops.accumulate_select(accumulation, 100.0)
     assert indices.tolist() == [1]
     assert not values.isfinite().any()
     assert (v[1], u[1]) == (1.0, 2.0)
@@ -128,6 +129,6 @@ def test_what_is_not_finite_leaves_no_trace(bad: float, nesterov: bool) -> None:
 
 def test_finite_momentum_survives_an_overflowing_sum() -> None:
     v, u = torch.full((2,), 3e38), torch.full((2,), 1e38)
-    ops.accumulate_select(v, [torch.zeros(2)], 1.0, Momentum(u, 0.9))
+    ops.accumulate_select(Accumulation(v, [torch.zeros(2)], Momentum(u, 0.9)), 1.0)
     assert (v == 3e38).all()
     assert (u == 1e38).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvd_sparse import ops
-from hvd_sparse.ops import Momentum
+from hvd_sparse.ops import Accumulation, Momentum
 from tests.ops.cases import generator, same_as_reference
 from tests.ops.on_device import OnDevice
 
@@ -24,7 +24,7 @@ def test_results_and_changes_come_back() -> None:
             nesterov=nesterov,
         )
     momentum = Momentum(torch.ones(4), 0.5)
-    there.accumulate_select(torch.zeros(4), [torch.ones(4)], 9.0, momentum=momentum)
+    there.accumulate_select(Accumulation(torch.zeros(4), [torch.ones(4)], momentum), 9.0)
     assert momentum.buffer.tolist() == [1.5] * 4
     x = torch.ones(4)
     there.zero_at(x, torch.tensor([2], dtype=torch.int32))

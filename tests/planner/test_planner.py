@@ -546,7 +546,7 @@ def test_planned_training_loses_nothing_when_the_plan_turns(
                     engine.submit(spec, grad)
                     continue
                 leftover = engine.leftover(spec.name)
-                engine.forget_leftover(spec.name)
+                engine.flushed(spec.name)
                 whole = grad if leftover is None else grad + leftover
                 applied[spec.name] += transport.allreduce_sum(whole, channel="dense")
             engine.scale = 1.0

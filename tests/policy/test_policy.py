@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch import nn
 
 from hvd_sparse import Compression, ConfigError
 from hvd_sparse.cli.main import FAILED, main
-from hvd_sparse.compression import constructors
-from hvd_sparse.cost_model import FORMULAS
+from hvd_sparse.collectives.registry import BY_NAME
 from hvd_sparse.engine import TensorSpec
-from hvd_sparse.memories import MemoryOptions
+from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import Planner
 from hvd_sparse.policy import load_policy
 from hvd_sparse.policy.schema import json_schema
@@ -222,18 +220,12 @@ def test_a_pickled_copy_decides_alike(tmp_path: Path) -> None:
 
 def test_momentum_correction_is_not_planned() -> None:
     """A tensor that the planner leaves dense would train without momentum."""
-
-    def dgc(named_parameters: Any, *, momentum: float = 0.9) -> Any:
-        compression = Compression.topk(None)
-        compression.method = replace(compression.method, memory=MemoryOptions(momentum=momentum))
-        return compression
-
     for compress, momentum in (("always", 0.9), ("auto", 0.0)):
         rule = {"compress": compress, "compressor": "dgc", "momentum": momentum}
-        load_policy({"version": 1, "rules": [rule]}, {"dgc": dgc})
+        load_policy({"version": 1, "rules": [rule]})
     rule = {"compress": "auto", "compressor": "dgc"}
     with pytest.raises(ConfigError, match=r"rules\[0\].compress: auto is not for momentum"):
-        load_policy({"version": 1, "rules": [rule]}, {"dgc": dgc})
+        load_policy({"version": 1, "rules": [rule]})
 
 
 def test_what_is_the_planners(tmp_path: Path) -> None:
@@ -253,7 +245,12 @@ def test_what_is_the_planners(tmp_path: Path) -> None:
     }
     assert count["conv.weight"] == count["norm.bias"] == 0
     assert count["table.weight"] == 1
-    assert count["fc.weight"] == len(FORMULAS) - 1  # every collective, as none is named
+    assert count["fc.weight"] == 6  # every collective that has a formula, as none is named
+    candidates = compression.method.rules.candidates_of(
+        TensorSpec("fc.weight", tuple(model.fc.weight.shape), "torch.float32")
+    )
+    named = [BY_NAME[re.search(r"collective=(\w+)", m.description)[1]] for m in candidates]
+    assert len(set(named)) == len(named)  # none under two names
     kinds = choices(compression, model)
     assert kinds["conv.weight"] == "topk"
     assert kinds["fc.weight"] == "dense"  # nothing is decided yet
@@ -302,13 +299,13 @@ def test_every_example_is_tested() -> None:
 
 
 def test_the_schema_is_in_step() -> None:
-    expected = json.dumps(json_schema(constructors()), indent=2) + "\n"
+    expected = json.dumps(json_schema(), indent=2) + "\n"
     assert SCHEMA.read_text() == expected, f"run: hvd-sparse validate --schema > {SCHEMA}"
 
 
 def test_the_schema_knows_every_compressor_and_argument() -> None:
-    rule = json_schema(constructors())["$defs"]["Rule"]["properties"]
-    assert set(rule["compressor"]["anyOf"][0]["enum"]) == set(constructors())
+    rule = json_schema()["$defs"]["Rule"]["properties"]
+    assert set(rule["compressor"]["anyOf"][0]["enum"]) == set(METHODS)
     assert {"match", "compress", "bucket", "density", "threshold_interval"} <= set(rule)
     assert "exact thresholds" in rule["threshold_interval"]["description"]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_sparse.accumulator import Accumulator, Scope
+from hvd_sparse.ops import Accumulation
 from hvd_sparse.selectors import (
     BisectionTopK,
     ExactTopK,
@@ -94,7 +95,7 @@ def test_density_is_held_in_every_step(
     chooser, residual = SELECTORS[selector](), torch.zeros(numel, device=device)
     for step, gradient in enumerate(gradients):
         total = residual + gradient
-        stream = chooser.select(Accumulator(residual, [gradient]), k)
+        stream = chooser.select(Accumulator(Accumulation(residual, [gradient])), k)
         least = 0.9 * min(k, int(total.count_nonzero()))
         if selector == "grouped" and name == "few nonzeros":
             least = 0  # it takes no more from one group than from another
@@ -111,9 +112,13 @@ def test_gaussiank_is_what_it_is() -> None:
     for power, low, high in ((1, 0.8, 1.2), (5, 2 / 3, 4 / 3)):
         selector = ThresholdSelector(GaussianThreshold(1.0), tolerance=math.inf)
         gradient = torch.randn(NUMEL, generator=generator) ** power
-        stream = selector.select(Accumulator(torch.zeros(NUMEL), [gradient]), NUMEL // 20)
+        stream = selector.select(
+            Accumulator(Accumulation(torch.zeros(NUMEL), [gradient])), NUMEL // 20
+        )
         assert low <= stream.nnz / (NUMEL // 20) <= high
-    accumulator = Accumulator(torch.zeros(NUMEL), [torch.randn(NUMEL, generator=generator)])
+    accumulator = Accumulator(
+        Accumulation(torch.zeros(NUMEL), [torch.randn(NUMEL, generator=generator)])
+    )
     for k, quantile in ((NUMEL // 20, 1.960), (NUMEL // 1000, 3.291)):  # two-sided, standard normal
         threshold = GaussianThreshold(1.0).estimate(accumulator, k)
         assert threshold == pytest.approx(quantile, rel=0.05)
@@ -123,7 +128,7 @@ def test_sidco_fits_exponential_tails_exactly() -> None:
     """Of exponential magnitudes, a share d exceeds μ ln(1/d), whatever the number of stages."""
     generator = torch.Generator().manual_seed(6)
     magnitudes = torch.empty(200_000).exponential_(generator=generator)
-    accumulator = Accumulator(torch.zeros(200_000), [magnitudes])
+    accumulator = Accumulator(Accumulation(torch.zeros(200_000), [magnitudes]))
     for density in (0.5, 0.1, 0.01):
         threshold = SidcoThreshold(1.0).estimate(accumulator, round(density * 200_000))
         assert threshold == pytest.approx(math.log(1 / density), rel=0.05)
@@ -131,7 +136,7 @@ def test_sidco_fits_exponential_tails_exactly() -> None:
 
 def test_hard_threshold_takes_all_that_reaches_it() -> None:
     residual, gradient = torch.zeros(6), torch.tensor([0.5, -0.5, 0.49, 0.0, 3.0, -9.0])
-    stream = HardThreshold(0.5).select(Accumulator(residual, [gradient]), 1)
+    stream = HardThreshold(0.5).select(Accumulator(Accumulation(residual, [gradient])), 1)
     assert stream.indices.tolist() == [0, 1, 4, 5]
 
 
@@ -143,7 +148,7 @@ def test_no_part_of_the_tensor_is_favoured(selector: str) -> None:
     deciles = torch.zeros(10)
     for _ in range(60):
         gradient = torch.randn(NUMEL, generator=generator)
-        stream = chooser.select(Accumulator(residual, [gradient]), NUMEL // 100)
+        stream = chooser.select(Accumulator(Accumulation(residual, [gradient])), NUMEL // 100)
         deciles += torch.bincount(stream.indices.long() * 10 // NUMEL, minlength=10)
     expected = deciles.sum() / 10
     chi_squared = float(((deciles - expected) ** 2 / expected).sum())
@@ -156,12 +161,12 @@ def test_states_continue_bit_for_bit(selector: str, device: torch.device) -> Non
     gradients = [gradient.to(device) for gradient in SEQUENCES["heavy tail"]]
     first, residual = SELECTORS[selector](), torch.zeros(NUMEL, device=device)
     for gradient in gradients[:5]:
-        first.select(Accumulator(residual, [gradient]), 500)
+        first.select(Accumulator(Accumulation(residual, [gradient])), 500)
     second, copy = SELECTORS[selector](), residual.clone()
     second.load_state_dict(first.state_dict())
     for gradient in gradients[5:]:
-        ours = first.select(Accumulator(residual, [gradient]), 500)
-        theirs = second.select(Accumulator(copy, [gradient]), 500)
+        ours = first.select(Accumulator(Accumulation(residual, [gradient])), 500)
+        theirs = second.select(Accumulator(Accumulation(copy, [gradient])), 500)
         assert torch.equal(ours.indices, theirs.indices)
         assert torch.equal(ours.values, theirs.values)
         assert torch.equal(residual, copy)
@@ -176,7 +181,7 @@ def test_a_scope_is_kept_to(selector: str, device: torch.device) -> None:
     gradient[7] = math.nan
     gradient = gradient.to(device)
     scope = Scope(10_000, 30_000, share=0.25)
-    stream = chooser.select(Accumulator(residual, [gradient], scope), 400)
+    stream = chooser.select(Accumulator(Accumulation(residual, [gradient]), scope), 400)
     inside = stream.indices[1:]
     assert stream.indices[0] == 7  # what is not finite is taken wherever it is
     assert math.isnan(stream.values[0])
@@ -197,7 +202,7 @@ def test_single_slots_lose_what_the_lemma_says() -> None:
         x = torch.zeros(numel)
         x[torch.randperm(numel, generator=generator)[:entries]] = 1.0
         extraction = HashedExtraction(1.0, 1, seed=step)
-        stream = extraction.extract(Accumulator(x, ()), 0.5, entries)
+        stream = extraction.extract(Accumulator(Accumulation(x)), 0.5, entries)
         assert stream.nnz + int(x.count_nonzero()) == entries  # who lost its slot is still there
         outside += abs((m - stream.nnz) / m - p) >= epsilon
     assert outside <= 1  # the lemma's bound is 2 exp(-m ε² / 3p) / √m, 0.4 % of the runs
@@ -210,7 +215,7 @@ def test_what_loses_its_slot(slots: float, per_bucket: int, most: float) -> None
     x = torch.zeros(numel)
     x[torch.randperm(numel, generator=generator)[:entries]] = 1.0
     extraction = HashedExtraction(slots, per_bucket)
-    lost = entries - extraction.extract(Accumulator(x, ()), 0.5, entries).nnz
+    lost = entries - extraction.extract(Accumulator(Accumulation(x)), 0.5, entries).nnz
     assert 0 < lost <= most * entries
-    again = extraction.extract(Accumulator(x, ()), 0.5, entries)  # under another hash
+    again = extraction.extract(Accumulator(Accumulation(x)), 0.5, entries)  # under another hash
     assert again.nnz > 0.95 * lost

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.magnitude import magnitude_keys
+from hvd_sparse.ops import Accumulation
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
 from hvd_sparse.streams import SparseStream
 
@@ -29,7 +30,7 @@ def run(
     for values in steps:
         gradient = torch.tensor(values, dtype=torch.float32)
         accumulator = residual + gradient
-        stream = selector.select(Accumulator(residual, [gradient]), k)
+        stream = selector.select(Accumulator(Accumulation(residual, [gradient])), k)
         outcomes.append((accumulator, stream, residual.clone()))
     return outcomes
 
@@ -74,12 +75,12 @@ def test_state_continues_bit_for_bit(steps: list[list[float]], k: int, cut: int)
         first, residual = new(), torch.zeros(len(steps[0]))
         for values in steps[:cut]:
             gradient = torch.tensor(values, dtype=torch.float32)
-            first.select(Accumulator(residual, [gradient]), k)
+            first.select(Accumulator(Accumulation(residual, [gradient])), k)
         second = new()
         second.load_state_dict(first.state_dict())
         for values, (_, expected, after) in zip(steps[cut:], whole[cut:], strict=True):
             gradient = torch.tensor(values, dtype=torch.float32)
-            stream = second.select(Accumulator(residual, [gradient]), k)
+            stream = second.select(Accumulator(Accumulation(residual, [gradient])), k)
             assert torch.equal(stream.indices, expected.indices)
             assert torch.equal(stream.values, expected.values)
             assert torch.equal(residual, after)

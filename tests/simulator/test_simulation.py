@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hvd_sparse.cli.main import FAILED, main
-from hvd_sparse.cost_model import DIRECT_ALLGATHER_RANKS, Link, cost
+from hvd_sparse.collectives.registry import BY_NAME, cost
+from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.simulator import (
     ALGORITHMS,
@@ -27,8 +28,8 @@ from hvd_sparse.simulator import (
     simulate_all,
     with_efficiency,
 )
+from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, allgather_loads
 from hvd_sparse.transports import Transport, run_ranks
-from hvd_sparse.transports.base import allgather_loads
 from hvd_sparse.transports.framing import HEADER_BYTES
 
 NETWORK = Network(Link(1e-5, 1e-9, 1e-10))
@@ -36,9 +37,10 @@ ONE_REGION = SyntheticStreams(region=0.01, overlap=0.5)
 
 
 def test_each_algorithm_is_run_once_where_all_are() -> None:
-    distinct = [ALGORITHMS[name] for name in DISTINCT]
+    distinct = [BY_NAME[name] for name in DISTINCT]
     assert len(set(distinct)) == len(distinct)
-    assert set(distinct) == set(ALGORITHMS.values())
+    assert set(distinct) == {BY_NAME[name] for name in ALGORITHMS}
+    assert "topk_dsa" in set(ALGORITHMS) - set(DISTINCT)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -96,7 +98,7 @@ def test_bytes_and_results_are_those_of_the_local_transport(
 
     def reduce(transport: Transport) -> tuple[list[int], list[float], int, int]:
         stream = streams.stream(transport.rank, 0, numel, k)
-        reduced = ALGORITHMS[algorithm](transport, numel, k).reduce(stream).reduced
+        reduced = BY_NAME[algorithm].collective(transport, numel, k).reduce(stream).reduced
         traffic = transport.traffic
         return (
             reduced.indices.tolist(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from hvd_sparse.transports.device_group import DeviceGroup
 from hvd_sparse.transports.framing import next_capacity
 from hvd_sparse.transports.meeting import dist, join_store, serve_store
 from hvd_sparse.transports.nccl import DIRECT_BYTES, NcclTransport, connect_nccl
-from tests.launch import horovodrun
+from tests.ranks import DYNAMIC_SETS, Ranks, World, with_ranks
 from tests.transports.failures import (
     aborts_from_another_thread,
     times_out_and_tells_the_others,
@@ -27,6 +26,7 @@ from tests.transports.failures import (
 from tests.transports.rendezvous import RendezvousGroup, RendezvousWorld
 from tests.transports.test_choose import ThreadBootstrap
 from tests.workers.transport_scenarios import SCENARIOS, ring
+from tests.workers.transport_worker import conformance, process_sets
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -299,12 +299,10 @@ def test_messages_through_one_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("mode", ["conformance", "process_sets"])
-def test_processes_with_a_device_each(mode: str) -> None:
-    devices = torch.cuda.device_count()
-    ranks = min(devices, 5)
-    if ranks < 2:
-        pytest.skip("one CUDA device; NCCL needs one for each rank")
-    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    done = horovodrun(ranks, "transport_worker.py", "nccl", mode, env=env, timeout=200.0)
-    assert len(re.findall(rf": {mode} over nccl passed", done.stdout)) == ranks, done.stdout
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="one CUDA device; NCCL needs one for each rank"
+)
+@with_ranks(World(max(1, min(torch.cuda.device_count(), 5)), env=DYNAMIC_SETS))
+@pytest.mark.parametrize("scenario", [conformance, process_sets])
+def test_processes_with_a_device_each(ranks: Ranks, scenario: Callable[[str], None]) -> None:
+    ranks.run(scenario, "nccl", timeout=200.0)

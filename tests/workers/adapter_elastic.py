@@ -13,8 +13,7 @@ import hvd_sparse
 STEPS, COMMIT_EVERY, DEATH = 30, 5, 13
 
 
-def main() -> None:
-    hvd.init()
+def train_through_a_death() -> None:
     torch.manual_seed(0)
     model = nn.Linear(200, 30)
     compression = hvd_sparse.Compression.oktopk(
@@ -49,7 +48,3 @@ def main() -> None:
     train(state)
     assert all(torch.isfinite(p).all() for p in model.parameters())
     print(f"RECOVERED world {hvd.size()} step {state.step}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

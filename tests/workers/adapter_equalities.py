@@ -1,4 +1,4 @@
-"""Run under horovodrun: with a lossless exchange, training ends where Horovod's own would.
+"""With a lossless exchange, training ends where Horovod's own would.
 
 Each scenario trains the same model twice, with Horovod's `Compression.none` and with density 1, and
 compares the weights: bit for bit on two ranks, where there is one order of addition, and closely on
@@ -7,10 +7,7 @@ more.
 
 from __future__ import annotations
 
-import argparse
-import os
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,18 +20,16 @@ from torch import Tensor, nn
 
 import hvd_sparse
 from hvd_sparse.adapter.waiting import synchronize_asleep
-from hvd_sparse.compression import constructors
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner.planner import TRIAL_STEPS
 from hvd_sparse.planner.profile import Line, MethodCosts, Profile, place_of
 from hvd_sparse.policy import load_policy
 from tests.workers.asleep import allreduce, meet
+from tests.workers.serve import ALL_BUT_RANK_0
 
 STEPS = 4
 Scenario = Callable[["Run"], nn.Module]
 SCENARIOS: dict[str, Scenario] = {}
-MEMBERS: list[hvd.ProcessSet] = []
-METHOD = "topk"
 
 
 def scenario(function: Scenario) -> Scenario:
@@ -45,9 +40,10 @@ def scenario(function: Scenario) -> Scenario:
 class Run:
     """One of the two trainings of a scenario: what differs between them."""
 
-    def __init__(self, scenario: str, sparse: bool) -> None:
-        self.label = f"{scenario}.{'sparse' if sparse else 'dense'}"
-        self.sparse = sparse
+    def __init__(self, scenario: str, method: str, sparse: bool) -> None:
+        self.label = f"{scenario}.{method}.{'sparse' if sparse else 'dense'}"
+        self.method, self.sparse = method, sparse
+        self._compressions: list[Any] = []
         torch.manual_seed(7)
 
     def named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -59,7 +55,11 @@ class Run:
             return hvd.Compression.none
         named = None if model is None else self.named(model)
         arguments = {"density": 1.0, "dense_below": 0, "bucket_numel": 600, **arguments}
-        return getattr(hvd_sparse.Compression, METHOD)(named, timeout_s=120.0, **arguments)
+        compression = getattr(hvd_sparse.Compression, self.method)(
+            named, timeout_s=120.0, **arguments
+        )
+        self._compressions.append(compression)
+        return compression
 
     def distributed(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, **arguments: Any
@@ -71,9 +71,16 @@ class Run:
             compression=compression,
             **arguments,
         )
-        if not self.sparse:  # as with hvd_sparse, lest ranks that spin starve the others
-            synchronize_asleep(distributed)
+        if self.sparse:
+            self._compressions.append(compression)
+        else:  # as with hvd_sparse, lest ranks that spin starve the others
+            synchronize_asleep(distributed, lambda: None)
         return distributed
+
+    def close(self) -> None:
+        """Ends what the ranks, which go on, would carry through all scenarios to come."""
+        for compression in self._compressions:
+            compression.close()
 
 
 class Net(nn.Module):
@@ -221,7 +228,7 @@ def unused_everywhere(run: Run) -> nn.Module:
 def process_sets(run: Run) -> nn.Module:
     """The members train together; rank 0 is in no set that does, and trains alone."""
     model = Net()
-    train(model, run.distributed(sgd(model), model, process_set=MEMBERS[0]))
+    train(model, run.distributed(sgd(model), model, process_set=ALL_BUT_RANK_0[0]))
     return model
 
 
@@ -452,7 +459,7 @@ def planned(run: Run) -> nn.Module:
     if run.sparse:
         rule = {"compress": "auto", "compressor": "topk", "density": 1.0}
         policy = {"version": 1, "transport": "gloo", "rules": [rule]}
-        candidates = load_policy(policy, constructors()).rules[0].methods
+        candidates = load_policy(policy).rules[0].methods
         costs = MethodCosts("oktopk", 1.0, *(Line(1e-9, 1e-12) for _ in range(3)))
         place = place_of("gloo", hvd.size(), 1)
         methods = {method.description: costs for method in candidates}
@@ -487,36 +494,13 @@ def compare(name: str, dense: nn.Module, sparse: nn.Module) -> None:
         assert torch.isfinite(actual).all(), parameter
 
 
-def main() -> None:
-    global METHOD  # noqa: PLW0603
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--method", default="topk")
-    parser.add_argument("--only", nargs="*")
-    options = parser.parse_args()
-    METHOD = options.method
+def check(name: str, method: str) -> None:
+    """Runs a scenario with and without compression by a method, and compares what comes of it."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="optimizer.step\\(\\) called without")
-    # A static set: with dynamic ones Horovod's threads starve each other on a lock for seconds.
-    world_size = int(os.environ.get("HOROVOD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", "1")))
-    MEMBERS.append(hvd.ProcessSet(range(1, world_size)))
-    hvd.init(process_sets=MEMBERS)
-    torch.set_num_threads(1)
-    for name, function in SCENARIOS.items():
-        if options.only and name not in options.only:
-            continue
-        try:
-            dense, sparse = function(Run(name, sparse=False)), function(Run(name, sparse=True))
-            compare(name, dense, sparse)
-            meet(name)
-        except BaseException:
-            print(f"FAILED {name} on rank {hvd.rank()}", flush=True)
-            traceback.print_exc()
-            os._exit(1)
-        if hvd.rank() == 0:
-            print(f"EQUAL {name}", flush=True)
-    hvd.shutdown()
-
-
-if __name__ == "__main__":
-    main()
+    dense = SCENARIOS[name](Run(name, method, sparse=False))
+    sparse = Run(name, method, sparse=True)
+    compare(name, dense, SCENARIOS[name](sparse))
+    meet(name)
+    sparse.close()

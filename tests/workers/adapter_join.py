@@ -9,8 +9,7 @@ from torch import nn
 import hvd_sparse
 
 
-def main() -> None:
-    hvd.init()
+def join_in_the_middle() -> None:
     model = nn.Linear(40, 30)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -22,7 +21,3 @@ def main() -> None:
         model(torch.ones(2, 40)).sum().backward()
         optimizer.step()
     hvd.join()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""Runs one of the modes below over a transport, under horovodrun: `transport_worker.py NAME MODE`.
-
-A rank that gets through prints `rank R of P: MODE over NAME passed`.
-"""
+"""What each rank does with a transport of its own, by its name."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import horovod.torch as hvd
 import pytest
@@ -43,8 +40,15 @@ def run_scenarios(transport: Transport, scenarios: Sequence[Scenario]) -> None:
             print(f"{scenario.__name__} {time.monotonic() - start:.3f} s", flush=True)
 
 
+def own_device(name: str) -> None:
+    """Gives this rank a CUDA device, where the transport needs one."""
+    if name == "nccl":
+        torch.cuda.set_device(hvd.local_rank())
+
+
 def conformance(name: str) -> None:
     """All scenarios; some from a background thread beside dense reductions; a silent rank."""
+    own_device(name)
     world = HorovodBootstrap()
     transport = create_transport(name, world, 60.0)
     assert transport.name == ("local" if name == "auto" and world.size == 1 else transport.name)
@@ -137,6 +141,7 @@ def peer_leaves(name: str) -> None:
         transport.exchange(None, None, world.size - 1, channel="left").wait()
     assert time.monotonic() - start < PROMPT_S
     transport.close()
+    report("noticed it")
 
 
 def hvd_free_exit() -> None:
@@ -147,6 +152,7 @@ def hvd_free_exit() -> None:
 
 def process_sets(name: str) -> None:
     """Even and odd ranks at the same time, each in a world of their own."""
+    own_device(name)
     sets = [hvd.add_process_set(list(range(start, hvd.size(), 2))) for start in range(2)]
     world = HorovodBootstrap(sets[hvd.rank() % 2])
     assert world.ranks == list(range(hvd.rank() % 2, hvd.size(), 2))
@@ -154,7 +160,6 @@ def process_sets(name: str) -> None:
     transport = create_transport(name, world, 60.0)
     assert transport.world_size == world.size
     assert transport.rank == world.rank
-    # From here on only the transport is used: a set that is through may shut Horovod down.
     meet("sets")
     gathered = transport.allgather((torch.tensor([hvd.rank()]),), channel="ranks")
     assert [part.view(torch.int64).item() for part in gathered] == world.ranks
@@ -162,8 +167,8 @@ def process_sets(name: str) -> None:
     with pytest.raises(ConfigError, match="not in the process set"):
         HorovodBootstrap(sets[1 - hvd.rank() % 2])
     transport.close()
-    if name == "horovod":
-        meet("sets.end")
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
 
 
 def refused(name: str) -> None:
@@ -182,30 +187,10 @@ def chosen(name: str) -> None:
     report(f"chose {transport.name} at {getattr(transport, 'host', 'no address')}")
     run_scenarios(transport, QUICK_SCENARIOS)
     transport.close()
+    report("all scenarios passed")
 
 
 def report(text: str) -> None:
     # One write: mpirun may break a line between two.
     sys.stdout.write(f"rank {hvd.rank()}: {text}\n")
     sys.stdout.flush()
-
-
-MODES: dict[str, Callable[[str], None]] = {
-    mode.__name__: mode
-    for mode in (conformance, peer_dies, peer_leaves, process_sets, refused, chosen)
-}
-
-
-def main() -> None:
-    name, mode = sys.argv[1:]
-    torch.set_num_threads(1)
-    hvd.init()
-    if name == "nccl":
-        torch.cuda.set_device(hvd.local_rank())
-    MODES[mode](name)
-    report(f"of {hvd.size()}: {mode} over {name} passed")
-    hvd.shutdown()
-
-
-if __name__ == "__main__":
-    main()

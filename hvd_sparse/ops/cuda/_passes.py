@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_sparse.ops._layout import DTYPE_CODES
+from hvd_sparse.ops.accumulation import Accumulation
 from hvd_sparse.ops.cuda._launcher import THREADS, AddressTable, Argument, Launcher
-from hvd_sparse.ops.momentum import Momentum
 
 TILE = 4096
 """Elements of a tile at most (`kTile` in csrc/cuda/gradients.cuh)."""
 HEADER_WORDS = 8
 """64-bit words of a `Header` (csrc/cuda/compact.cuh)."""
 NO_GRADIENT = 3
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 Entries = tuple[Tensor, Tensor]
 
@@ -32,22 +32,19 @@ class KernelFamily:
         self._launch = launcher.launch
 
 
-class Accumulator:
-    """A residual, its gradients and its momentum, as the kernels of accumulate.cuh take them.
+class AccumulationInputs:
+    """An accumulation as the kernels of accumulate.cuh take it.
 
     Attributes:
-        numel: n.
+        residual: Changed in place.
         tiles: How many tiles there are.
         table: The segments' table and their number.
         momentum: Buffer (None without momentum), factor, and whether it is Nesterov's.
     """
 
-    def __init__(
-        self, residual: Tensor, gradients: Sequence[Tensor], momentum: Momentum | None
-    ) -> None:
-        self.residual = residual
-        self.numel = residual.numel()
-        segments = [gradient for gradient in gradients if gradient.numel() > 0]
+    def __init__(self, accumulation: Accumulation) -> None:
+        self.residual = accumulation.residual
+        segments = [gradient for gradient in accumulation.gradients if gradient.numel() > 0]
         rows: list[tuple[int, ...]] = []
         tensors: list[tuple[int, Tensor]] = []
         begin = self.tiles = 0
@@ -58,14 +55,15 @@ class Accumulator:
             begin += numel
             self.tiles += tile_count(numel)
         if not segments:
-            rows.append((0, 0, self.numel, 0, NO_GRADIENT))
-            self.tiles = tile_count(self.numel)
-        uploaded = upload(torch.tensor(rows, dtype=torch.int64), residual.device)
+            rows.append((0, 0, accumulation.numel, 0, NO_GRADIENT))
+            self.tiles = tile_count(accumulation.numel)
+        uploaded = upload(torch.tensor(rows, dtype=torch.int64), accumulation.device)
         self.table: tuple[Argument, Argument] = (
             AddressTable(uploaded, tensors),
             np.int32(len(rows)),
         )
         self.momentum: tuple[Argument, Argument, Argument] = (None, np.float32(0), np.int32(0))
+        momentum = accumulation.momentum
         if momentum is not None and segments:  # without gradients u stands still
             self.momentum = (
                 momentum.buffer,

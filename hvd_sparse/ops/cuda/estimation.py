@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import key_magnitude
-from hvd_sparse.ops.cuda._passes import Accumulator, KernelFamily, thread_blocks, tile_count
-from hvd_sparse.ops.momentum import Momentum
+from hvd_sparse.ops.accumulation import Accumulation
+from hvd_sparse.ops.cuda._passes import (
+    AccumulationInputs,
+    KernelFamily,
+    thread_blocks,
+    tile_count,
+)
 
 DIGITS = 3
 """Of a key, from the top (csrc/cuda/topk.cu)."""
@@ -46,31 +49,24 @@ class CudaEstimation(KernelFamily):
         return key_magnitude(self._descend(x, k).kth_key())
 
     def sample_accumulator(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        start: int,
-        stride: int,
-        run: int = 1,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, start: int, stride: int, run: int = 1
     ) -> Tensor:
         """Magnitudes of some of the sums."""
-        accumulator = Accumulator(residual, gradients, momentum)
-        whole_runs, left = divmod(max(0, accumulator.numel - start), stride)
+        whole_runs, left = divmod(max(0, accumulation.numel - start), stride)
         samples = whole_runs * run + min(left, run)
-        return self._sample(accumulator, start, stride, run, samples)
+        return self._sample(AccumulationInputs(accumulation), start, stride, run, samples)
 
     def _sample(
-        self, accumulator: Accumulator, start: int, stride: int, run: int, samples: int
+        self, inputs: AccumulationInputs, start: int, stride: int, run: int, samples: int
     ) -> Tensor:
         """Starts sampling `samples` magnitudes."""
-        magnitudes = torch.empty(samples, device=accumulator.residual.device)
+        magnitudes = torch.empty(samples, device=inputs.residual.device)
         self._launch(
             "sample_accumulator",
             thread_blocks(samples),
-            accumulator.residual,
-            *accumulator.momentum,
-            *accumulator.table,
+            inputs.residual,
+            *inputs.momentum,
+            *inputs.table,
             np.int64(start),
             np.int64(stride),
             np.int64(run),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +16,10 @@ from hvd_sparse.magnitude import (
     pivot_key,
     threshold_key,
 )
+from hvd_sparse.ops.accumulation import Accumulation
 from hvd_sparse.ops.cuda._launcher import THREADS
 from hvd_sparse.ops.cuda._passes import (
-    Accumulator,
+    AccumulationInputs,
     Entries,
     OrderedPass,
     empty_stream,
@@ -28,7 +28,6 @@ from hvd_sparse.ops.cuda._passes import (
     total_of,
 )
 from hvd_sparse.ops.cuda.estimation import CudaEstimation, Descent
-from hvd_sparse.ops.momentum import Momentum
 
 LEAST_CAPACITY = 1 << 16
 CAPACITY_SHARE = 32
@@ -46,46 +45,27 @@ EMPTY_SLOT = 0x7FFFFFFF
 class CudaSelection(CudaEstimation):
     """As `hvd_sparse.ops.selection`, on checked arguments."""
 
-    def accumulate_select(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        threshold: float,
-        momentum: Momentum | None = None,
-    ) -> Entries:
+    def accumulate_select(self, accumulation: Accumulation, threshold: float) -> Entries:
         """Moves out what reaches the threshold."""
-        return self.partition_select(
-            residual, gradients, threshold, 0, residual.numel(), momentum=momentum
-        )
+        return self.partition_select(accumulation, threshold, 0, accumulation.numel)
 
     def partition_select(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        threshold: float,
-        start: int,
-        stop: int,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> Entries:
         """Moves out what reaches the threshold in `[start, stop)`."""
-        accumulator = Accumulator(residual, gradients, momentum)
+        inputs, numel = AccumulationInputs(accumulation), accumulation.numel
         key = threshold_key(threshold)
-        capacity = min(residual.numel(), max(LEAST_CAPACITY, residual.numel() // CAPACITY_SHARE))
+        capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
         def select(step: OrderedPass) -> None:
-            self._select(accumulator, step, key, None, start, stop)
+            self._select(inputs, step, key, None, start, stop)
 
-        passed = OrderedPass(accumulator.tiles, capacity, residual.device)
+        passed = OrderedPass(inputs.tiles, capacity, accumulation.device)
         select(passed)
         return passed.finish(select)
 
     def accumulate_topk(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        k: int,
-        pivot: float = 0.0,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, k: int, pivot: float = 0.0
     ) -> tuple[Tensor, Tensor, float]:
         """Moves out the k largest magnitudes.
 
@@ -94,20 +74,20 @@ class CudaSelection(CudaEstimation):
         the pivot let too few entries pass, or more than there is room for, the host finds out at
         the end, and goes on from there.
         """
-        numel, device = residual.numel(), residual.device
+        residual, numel, device = accumulation.residual, accumulation.numel, accumulation.device
         if k == 0 or numel == 0:
-            self.accumulate_select(residual, gradients, math.inf, momentum)  # spoiled ones only
+            self.accumulate_select(accumulation, math.inf)  # spoiled ones only
             return *empty_stream(0, device), math.inf if k == 0 else 0.0
         wanted = min(k, numel)
-        accumulator = Accumulator(residual, gradients, momentum)
+        inputs = AccumulationInputs(accumulation)
         key = pivot_key(pivot)
-        key_at = None if key else self._sampled_pivot(accumulator, wanted)
+        key_at = None if key else self._sampled_pivot(inputs, wanted)
 
         def select(step: OrderedPass) -> None:
-            self._select(accumulator, step, key, key_at, 0, numel)
+            self._select(inputs, step, key, key_at, 0, numel)
 
         capacity = min(numel, CANDIDATES_PER_ENTRY * wanted + LEAST_CAPACITY)
-        passed = OrderedPass(accumulator.tiles, capacity, device)
+        passed = OrderedPass(inputs.tiles, capacity, device)
         select(passed)
         largest, descent = self._take_largest(
             residual, passed.indices, passed.values, wanted, passed.header
@@ -124,17 +104,15 @@ class CudaSelection(CudaEstimation):
 
     def hash_select(
         self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
+        accumulation: Accumulation,
         threshold: float,
         slots: int,
         slots_per_bucket: int,
         a: int,
         b: int,
-        momentum: Momentum | None = None,
     ) -> Entries:
         """Moves out what reaches the threshold and finds a free slot."""
-        accumulator, device = Accumulator(residual, gradients, momentum), residual.device
+        inputs, device = AccumulationInputs(accumulation), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),
             np.uint32(slots_per_bucket),
@@ -142,11 +120,11 @@ class CudaSelection(CudaEstimation):
             np.uint64(b),
             torch.full((slots,), EMPTY_SLOT, dtype=torch.int32, device=device),
         )
-        marks = torch.empty(accumulator.tiles * THREADS, dtype=torch.int32, device=device)
-        arguments = (residual, *accumulator.momentum, *accumulator.table)
+        marks = torch.empty(inputs.tiles * THREADS, dtype=torch.int32, device=device)
+        arguments = (inputs.residual, *inputs.momentum, *inputs.table)
         self._launch(
             "hash_claim",
-            accumulator.tiles,
+            inputs.tiles,
             *arguments,
             np.uint32(threshold_key(threshold)),
             *hashing,
@@ -156,35 +134,30 @@ class CudaSelection(CudaEstimation):
         def take(step: OrderedPass) -> None:
             self._launch("hash_take", step.tiles, *arguments, *hashing, marks, *step.outputs())
 
-        step = OrderedPass(accumulator.tiles, min(slots, residual.numel()), device)
+        step = OrderedPass(inputs.tiles, min(slots, accumulation.numel), device)
         take(step)
         return step.finish(take)
 
     def accumulate_group_topk(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        k: int,
-        group_numel: int = 512,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, k: int, group_numel: int = 512
     ) -> Entries:
         """Moves out the k largest magnitudes of each group.
 
         Each group is one block's, or, where that would leave most of the device idle, the whole
         device's, one after the other.
         """
-        numel, device = residual.numel(), residual.device
+        numel, device = accumulation.numel, accumulation.device
         groups = -(-numel // group_numel)
         if groups <= FEW_GROUPS:
-            return self._topk_of_each(residual, gradients, k, group_numel, momentum)
-        accumulator = Accumulator(residual, gradients, momentum)
+            return self._topk_of_each(accumulation, k, group_numel)
+        inputs = AccumulationInputs(accumulation)
         header, entries = new_header(groups, device), empty_stream(min(numel, groups * k), device)
         self._launch(
             "accumulate_group_topk",
             groups,
-            residual,
-            *accumulator.momentum,
-            *accumulator.table,
+            inputs.residual,
+            *inputs.momentum,
+            *inputs.table,
             np.int64(numel),
             np.int64(group_numel),
             np.uint32(k),
@@ -194,30 +167,18 @@ class CudaSelection(CudaEstimation):
         count = total_of(header)
         return entries[0][:count], entries[1][:count]
 
-    def _topk_of_each(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        k: int,
-        group_numel: int,
-        momentum: Momentum | None,
-    ) -> Entries:
+    def _topk_of_each(self, accumulation: Accumulation, k: int, group_numel: int) -> Entries:
         """The same by `accumulate_topk` of one group after the other."""
-        taken = [empty_stream(0, residual.device)]
-        for start in range(0, residual.numel(), group_numel):
-            stop = min(start + group_numel, residual.numel())
-            indices, values, _ = self.accumulate_topk(
-                residual[start:stop],
-                _between(gradients, start, stop),
-                k,
-                momentum=momentum and replace(momentum, buffer=momentum.buffer[start:stop]),
-            )
+        taken = [empty_stream(0, accumulation.device)]
+        for start in range(0, accumulation.numel, group_numel):
+            stop = min(start + group_numel, accumulation.numel)
+            indices, values, _ = self.accumulate_topk(_between(accumulation, start, stop), k)
             taken.append((indices + start, values))
         return torch.cat([one[0] for one in taken]), torch.cat([one[1] for one in taken])
 
     def _select(
         self,
-        accumulator: Accumulator,
+        inputs: AccumulationInputs,
         step: OrderedPass,
         key: int,
         key_at: Tensor | None,
@@ -225,13 +186,13 @@ class CudaSelection(CudaEstimation):
         stop: int,
     ) -> None:
         """Launches one pass that accumulates and selects."""
-        momentum = accumulator.momentum if accumulator.has_momentum else ()
+        momentum = inputs.momentum if inputs.has_momentum else ()
         self._launch(
             "accumulate_momentum_select" if momentum else "accumulate_select",
             step.tiles,
-            accumulator.residual,
+            inputs.residual,
             *momentum,
-            *accumulator.table,
+            *inputs.table,
             np.uint32(key),
             key_at,
             np.int64(start),
@@ -239,13 +200,13 @@ class CudaSelection(CudaEstimation):
             *step.outputs(),
         )
 
-    def _sampled_pivot(self, accumulator: Accumulator, k: int) -> Tensor | None:
+    def _sampled_pivot(self, inputs: AccumulationInputs, k: int) -> Tensor | None:
         """A key that probably lets k entries pass, and not many more; it stays on the device.
 
         Returns:
             Its place, or None where everything that is not zero has to be looked at.
         """
-        numel = accumulator.numel
+        numel = inputs.residual.numel()
         if numel <= 8 * LEAST_SAMPLE:
             return None
         stride = (numel // min(max(numel // 64, LEAST_SAMPLE), MOST_SAMPLE) - 1) | 1
@@ -255,7 +216,7 @@ class CudaSelection(CudaEstimation):
         rank = math.ceil(expected + 4.0 * math.sqrt(expected) + 4.0)
         if rank >= samples:
             return None
-        magnitudes = self._sample(accumulator, 0, stride, 1, samples)
+        magnitudes = self._sample(inputs, 0, stride, 1, samples)
         return self._descend(magnitudes, rank).key()
 
     def _take_largest(
@@ -303,20 +264,23 @@ class CudaSelection(CudaEstimation):
         missing = k - indices.numel()
         threshold = self.kth_magnitude(residual, missing)
         if threshold > 0.0:
-            more = self.accumulate_topk(residual, (), missing, threshold)[:2]
+            more = self.accumulate_topk(Accumulation(residual), missing, threshold)[:2]
         else:
-            more = self.accumulate_select(residual, (), 0.0)
+            more = self.accumulate_select(Accumulation(residual), 0.0)
         residual[spoiled] = kept
         indices, order = torch.cat([indices, more[0]]).sort()
         return (indices, torch.cat([values, more[1]])[order]), threshold
 
 
-def _between(gradients: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """What lies at `[start, stop)` of gradients that lie side by side: views."""
+def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:
+    """What an accumulation does to `[start, stop)`, as one of views."""
     pieces, begin = [], 0
-    for gradient in gradients:
+    for gradient in accumulation.gradients:
         end = begin + gradient.numel()
         if begin < stop and start < end:
             pieces.append(gradient.view(-1)[max(start - begin, 0) : stop - begin])
         begin = end
-    return pieces
+    momentum = accumulation.momentum
+    if momentum is not None:
+        momentum = replace(momentum, buffer=momentum.buffer[start:stop])
+    return Accumulation(accumulation.residual[start:stop], pieces, momentum)

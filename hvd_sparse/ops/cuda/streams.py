@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import threshold_key
+from hvd_sparse.ops._layout import DTYPE_CODES
 from hvd_sparse.ops.cuda._launcher import Argument
 from hvd_sparse.ops.cuda._passes import (
-    DTYPE_CODES,
     Entries,
     KernelFamily,
     empty_stream,

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops._checks import MAX_NUMEL, bad_index
+from hvd_sparse.ops._checks import bad_index
+from hvd_sparse.ops._layout import GAP_BLOCK, MAX_NUMEL
 from hvd_sparse.ops.cuda._passes import KernelFamily, new_header, thread_blocks, tile_count
 
-GAP_BLOCK = 128
 GAPS_PER_BLOCK = 1024
 """Entries of a block at a time (`kRoundNumel` in csrc/cuda/gradients.cuh)."""
 QUAD = 4

@@ -15,7 +15,6 @@ from hvd_sparse.ops._checks import bad_index
 
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native.so"
 ISA_NAMES = ("portable", "avx2", "avx512")
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 Signatures = Mapping[str, tuple[type, ...]]
 """Arguments of a family's C functions, without their prefix `hvds_`; each returns a status."""

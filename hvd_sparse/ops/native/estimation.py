@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import byref, c_float, c_int32, c_int64, c_void_p
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops.momentum import Momentum
+from hvd_sparse.ops.accumulation import Accumulation
+from hvd_sparse.ops.native._accumulation import AccumulationStruct
 from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check
-from hvd_sparse.ops.native._source import Source
 
 
 class NativeEstimation(NativeLibrary):
@@ -33,21 +32,15 @@ class NativeEstimation(NativeLibrary):
         return magnitude.value
 
     def sample_accumulator(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        start: int,
-        stride: int,
-        run: int = 1,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, start: int, stride: int, run: int = 1
     ) -> Tensor:
         """Magnitudes of some of the sums."""
-        source = Source(residual, gradients, momentum)
-        whole_strides, rest = divmod(max(0, residual.numel() - start), stride)
+        struct = AccumulationStruct(accumulation)
+        whole_strides, rest = divmod(max(0, accumulation.numel - start), stride)
         sample = torch.empty(whole_strides * run + min(rest, run), dtype=torch.float32)
         check(
             self._library.hvds_sample_accumulator(
-                byref(source),
+                byref(struct),
                 start,
                 stride,
                 run,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from typing import ClassVar
 
 from torch import Tensor
 
 from hvd_sparse.magnitude import pivot_key, threshold_key
-from hvd_sparse.ops.momentum import Momentum
+from hvd_sparse.ops.accumulation import Accumulation
+from hvd_sparse.ops.native._accumulation import AccumulationStruct
 from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check, empty_stream
-from hvd_sparse.ops.native._source import Source
 
 
 class NativeSelection(NativeLibrary):
@@ -26,55 +25,41 @@ class NativeSelection(NativeLibrary):
     }
 
     def accumulate_select(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        threshold: float,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, threshold: float
     ) -> tuple[Tensor, Tensor]:
         """Moves out what reaches the threshold."""
-        return self.partition_select(
-            residual, gradients, threshold, 0, residual.numel(), momentum=momentum
-        )
+        return self.partition_select(accumulation, threshold, 0, accumulation.numel)
 
     def partition_select(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        threshold: float,
-        start: int,
-        stop: int,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
         """Moves out what reaches the threshold in `[start, stop)`."""
-        source = Source(residual, gradients, momentum)
+        struct = AccumulationStruct(accumulation)
         threads = self._thread_count()
         nnz = c_int64()
         check(
             self._library.hvds_accumulate_select(
-                byref(source), threshold_key(threshold), start, stop, threads, byref(nnz)
+                byref(struct), threshold_key(threshold), start, stop, threads, byref(nnz)
             )
         )
         return self._take(nnz.value, threads)
 
     def hash_select(
         self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
+        accumulation: Accumulation,
         threshold: float,
         slots: int,
         slots_per_bucket: int,
         a: int,
         b: int,
-        momentum: Momentum | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Moves out what reaches the threshold and finds a free slot."""
-        source = Source(residual, gradients, momentum)
+        struct = AccumulationStruct(accumulation)
         threads = self._thread_count()
         nnz = c_int64()
         check(
             self._library.hvds_hash_select(
-                byref(source),
+                byref(struct),
                 threshold_key(threshold),
                 slots // slots_per_bucket,
                 slots_per_bucket,
@@ -87,39 +72,29 @@ class NativeSelection(NativeLibrary):
         return self._take(nnz.value, threads)
 
     def accumulate_group_topk(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        k: int,
-        group_numel: int = 512,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, k: int, group_numel: int = 512
     ) -> tuple[Tensor, Tensor]:
         """Moves out the k largest magnitudes of each group."""
-        source = Source(residual, gradients, momentum)
+        struct = AccumulationStruct(accumulation)
         threads = self._thread_count()
         nnz = c_int64()
         check(
             self._library.hvds_accumulate_group_topk(
-                byref(source), k, group_numel, threads, byref(nnz)
+                byref(struct), k, group_numel, threads, byref(nnz)
             )
         )
         return self._take(nnz.value, threads)
 
     def accumulate_topk(
-        self,
-        residual: Tensor,
-        gradients: Sequence[Tensor],
-        k: int,
-        pivot: float = 0.0,
-        momentum: Momentum | None = None,
+        self, accumulation: Accumulation, k: int, pivot: float = 0.0
     ) -> tuple[Tensor, Tensor, float]:
         """Moves out the k largest magnitudes."""
-        source = Source(residual, gradients, momentum)
-        indices, values = empty_stream(min(k, residual.numel()))
+        struct = AccumulationStruct(accumulation)
+        indices, values = empty_stream(min(k, accumulation.numel))
         nnz, threshold = c_int64(), c_float()
         check(
             self._library.hvds_accumulate_topk(
-                byref(source),
+                byref(struct),
                 k,
                 pivot_key(pivot),
                 self._thread_count(),

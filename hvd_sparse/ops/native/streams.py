@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import threshold_key
+from hvd_sparse.ops._layout import DTYPE_CODES
 from hvd_sparse.ops.native._library import (
-    DTYPE_CODES,
     NativeLibrary,
     Signatures,
     check,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import magnitude_keys
-from hvd_sparse.ops.momentum import Momentum
-from hvd_sparse.ops.reference._accumulated import Accumulated
+from hvd_sparse.ops.accumulation import Accumulation
+from hvd_sparse.ops.reference._sums import Sums
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
@@ -18,16 +16,9 @@ def kth_magnitude(x: Tensor, k: int) -> float:
     return float(kth_key.view(torch.float32))
 
 
-def sample_accumulator(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    start: int,
-    stride: int,
-    run: int = 1,
-    momentum: Momentum | None = None,
-) -> Tensor:
+def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
     """Magnitudes of some of the sums."""
-    keys = Accumulated(residual, gradients, momentum).keys
+    keys = Sums(accumulation).keys
     runs = torch.arange(start, max(start, keys.numel()), stride, device=keys.device)
     sampled = (runs.view(-1, 1) + torch.arange(run, device=keys.device)).flatten()
     return keys[sampled[sampled < keys.numel()]].view(torch.float32)

@@ -3,98 +3,72 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import INFINITE_KEY, threshold_key
-from hvd_sparse.ops.momentum import Momentum
-from hvd_sparse.ops.reference._accumulated import Accumulated
+from hvd_sparse.ops.accumulation import Accumulation
+from hvd_sparse.ops.reference._sums import Sums
 from hvd_sparse.ops.reference.estimation import kth_magnitude
 
 
-def accumulate_select(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    threshold: float,
-    momentum: Momentum | None = None,
-) -> tuple[Tensor, Tensor]:
+def accumulate_select(accumulation: Accumulation, threshold: float) -> tuple[Tensor, Tensor]:
     """Moves out what reaches the threshold."""
-    accumulated = Accumulated(residual, gradients, momentum)
-    return accumulated.move_out(_where(accumulated.keys >= threshold_key(threshold)))
+    sums = Sums(accumulation)
+    return sums.move_out(_where(sums.keys >= threshold_key(threshold)))
 
 
 def accumulate_topk(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    k: int,
-    pivot: float = 0.0,
-    momentum: Momentum | None = None,
+    accumulation: Accumulation, k: int, pivot: float = 0.0
 ) -> tuple[Tensor, Tensor, float]:
     """Moves out the k largest magnitudes."""
     del pivot  # it could only save time
-    accumulated = Accumulated(residual, gradients, momentum)
-    acc = accumulated.acc
+    sums = Sums(accumulation)
+    acc = sums.acc
     threshold = math.inf if k == 0 else kth_magnitude(acc, k) if k <= acc.numel() else 0.0
-    return *accumulated.move_out(_largest(accumulated.keys, k)), threshold
+    return *sums.move_out(_largest(sums.keys, k)), threshold
 
 
 def accumulate_group_topk(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    k: int,
-    group_numel: int = 512,
-    momentum: Momentum | None = None,
+    accumulation: Accumulation, k: int, group_numel: int = 512
 ) -> tuple[Tensor, Tensor]:
     """Moves out the k largest magnitudes of each group."""
-    accumulated = Accumulated(residual, gradients, momentum)
-    keys = accumulated.keys
+    sums = Sums(accumulation)
+    keys = sums.keys
     short = -keys.numel() % group_numel
     rows = torch.nn.functional.pad(keys, (0, short)).view(-1, group_numel)
     order = torch.sort(rows, dim=1, descending=True, stable=True).indices[:, :k]
     first = torch.arange(rows.shape[0], device=keys.device).view(-1, 1) * group_numel
     candidates = (first + order).flatten()
     candidates = candidates[candidates < keys.numel()]
-    return accumulated.move_out(candidates[keys[candidates] > 0].sort().values)
+    return sums.move_out(candidates[keys[candidates] > 0].sort().values)
 
 
 def partition_select(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    threshold: float,
-    start: int,
-    stop: int,
-    momentum: Momentum | None = None,
+    accumulation: Accumulation, threshold: float, start: int, stop: int
 ) -> tuple[Tensor, Tensor]:
     """Moves out what reaches the threshold in `[start, stop)`."""
-    accumulated = Accumulated(residual, gradients, momentum)
-    selected = accumulated.keys >= INFINITE_KEY
-    selected[start:stop] = accumulated.keys[start:stop] >= threshold_key(threshold)
-    return accumulated.move_out(_where(selected))
+    sums = Sums(accumulation)
+    selected = sums.keys >= INFINITE_KEY
+    selected[start:stop] = sums.keys[start:stop] >= threshold_key(threshold)
+    return sums.move_out(_where(selected))
 
 
 def hash_select(
-    residual: Tensor,
-    gradients: Sequence[Tensor],
-    threshold: float,
-    slots: int,
-    slots_per_bucket: int,
-    a: int,
-    b: int,
-    momentum: Momentum | None = None,
+    accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, a: int, b: int
 ) -> tuple[Tensor, Tensor]:
     """Moves out what reaches the threshold and finds a free slot."""
-    accumulated = Accumulated(residual, gradients, momentum)
-    finite = accumulated.keys < INFINITE_KEY
-    selected = _where((accumulated.keys >= threshold_key(threshold)) & finite)
+    sums = Sums(accumulation)
+    finite = sums.keys < INFINITE_KEY
+    selected = _where((sums.keys >= threshold_key(threshold)) & finite)
     buckets = _bucket_of(selected, slots // slots_per_bucket, a, b)
     # Sorted stably, the entries of a bucket are a run of ascending indices: the first ones win.
     buckets, order = torch.sort(buckets, stable=True)
     position = torch.arange(order.numel(), device=order.device)
     place = position - torch.searchsorted(buckets, buckets)
     winners = selected[order[place < slots_per_bucket]]
-    return accumulated.move_out(torch.cat([winners, _where(~finite)]).sort().values)
+    return sums.move_out(torch.cat([winners, _where(~finite)]).sort().values)
 
 
 def _where(mask: Tensor) -> Tensor:

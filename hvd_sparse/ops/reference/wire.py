@@ -7,8 +7,8 @@ from torch import Tensor
 
 from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
 from hvd_sparse.ops._checks import bad_index
+from hvd_sparse.ops._layout import GAP_BLOCK, MAX_NUMEL
 
-GAP_BLOCK = 128
 WORD_MASK = 0xFFFFFFFF
 MOST_SCALE_KEY = 0x7F7FFF00
 """A scale above this could make the top level infinite when it is multiplied out."""
@@ -21,7 +21,7 @@ def gap_encode(indices: Tensor, start: int) -> Tensor:
     before = torch.cat([indices.new_tensor([start], dtype=torch.int64) - 1, indices[:-1].long()])
     gaps = indices.long() - before - 1
     if bool((gaps < 0).any()):
-        raise bad_index(f"indices from {start} on", 2**31 - 1)
+        raise bad_index(f"indices from {start} on", MAX_NUMEL)
     blocks = gaps.split(GAP_BLOCK)
     widths = [int(block.max()).bit_length() for block in blocks]
     packed = [_pack_bits(block, width) for block, width in zip(blocks, widths, strict=True)]

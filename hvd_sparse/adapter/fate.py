@@ -1,0 +1,81 @@
+"""What became of a step's gradients: whether the optimizer applied them, and at which loss scale.
+
+A loss scaler skips a step in which any gradient is not finite, and a script may skip one for its
+own reasons. What the compression took out of its residuals for such a step was applied by nobody,
+so it has to go back.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SEARCHED_FRAMES = 16
+"""From an optimizer's hook up to the loss scaler that called its `step`."""
+
+
+class StepFate:
+    """Listens to an optimizer, and to the `GradScaler` that steps it, if there is one.
+
+    Rules: a step counts where the optimizer's own `step` ran after the reduction, and did not skip
+    it inside (fused optimizers do so when they find infinities). Otherwise it does not count. An
+    optimizer that has never stepped may be one whose gradients a script applies by itself: until
+    its first step, reductions count where all their results are finite.
+
+    Args:
+        optimizer: Horovod's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._has_stepped = False
+        self._stepped = False
+        self._saw_non_finite = False
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+        self._unit: float | None = None
+        optimizer.register_step_post_hook(self._on_step)
+
+    def begin_step(self) -> None:
+        """The last step is settled, and the next one begins."""
+        self._stepped = self._saw_non_finite = False
+
+    def reduced_densely(self, gradient: Tensor) -> None:
+        """Horovod has reduced a gradient itself."""
+        if not self._has_stepped and not bool(gradient.isfinite().all()):
+            self._saw_non_finite = True
+
+    def counts(self) -> bool | None:
+        """Whether the last reduction counts; None: if all compressed results are finite."""
+        if self._stepped:
+            return True
+        return False if self._has_stepped or self._saw_non_finite else None
+
+    def rescaling(self) -> float:
+        """What the loss scale has been multiplied by since this was last asked."""
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is None or self._unit is None:
+            return 1.0
+        before, self._unit = self._unit, scaler.get_scale()
+        return self._unit / before
+
+    def _on_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        if self._scaler is None:
+            self._look_for_scaler()
+        self._has_stepped = True
+        found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
+        self._stepped = not (isinstance(found_inf, Tensor) and bool(found_inf))
+
+    def _look_for_scaler(self) -> None:
+        """Find it among the callers of `step`; it has not updated its scale yet."""
+        frame = sys._getframe(1)
+        for _ in range(SEARCHED_FRAMES):
+            candidate = frame.f_locals.get("self")
+            if isinstance(candidate, torch.amp.GradScaler):
+                self._scaler, self._unit = weakref.ref(candidate), candidate.get_scale()
+                return
+            if frame.f_back is None:
+                return
+            frame = frame.f_back

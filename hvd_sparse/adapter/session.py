@@ -1,0 +1,193 @@
+"""One compression's part in Horovod's world: connection, agreement, plan and scale."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.adapter.binding import ParameterLookup
+from hvd_sparse.adapter.embeddings import EmbeddingExchange
+from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
+from hvd_sparse.adapter.planning import Planning, refuse_devices
+from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
+from hvd_sparse.engine import Assignment, Engine
+from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
+from hvd_sparse.planner import Planner
+from hvd_sparse.transports import Transport
+from hvd_sparse.transports.choose import Bootstrap, create_transport
+
+logger = logging.getLogger("hvd_sparse")
+
+
+class Session:
+    """Connects an engine to the other ranks, and again whenever Horovod is started anew.
+
+    Args:
+        engine: Reduces what is compressed.
+        transport: Name of a transport, or "auto".
+        timeout_s: Seconds after which a peer that does not answer is given up.
+
+    Attributes:
+        world_size: P.
+        embeddings: Reduces the gradients of sparse embeddings, or None.
+        planning: The planner beside the training, where the engine's assignment is one.
+    """
+
+    def __init__(self, engine: Engine, transport: str, timeout_s: float) -> None:
+        self.world_size = 1
+        self.embeddings: EmbeddingExchange | None = None
+        self.planning: Planning | None = None
+        self._engine = engine
+        self._transport_name = transport
+        self._timeout_s = timeout_s
+        self._connecting = False
+        self._exit = BoundedExit(self)
+        self._world: object | None = None
+        self._process_set: Any = None
+        self._parameters: ParameterLookup
+        self._transport: Transport
+        self._standin: Tensor
+
+    def is_current(self) -> bool:
+        """Whether Horovod is still the one that the transport was built beside."""
+        from horovod.torch import mpi_ops
+
+        return self._world is mpi_ops._handle_map  # a new hvd.init() makes a new map
+
+    def connect(
+        self, process_set: Any, parameters: ParameterLookup, device: torch.device | None
+    ) -> None:
+        """Join the world that Horovod is in; all ranks of the process set do so together.
+
+        Args:
+            process_set: Horovod's name for the world.
+            parameters: The optimizer's.
+            device: Where the gradients are that the engine exchanges; None where there are none.
+
+        Raises:
+            ConfigError: Horovod is not initialised, or ranks want transports that cannot be.
+            PlanError: Ranks have different assignments.
+            HorovodInternalError: The ranks could not be connected.
+            UnsupportedError: A planner is to plan for gradients on a device.
+        """
+        from horovod.torch import mpi_ops
+
+        from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+
+        world = HorovodBootstrap(process_set)
+        self._connecting = True
+        self._exit.register()
+        with as_horovod_error():
+            self._join(world, process_set, parameters, device)
+        self._connecting = False
+        self._world, self.world_size = mpi_ops._handle_map, world.size
+        self._standin = make_standin(world.rank)
+        logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
+
+    def _join(
+        self,
+        world: Bootstrap,
+        process_set: Any,
+        parameters: ParameterLookup,
+        device: torch.device | None,
+    ) -> None:
+        transport = create_transport(self._transport_name, world, self._timeout_s, device)
+        self._engine.connect(transport)
+        self._exit.register()  # once more: at exit the engine closes, and then knows of no failure
+        if self.embeddings is not None:
+            self.embeddings.connect(create_transport(self._transport_name, world, self._timeout_s))
+        self._process_set, self._transport, self._parameters = process_set, transport, parameters
+        self._agree()
+
+    def reassign(self, assignment: Assignment) -> None:
+        """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""
+        self._engine.reassign(assignment)
+        if self._world is not None:
+            with as_horovod_error():
+                self._agree()
+
+    def begin_step(self) -> None:
+        """Review the plan where that is due."""
+        if self.planning is not None:
+            with as_horovod_error():
+                self.planning.begin_step()
+
+    def standin(self) -> Tensor:
+        """A new tensor for Horovod to reduce instead of a gradient."""
+        return self._standin.clone()
+
+    def learn_scale(self, reduced: Tensor) -> None:
+        """Check what Horovod made of a stand-in; the first one tells the scale.
+
+        Raises:
+            UnsupportedError: It is no sum over all ranks, or the scale has changed.
+        """
+        engine = self._engine
+        try:
+            if engine.scale is None:
+                engine.scale = scale_of(reduced, self.world_size)
+            elif reduced.device.type == "cpu":  # elsewhere, reading it would wait for the device
+                scale = scale_of(reduced, self.world_size)
+                if abs(scale - engine.scale) > TOLERANCE * engine.scale:
+                    raise UnsupportedError(
+                        f"the optimizer's scale changed from {engine.scale:g} to {scale:g}: "
+                        "op and process set must stay as they are, and hvd.join() cannot be used"
+                    )
+        except HvdSparseError as error:
+            engine.fail(error)
+            raise
+
+    def raise_failure(self) -> None:
+        """Raise what the engine has failed by; return where it has not.
+
+        Raises:
+            HorovodInternalError: A peer is gone or did not answer.
+            BaseException: Anything else.
+        """
+        error = self._engine.error
+        if error is not None:
+            with as_horovod_error():
+                raise error
+
+    def seconds_to_leave(self) -> float | None:
+        """See `Leaving`. Where only this rank has failed, peers may still be waiting for others."""
+        if self._connecting or self._engine.error is not None:
+            return EXIT_S
+        return None if self._engine.at_rest else self._timeout_s + EXIT_S
+
+    def close(self) -> None:
+        """Stop the background threads and close the connections; `connect` opens them again."""
+        self._engine.disconnect()
+        if self.embeddings is not None:
+            self.embeddings.disconnect()
+        self._world = None
+
+    def _agree(self) -> None:
+        """Let a planner decide, and check that all ranks have one assignment."""
+        self.planning = None
+        if isinstance(self._engine.assignment, Planner):
+            refuse_devices(self._parameters)
+            self.planning = Planning(
+                self._engine.assignment,
+                self._engine,
+                self._parameters.sparse_specs(),
+                self._transport,
+                self._process_set,
+            )
+        self._engine.agree()
+
+
+@contextmanager
+def as_horovod_error() -> Iterator[None]:
+    """A lost peer is an error that `hvd.elastic` recovers from."""
+    try:
+        yield
+    except TransportError as error:
+        from horovod.common.exceptions import HorovodInternalError
+
+        raise HorovodInternalError(f"hvd_sparse: {error}") from error

@@ -1,0 +1,178 @@
+"""All collectives: one entry each, from which everything that names them derives.
+
+A new one takes its own file, its formula in `cost_model.py` and an entry here. Then `collective=`,
+policies and their schema, the planner, the simulator, the command line and the tests' sweeps know
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from hvd_sparse import cost_model
+from hvd_sparse.checks import check_choice, check_count
+from hvd_sparse.collectives.base import Collective
+from hvd_sparse.collectives.clt_k import CyclicLeader
+from hvd_sparse.collectives.dense import DenseAllreduce
+from hvd_sparse.collectives.dsar_split_allgather import DsarSplitAllgather
+from hvd_sparse.collectives.exdyna import ExDyna
+from hvd_sparse.collectives.gtopk import GTopk
+from hvd_sparse.collectives.index_union import IndexUnion
+from hvd_sparse.collectives.oktopk import LEVEL_BINS, LEVELS_GATHERED_RANKS, OkTopk
+from hvd_sparse.collectives.ssar_recursive_double import SsarRecursiveDouble
+from hvd_sparse.collectives.ssar_split_allgather import SsarSplitAllgather
+from hvd_sparse.collectives.topk_allgather import TopkAllgather
+from hvd_sparse.cost_model import NOTHING, PLAIN_BYTES, CostRange, Formula, Link, WireBytes
+from hvd_sparse.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A collective as users, the planner and the simulator know it.
+
+    Attributes:
+        name: Its paper's.
+        collective: Its class.
+        formula: What it costs; None where nobody has written that down.
+        aliases: Names that other papers have for it.
+        is_lossless: Whether it applies all entries that the ranks send.
+        is_candidate: Whether `collective="auto"` considers it.
+        is_selectable: Whether `collective=` may name it. What scopes selection has a method of its
+            own instead.
+        keeps_state: Whether a step depends on the one before.
+        control_channels: Channels of messages whose size does not grow with n or k.
+    """
+
+    name: str
+    collective: type[Collective]
+    formula: Formula | None = None
+    aliases: tuple[str, ...] = ()
+    is_lossless: bool = False
+    is_candidate: bool = False
+    is_selectable: bool = True
+    keeps_state: bool = False
+    control_channels: frozenset[str] = frozenset()
+
+    def cost(self, world_size: int, numel: int, k: int, wire: WireBytes = PLAIN_BYTES) -> CostRange:
+        """What one allreduce costs a rank.
+
+        Args:
+            world_size: P, at least 1.
+            numel: n, at least 0.
+            k: Entries of each rank, in `[0, numel]`.
+            wire: Where it says that the dense form is shorter, sums are sent dense.
+
+        Raises:
+            ConfigError: There is no formula, or an argument is out of its range.
+        """
+        if self.formula is None:
+            raise ConfigError(f"the cost model has no formula for {self.name!r}")
+        check_count("world_size", world_size, 1)
+        check_count("numel", numel, 0)
+        if not 0 <= k <= numel:
+            raise ConfigError(f"k must be in [0, numel = {numel}], got {k!r}")
+        return self.formula(world_size, numel, k, wire) if world_size > 1 else NOTHING
+
+
+ALGORITHMS = (
+    Algorithm("dense", DenseAllreduce, cost_model.dense, is_lossless=True, is_selectable=False),
+    Algorithm(
+        "topk_allgather",
+        TopkAllgather,
+        cost_model.topk_allgather,
+        is_lossless=True,
+        is_candidate=True,
+    ),
+    Algorithm(
+        "ssar_recursive_double",
+        SsarRecursiveDouble,
+        cost_model.ssar_recursive_double,
+        is_lossless=True,
+        is_candidate=True,
+    ),
+    Algorithm(
+        "ssar_split_allgather",
+        SsarSplitAllgather,
+        cost_model.ssar_split_allgather,
+        aliases=("topk_dsa",),
+        is_lossless=True,
+        is_candidate=True,
+    ),
+    Algorithm(
+        "dsar_split_allgather",
+        DsarSplitAllgather,
+        cost_model.dsar_split_allgather,
+        is_lossless=True,
+        is_candidate=True,
+    ),
+    Algorithm("gtopk", GTopk, cost_model.gtopk),
+    Algorithm(
+        "oktopk",
+        OkTopk,
+        partial(cost_model.oktopk, levels=len(LEVEL_BINS), gathered_ranks=LEVELS_GATHERED_RANKS),
+        is_candidate=True,
+        keeps_state=True,
+        control_channels=frozenset({"shares"}),
+    ),
+    Algorithm("index_union", IndexUnion, is_lossless=True),
+    Algorithm("exdyna", ExDyna, is_selectable=False, keeps_state=True),
+    Algorithm("clt_k", CyclicLeader, is_lossless=True, is_selectable=False, keeps_state=True),
+)
+"""Every one of them once; where two cost the same, the first one is taken."""
+
+BY_NAME: Mapping[str, Algorithm] = MappingProxyType(
+    {name: entry for entry in ALGORITHMS for name in (entry.name, *entry.aliases)}
+)
+"""The same by all their names."""
+
+
+def names_of(
+    wanted: Callable[[Algorithm], bool] = lambda entry: True, *, aliases: bool = False
+) -> tuple[str, ...]:
+    """Names of those that are wanted, in order."""
+    return tuple(
+        name for name, entry in BY_NAME.items() if wanted(entry) and (aliases or name == entry.name)
+    )
+
+
+COSTED = names_of(lambda entry: entry.formula is not None)
+"""What the cost model can predict, and the simulator run."""
+SELECTABLE = names_of(lambda entry: entry.is_selectable, aliases=True)
+"""What `collective=` may name, beside "auto"."""
+CANDIDATES = names_of(lambda entry: entry.is_candidate)
+"""What `collective="auto"` chooses from."""
+LOSSLESS_CANDIDATES = names_of(lambda entry: entry.is_candidate and entry.is_lossless)
+"""Those of them that apply everything. With two ranks the first two send the same."""
+
+
+def name_of(collective: Collective) -> str:
+    """The name of a collective's algorithm; "" for a stranger."""
+    return next((a.name for a in ALGORITHMS if a.collective is type(collective)), "")
+
+
+def cost(
+    algorithm: str, world_size: int, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
+) -> CostRange:
+    """What one allreduce by the algorithm of that name costs a rank; see `Algorithm.cost`."""
+    return BY_NAME[check_choice("algorithm", algorithm, BY_NAME)].cost(world_size, numel, k, wire)
+
+
+def cheapest(
+    algorithms: Iterable[str],
+    world_size: int,
+    numel: int,
+    k: int,
+    link: Link,
+    wire: WireBytes = PLAIN_BYTES,
+) -> str:
+    """The algorithm with the least expected time over a wire; the first named of equals.
+
+    A pure function: ranks that give the same arguments get the same answer.
+    """
+    return min(
+        algorithms,
+        key=lambda name: cost(name, world_size, numel, k, wire).expected.seconds(link, wire),
+    )

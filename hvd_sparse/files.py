@@ -1,0 +1,64 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from stat import S_ISLNK, S_ISREG
+
+STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+"""Paths that are links by their nature, which a user who names them wants followed."""
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new file beside `path`, which takes its place when the block has ended well.
+
+    Readers see the old file or the whole new one. A symbolic link at `path` is replaced, and what
+    it points to is left alone. A device or a pipe is not replaced: the block writes into it.
+
+    Yields:
+        Where to write; it ends in the same suffix.
+
+    Raises:
+        OSError: The file cannot be written, or not be put in its place.
+    """
+    path = Path(path)
+    if _is_stream(path):
+        yield path
+        return
+    partial = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
+    try:
+        # Like any new file, it has the rights that the umask leaves.
+        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text as UTF-8; see `replacing`.
+
+    Raises:
+        OSError: The file cannot be written, or not be put in its place.
+    """
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+
+
+def _is_stream(path: Path) -> bool:
+    if os.path.abspath(path).startswith(STREAMS):
+        return True
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    return not (S_ISREG(mode) or S_ISLNK(mode))

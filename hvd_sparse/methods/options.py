@@ -1,0 +1,162 @@
+"""What all methods have in common: their options, and how a method is made of them.
+
+The signatures and docstrings of `Compression`'s constructors, the keys of policies and their schema
+are read from the fields.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import Field, asdict, dataclass, fields
+from functools import partial
+from typing import Any, ClassVar
+
+from hvd_sparse.checks import (
+    above,
+    at_least,
+    check_density,
+    check_flag,
+    check_momentum,
+    check_share,
+    choice,
+    count,
+    optional,
+)
+from hvd_sparse.collectives import Collective, automatic_collective
+from hvd_sparse.collectives.registry import BY_NAME, SELECTABLE
+from hvd_sparse.engine import Method
+from hvd_sparse.engine.warmup import WARMUP_KINDS, Warmup
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.memories import MemoryOptions
+from hvd_sparse.options import check_options, option
+from hvd_sparse.selectors import Selector
+from hvd_sparse.wire import WIRES
+
+CollectiveFactory = Callable[..., Collective]
+"""Makes one bucket's collective, from the transport, numel, k and `wire`."""
+
+BUCKET_NUMEL = 1 << 23
+AUTOMATIC = "auto"
+COLLECTIVES = (AUTOMATIC, *SELECTABLE)
+"""Names of collectives that a user may ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(ABC):
+    """The options that all methods share. A subclass adds its own, and is documented by its paper.
+
+    Attributes:
+        name: What the method is called in `Compression` and in policies.
+    """
+
+    name: ClassVar[str]
+
+    density: float = option(
+        0.01,
+        "k/n, the share of a bucket's elements to exchange per step, in (0, 1].",
+        lambda name, value: check_density(value),
+    )
+    momentum: float = option(
+        0.0,
+        "m of DGC's momentum correction, in [0, 1); 0 is plain error feedback. Where it is not 0, "
+        "the optimizer must have no momentum: see `MomentumCorrectedSGD`.",
+        check_momentum,
+    )
+    nesterov: bool = option(False, "Whether that momentum is Nesterov's.", check_flag)
+    clip_norm: float | None = option(
+        None,
+        "Limit on the L2 norm of a bucket's summed gradient, above 0: each of P ranks clips its "
+        "own to P^(-1/2) times it before it is accumulated. None: no limit.",
+        optional(above(0)),
+    )
+    warmup: str = option(
+        "exponential",
+        '"exponential" (four densities from `warmup_density` down, each the same share of the one '
+        'before, as in DGC), "linear" or "constant".',
+        choice(WARMUP_KINDS),
+    )
+    warmup_density: float = option(0.25, "Where the warm-up begins, in (0, 1].", check_share)
+    warmup_steps: int = option(0, "Steps that it takes, at least 0.", count(0))
+    warmup_epochs: float = option(0.0, "The same in epochs; they add up.", at_least(0))
+    dense_steps: int = option(
+        0, "Steps before it in which everything is exchanged, at least 0.", count(0)
+    )
+    dense_epochs: float = option(0.0, "The same in epochs.", at_least(0))
+    steps_per_epoch: int | None = option(
+        None, "Steps of an epoch; needed where epochs are given.", optional(count(1))
+    )
+    bucket_numel: int = option(
+        BUCKET_NUMEL,
+        "Elements at which a bucket of tensors is closed; a larger tensor has its own bucket.",
+        count(1),
+    )
+    wire: str = option(
+        "float32",
+        'Form of the values on the wire: "float32", "float16", "bfloat16", "qsgd8", "qsgd4" or '
+        '"qsgd2", and "+gap" for bit-packed indices, as in "float16+gap". What rounding loses '
+        "stays in the residual.",
+        choice(WIRES),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.steps_per_epoch is None and (self.warmup_epochs or self.dense_epochs):
+            raise ConfigError(
+                "steps_per_epoch must be given with warmup_epochs and dense_epochs, got None"
+            )
+
+    @abstractmethod
+    def selector(self) -> Selector:
+        """One bucket's selector."""
+
+    @abstractmethod
+    def collective_factory(self) -> CollectiveFactory:
+        """What makes one bucket's collective."""
+
+    @classmethod
+    def own_fields(cls) -> Iterator[Field[Any]]:
+        """The fields that other methods do not have, in order."""
+        shared = {item.name for item in fields(MethodOptions)}
+        return (item for item in fields(cls) if item.name not in shared)
+
+    def make(self) -> Method:
+        """The method, which an engine or a plan can use."""
+        memory = MemoryOptions(self.momentum, self.nesterov, self.clip_norm)
+        warmup = self._warmup()
+        told = {item.name: getattr(self, item.name) for item in self.own_fields()}
+        told |= {"density": self.density, "bucket_numel": self.bucket_numel, "wire": self.wire}
+        told |= asdict(memory) | {f"warmup_{key}": value for key, value in asdict(warmup).items()}
+        return Method(
+            self.density,
+            self.bucket_numel,
+            self.selector,
+            partial(self.collective_factory(), wire=WIRES[self.wire]),
+            " ".join([self.name, *(f"{key}={value}" for key, value in told.items())]),
+            memory,
+            warmup,
+        )
+
+    def _warmup(self) -> Warmup:
+        per_epoch = self.steps_per_epoch or 0
+        return Warmup(
+            self.warmup,
+            self.warmup_steps + round(self.warmup_epochs * per_epoch),
+            self.warmup_density,
+            self.dense_steps + round(self.dense_epochs * per_epoch),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyCollectiveOptions(MethodOptions):
+    """Options of a method that goes with any collective."""
+
+    collective: str = option(
+        "topk_allgather", "What exchanges the entries; see `Compression.topk`.", choice(COLLECTIVES)
+    )
+
+    def collective_factory(self) -> CollectiveFactory:
+        """See `MethodOptions.collective_factory`."""
+        if self.collective == AUTOMATIC:
+            return automatic_collective
+        return BY_NAME[self.collective].collective

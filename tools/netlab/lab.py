@@ -1,0 +1,165 @@
+"""Makes a network of hosts: network namespaces, joined by a switch, with shaped links."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from tools.netlab.host import KILLING_S, READY
+from tools.netlab.network import NetlabError, Network, run_batch
+
+HOST = Path(__file__).resolve().parent / "host.py"
+MAX_HOSTS = 254
+BURST_S, MIN_BURST_BYTES = 1e-3, 16_000
+"""What may pass at once after a pause: as much as the link carries in 1 ms, so that short messages
+take their time, too; 10 packets at least."""
+QUEUE = "20ms"
+"""What waits longer than this is dropped, as in a switch."""
+PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+PREFIXES |= {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+TRIAL = """\
+ip link add bridge0 type bridge
+ip link add veth0 type veth peer name veth1
+tc qdisc add dev veth0 root tbf rate 1gbit burst 125000 latency 20ms
+"""
+
+
+def missing() -> str:
+    """Why no lab can be made here, or an empty string."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for program, package in (
+        *(("ip", "iproute2"), ("tc", "iproute2")),
+        *(("unshare", "util-linux"), ("nsenter", "util-linux"), ("mount", "mount")),
+    ):
+        if shutil.which(program) is None:
+            return f"network namespaces need {program}, of the package {package}"
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-ec", TRIAL]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        return f"this machine refuses network namespaces: {' '.join(tried.stderr.split())}"
+    return ""
+
+
+def bytes_per_s(rate: str) -> float:
+    """What a rate means that is written as `tc` has it: 100mbit, 1.5gbit, 12mbps (bytes).
+
+    Raises:
+        NetlabError: It is not a rate above 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(|[kmgt]i?)(|bit|bps)", rate.lower())
+    if match is None or float(match[1]) == 0:
+        raise NetlabError(f"a rate must be above 0, and written as 100mbit or 1gbit, got {rate!r}")
+    return float(match[1]) * PREFIXES[match[2]] / (1 if match[3] == "bps" else 8)
+
+
+class Netlab:
+    """Hosts on one machine, each at a link of its own; gone when the `with` block ends.
+
+    Each host has a network, a host name and an /etc/hosts of its own; it shares processes and files
+    with the machine. Labs do not see each other, so several may be up at a time. When the process
+    that made a lab dies, the lab goes, with all that runs on its hosts.
+
+    Args:
+        hosts: How many, 1 to 254.
+        rate: What each host may send, and receive, as `tc` writes it: 1gbit. None: as it comes.
+
+    Raises:
+        NetlabError: An argument is out of range, or `missing()` says why there can be no lab.
+    """
+
+    def __init__(self, hosts: int, rate: str | None = None) -> None:
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise NetlabError(f"hosts must be in [1, {MAX_HOSTS}], got {hosts}")
+        self._names = [f"nl{i + 1}" for i in range(hosts)]
+        self._shaping = None
+        if rate is not None:
+            burst = max(MIN_BURST_BYTES, round(bytes_per_s(rate) * BURST_S))
+            self._shaping = f"root tbf rate {rate} burst {burst} latency {QUEUE}"
+        if reason := missing():
+            raise NetlabError(reason)
+        self._keepers: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Network:
+        try:
+            *hosts, switch = self._start_keepers()
+            network = Network(dict(zip(self._names, hosts, strict=True)), switch)
+            self._connect(network)
+        except BaseException:
+            self._down()
+            raise
+        return network
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._down()
+
+    def _start_keepers(self) -> list[int]:
+        """A process for each host, and one for the switch."""
+        lines = ["127.0.0.1 localhost"]
+        lines += [f"10.77.0.{i} {name}" for i, name in enumerate(self._names, 1)]
+        for name in (*self._names, "switch"):
+            # Slave: what is mounted on the machine later is seen on the host, but not vice versa.
+            command = ["unshare", "--net", "--uts", "--mount", "--propagation=slave"]
+            self._keepers.append(
+                subprocess.Popen(
+                    [*command, sys.executable, "-I", HOST, name, "\n".join([*lines, ""])],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+        for keeper in self._keepers:
+            assert keeper.stdout is not None
+            assert keeper.stderr is not None
+            if keeper.stdout.readline().strip() != READY:
+                raise NetlabError(" ".join(keeper.stderr.read().split()))
+        return [keeper.pid for keeper in self._keepers]
+
+    def _connect(self, network: Network) -> None:
+        """Lay a link from each host to the switch, and shape both of its ends."""
+        links = ["link add switch0 type bridge", "link set switch0 up"]
+        shaping = []
+        for i, pid in enumerate(network.keepers.values(), 1):
+            port = f"port{i}"
+            links += [
+                f"link add {port} type veth peer name eth0 netns {pid}",
+                f"link set {port} master switch0",
+                f"link set {port} up",
+            ]
+            shaping.append(f"qdisc add dev {port} {self._shaping}")
+        run_batch(network.switch, "ip", links)
+        for i, pid in enumerate(network.keepers.values(), 1):
+            run_batch(pid, "ip", [f"addr add 10.77.0.{i}/24 dev eth0", "link set eth0 up"])
+        if self._shaping is not None:
+            run_batch(network.switch, "tc", shaping)
+            for pid in network.keepers.values():
+                run_batch(pid, "tc", [f"qdisc add dev eth0 {self._shaping}"])
+
+    def _down(self) -> None:
+        for keeper in self._keepers:
+            assert keeper.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                keeper.stdin.close()
+        for keeper in self._keepers:
+            try:
+                keeper.wait(2 * KILLING_S)
+            except subprocess.TimeoutExpired:
+                keeper.kill()
+            for stream in (keeper.stdout, keeper.stderr):
+                assert stream is not None
+                stream.close()
+            keeper.wait()
+        self._keepers.clear()
