@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from hvd_sparse._version import __version__
 from hvd_sparse.errors import PlanError
 
 PROTOCOL = 1
@@ -29,9 +30,7 @@ class Gatherer(Protocol):
 
 def package_version() -> str:
     """The release of this package that this rank runs."""
-    import hvd_sparse  # not above: it imports this module
-
-    return hvd_sparse.__version__
+    return __version__
 
 
 def greet(world: Gatherer, obj: Any, timeout_s: float) -> list[Any]:
