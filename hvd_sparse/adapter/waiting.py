@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvd_sparse.transports.horovod_handles import SPIN_S
+from hvd_sparse.transports.horovod_handles import SPIN_S, WAITING
 from hvd_sparse.transports.pauses import Pauses
 
 
@@ -35,10 +35,11 @@ def wait_for(handles: Iterable[int], raise_failure: Callable[[], None]) -> None:
     import horovod.torch as hvd
 
     pauses = Pauses(SPIN_S)
-    for handle in handles:
-        while not hvd.poll(handle):
-            if pauses.pause():
-                raise_failure()
+    with WAITING:
+        for handle in handles:
+            while not hvd.poll(handle):
+                if pauses.pause():
+                    raise_failure()
     raise_failure()  # Horovod may have ended because of it: this is the first cause
 
 

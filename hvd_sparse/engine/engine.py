@@ -130,8 +130,9 @@ class Engine:
 
     @property
     def error(self) -> BaseException | None:
-        """What the step under way has failed by; None where nothing has."""
-        return self._worker.error
+        """What the step under way has failed by, here or at a peer; None where nothing has."""
+        error, transport = self._worker.error, self._transport
+        return error if error is not None or transport is None else transport.failure
 
     @property
     def at_rest(self) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hvd_sparse.cost_model import Link
-from hvd_sparse.errors import PlanError
+from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
 from hvd_sparse.transports.buffers import BufferPool
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
@@ -119,11 +119,13 @@ class Transport(ABC):
         traffic: counters of this rank.
         link: what a message costs, the same on all ranks, where somebody has measured or given it.
         context: what the caller is at, the same on all ranks; messages and errors carry it.
+        failure: what this transport has failed by, here or at a peer; None where it has not.
     """
 
     name: str = "abstract"
     link: Link | None = None
     context: Context = NO_CONTEXT
+    failure: HvdSparseError | None = None
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         if not 0 <= rank < world_size:

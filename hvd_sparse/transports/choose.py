@@ -6,10 +6,7 @@ that: no rank can come to another choice than its peers, or raise where they do 
 
 from __future__ import annotations
 
-import logging
 import os
-import secrets
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,15 +17,9 @@ import torch
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError
 from hvd_sparse.transports.base import Transport
 from hvd_sparse.transports.handshake import greet
-from hvd_sparse.transports.network import (
-    Endpoint,
-    HostReport,
-    choose_endpoints,
-    describe_host,
-)
+from hvd_sparse.transports.introduction import Introduction, endpoints_of, gather, introduce
+from hvd_sparse.transports.network import Endpoint, HostReport, describe_host
 from hvd_sparse.transports.supervised import SupervisedTransport
-
-logger = logging.getLogger("hvd_sparse")
 
 TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl", "horovod")
 VARIABLE = "HVD_SPARSE_TRANSPORT"
@@ -118,8 +109,8 @@ def create_transport(
         from hvd_sparse.transports.local import LocalWorld
 
         return LocalWorld(1, timeout_s).transport(0)
-    endpoints = _endpoints(chosen, [capability.host for capability in every])
-    introduction = _introduce(world, endpoints, timeout_s)
+    endpoints = endpoints_of(chosen, [capability.host for capability in every])
+    introduction = introduce(world, endpoints, timeout_s)
     try:
         transport = _connect(chosen, world, timeout_s, device, endpoints, introduction)
     except BaseException:
@@ -139,67 +130,6 @@ def create_transport(
         )
     )
     return transport
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What ranks must know of each other before they connect.
-
-    Attributes:
-        token: 16 random bytes in hexadecimal, another one for each transport. Not a counter: in an
-            elastic job, the ranks have made different numbers of transports.
-        listener: Where this rank's watch is asked, or None where there is none.
-        addresses: Where the ranks' watches are asked, in order.
-    """
-
-    token: str
-    listener: socket.socket | None
-    addresses: list[tuple[str, int] | None]
-
-    def close(self) -> None:
-        """Stops to listen."""
-        if self.listener is not None:
-            self.listener.close()
-
-
-def _endpoints(chosen: str, hosts: Sequence[HostReport]) -> list[Endpoint] | None:
-    """The ranks' addresses; None where they share no network, and the transport needs none."""
-    try:
-        return choose_endpoints(hosts)
-    except TransportError as error:
-        if chosen in ("gloo", "nccl"):
-            raise
-        logger.warning("peers that stop will end waits only by timeout_s: %s", error)
-        return None
-
-
-def _introduce(
-    world: Bootstrap, endpoints: list[Endpoint] | None, timeout_s: float
-) -> Introduction:
-    listener, port = None, None
-    if endpoints is not None and world.size > 1:
-        from hvd_sparse.transports.meeting import listen
-
-        try:
-            listener = listen(endpoints[world.rank].address)
-            port = listener.getsockname()[1]
-        except TransportError as error:  # the peers wait for word of it
-            port = str(error)
-    mine = (secrets.token_hex(16), port)
-    try:
-        every = _gather(world, "hvd_sparse.introduction", timeout_s, mine)
-        for rank, (_, theirs) in enumerate(every):
-            if isinstance(theirs, str):
-                raise TransportError(f"rank {rank} {theirs}")
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
-    addresses = [
-        None if endpoints is None or theirs is None else (endpoints[rank].address, theirs)
-        for rank, (_, theirs) in enumerate(every)
-    ]
-    return Introduction(every[0][0], listener, addresses)
 
 
 def _connect(
@@ -241,7 +171,7 @@ def _connect(
     from hvd_sparse.transports.gloo import GlooTransport
     from hvd_sparse.transports.meeting import MeetingStore
 
-    meeting = MeetingStore(partial(_gather, world, "hvd_sparse.addresses", timeout_s))
+    meeting = MeetingStore(partial(gather, world, "hvd_sparse.addresses", timeout_s))
     return GlooTransport(world.rank, world.size, meeting, host=host, timeout_s=timeout_s)
 
 
@@ -333,22 +263,18 @@ def decide(every: Sequence[Capability]) -> str:
     return "gloo" if problems else "mpi"
 
 
-def _gather(world: Bootstrap, name: str, timeout_s: float, obj: Any) -> list[Any]:
-    """Every rank's object; a world of one needs no word."""
-    return [obj] if world.size == 1 else world.allgather_object(obj, name, timeout_s)
-
-
 def _shared_store(world: Bootstrap, address: str, token: str, timeout_s: float) -> Any:
     """A store that rank 0 serves at its address; who does not know the token finds no key."""
     from hvd_sparse.transports.meeting import dist, join_store, serve_store
 
-    store, meeting = None, None
+    store: Any = None
+    meeting: int | str | None = None
     if world.rank == 0:
         try:
             store, meeting = serve_store(address, timeout_s)
         except (RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
             meeting = str(error)
-    meeting = _gather(world, "hvd_sparse.store", timeout_s, meeting)[0]
+    meeting = gather(world, "hvd_sparse.store", timeout_s, meeting)[0]
     if not isinstance(meeting, int):
         raise TransportError(f"rank 0 cannot serve the store where the ranks meet: {meeting}")
     if store is None:

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from hvd_sparse._version import __version__
 from hvd_sparse.errors import PlanError
 
 PROTOCOL = 1
@@ -20,6 +21,7 @@ PROTOCOL = 1
 class Gatherer(Protocol):
     """The part of `choose.Bootstrap` that a handshake needs."""
 
+    rank: int
     size: int
 
     def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
@@ -28,9 +30,7 @@ class Gatherer(Protocol):
 
 def package_version() -> str:
     """The release of this package that this rank runs."""
-    import hvd_sparse  # not above: it imports this module
-
-    return hvd_sparse.__version__
+    return __version__
 
 
 def greet(world: Gatherer, obj: Any, timeout_s: float) -> list[Any]:

@@ -34,7 +34,7 @@ ROUNDS = 4
 """Allgathers that one key may take; gloo needs one."""
 
 
-class MeetingStore(torch.distributed.Store):
+class MeetingStore(dist.Store):  # type: ignore[misc]
     """A store whose entries go to all ranks by allgather, as soon as one is asked for.
 
     Every rank writes what it has to tell, and then asks for what the others wrote: the first

@@ -9,7 +9,8 @@ peer for longer than a period asks the peer's thread, again and again, a period 
   every `timeout_s`. `busy_timeout_s` bounds this; by default nothing does, as in Horovod.
 * **It has failed**, or a rank that it knows of has: this rank fails by the same cause.
 * **It did something else in the same call**: the ranks disagree, and this rank fails with a
-  `PlanError`.
+  `PlanError`. So it does where the peer has waited for Horovod for `timeout_s`, and exchanged
+  nothing meanwhile: it has given Horovod a tensor that not all ranks have.
 * **It does not answer for `timeout_s`.** It is stopped, or its host is gone: this rank gives up.
   So it does where a thread of the peer keeps Python's lock as long; torch's operations let it go.
 * **Its port is closed** for `REFUSED_S`: its process has ended.
@@ -35,6 +36,7 @@ from hvd_sparse.errors import (
     TransportError,
     TransportTimeout,
 )
+from hvd_sparse.transports.horovod_handles import WAITING
 from hvd_sparse.transports.position import Awaiting, Call, Context, disagreement
 from hvd_sparse.transports.questions import Address, Message, Questions, ask_at_once
 from hvd_sparse.transports.supervised import SupervisedTransport
@@ -193,7 +195,7 @@ class Watch:
             self._warned_at = now
             said = "; ".join(self._says.values())
             logger.warning(
-                "rank %d has waited %.0f s for %s; %s", self._rank, waited_s, awaiting.what, said
+                "rank %d has waited %.1f s for %s; %s", self._rank, waited_s, awaiting.what, said
             )
 
     def _choose_whom_to_ask(self, awaiting: Awaiting) -> None:
@@ -253,7 +255,17 @@ class Watch:
         self._silent_s.pop(peer, None)
         self._refused_s.pop(peer, None)
         self._says[peer] = _in_words(peer, answer)
-        if asked.call is not None and answer["did"]:
+        waited_s = time.monotonic() - asked.since
+        if stuck_s(answer, waited_s) >= self._timeout_s:
+            transport.fail(
+                PlanError(
+                    f"rank {self._rank} has waited {waited_s:.1f} s for {asked.what}, while rank "
+                    f"{peer} has waited {answer['horovod_s']:.1f} s for Horovod and exchanges "
+                    f"nothing: rank {peer} has given Horovod a tensor that not all ranks have, so "
+                    "they disagree on their parameters or their assignments"
+                )
+            )
+        elif asked.call is not None and answer["did"]:
             number, channel, context, *rest = answer["did"]
             theirs = Call(number, channel, Context(*context), *rest)
             reason = disagreement(self._rank, asked, peer, theirs)
@@ -264,7 +276,7 @@ class Watch:
         """What this rank is at, or an acknowledgement of a peer's failure."""
         transport = self._transport()
         if transport is None:  # it was let go without an end; so is this thread, soon
-            return {"failure": None, "awaits": None, "for_s": 0.0, "did": None}
+            return {**_NOTHING}
         if "tell" in question:
             kind, cause = question["tell"]
             transport.told(int(question["from"]), (str(kind), str(cause)))
@@ -277,11 +289,28 @@ class Watch:
             "failure": transport.cause(),
             "awaits": None if awaiting is None else awaiting.what,
             "for_s": now - since,
+            "horovod_s": WAITING.seconds(),
             "did": None if number is None else transport.call_made(number),
         }
 
 
+def stuck_s(answer: Message, waited_s: float) -> float:
+    """How long a rank has waited for one that itself waits for Horovod, and exchanges nothing.
+
+    Who waits for Horovod has begun every exchange that its peers have begun: they came past the
+    same operations of Horovod's. So this one does not wait for what the others wait for.
+    """
+    if answer["awaits"] is not None:
+        return 0.0
+    return min(waited_s, float(answer["for_s"]), float(answer["horovod_s"]))
+
+
+_NOTHING: Message = {"failure": None, "awaits": None, "for_s": 0.0, "horovod_s": 0.0, "did": None}
+
+
 def _in_words(peer: int, answer: Message) -> str:
     if answer["awaits"] is not None:
-        return f"rank {peer} waits itself, {answer['for_s']:.0f} s for {answer['awaits']}"
-    return f"rank {peer} is alive, and busy elsewhere for {answer['for_s']:.0f} s"
+        return f"rank {peer} waits itself, {answer['for_s']:.1f} s for {answer['awaits']}"
+    if answer["horovod_s"] > 0:
+        return f"rank {peer} waits for Horovod, {answer['horovod_s']:.1f} s"
+    return f"rank {peer} is alive, and busy elsewhere for {answer['for_s']:.1f} s"

@@ -1,4 +1,4 @@
-"""Faults that a transport has to survive or report, one after the other: `transport_faults.py NAME`.
+"""Faults that a transport survives or reports, one after the other: `transport_faults.py NAME`.
 
 Runs on three ranks under horovodrun. A rank that gets through prints `rank R: faults over NAME
 passed`.
@@ -20,6 +20,7 @@ from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError, Transpor
 from hvd_sparse.transports import Context, Transport, handshake
 from hvd_sparse.transports.choose import create_transport
 from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from hvd_sparse.transports.horovod_handles import WAITING
 from tests.workers.asleep import meet
 
 TIMEOUT_S = 4.0
@@ -132,6 +133,22 @@ def stopped_rank(make: Make) -> None:
     meet("stopped")
 
 
+def tensor_of_one_rank(make: Make) -> None:
+    """Rank 1 waits for Horovod, with a tensor that no other rank has; the others exchange."""
+    transport = make()
+    meet("tensor")
+    if hvd.rank() == 1:
+        with WAITING:
+            while transport.failure is None:
+                time.sleep(0.02)
+        assert isinstance(transport.failure, PlanError)
+    else:
+        error = error_of(lambda: transport.allreduce_sum(torch.ones(1), channel="c"))
+        assert isinstance(error, PlanError), error
+        assert "rank 1 has given Horovod a tensor that not all ranks have" in str(error), error
+    closed(transport)
+
+
 def rank_without_compression(make: Make) -> None:
     """Rank 1 never connects."""
     if hvd.rank() == 1:
@@ -158,8 +175,8 @@ def main() -> NoReturn:
         assert transport.name == name
         return transport
 
-    faults = (busy_rank, first_cause, different_calls, other_release, stopped_rank)
-    for fault in (*faults, rank_without_compression):
+    faults = (busy_rank, first_cause, different_calls, other_release, tensor_of_one_rank)
+    for fault in (*faults, stopped_rank, rank_without_compression):
         report(f"-- {fault.__name__}")
         start = time.monotonic()
         fault(make)
