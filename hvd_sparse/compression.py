@@ -48,7 +48,15 @@ class RunOptions:
         count(0),
     )
     timeout_s: float = option(
-        600.0, "Seconds after which a peer that does not answer is given up.", at_least(0.001)
+        600.0,
+        "Seconds without a sign of life after which a peer is given up, and after which connecting "
+        "is. One that is alive is waited for, with a warning every `timeout_s`.",
+        at_least(0.001),
+    )
+    busy_timeout_s: float | None = option(
+        None,
+        "Seconds after which a wait for a peer that is alive is given up, too; None: never.",
+        lambda name, value: None if value is None else at_least(0.001)(name, value),
     )
     record: Record = option(
         None,
@@ -89,6 +97,7 @@ def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]
             method.make(),
             transport=run.transport,
             timeout_s=run.timeout_s,
+            busy_timeout_s=run.busy_timeout_s,
             dense_below=run.dense_below,
             observer=recorder_of(run.record),
         )

@@ -30,7 +30,8 @@ class Session:
     Args:
         engine: Reduces what is compressed.
         transport: Name of a transport, or "auto".
-        timeout_s: Seconds after which a peer that does not answer is given up.
+        timeout_s: Seconds without a sign of life after which a peer is given up.
+        busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
 
     Attributes:
         world_size: P.
@@ -38,13 +39,15 @@ class Session:
         planning: The planner beside the training, where the engine's assignment is one.
     """
 
-    def __init__(self, engine: Engine, transport: str, timeout_s: float) -> None:
+    def __init__(
+        self, engine: Engine, transport: str, timeout_s: float, busy_timeout_s: float | None = None
+    ) -> None:
         self.world_size = 1
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
         self._engine = engine
         self._transport_name = transport
-        self._timeout_s = timeout_s
+        self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
         self._connecting = False
         self._exit = BoundedExit(self)
         self._world: object | None = None
@@ -89,6 +92,15 @@ class Session:
         self._standin = make_standin(world.rank)
         logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
 
+    def _new_transport(self, world: Bootstrap, device: torch.device | None) -> Transport:
+        return create_transport(
+            self._transport_name,
+            world,
+            self._timeout_s,
+            device,
+            busy_timeout_s=self._busy_timeout_s,
+        )
+
     def _join(
         self,
         world: Bootstrap,
@@ -96,11 +108,11 @@ class Session:
         parameters: ParameterLookup,
         device: torch.device | None,
     ) -> None:
-        transport = create_transport(self._transport_name, world, self._timeout_s, device)
+        transport = self._new_transport(world, device)
         self._engine.connect(transport)
         self._exit.register()  # once more: at exit the engine closes, and then knows of no failure
         if self.embeddings is not None:
-            self.embeddings.connect(create_transport(self._transport_name, world, self._timeout_s))
+            self.embeddings.connect(self._new_transport(world, None))
         self._process_set, self._transport, self._parameters = process_set, transport, parameters
         self._agree()
 
