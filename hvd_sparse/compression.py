@@ -49,13 +49,13 @@ class RunOptions:
     )
     timeout_s: float = option(
         600.0,
-        "Seconds after which a peer is given up that is stopped or cannot be reached. One that is "
-        "only busy is waited for, and named in the log every `timeout_s`.",
+        "Seconds without a sign of life after which a peer is given up, and after which connecting "
+        "is. One that is alive is waited for, with a warning every `timeout_s`.",
         at_least(0.001),
     )
     busy_timeout_s: float | None = option(
         None,
-        "Seconds after which a busy peer is given up, too. None: never, as in Horovod.",
+        "Seconds after which a wait for a peer that is alive is given up, too; None: never.",
         optional(at_least(0.001)),
     )
     record: Record = option(

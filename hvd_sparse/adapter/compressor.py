@@ -65,8 +65,8 @@ class SparseCompressor:
         named_parameters: The optimizer's parameters by name, or None to read them from it.
         method: How to compress and exchange: a `Method` for all tensors, or an `Assignment`.
         transport: Name of a transport, or "auto".
-        timeout_s: Seconds after which a peer is given up that is stopped or cannot be reached.
-        busy_timeout_s: Seconds after which a busy peer is given up, too; None: never.
+        timeout_s: Seconds without a sign of life after which a peer is given up.
+        busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce.
         observer: Is told of plans and steps, or None.
     """
@@ -78,15 +78,14 @@ class SparseCompressor:
         *,
         transport: str,
         timeout_s: float,
-        dense_below: int,
         busy_timeout_s: float | None = None,
+        dense_below: int,
         observer: Observer | None = None,
     ) -> None:
         self.method = method
         self.observer = observer
         self._transport_name = transport
-        self._timeout_s = timeout_s
-        self._busy_timeout_s = busy_timeout_s
+        self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
         self._dense_below = dense_below
         self._lookup = None if named_parameters is None else ParameterLookup(named_parameters)
         self._start()

@@ -31,8 +31,8 @@ class Session:
     Args:
         engine: Reduces what is compressed.
         transport: Name of a transport, or "auto".
-        timeout_s: Seconds after which a peer is given up that is stopped or cannot be reached.
-        busy_timeout_s: Seconds after which a busy peer is given up, too; None: never.
+        timeout_s: Seconds without a sign of life after which a peer is given up.
+        busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
 
     Attributes:
         world_size: P.
@@ -41,19 +41,14 @@ class Session:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        transport: str,
-        timeout_s: float,
-        busy_timeout_s: float | None = None,
+        self, engine: Engine, transport: str, timeout_s: float, busy_timeout_s: float | None = None
     ) -> None:
         self.world_size = 1
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
         self._engine = engine
         self._transport_name = transport
-        self._timeout_s = timeout_s
-        self._busy_timeout_s = busy_timeout_s
+        self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
         self._divergence: Divergence | None = None
         self._connecting = False
         self._exit = BoundedExit(self)
@@ -99,6 +94,15 @@ class Session:
         self._standin = make_standin(world.rank)
         logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
 
+    def _new_transport(self, world: Bootstrap, device: torch.device | None) -> Transport:
+        return create_transport(
+            self._transport_name,
+            world,
+            self._timeout_s,
+            device,
+            busy_timeout_s=self._busy_timeout_s,
+        )
+
     def _join(
         self,
         world: Bootstrap,
@@ -114,15 +118,6 @@ class Session:
         self._process_set, self._transport, self._parameters = process_set, transport, parameters
         self._agree()
         self._divergence = Divergence(parameters)
-
-    def _new_transport(self, world: Bootstrap, device: torch.device | None) -> Transport:
-        return create_transport(
-            self._transport_name,
-            world,
-            self._timeout_s,
-            device,
-            busy_timeout_s=self._busy_timeout_s,
-        )
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""

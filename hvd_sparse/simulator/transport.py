@@ -125,8 +125,8 @@ class SimulatedTransport(Transport):
 
     def abort(self, reason: object = None) -> None:
         """See `Transport.abort`."""
-        because = "" if reason is None else f": {reason}"
-        self.world.scheduler.fail(PlanError(f"rank {self.rank} aborted the transport{because}"))
+        because = "no reason was given" if reason is None else reason
+        self.world.scheduler.fail(PlanError(f"rank {self.rank} aborted the transport: {because}"))
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -73,7 +73,7 @@ def introduce(world: Gatherer, endpoints: list[Endpoint] | None, timeout_s: floa
         every = gather(world, "hvd_sparse.introduction", timeout_s, mine)
         for rank, (_, theirs) in enumerate(every):
             if isinstance(theirs, str):
-                raise TransportError(f"rank {rank} {theirs}")
+                raise TransportError(f"rank {rank} cannot show signs of life: {theirs}")
     except BaseException:
         if listener is not None:
             listener.close()

@@ -186,7 +186,10 @@ class PointToPointTransport(SupervisedTransport):
         context = handle.context
         expected = framing.stamp(handle.number, context.step, self.code(context.bucket))
         if code != self.code(handle.channel) or stamp != expected:
-            raise PlanError(self._difference(handle, src, code, stamp))
+            raise PlanError(
+                f"rank {self.rank} expects a message from rank {src} in {handle.call}, but it sent "
+                f"one {self._differences(handle, code, stamp)}: the ranks make different calls"
+            )
         message_bytes = HEADER_BYTES + nbytes
         if message_bytes <= handle.capacity:
             arrived = buffer[HEADER_BYTES:message_bytes]
@@ -204,7 +207,7 @@ class PointToPointTransport(SupervisedTransport):
             del self._arriving[way]
         return arrived
 
-    def _difference(self, handle: Exchange, src: int, code: int, stamp: int) -> str:
+    def _differences(self, handle: Exchange, code: int, stamp: int) -> str:
         """How the message that came is not the one that was expected."""
         call, step, bucket = framing.read_stamp(stamp)
         context = handle.context
@@ -217,10 +220,7 @@ class PointToPointTransport(SupervisedTransport):
             differences.append(f"of step {step}")
         if call != handle.number & 0xFFFF:
             differences.append(f"of another call ({call})")
-        return (
-            f"rank {self.rank} expects a message from rank {src} in {handle.call}, but rank {src} "
-            f"sent one {', '.join(differences)}: the ranks make different calls"
-        )
+        return ", ".join(differences)
 
     def forget(self, handle: Exchange) -> None:
         """Drops a handle that has nothing more to wait for."""

@@ -103,7 +103,7 @@ def disagreement(rank: int, awaiting: Awaiting, peer: int, theirs: Call) -> str 
         )
     else:
         return None
-    return f"rank {rank} waits for {awaiting.what}, but {reason}: the ranks make different calls"
+    return reason
 
 
 def _name(rank: int | None) -> str:

@@ -69,9 +69,9 @@ class SupervisedTransport(Transport):
 
     def abort(self, reason: object = None) -> None:
         """See `Transport.abort`."""
-        because = "" if reason is None else f": {_told(reason)}"
         kind = PlanError if isinstance(reason, PlanError) else PeerLostError
-        self.fail(kind(f"rank {self.rank} aborted the transport{because}"))
+        because = "no reason was given" if reason is None else _told(reason)
+        self.fail(kind(f"rank {self.rank} aborted the transport: {because}"))
 
     def close(self) -> None:
         """See `Transport.close`."""

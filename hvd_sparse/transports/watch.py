@@ -270,7 +270,12 @@ class Watch:
             theirs = Call(number, channel, Context(*context), *rest)
             reason = disagreement(self._rank, asked, peer, theirs)
             if reason is not None:
-                transport.fail(PlanError(reason))
+                transport.fail(
+                    PlanError(
+                        f"rank {self._rank} waits for {asked.what}, but {reason}: the ranks make "
+                        "different calls"
+                    )
+                )
 
     def _answer(self, question: Message) -> Message:
         """What this rank is at, or an acknowledgement of a peer's failure."""
