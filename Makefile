@@ -3,17 +3,20 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 FUZZ_SECONDS ?= 60
+# Tests that run at a time; those that launch ranks never run beside each other.
+TEST_JOBS ?= 2
 
 bin := .venv/bin
+pytest = $(bin)/python -m pytest -n $(TEST_JOBS) --no-loadscope-reorder
 cxx_sources = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test sanitize fuzz lint format build bench gpu-check clean distclean
+.PHONY: help setup demo test test-quick test-slowest sanitize fuzz lint format build bench gpu-check clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target what; \
-	do printf '  make %-10s %s\n' "$$target" "$$what"; done
+	do printf '  make %-12s %s\n' "$$target" "$$what"; done
 
 setup: ## .venv with torch, Horovod built for it, and this package
 	@command -v $(PYTHON) >/dev/null || \
@@ -24,14 +27,20 @@ demo: setup ## train digits between two hosts of a slow network, dense and spars
 	@$(bin)/python -m tools.demo $(DEMO_ARGS)
 
 test: setup ## the tests (PYTEST_ARGS="-k name" for some of them)
-	@$(bin)/python -m pytest $(PYTEST_ARGS)
+	@$(pytest) $(PYTEST_ARGS)
 
-sanitize: setup ## tests/ops with a native library that checks addresses and undefined behaviour
+test-quick: setup ## those that are not marked slow: something of everything, in three minutes
+	@$(pytest) -m "not slow" $(PYTEST_ARGS)
+
+test-slowest: setup ## the tests, and which twenty took longest
+	@$(pytest) --durations=20 --durations-min=0 $(PYTEST_ARGS)
+
+sanitize: setup ## tests/ops and tests/wire with a native library that checks addresses and undefined behaviour
 	@CXXFLAGS="-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all" \
 	$(bin)/python setup.py -q build --build-base build/sanitized --build-lib build/sanitized/lib
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(bin)/python -m pytest -o pythonpath="build/sanitized/lib ." tests/ops $(PYTEST_ARGS)
+	$(bin)/python -m pytest -o pythonpath="build/sanitized/lib ." tests/ops tests/wire $(PYTEST_ARGS)
 
 fuzz: setup ## what came over a wire under libFuzzer, FUZZ_SECONDS in all (needs clang++)
 	@$(bin)/python -m tools.fuzz --seconds $(FUZZ_SECONDS)

@@ -22,13 +22,15 @@ Gradients GradientsOf(const int64_t* segments, int64_t count, int64_t n) {
 
 }  // namespace
 
-Source SourceOf(const HvdsSource& source) {
-  Source checked{source.residual, GradientsOf(source.segments, source.segment_count, source.n)};
-  if (source.buffer != nullptr) {
-    if (source.segment_count == 0) throw BadArgument();
-    checked.rule = source.nesterov ? kNesterov : kMomentum;
-    checked.buffer = source.buffer;
-    checked.factor = source.factor;
+Accumulation AccumulationOf(const HvdsAccumulation& accumulation) {
+  Accumulation checked{
+      accumulation.residual,
+      GradientsOf(accumulation.segments, accumulation.segment_count, accumulation.n)};
+  if (accumulation.buffer != nullptr) {
+    if (accumulation.segment_count == 0) throw BadArgument();
+    checked.rule = accumulation.nesterov ? kNesterov : kMomentum;
+    checked.buffer = accumulation.buffer;
+    checked.factor = accumulation.factor;
   }
   return checked;
 }

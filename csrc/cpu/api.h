@@ -24,7 +24,7 @@ enum HvdsStatus : int32_t {
 // What is accumulated. `segments`: `segment_count` triples (address, numel, dtype code) whose
 // numels add up to n; none: there is nothing to add. `buffer`: that of a momentum with factor
 // `factor`, or null.
-struct HvdsSource {
+struct HvdsAccumulation {
   float* residual;
   int64_t n;
   const int64_t* segments;
@@ -54,6 +54,6 @@ int32_t Guarded(Body body) {
 }
 
 // Throws BadArgument unless the segments add up to n and, with a buffer, are there.
-Source SourceOf(const HvdsSource& source);
+Accumulation AccumulationOf(const HvdsAccumulation& accumulation);
 
 }  // namespace hvds

@@ -7,9 +7,9 @@
 #include "passes.h"
 #include "topk.h"
 
+using hvds::AccumulationOf;
 using hvds::BadArgument;
 using hvds::Guarded;
-using hvds::SourceOf;
 using hvds::ThreadWorkspace;
 using hvds::Workspace;
 
@@ -23,13 +23,13 @@ void CheckKey(uint32_t key) {
 }  // namespace
 
 // Selects in [begin, end); what becomes non-finite goes out everywhere.
-HVDS_API int32_t hvds_accumulate_select(const HvdsSource* source, uint32_t key, int64_t begin,
-                                        int64_t end, int32_t threads, int64_t* nnz) {
+HVDS_API int32_t hvds_accumulate_select(const HvdsAccumulation* accumulation, uint32_t key,
+                                        int64_t begin, int64_t end, int32_t threads, int64_t* nnz) {
   return Guarded([&] {
     CheckKey(key);
-    if (begin < 0 || end < begin || end > source->n) throw BadArgument();
+    if (begin < 0 || end < begin || end > accumulation->n) throw BadArgument();
     Workspace& workspace = ThreadWorkspace();
-    const hvds::Source checked = SourceOf(*source);
+    const hvds::Accumulation checked = AccumulationOf(*accumulation);
     hvds::Search search{key};
     search.begin = static_cast<size_t>(begin);
     search.end = static_cast<size_t>(end);
@@ -40,27 +40,28 @@ HVDS_API int32_t hvds_accumulate_select(const HvdsSource* source, uint32_t key, 
 }
 
 // 1 <= slots_per_bucket <= 255; 1 <= buckets < 2^31.
-HVDS_API int32_t hvds_hash_select(const HvdsSource* source, uint32_t key, int64_t buckets,
-                                  int32_t slots_per_bucket, uint64_t a, uint64_t b, int32_t threads,
-                                  int64_t* nnz) {
+HVDS_API int32_t hvds_hash_select(const HvdsAccumulation* accumulation, uint32_t key,
+                                  int64_t buckets, int32_t slots_per_bucket, uint64_t a, uint64_t b,
+                                  int32_t threads, int64_t* nnz) {
   return Guarded([&] {
     CheckKey(key);
     if (slots_per_bucket < 1 || slots_per_bucket > 255) throw BadArgument();
     if (buckets < 1 || buckets > INT32_MAX) throw BadArgument();
     Workspace& workspace = ThreadWorkspace();
-    hvds::HashSelect(workspace, SourceOf(*source), key, {a, b, static_cast<uint64_t>(buckets)},
+    hvds::HashSelect(workspace, AccumulationOf(*accumulation), key,
+                     {a, b, static_cast<uint64_t>(buckets)},
                      static_cast<uint32_t>(slots_per_bucket), threads);
     *nnz = static_cast<int64_t>(workspace.TotalCount());
   });
 }
 
 // 1 <= k <= group_numel.
-HVDS_API int32_t hvds_accumulate_group_topk(const HvdsSource* source, int64_t k,
+HVDS_API int32_t hvds_accumulate_group_topk(const HvdsAccumulation* accumulation, int64_t k,
                                             int64_t group_numel, int32_t threads, int64_t* nnz) {
   return Guarded([&] {
     if (k < 1 || k > group_numel) throw BadArgument();
     Workspace& workspace = ThreadWorkspace();
-    hvds::GroupTopk(workspace, SourceOf(*source), static_cast<size_t>(k),
+    hvds::GroupTopk(workspace, AccumulationOf(*accumulation), static_cast<size_t>(k),
                     static_cast<size_t>(group_numel), threads);
     *nnz = static_cast<int64_t>(workspace.TotalCount());
   });
@@ -76,14 +77,14 @@ HVDS_API int32_t hvds_take(int32_t* indices, float* values, int64_t nnz, int32_t
 }
 
 // `indices` and `values` have room for min(k, n). `pivot_key` 0: no guess.
-HVDS_API int32_t hvds_accumulate_topk(const HvdsSource* source, int64_t k, uint32_t pivot_key,
-                                      int32_t threads, int32_t* indices, float* values,
-                                      int64_t* nnz, float* threshold) {
+HVDS_API int32_t hvds_accumulate_topk(const HvdsAccumulation* accumulation, int64_t k,
+                                      uint32_t pivot_key, int32_t threads, int32_t* indices,
+                                      float* values, int64_t* nnz, float* threshold) {
   return Guarded([&] {
     if (k < 0) throw BadArgument();
     Workspace& workspace = ThreadWorkspace();
     uint32_t kth_key;
-    *nnz = static_cast<int64_t>(hvds::AccumulateTopk(workspace, SourceOf(*source),
+    *nnz = static_cast<int64_t>(hvds::AccumulateTopk(workspace, AccumulationOf(*accumulation),
                                                      static_cast<size_t>(k), pivot_key, threads,
                                                      indices, values, &kth_key));
     *threshold = hvds::FloatOf(kth_key);

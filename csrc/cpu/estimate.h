@@ -1,4 +1,4 @@
-// What a threshold is estimated from: looks at what a source would accumulate to, and changes
+// What a threshold is estimated from: looks at what an accumulation would come to, and changes
 // nothing.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace hvds {
 size_t SampleNumel(size_t n, size_t start, size_t stride, size_t run);
 
 // Writes their magnitudes to `sample`, in order; 1 <= run <= stride.
-void Sample(const Source& source, size_t start, size_t stride, size_t run, int threads,
+void Sample(const Accumulation& accumulation, size_t start, size_t stride, size_t run, int threads,
             float* sample);
 
 }  // namespace hvds

@@ -93,54 +93,54 @@ void KeepLargest(Part& part, size_t first, size_t k, float* residual, std::vecto
   part.count = kept;
 }
 
-void GroupTopkRange(Part& part, const Source& source, size_t begin, size_t end, size_t k,
-                    size_t group_numel) {
+void GroupTopkRange(Part& part, const Accumulation& accumulation, size_t begin, size_t end,
+                    size_t k, size_t group_numel) {
   const Kernels& kernels = ActiveKernels();
-  const PassFn* const take = kernels.take[source.rule];
+  const PassFn* const take = kernels.take[accumulation.rule];
   Buffer<float> sums;
   sums.Reserve(std::min(group_numel, end - begin));
   std::vector<uint32_t> keys;
   for (; begin < end; begin += group_numel) {
     const size_t group_end = std::min(end, begin + group_numel);
-    SumRange(source, begin, group_end, sums.data());
+    SumRange(accumulation, begin, group_end, sums.data());
     const uint32_t pivot = kernels.pivot(sums.data(), group_end - begin, k);
     const size_t first = part.count;
     part.Reserve(first + group_end - begin);
     // Non-finite sums have to be noted, whatever the pivot.
-    source.ForEachSpan(begin, group_end, SIZE_MAX, [&](const Span& span, Dtype dtype) {
+    accumulation.ForEachSpan(begin, group_end, SIZE_MAX, [&](const Span& span, Dtype dtype) {
       part.count +=
           take[dtype](span, std::min(pivot, kNonFiniteKey), part.indices.data() + part.count,
                       part.values.data() + part.count, &part.spoiled);
     });
-    if (part.count - first > k) KeepLargest(part, first, k, source.residual, keys);
+    if (part.count - first > k) KeepLargest(part, first, k, accumulation.residual, keys);
   }
 }
 
 }  // namespace
 
-void HashSelect(Workspace& workspace, const Source& source, uint32_t key, const BucketHash& hash,
-                uint32_t slots_per_bucket, int threads) {
-  Accumulate(workspace, source, {key}, Mode::kTake, threads);
+void HashSelect(Workspace& workspace, const Accumulation& accumulation, uint32_t key,
+                const BucketHash& hash, uint32_t slots_per_bucket, int threads) {
+  Accumulate(workspace, accumulation, {key}, Mode::kTake, threads);
   std::vector<Part>& losers = workspace.Losers();
   if (slots_per_bucket == 1) {
     KeepClaimed(workspace, losers, hash, SingleSlots(hash.buckets));
   } else {
     KeepClaimed(workspace, losers, hash, SharedSlots(hash.buckets, slots_per_bucket));
   }
-  Run(workspace.part_count, threads, [&](int p) { PutBack(losers[p], source.residual); });
-  RestoreSpoiled(workspace, source);
+  Run(workspace.part_count, threads, [&](int p) { PutBack(losers[p], accumulation.residual); });
+  RestoreSpoiled(workspace, accumulation);
 }
 
-void GroupTopk(Workspace& workspace, const Source& source, size_t k, size_t group_numel,
+void GroupTopk(Workspace& workspace, const Accumulation& accumulation, size_t k, size_t group_numel,
                int threads) {
-  const size_t n = source.numel();
+  const size_t n = accumulation.numel();
   const int tasks = TaskCount(n, threads);
   workspace.Use(tasks);
   Run(tasks, threads, [&](int t) {
-    GroupTopkRange(workspace.parts[t], source, TaskBegin(n, t, tasks, group_numel),
+    GroupTopkRange(workspace.parts[t], accumulation, TaskBegin(n, t, tasks, group_numel),
                    TaskBegin(n, t + 1, tasks, group_numel), k, group_numel);
   });
-  RestoreSpoiled(workspace, source);
+  RestoreSpoiled(workspace, accumulation);
 }
 
 }  // namespace hvds

@@ -21,12 +21,12 @@ struct BucketHash {
 
 // Adds the gradients; of what reaches the key, each bucket takes the `slots_per_bucket` lowest
 // indices, and the rest stays. Non-finite sums need no slot.
-void HashSelect(Workspace& workspace, const Source& source, uint32_t key, const BucketHash& hash,
-                uint32_t slots_per_bucket, int threads);
+void HashSelect(Workspace& workspace, const Accumulation& accumulation, uint32_t key,
+                const BucketHash& hash, uint32_t slots_per_bucket, int threads);
 
 // Adds the gradients; of every `group_numel` consecutive elements, the min(k, nonzeros) largest
 // magnitudes go out, ties to the lower index.
-void GroupTopk(Workspace& workspace, const Source& source, size_t k, size_t group_numel,
+void GroupTopk(Workspace& workspace, const Accumulation& accumulation, size_t k, size_t group_numel,
                int threads);
 
 }  // namespace hvds

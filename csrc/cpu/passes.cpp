@@ -14,14 +14,14 @@ constexpr size_t kBlock = 4096;  // elements between two looks at a part's capac
 constexpr size_t kTaskNumel = size_t{1} << 16;
 constexpr int kTasksPerThread = 4;  // so that a thread that is held up holds up little
 
-void AccumulateRange(Part& part, const Source& source, size_t begin, size_t end,
+void AccumulateRange(Part& part, const Accumulation& accumulation, size_t begin, size_t end,
                      const Search& search, Mode mode) {
   const Kernels& kernels = ActiveKernels();
-  const PassFn* const pass = (mode == Mode::kTake ? kernels.take : kernels.scan)[source.rule];
+  const PassFn* const pass = (mode == Mode::kTake ? kernels.take : kernels.scan)[accumulation.rule];
   SpoiledList* const spoiled = mode == Mode::kRead ? nullptr : &part.spoiled;
   uint32_t key = search.key;
   const auto pass_over = [&](size_t from, size_t to, bool inside) {
-    source.ForEachSpan(from, to, kBlock, [&](const Span& span, Dtype dtype) {
+    accumulation.ForEachSpan(from, to, kBlock, [&](const Span& span, Dtype dtype) {
       part.Reserve(part.count + span.n);
       part.count +=
           pass[dtype](span, inside ? key : kNonFiniteKey, part.indices.data() + part.count,
@@ -70,20 +70,20 @@ size_t Gradients::Find(size_t at) const {
   return static_cast<size_t>(after - segments.begin()) - 1;
 }
 
-void Accumulate(Workspace& workspace, const Source& source, const Search& search, Mode mode,
-                int threads) {
-  const size_t n = source.numel();
+void Accumulate(Workspace& workspace, const Accumulation& accumulation, const Search& search,
+                Mode mode, int threads) {
+  const size_t n = accumulation.numel();
   const int tasks = TaskCount(n, threads);
   workspace.Use(tasks);
   Run(tasks, threads, [&](int t) {
-    AccumulateRange(workspace.parts[t], source, TaskBegin(n, t, tasks), TaskBegin(n, t + 1, tasks),
-                    search, mode);
+    AccumulateRange(workspace.parts[t], accumulation, TaskBegin(n, t, tasks),
+                    TaskBegin(n, t + 1, tasks), search, mode);
   });
 }
 
-void RestoreSpoiled(Workspace& workspace, const Source& source) {
+void RestoreSpoiled(Workspace& workspace, const Accumulation& accumulation) {
   for (const SpoiledList& list : workspace.TakeSpoiled()) {
-    list.Restore(source.residual, source.buffer);
+    list.Restore(accumulation.residual, accumulation.buffer);
   }
 }
 
@@ -96,10 +96,10 @@ void PutBack(const Part& part, float* residual) {
   }
 }
 
-void SumRange(const Source& source, size_t begin, size_t end, float* sums) {
+void SumRange(const Accumulation& accumulation, size_t begin, size_t end, float* sums) {
   const Kernels& kernels = ActiveKernels();
-  source.ForEachSpan(begin, end, SIZE_MAX, [&](const Span& span, Dtype dtype) {
-    kernels.sum[source.rule][dtype](span, sums);
+  accumulation.ForEachSpan(begin, end, SIZE_MAX, [&](const Span& span, Dtype dtype) {
+    kernels.sum[accumulation.rule][dtype](span, sums);
     sums += span.n;
   });
 }
@@ -116,9 +116,10 @@ void CopyOut(const Workspace& workspace, int32_t* indices, float* values, int th
   });
 }
 
-uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int threads) {
+uint32_t EstimatePivot(Workspace& workspace, const Accumulation& accumulation, size_t k,
+                       int threads) {
   constexpr size_t kMaxSample = size_t{1} << 16, kMinSample = size_t{1} << 12;
-  const size_t n = source.numel();
+  const size_t n = accumulation.numel();
   if (n <= 8 * kMinSample) return 1;
   const size_t sample = std::clamp(n / 64, kMinSample, kMaxSample);
 
@@ -130,7 +131,7 @@ uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int
 
   workspace.keys.Reserve(sample);
   uint32_t* const keys = workspace.keys.data();
-  const SumFn* const sum = ElementSums(source.rule);
+  const SumFn* const sum = ElementSums(accumulation.rule);
   const int tasks = TaskCount(n, threads);
   Run(tasks, threads, [&](int t) {
     // One element at random out of each of `sample` equal strata.
@@ -139,16 +140,16 @@ uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int
     const auto place = [&](size_t i) {
       return i * stratum + (stratum * uint64_t{Scramble(static_cast<uint32_t>(i))} >> 32);
     };
-    Cursor here(source.gradients), ahead(source.gradients);
+    Cursor here(accumulation.gradients), ahead(accumulation.gradients);
     for (size_t i = first; i < last; ++i) {
       if (i + kSamplesAhead < last) {
         const size_t later = place(i + kSamplesAhead);
-        Prefetch(source.SpanOf(ahead.MoveTo(later), later, 1));
+        Prefetch(accumulation.SpanOf(ahead.MoveTo(later), later, 1));
       }
       const size_t at = place(i);
       const Segment& segment = here.MoveTo(at);
       float x;
-      sum[segment.dtype](source.SpanOf(segment, at, 1), &x);
+      sum[segment.dtype](accumulation.SpanOf(segment, at, 1), &x);
       keys[i] = KeyOf(x);
     }
   });

@@ -48,7 +48,7 @@ class Cursor {
 };
 
 // What is accumulated: gradients into a residual, directly or through a momentum.
-struct Source {
+struct Accumulation {
   float* residual;
   Gradients gradients;
   Rule rule = kPlain;
@@ -101,11 +101,11 @@ enum class Mode {
 
 // Adds the gradients; what reaches the key goes to the workspace's parts: ascending within a part,
 // and from part to part.
-void Accumulate(Workspace& workspace, const Source& source, const Search& search, Mode mode,
-                int threads);
+void Accumulate(Workspace& workspace, const Accumulation& accumulation, const Search& search,
+                Mode mode, int threads);
 
 // Puts back what the accumulator held where a sum came out non-finite.
-void RestoreSpoiled(Workspace& workspace, const Source& source);
+void RestoreSpoiled(Workspace& workspace, const Accumulation& accumulation);
 
 // Writes a part's entries, whose places are seldom in a cache, back to the residual.
 void PutBack(const Part& part, float* residual);
@@ -114,8 +114,9 @@ void PutBack(const Part& part, float* residual);
 void CopyOut(const Workspace& workspace, int32_t* indices, float* values, int threads);
 
 // A key with probably at least k entries at or above it and not many more, from a sample of what
-// the source accumulates to; 1 if everything that is not zero has to be looked at.
-uint32_t EstimatePivot(Workspace& workspace, const Source& source, size_t k, int threads);
+// the accumulation comes to; 1 if everything that is not zero has to be looked at.
+uint32_t EstimatePivot(Workspace& workspace, const Accumulation& accumulation, size_t k,
+                       int threads);
 
 // The k-th largest key of x, by counting; 1 <= k <= n.
 uint32_t ExactKey(const float* x, size_t n, size_t k, int threads);
@@ -140,7 +141,7 @@ inline __attribute__((always_inline)) void Prefetch(const Span& span) {
 }
 
 // Writes to `sums` what a pass over [begin, end) would make of the residual.
-void SumRange(const Source& source, size_t begin, size_t end, float* sums);
+void SumRange(const Accumulation& accumulation, size_t begin, size_t end, float* sums);
 
 // How many tasks a pass over `n` elements is cut into, and the first element of task `t`: at a
 // multiple of `grain`.

@@ -119,32 +119,33 @@ void KeepLargest(Workspace& workspace, std::vector<Part>& losers, uint32_t kth_k
 // Fills the parts with candidates out of `x`, to which nothing is added, and returns their pivot.
 uint32_t FindCandidates(Workspace& workspace, float* x, size_t n, size_t k, bool may_sample,
                         int threads) {
-  const Source source{x, Gradients::None(n)};
+  const Accumulation accumulation{x, Gradients::None(n)};
   if (may_sample) {
-    const uint32_t pivot = EstimatePivot(workspace, source, k, threads);
-    Accumulate(workspace, source, {pivot, CandidateLimit(k), kNever}, Mode::kRead, threads);
+    const uint32_t pivot = EstimatePivot(workspace, accumulation, k, threads);
+    Accumulate(workspace, accumulation, {pivot, CandidateLimit(k), kNever}, Mode::kRead, threads);
     if (Sufficient(workspace, pivot, k)) return pivot;
   }
   // k entries from the front of a part are enough of it once its later ties are left out.
   const uint32_t exact = std::max(1u, ExactKey(x, n, std::min(k, n), threads));
-  Accumulate(workspace, source, {exact, k, exact + 1}, Mode::kRead, threads);
+  Accumulate(workspace, accumulation, {exact, k, exact + 1}, Mode::kRead, threads);
   return exact;
 }
 
 }  // namespace
 
-size_t AccumulateTopk(Workspace& workspace, const Source& source, size_t k, uint32_t pivot_key,
-                      int threads, int32_t* indices, float* values, uint32_t* kth_key) {
-  float* const residual = source.residual;
+size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, size_t k,
+                      uint32_t pivot_key, int threads, int32_t* indices, float* values,
+                      uint32_t* kth_key) {
+  float* const residual = accumulation.residual;
   const bool guessed = pivot_key > 0;
-  uint32_t pivot =
-      guessed ? std::min(pivot_key, kNonFiniteKey) : EstimatePivot(workspace, source, k, threads);
+  uint32_t pivot = guessed ? std::min(pivot_key, kNonFiniteKey)
+                           : EstimatePivot(workspace, accumulation, k, threads);
   // A sampled pivot lets few through that are not wanted: the pass takes all out while it has them
   // at hand, and the losers are put back. A guess may let through twice what is wanted: the pass
   // leaves all in place, and the winners are taken out.
   bool taken = !guessed;
   // Beyond the limit only non-finite sums are of interest: they have to be noted.
-  Accumulate(workspace, source, {pivot, CandidateLimit(k), kNonFiniteKey},
+  Accumulate(workspace, accumulation, {pivot, CandidateLimit(k), kNonFiniteKey},
              taken ? Mode::kTake : Mode::kScan, threads);
   const std::vector<SpoiledList> spoiled = workspace.TakeSpoiled();
   const auto put_back = [&](std::vector<Part>& parts) {
@@ -153,7 +154,7 @@ size_t AccumulateTopk(Workspace& workspace, const Source& source, size_t k, uint
   if (k > 0 && !Sufficient(workspace, pivot, k)) {
     if (taken) put_back(workspace.parts);
     taken = false;
-    pivot = FindCandidates(workspace, residual, source.numel(), k, guessed, threads);
+    pivot = FindCandidates(workspace, residual, accumulation.numel(), k, guessed, threads);
   }
 
   *kth_key = 0;
@@ -174,7 +175,7 @@ size_t AccumulateTopk(Workspace& workspace, const Source& source, size_t k, uint
     });
   }
   CopyOut(workspace, indices, values, threads);
-  for (const SpoiledList& list : spoiled) list.Restore(residual, source.buffer);
+  for (const SpoiledList& list : spoiled) list.Restore(residual, accumulation.buffer);
   return workspace.TotalCount();
 }
 

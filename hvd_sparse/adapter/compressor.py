@@ -404,7 +404,7 @@ class SparseCompressor:
         self._optimizer = weakref.ref(optimizer)
         self._fate = StepFate(optimizer)
         self._fate.unit = self._loaded_unit
-        synchronize_asleep(optimizer)
+        synchronize_asleep(optimizer, self._session.raise_failure)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
         assert self._lookup is not None

@@ -7,7 +7,8 @@ gather; where Horovod hands that back, the sum takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from hvd_sparse.transports import Transport
 
 class EmbeddingExchange:
     """The sparse gradients among some parameters'.
+
+    The parameters do not keep it alive; when it goes, its transport is closed.
 
     Args:
         parameters: Any of the optimizer's, in the same order on all ranks; those whose gradients
@@ -34,19 +37,22 @@ class EmbeddingExchange:
         self._standins: dict[Parameter, Tensor] = {}
         self._handles: dict[Parameter, SparseHandle[Tensor]] = {}
         self._communicator: Communicator | None = None
-        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self._parameters]
+        self._end: Callable[[], object] = lambda: None
+        take = _weakly(weakref.WeakMethod(self._take))
+        for p in self._parameters:
+            hook = p.register_post_accumulate_grad_hook(take)
+            weakref.finalize(self, hook.remove).atexit = False
 
     def connect(self, transport: Transport) -> None:
         """Use a transport, which is this object's alone, from the next step on."""
         self.disconnect()
         self._communicator = Communicator(transport)
+        self._end = weakref.finalize(self, _end, self._communicator)
 
     def disconnect(self) -> None:
         """Close the transport, if there is one, and drop an exchange that is under way."""
         self._handles = {}
-        if self._communicator is not None:
-            self._communicator.transport.abort()
-            self._communicator.close()
+        self._end()
         self._communicator = None
 
     def _take(self, parameter: Tensor) -> None:
@@ -86,6 +92,22 @@ class EmbeddingExchange:
             return None
         assert parameter is not None
         return (handle.wait() * scale).to(parameter.dtype)
+
+
+def _weakly(method: weakref.WeakMethod[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
+    """A hook that does not keep the method's object alive."""
+
+    def hook(parameter: Tensor) -> None:
+        alive = method()
+        if alive is not None:
+            alive(parameter)
+
+    return hook
+
+
+def _end(communicator: Communicator) -> None:
+    communicator.transport.abort()
+    communicator.close()
 
 
 def _standin(gradient: Tensor) -> Tensor:

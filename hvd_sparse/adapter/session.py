@@ -12,13 +12,14 @@ from torch import Tensor
 
 from hvd_sparse.adapter.binding import ParameterLookup
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
+from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.planning import Planning, refuse_devices
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.engine import Assignment, Engine
 from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.planner import Planner
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.choose import create_transport
+from hvd_sparse.transports.choose import Bootstrap, create_transport
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -44,6 +45,8 @@ class Session:
         self._engine = engine
         self._transport_name = transport
         self._timeout_s = timeout_s
+        self._connecting = False
+        self._exit = BoundedExit(self)
         self._world: object | None = None
         self._process_set: Any = None
         self._parameters: ParameterLookup
@@ -69,7 +72,7 @@ class Session:
         Raises:
             ConfigError: Horovod is not initialised, or ranks want transports that cannot be.
             PlanError: Ranks have different assignments.
-            TransportError: The ranks could not be connected.
+            HorovodInternalError: The ranks could not be connected.
             UnsupportedError: A planner is to plan for gradients on a device.
         """
         from horovod.torch import mpi_ops
@@ -77,21 +80,36 @@ class Session:
         from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
 
         world = HorovodBootstrap(process_set)
+        self._connecting = True
+        self._exit.register()
+        with as_horovod_error():
+            self._join(world, process_set, parameters, device)
+        self._connecting = False
+        self._world, self.world_size = mpi_ops._handle_map, world.size
+        self._standin = make_standin(world.rank)
+        logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
+
+    def _join(
+        self,
+        world: Bootstrap,
+        process_set: Any,
+        parameters: ParameterLookup,
+        device: torch.device | None,
+    ) -> None:
         transport = create_transport(self._transport_name, world, self._timeout_s, device)
         self._engine.connect(transport)
+        self._exit.register()  # once more: at exit the engine closes, and then knows of no failure
         if self.embeddings is not None:
             self.embeddings.connect(create_transport(self._transport_name, world, self._timeout_s))
         self._process_set, self._transport, self._parameters = process_set, transport, parameters
         self._agree()
-        self._world, self.world_size = mpi_ops._handle_map, world.size
-        self._standin = make_standin(world.rank)
-        logger.info("rank %d of %d uses transport %s", world.rank, world.size, transport.name)
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""
         self._engine.reassign(assignment)
         if self._world is not None:
-            self._agree()
+            with as_horovod_error():
+                self._agree()
 
     def begin_step(self) -> None:
         """Review the plan where that is due."""
@@ -123,6 +141,24 @@ class Session:
         except HvdSparseError as error:
             engine.fail(error)
             raise
+
+    def raise_failure(self) -> None:
+        """Raise what the engine has failed by; return where it has not.
+
+        Raises:
+            HorovodInternalError: A peer is gone or did not answer.
+            BaseException: Anything else.
+        """
+        error = self._engine.error
+        if error is not None:
+            with as_horovod_error():
+                raise error
+
+    def seconds_to_leave(self) -> float | None:
+        """See `Leaving`. Where only this rank has failed, peers may still be waiting for others."""
+        if self._connecting or self._engine.error is not None:
+            return EXIT_S
+        return None if self._engine.at_rest else self._timeout_s + EXIT_S
 
     def close(self) -> None:
         """Stop the background threads and close the connections; `connect` opens them again."""

@@ -1,24 +1,46 @@
-"""A Horovod optimizer that sleeps while it waits for other ranks."""
+"""A Horovod optimizer that sleeps while it waits for other ranks, and sees when that is in vain."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvd_sparse.transports.horovod_handles import wait_for
+from hvd_sparse.transports.horovod_handles import SPIN_S, WAITING
+from hvd_sparse.transports.pauses import Pauses
 
 
-def synchronize_asleep(optimizer: Any) -> None:
-    """Let a Horovod optimizer's `synchronize`, which `step` calls, sleep while it waits."""
+def synchronize_asleep(optimizer: Any, raise_failure: Callable[[], None]) -> None:
+    """Let a Horovod optimizer's `synchronize`, which `step` calls, sleep while it waits.
+
+    Args:
+        optimizer: Horovod's.
+        raise_failure: Raises what the exchange of this step has failed by, if it has. Horovod would
+            wait on: for its own timeout, or for good.
+    """
     synchronize = optimizer.synchronize
 
     def synchronize_after_sleep() -> None:
         if optimizer.process_set.included():
             hand_over_rest(optimizer)
             handles = [handle for handle, _ in optimizer._handles.values()]
-            wait_for(handle for handle in handles if not callable(handle))  # callable: two gathers
+            # A callable stands for two gathers.
+            wait_for((handle for handle in handles if not callable(handle)), raise_failure)
         synchronize()
 
     optimizer.synchronize = synchronize_after_sleep
+
+
+def wait_for(handles: Iterable[int], raise_failure: Callable[[], None]) -> None:
+    """Return once Horovod's `synchronize` would return at once for every one of the handles."""
+    import horovod.torch as hvd
+
+    pauses = Pauses(SPIN_S)
+    with WAITING:
+        for handle in handles:
+            while not hvd.poll(handle):
+                if pauses.pause():
+                    raise_failure()
+    raise_failure()  # Horovod may have ended because of it: this is the first cause
 
 
 def hand_over_rest(optimizer: Any) -> None:

@@ -30,7 +30,8 @@ from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import ConfigError, PlanError
-from hvd_sparse.transports import Transport
+from hvd_sparse.selectors.correction import hold_back
+from hvd_sparse.transports import Context, Transport
 
 COMPARISON_INTERVAL = 64
 """Steps from one comparison of the ranks' times to the next, where an observer asks for it."""
@@ -39,10 +40,12 @@ COMPARISON_INTERVAL = 64
 def exchange(bucket: Bucket) -> None:
     """One step of one bucket: accumulate, select, reduce, give back.
 
-    Leaves the sum over the ranks in `bucket.reduced`. Until the step is settled, or where the
-    exchange fails, `bucket.roll_back` takes all of it back.
+    Leaves the sum over the ranks in `bucket.reduced`. What a selector takes beyond a few times k
+    waits in the residual for the next steps. Until the step is settled, or where the exchange
+    fails, `bucket.roll_back` takes all of it back.
     """
     memory, collective = bucket.memory, bucket.collective
+    collective.transport.context = Context(bucket.specs[0].name, bucket.step)
     stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
     with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
@@ -51,7 +54,8 @@ def exchange(bucket: Bucket) -> None:
         bucket.open_step()
         collective.aim(k)
         accumulator = memory.accumulate(gradients, k, collective.scope())
-        taken = bucket.selector.select(accumulator, k)
+        selected = bucket.selector.select(accumulator, k)
+        taken = hold_back(accumulator, selected, k)
     with stats.timed("exchange_s"):
         reduction = collective.reduce(taken.to("cpu"), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
@@ -61,6 +65,7 @@ def exchange(bucket: Bucket) -> None:
 
     spent = collective.transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
+    stats.nnz_held_back = selected.nnz - taken.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
 
@@ -128,8 +133,9 @@ class Engine:
 
     @property
     def error(self) -> BaseException | None:
-        """What the step under way has failed by; None where nothing has."""
-        return self._worker.error
+        """What the step under way has failed by, here or at a peer; None where nothing has."""
+        error, transport = self._worker.error, self._transport
+        return error if error is not None or transport is None else transport.failure
 
     @property
     def at_rest(self) -> bool:
@@ -167,17 +173,17 @@ class Engine:
     def flushed(self, name: str) -> None:
         """The leftover was reduced densely in this step; it is let go where the step counts."""
         self._flushed.add(name)
-        self._unsettled = True
 
     def settle(self, counts: bool | None = None) -> None:
         """Say whether the last step counts. Otherwise everything becomes what it was before it.
 
-        To be called between steps; a step that nobody has settled is settled when the next begins.
+        To be called between steps. A step that nobody has settled is settled when the first
+        gradient of the next one is submitted.
 
         Args:
             counts: Whether its results were applied; None: if all of them are finite.
         """
-        if not self._unsettled:
+        if not (self._unsettled or self._flushed):
             return
         self._unsettled = False
         if counts is None:
@@ -246,7 +252,8 @@ class Engine:
 
     def submit(self, spec: TensorSpec, gradient: Tensor) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned."""
-        self.settle()
+        if self._unsettled:
+            self.settle()
         if not self.planned:
             self._arrivals[spec.name] = (spec, gradient)
             return

@@ -18,6 +18,8 @@ class StepStats:
 
     Attributes:
         nnz_selected: Entries taken out of this rank's accumulator.
+        nnz_held_back: Entries that were selected beside them, and went back into the residual:
+            more than four times k would have been sent.
         nnz_applied: Entries of the reduced gradient.
         bytes_sent: Bytes that this rank sent for the bucket, headers included.
         bytes_received: Bytes that it received, headers included.
@@ -31,6 +33,7 @@ class StepStats:
     """
 
     nnz_selected: int = 0
+    nnz_held_back: int = 0
     nnz_applied: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0

@@ -122,7 +122,7 @@ class Worker:
             self.error = self.error or error
             self._changed.notify_all()
         if self.transport is not None:
-            self.transport.abort()
+            self.transport.abort(error)
 
     # -- the background thread ---------------------------------------------------------------------
 

@@ -64,7 +64,8 @@ class HardThresholdOptions(AnyCollectiveOptions):
     Source: Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization" (NeurIPS
     2021). There is no good default: λ = 1 / (2 √k) is the authors', for a density k/n that is hoped
     for, and wrong by orders of magnitude where gradients are small. `density` is what k is for
-    collectives that apply the k largest of the sum.
+    collectives that apply the k largest of the sum. A rank sends at most four times k entries in
+    a step; what else reaches the threshold waits in the residual.
     """
 
     name = "hard_threshold"

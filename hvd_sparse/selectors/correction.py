@@ -14,6 +14,9 @@ from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.exact import PIVOT_MARGIN
 from hvd_sparse.streams import SparseStream
 
+MOST_TIMES_K = 4
+"""No rank sends more than this many times k entries in a step, whatever its selector takes."""
+
 
 def keep_largest(
     accumulator: Accumulator, stream: SparseStream, k: int
@@ -51,3 +54,17 @@ def take_more(
     more, threshold = accumulator.topk(k - stream.nnz, pivot=pivot)
     merged = ops.merge_sum([stream.payload(), more.payload()], stream.numel)
     return SparseStream(*merged, stream.numel), threshold
+
+
+def hold_back(accumulator: Accumulator, stream: SparseStream, k: int) -> SparseStream:
+    """Put back what goes beyond `MOST_TIMES_K` times `k` entries: the smallest.
+
+    A threshold can be too low, and where a rank's gradient overflows, everything is taken that is
+    not finite. Of that the k largest do as well: one such entry tells all ranks that the step does
+    not count.
+
+    Returns:
+        The entries to send: the stream itself, as a rule.
+    """
+    most = MOST_TIMES_K * k
+    return stream if stream.nnz <= most else keep_largest(accumulator, stream, most)[0]

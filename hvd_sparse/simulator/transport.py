@@ -123,9 +123,10 @@ class SimulatedTransport(Transport):
         finally:
             self._counts_as_is = False
 
-    def abort(self) -> None:
+    def abort(self, reason: object = None) -> None:
         """See `Transport.abort`."""
-        self.world.scheduler.fail(PlanError(f"rank {self.rank} aborted the transport"))
+        because = "" if reason is None else f": {reason}"
+        self.world.scheduler.fail(PlanError(f"rank {self.rank} aborted the transport{because}"))
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -3,8 +3,10 @@
 from hvd_sparse.transports.base import Handle, Traffic, Transport
 from hvd_sparse.transports.framing import Payload
 from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
+from hvd_sparse.transports.position import Context
 
 __all__ = [
+    "Context",
     "Handle",
     "LocalTransport",
     "LocalWorld",

@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from hvd_sparse.cost_model import Link
-from hvd_sparse.errors import PlanError
+from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
 from hvd_sparse.transports.buffers import BufferPool
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
+from hvd_sparse.transports.position import NO_CONTEXT, Context
 
 ALIGNMENT = 8
 SUMMABLE = (torch.int64, torch.float32, torch.float64)
@@ -117,10 +118,14 @@ class Transport(ABC):
         timeout_s: seconds after which a wait gives up.
         traffic: counters of this rank.
         link: what a message costs, the same on all ranks, where somebody has measured or given it.
+        context: what the caller is at, the same on all ranks; messages and errors carry it.
+        failure: what this transport has failed by, here or at a peer; None where it has not.
     """
 
     name: str = "abstract"
     link: Link | None = None
+    context: Context = NO_CONTEXT
+    failure: HvdSparseError | None = None
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         if not 0 <= rank < world_size:
@@ -152,8 +157,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def abort(self) -> None:
-        """Makes all waits fail, pending and to come; on the peers too, where they can be told."""
+    def abort(self, reason: object = None) -> None:
+        """Makes all waits fail, pending and to come; on the peers too, where they can be told.
+
+        Args:
+            reason: an error or words, which the peers report.
+        """
 
     @abstractmethod
     def close(self) -> None:

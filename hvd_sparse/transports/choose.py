@@ -7,16 +7,19 @@ that: no rank can come to another choice than its peers, or raise where they do 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from hvd_sparse.errors import ConfigError, HvdSparseError, TransportError
 from hvd_sparse.transports.base import Transport
-from hvd_sparse.transports.network import HostReport, choose_endpoints, describe_host
+from hvd_sparse.transports.handshake import greet
+from hvd_sparse.transports.introduction import Introduction, endpoints_of, gather, introduce
+from hvd_sparse.transports.network import Endpoint, HostReport, describe_host
+from hvd_sparse.transports.supervised import SupervisedTransport
 
 TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl", "horovod")
 VARIABLE = "HVD_SPARSE_TRANSPORT"
@@ -39,11 +42,12 @@ class Bootstrap(Protocol):
     mpi_enabled: bool
     process_set: Any
 
-    def allgather_object(self, obj: Any, name: str) -> list[Any]:
-        """Every rank's object, in order; collective."""
+    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
+        """Every rank's object, in order; collective.
 
-    def broadcast_object(self, obj: Any, name: str) -> Any:
-        """Rank 0's object; collective."""
+        Raises:
+            TransportTimeout: Not all ranks came within `timeout_s`.
+        """
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,12 @@ class Capability:
 
 
 def create_transport(
-    name: str, world: Bootstrap, timeout_s: float, device: torch.device | None = None
+    name: str,
+    world: Bootstrap,
+    timeout_s: float,
+    device: torch.device | None = None,
+    *,
+    busy_timeout_s: float | None = None,
 ) -> Transport:
     """Makes the transport of this rank; collective over the world.
 
@@ -79,21 +88,58 @@ def create_transport(
             it started the processes and mpi4py can be imported on all of them, else gloo; a world
             of one needs none.
         world: the ranks.
-        timeout_s: seconds after which connecting, and each wait, gives up.
+        timeout_s: seconds after which connecting gives up, and after which a peer that shows no
+            sign of life is given up. A peer that is alive is waited for, with a warning every
+            `timeout_s`.
         device: where this rank has the tensors that it will exchange; for `nccl`, the current CUDA
             device otherwise.
+        busy_timeout_s: seconds after which a wait for a peer that is alive gives up, too; None for
+            as long as it takes.
 
     Raises:
         ConfigError: The choice is impossible here; the same on all ranks.
-        TransportError: The ranks could not be connected.
+        PlanError: Ranks run different releases of this package; on all of them.
+        TransportError: The ranks could not be connected, or not all of them came.
     """
-    own = describe_capability(name, world, device)
-    every = world.allgather_object(own, "hvd_sparse.capability") if world.size > 1 else [own]
+    if busy_timeout_s is not None and not busy_timeout_s > 0:
+        raise ConfigError(f"busy_timeout_s must be above 0 or None, got {busy_timeout_s}")
+    every = greet(world, describe_capability(name, world, device), timeout_s)
     chosen = decide(every)
     if chosen == "local":
         from hvd_sparse.transports.local import LocalWorld
 
         return LocalWorld(1, timeout_s).transport(0)
+    endpoints = endpoints_of(chosen, [capability.host for capability in every])
+    introduction = introduce(world, endpoints, timeout_s)
+    try:
+        transport = _connect(chosen, world, timeout_s, device, endpoints, introduction)
+    except BaseException:
+        introduction.close()
+        raise
+    if introduction.listener is None:
+        return transport
+    from hvd_sparse.transports.watch import Watch
+
+    transport.supervise(
+        Watch(
+            transport,
+            introduction.listener,
+            introduction.addresses,
+            bytes.fromhex(introduction.token),
+            busy_timeout_s,
+        )
+    )
+    return transport
+
+
+def _connect(
+    chosen: str,
+    world: Bootstrap,
+    timeout_s: float,
+    device: torch.device | None,
+    endpoints: list[Endpoint] | None,
+    introduction: Introduction,
+) -> SupervisedTransport:
     if chosen == "mpi":
         from hvd_sparse.transports.mpi import MpiTransport
 
@@ -101,21 +147,19 @@ def create_transport(
     if chosen == "horovod":
         from hvd_sparse.transports.horovod import HorovodTransport
 
-        # Not a counter: in an elastic job, the ranks have made different numbers of transports.
-        label = secrets.token_hex(4)
-        if world.size > 1:
-            label = world.broadcast_object(label, "hvd_sparse.label")
         return HorovodTransport(
             world.rank,
             world.size,
             process_set=world.process_set,
             timeout_s=timeout_s,
-            label=label,
+            label=introduction.token[:8],
         )
-    store, host = _meet(world, [capability.host for capability in every], timeout_s)
+    assert endpoints is not None
+    host = endpoints[world.rank].address
     if chosen == "nccl":
         from hvd_sparse.transports.nccl import NcclTransport
 
+        store = _shared_store(world, endpoints[0].address, introduction.token, timeout_s)
         return NcclTransport(
             world.rank,
             world.size,
@@ -125,8 +169,10 @@ def create_transport(
             device=_cuda_device(device),
         )
     from hvd_sparse.transports.gloo import GlooTransport
+    from hvd_sparse.transports.meeting import MeetingStore
 
-    return GlooTransport(world.rank, world.size, store, host=host, timeout_s=timeout_s)
+    meeting = MeetingStore(partial(gather, world, "hvd_sparse.addresses", timeout_s))
+    return GlooTransport(world.rank, world.size, meeting, host=host, timeout_s=timeout_s)
 
 
 def describe_capability(
@@ -217,22 +263,20 @@ def decide(every: Sequence[Capability]) -> str:
     return "gloo" if problems else "mpi"
 
 
-def _meet(world: Bootstrap, hosts: Sequence[HostReport], timeout_s: float) -> tuple[Any, str]:
-    """The store at which the ranks meet, and this rank's address."""
-    from hvd_sparse.transports.gloo import join_store, serve_store
+def _shared_store(world: Bootstrap, address: str, token: str, timeout_s: float) -> Any:
+    """A store that rank 0 serves at its address; who does not know the token finds no key."""
+    from hvd_sparse.transports.meeting import dist, join_store, serve_store
 
-    endpoints = choose_endpoints(hosts)
-    store = None
-    meeting: int | str = "no port"
+    store: Any = None
+    meeting: int | str | None = None
     if world.rank == 0:
         try:
-            store, meeting = serve_store(timeout_s)
+            store, meeting = serve_store(address, timeout_s)
         except (RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
             meeting = str(error)
-    if world.size > 1:
-        meeting = world.broadcast_object(meeting, "hvd_sparse.store")
+    meeting = gather(world, "hvd_sparse.store", timeout_s, meeting)[0]
     if not isinstance(meeting, int):
         raise TransportError(f"rank 0 cannot serve the store where the ranks meet: {meeting}")
     if store is None:
-        store = join_store(endpoints[0].address, meeting, timeout_s)
-    return store, endpoints[world.rank].address
+        store = join_store(address, meeting, timeout_s)
+    return dist.PrefixStore(token, store)

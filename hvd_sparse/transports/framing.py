@@ -1,12 +1,18 @@
-"""The form of one message: an 8-byte header, then the payload's bytes.
+"""The form of one message: a 16-byte header, then the payload's bytes.
 
 The receiver has to post a buffer before it knows what comes. Both ends therefore derive its
-capacity from the size of the last payload that went the same way on the same channel, and no sizes
-are exchanged beforehand. A payload that outgrows the capacity is cut: the rest follows as a second
-message, whose size the header of the first has told.
+capacity from the size of the last payload that went the same way, on the same channel and for the
+same bucket, and no sizes are exchanged beforehand. A payload that outgrows the capacity is cut: the
+rest follows as a second message, whose size the header of the first has told.
 
-The header is one 64-bit integer: the payload's bytes in the lower 48 bits, and a code of the
-channel's name in the upper 16, by which a receiver notices that ranks disagree on their calls.
+The header is two 64-bit integers. The first has the payload's bytes in its lower 48 bits, and a
+code of the channel's name in the upper 16. The second, the stamp, has the number of the call (16
+bits), the step (32) and a code of the bucket (16). By these a receiver notices that ranks disagree.
+
+Ranks that disagree may differ in their capacities, too, and gloo ends the process on a message that
+is longer than the buffer posted for it. So the capacity is a part of the tag, by which a message
+finds its buffer: the two only ever meet where both ends have named the same capacity. Capacities
+have six binary digits after the first, so that twelve bits tell them exactly.
 """
 
 from __future__ import annotations
@@ -19,9 +25,13 @@ import torch
 
 from hvd_sparse.transports.buffers import BufferPool
 
-HEADER_BYTES = 8
+HEADER_BYTES = 16
 MIN_CAPACITY_BYTES = 4096
 SIZE_BITS = 48
+CAPACITY_DIGITS = 6
+CAPACITY_CODE_BITS = 12
+
+_Header = ctypes.c_uint64 * 2
 
 Payload = Sequence[torch.Tensor]
 """Contiguous CPU tensors; they are sent as their bytes, one after the other."""
@@ -51,29 +61,53 @@ def payload_nbytes(payload: Payload) -> int:
 
 
 def next_capacity(payload_bytes: int) -> int:
-    """Bytes that a message may have, header included, after one that had `payload_bytes`."""
-    wanted = HEADER_BYTES + payload_bytes + payload_bytes // 4
-    return max(MIN_CAPACITY_BYTES, -(-wanted // 512) * 512)
+    """Bytes that a message may have, header included, after one that had `payload_bytes`.
+
+    From 22 to 25 % more than that one had.
+    """
+    wanted = max(MIN_CAPACITY_BYTES, HEADER_BYTES + payload_bytes + payload_bytes * 11 // 50)
+    unit = 1 << (wanted.bit_length() - 1 - CAPACITY_DIGITS)
+    return -(-wanted // unit) * unit
 
 
-def channel_code(channel: str) -> int:
-    """A 16-bit code of a channel's name."""
-    return zlib.crc32(channel.encode()) & 0xFFFF
+def capacity_code(capacity: int) -> int:
+    """A capacity in `CAPACITY_CODE_BITS`; another one has another code."""
+    exponent = capacity.bit_length() - 1 - CAPACITY_DIGITS
+    digits = (capacity >> exponent) & ((1 << CAPACITY_DIGITS) - 1)
+    return (exponent << CAPACITY_DIGITS) | digits
 
 
-def frame(payload: Payload, payload_bytes: int, code: int, pool: BufferPool) -> torch.Tensor:
+def name_code(name: str) -> int:
+    """A 16-bit code of a channel's or a bucket's name."""
+    return zlib.crc32(name.encode()) & 0xFFFF
+
+
+def stamp(call: int, step: int, bucket_code: int) -> int:
+    """The second half of a header."""
+    return (bucket_code << 48) | ((step & 0xFFFF_FFFF) << 16) | (call & 0xFFFF)
+
+
+def read_stamp(value: int) -> tuple[int, int, int]:
+    """The call (its lower 16 bits), the step and the bucket's code."""
+    return value & 0xFFFF, (value >> 16) & 0xFFFF_FFFF, value >> 48
+
+
+def frame(
+    payload: Payload, payload_bytes: int, code: int, stamped: int, pool: BufferPool
+) -> torch.Tensor:
     """Copies a payload into one message of `HEADER_BYTES + payload_bytes` bytes, uint8."""
     message = pool.take(HEADER_BYTES + payload_bytes)
     address = message.data_ptr()
-    ctypes.c_uint64.from_address(address).value = (code << SIZE_BITS) | payload_bytes
+    header = _Header.from_address(address)
+    header[0], header[1] = (code << SIZE_BITS) | payload_bytes, stamped
     _copy_into(address + HEADER_BYTES, payload)
     return message
 
 
-def read_header(message: torch.Tensor) -> tuple[int, int]:
-    """The payload's bytes and the channel's code, from the first message of a frame."""
-    header = ctypes.c_uint64.from_address(message.data_ptr()).value
-    return header & ((1 << SIZE_BITS) - 1), header >> SIZE_BITS
+def read_header(message: torch.Tensor) -> tuple[int, int, int]:
+    """The payload's bytes, the channel's code and the stamp, from the first message of a frame."""
+    first, stamped = _Header.from_address(message.data_ptr())
+    return first & ((1 << SIZE_BITS) - 1), first >> SIZE_BITS, stamped
 
 
 def flatten(payload: Payload, pool: BufferPool) -> torch.Tensor:

@@ -1,61 +1,29 @@
 """Messages over a gloo group of torch.distributed that belongs to this package alone.
 
-No global process group is touched. The ranks meet at a `TCPStore` that rank 0 serves.
+No global process group is touched. The ranks learn each other's addresses by `meeting`, which also
+says what listens.
 
-Gloo accepts a message shorter than the posted buffer, but ends the whole process on a longer one;
-the capacities of `framing` never let that happen while all ranks make the same calls.
+Gloo accepts a message shorter than the posted buffer, but ends the whole process on a longer one.
+The tags that `framing` describes keep a message from a buffer that is shorter than its capacity.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
 from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.transports.meeting import dist
 from hvd_sparse.transports.point_to_point import PointToPointTransport, Request
 
-dist: Any = torch.distributed  # its type hints leave out what is used here
 _ABORT_TAG = (1 << 31) - 1  # above all tags of messages
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes 0 for its own default
-
-
-def serve_store(timeout_s: float) -> tuple[Any, int]:
-    """Starts the store at which the ranks meet, on rank 0.
-
-    Returns:
-        The store, and the port that it listens on.
-    """
-    store = dist.TCPStore(
-        "127.0.0.1",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    return store, store.port
-
-
-def join_store(host: str, port: int, timeout_s: float) -> Any:
-    """Connects to rank 0's store.
-
-    Raises:
-        TransportError: It cannot be reached within the timeout.
-    """
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    except RuntimeError as error:
-        raise TransportError(f"cannot reach rank 0's store at {host}:{port}: {error}") from error
+_LONGEST_WAIT = timedelta(days=3650)
 
 
 class GlooTransport(PointToPointTransport):
@@ -64,8 +32,7 @@ class GlooTransport(PointToPointTransport):
     Args:
         rank: this rank.
         world_size: P.
-        store: the `torch.distributed.Store` where the ranks meet; kept until `close`, as rank 0's
-            serves the others.
+        store: the `torch.distributed.Store` where the ranks meet.
         host: IPv4 address of this rank's interface, by which the others reach it.
         timeout_s: seconds after which a wait gives up.
 
@@ -80,12 +47,14 @@ class GlooTransport(PointToPointTransport):
     ) -> None:
         super().__init__(rank, world_size, timeout_s)
         self.host = host
+        self._store = store  # torch holds its C++ part only, and would call what is gone
         try:
             # The group's options have no public name in torch.
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timedelta(seconds=timeout_s)
             options._threads = 1
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            # At once, not when first used: the store is of no use later.
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
             self._group = dist.ProcessGroupGloo(store, rank, world_size, options)
         except RuntimeError as error:
             raise TransportError(
@@ -148,9 +117,11 @@ class _Pending:
         self._work = work
 
     def wait(self, deadline: float) -> torch.Tensor | None:
-        remaining = timedelta(seconds=deadline - time.monotonic())
+        remaining = _LONGEST_WAIT
+        if deadline != math.inf:
+            remaining = max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT)
         try:
-            self._work.wait(max(remaining, _SHORTEST_WAIT))
+            self._work.wait(remaining)
         except RuntimeError as error:
             raise self._transport.error_of(error, self._peer) from error
         return self._buffer

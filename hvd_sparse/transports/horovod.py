@@ -21,12 +21,13 @@ from hvd_sparse.transports.base import (
     SUMMABLE,
     Done,
     Handle,
-    Transport,
     check_peers,
     round_up,
 )
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
 from hvd_sparse.transports.pauses import Pauses
+from hvd_sparse.transports.position import Awaiting, Call
+from hvd_sparse.transports.supervised import SupervisedTransport
 
 NAMES = 32
 """Names per kind of operation, and so the operations of a kind that can be in flight."""
@@ -35,7 +36,7 @@ SPIN_S = 50e-6
 """How long a wait does not sleep; Horovod looks for work once in a millisecond."""
 
 
-class HorovodTransport(Transport):
+class HorovodTransport(SupervisedTransport):
     """One rank of a Horovod process set.
 
     `traffic` counts payloads as if they went straight to each peer; what Horovod's negotiation and
@@ -63,7 +64,8 @@ class HorovodTransport(Transport):
         self._label = label
         self._started = {"alltoall": 0, "allgather": 0}
         self._named: dict[str, _Operation] = {}
-        self.failure: TransportError | None = None
+        self._others = tuple(peer for peer in range(world_size) if peer != rank)
+        self.awaited: tuple[str, float] | None = None
 
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
@@ -157,24 +159,30 @@ class HorovodTransport(Transport):
             raise TypeError("broadcast needs a payload on its root")
         return self.allgather(payload, channel=channel)[root]
 
-    def abort(self) -> None:
-        """Makes this rank's waits fail; the peers' only end by their timeouts, or with Horovod."""
-        self.fail(PeerLostError(f"rank {self.rank} aborted the transport"))
-
     def close(self) -> None:
         """See `Transport.close`."""
-        self.fail(TransportError(f"the transport of rank {self.rank} is closed"))
+        super().close()
         self._named.clear()
 
-    def fail(self, error: TransportError) -> None:
-        """Keeps the first failure for all later calls."""
-        if self.failure is None:
-            self.failure = error
+    def awaiting(self) -> Awaiting | None:
+        """See `SupervisedTransport.awaiting`; an operation of Horovod's needs all ranks."""
+        awaited = self.awaited
+        if awaited is None:
+            return None
+        name, since = awaited
+        return Awaiting(self._others, since, f"all ranks to come to {name} ({self.context})")
 
-    def _raise_failure(self) -> None:
-        if self.failure is not None:
-            kind = type(self.failure)
-            raise kind(f"this transport is of no more use: {self.failure}") from self.failure
+    def call_made(self, number: int) -> Call | None:
+        """Horovod compares what the ranks do in its operations."""
+        del number
+        return None
+
+    def calls_made(self) -> int:
+        """How many operations this rank has begun."""
+        return sum(self._started.values())
+
+    def _abort_connections(self) -> None:
+        """Horovod has no way to end an operation: the waits here look at the failure."""
 
     def _alltoall(self, data: torch.Tensor, splits: list[int]) -> _Operation:
         return self._start("alltoall", data, torch.tensor(splits, dtype=torch.int32))
@@ -191,9 +199,7 @@ class HorovodTransport(Transport):
         try:
             handle = start(*arguments, name=name, process_set=self._process_set)
         except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
-            lost = self.error_of(error)
-            self.fail(lost)
-            raise lost from error
+            self.raise_first(self.error_of(error), None, f"it began {name}")
         operation = self._named[name] = _Operation(self, handle, name)
         return operation
 
@@ -223,19 +229,21 @@ class _Operation:
                 self._poll(self._handle)
                 self._outcome = self._transport.hvd.synchronize(self._handle)
             except TransportError as error:
-                self._transport.fail(error)
-                raise
+                self._transport.raise_first(error, None, f"it waited for {self.name}")
             except RuntimeError as error:
                 lost = self._transport.error_of(error)
-                self._transport.fail(lost)
-                raise lost from error
+                self._transport.raise_first(lost, None, f"it waited for {self.name}")
+            finally:
+                self._transport.awaited = None
             self._handle = None
             self._transport.finished(self)
         return self._outcome
 
     def _poll(self, handle: int) -> None:
         transport = self._transport
-        deadline = time.monotonic() + transport.timeout_s
+        now = time.monotonic()
+        deadline = transport.deadline_from(now)
+        transport.awaited = (self.name, now)
         pauses = Pauses(SPIN_S)
         while not transport.hvd.poll(handle):
             if transport.failure is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import time
 from typing import Any
 
 import torch
 
-from hvd_sparse.errors import ConfigError
-from hvd_sparse.transports.horovod_handles import outcome_of
+from hvd_sparse.errors import ConfigError, TransportTimeout
+from hvd_sparse.transports.horovod_handles import outcome_of, wait_for
 
 
 class HorovodBootstrap:
@@ -40,8 +41,13 @@ class HorovodBootstrap:
         self.size = len(self.ranks)
         self.mpi_enabled = bool(hvd.mpi_enabled())
 
-    def allgather_object(self, obj: Any, name: str) -> list[Any]:
-        """Every rank's object, in the order of the ranks (Horovod's own takes no process set)."""
+    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
+        """Every rank's object, in the order of the ranks (Horovod's own takes no process set).
+
+        Raises:
+            TransportTimeout: Not all ranks took part within `timeout_s`. Horovod knows which, and
+                says so in its own warning after HOROVOD_STALL_CHECK_TIME_SECONDS, 60 by default.
+        """
         import horovod.torch as hvd
 
         # Never empty: Horovod treats tensors without elements differently on some backends.
@@ -51,9 +57,12 @@ class HorovodBootstrap:
             hvd.allgather_async(part, name=f"{name}.{what}", process_set=self.process_set)
             for what, part in (("size", size), ("data", data))
         ]
+        deadline = time.monotonic() + timeout_s
+        if not wait_for(gathering, deadline):
+            raise TransportTimeout(
+                f"rank {self.rank} has waited {timeout_s:g} s for the other {self.size - 1} ranks "
+                f"to connect ({name}), and not all have come: each rank must give its optimizer a "
+                "compression of hvd_sparse, and reach its first step within timeout_s of the others"
+            )
         sizes, joined = map(outcome_of, gathering)
         return [pickle.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
-
-    def broadcast_object(self, obj: Any, name: str) -> Any:
-        """The object of this world's rank 0."""
-        return self.allgather_object(obj if self.rank == 0 else None, name)[0]

@@ -109,7 +109,7 @@ class LocalTransport(PointToPointTransport):
         return _Receive(self._world.mailboxes[self.rank], (peer, tag))
 
     def _abort_connections(self) -> None:
-        self._world.abort(f"rank {self.rank} gave up: {self._failure}")
+        self._world.abort(f"rank {self.rank} gave up: {self.failure}")
 
 
 class _Sent:

@@ -110,8 +110,8 @@ class MpiTransport(PointToPointTransport):
             PeerLostError: MPI has failed or ended, or this transport has.
         """
         with self._gate:
-            if self._ended or self._failure is not None:
-                raise self.error_of("MPI has ended" if self._ended else self._failure, peer)
+            if self._ended or self.failure is not None:
+                raise self.error_of("MPI has ended" if self._ended else self.failure, peer)
             try:
                 return function(*arguments)
             except self.mpi.Exception as error:
@@ -207,7 +207,7 @@ class _Pending:
                     f"rank {transport.rank}: rank {self._peer} did not answer within "
                     f"{transport.timeout_s:g} s"
                 )
-            if pauses.pause():
+            if pauses.pause() and not transport.is_watched:
                 transport.check_peers()
 
 

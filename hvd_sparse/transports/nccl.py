@@ -36,7 +36,8 @@ from hvd_sparse.transports.base import Handle
 from hvd_sparse.transports.buffers import POOLED_BYTES, PinnedPool
 from hvd_sparse.transports.device_group import DeviceGroup, Transfer
 from hvd_sparse.transports.framing import Payload
-from hvd_sparse.transports.gloo import GlooTransport, dist
+from hvd_sparse.transports.gloo import GlooTransport
+from hvd_sparse.transports.meeting import dist
 from hvd_sparse.transports.pauses import Pauses
 from hvd_sparse.transports.point_to_point import Request
 
@@ -153,7 +154,7 @@ class NcclTransport(GlooTransport):
         if self._open:
             self.abort()
         devices, self._devices = self._devices, None
-        if devices is not None and self._failure is None:
+        if devices is not None and self.failure is None:
             thread = _background(devices.shutdown)
             try:
                 self.poll(lambda: not thread.is_alive(), time.monotonic() + GRACE_S, "some rank")
@@ -217,7 +218,7 @@ class NcclTransport(GlooTransport):
 
     def _abort_connections(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self._notes.set(_NOTE, f"rank {self.rank} gave the transport up: {self._failure}")
+            self._notes.set(_NOTE, f"rank {self.rank} gave the transport up: {self.failure}")
         super()._abort_connections()
         if self._devices is not None:
             _background(self._devices.abort).join(GRACE_S)
@@ -233,8 +234,8 @@ class NcclTransport(GlooTransport):
         look_at = time.monotonic() + LOOK_S
         while not is_through():
             now = time.monotonic()
-            if self._failure is not None:
-                raise PeerLostError(f"rank {self.rank}: {self._failure}")
+            if self.failure is not None:
+                raise PeerLostError(f"rank {self.rank}: {self.failure}")
             if now >= deadline:
                 raise TransportTimeout(
                     f"rank {self.rank}: {awaited} did not answer within {self.timeout_s:g} s"

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import deque
 from typing import Protocol
 
 import torch
 
-from hvd_sparse.errors import PeerLostError, PlanError, TransportError
+from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.transports import framing
-from hvd_sparse.transports.base import Done, Handle, Transport, check_peers
+from hvd_sparse.transports.base import Done, Handle, check_peers
 from hvd_sparse.transports.framing import HEADER_BYTES, Payload
+from hvd_sparse.transports.position import Awaiting, Call, Context
+from hvd_sparse.transports.supervised import SupervisedTransport
+
+REMEMBERED_CALLS = 256
+"""Calls of which a rank can tell a peer what it did in them."""
+
+Way = tuple[str, str, int]
+"""Channel, bucket and peer: messages of one way are of similar sizes."""
 
 
 class Request(Protocol):
@@ -29,27 +38,30 @@ class Request(Protocol):
         """
 
 
-class PointToPointTransport(Transport):
+class PointToPointTransport(SupervisedTransport):
     """Exchanges over `_isend` and `_irecv`.
 
-    The tag of a message is its place in the sequence of calls, which is the same on all ranks. Each
-    call takes two: one for the message, one for the rest of a payload that outgrew the capacity.
+    The tag of a message is, from its lowest bit: whether it is the rest of a payload that outgrew
+    its capacity; the place of the call in the sequence of calls, which is the same on all ranks;
+    the code of the capacity. Places start again from 0 when the tags are used up: messages of one
+    tag keep their order.
     """
 
     tag_limit = 1 << 30
-    """Tags stay below, and start again from 0: messages of one tag keep their order."""
+    """Tags stay below."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         super().__init__(rank, world_size, timeout_s)
-        self._next_tag = 0
-        self._send_capacity: dict[tuple[str, int], int] = {}
-        self._receive_capacity: dict[tuple[str, int], int] = {}
+        self._calls = 0
+        self._send_capacity: dict[Way, int] = {}
+        self._receive_capacity: dict[Way, int] = {}
         self._codes: dict[str, int] = {}
-        # Started and not yet waited for: their buffers must live, and the next receive from the
-        # same rank on the same channel needs to know the size of this one.
+        # Started and not yet waited for: their buffers must live, and the next receive of the same
+        # way needs to know the size of this one.
         self._open: dict[int, Exchange] = {}
-        self._arriving: dict[tuple[str, int], Exchange] = {}
-        self._failure: TransportError | None = None
+        self._arriving: dict[Way, Exchange] = {}
+        self._made: deque[Call] = deque(maxlen=REMEMBERED_CALLS)
+        self.awaited: Wait | None = None
 
     @abstractmethod
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
@@ -68,121 +80,151 @@ class PointToPointTransport(Transport):
         """Like `_irecv`, where the peer knows the capacity too."""
         return self._irecv(peer, capacity, tag)
 
-    @abstractmethod
-    def _abort_connections(self) -> None:
-        """Makes the waits of all ranks fail; must not raise."""
-
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
     ) -> Handle:
         """See `Transport.exchange`."""
         nbytes = check_peers(self.rank, self.world_size, payload, dst, src)
         self._raise_failure()
-        tag = self._next_tag
-        self._next_tag = (tag + 2) % self.tag_limit
-        if dst == self.rank:
-            return Done(framing.flatten(payload or (), self._buffers))
-        if dst is None and src is None:
-            return Done(None)
-        handle = Exchange(self, channel, src, tag)
+        number = self._calls
+        self._calls = number + 1
+        context = self.context
+        if dst == self.rank or (dst is None and src is None):
+            self._made.append(Call(number, channel, context, dst, src))
+            arrived = None if dst is None else framing.flatten(payload or (), self._buffers)
+            return Done(arrived)
+        handle = Exchange(self, channel, context, src, number)
+        sends_up_to = 0
         try:
             # The receive goes first: a message that finds its buffer posted is not copied again.
             if src is not None:
                 self._start_receive(handle, src)
             if dst is not None:
-                self._start_send(handle, payload or (), nbytes, dst)
-        except TransportError as error:
-            self.fail(error)
-            raise
-        self._open[tag] = handle
+                sends_up_to = self._start_send(handle, payload or (), nbytes, dst)
+        except HvdSparseError as error:
+            self.raise_first(error, dst if src is None else src, f"in call {number} on {channel!r}")
+        handle.call = Call(number, channel, context, dst, src, sends_up_to, handle.capacity)
+        self._made.append(handle.call)
+        self._open[number] = handle
         return handle
-
-    def abort(self) -> None:
-        """See `Transport.abort`."""
-        self.fail(PeerLostError(f"rank {self.rank} aborted the transport"))
 
     def close(self) -> None:
         """See `Transport.close`."""
-        if self._failure is None:
-            self._failure = TransportError(f"the transport of rank {self.rank} is closed")
+        super().close()
         self._open.clear()
         self._arriving.clear()
 
-    def fail(self, error: TransportError) -> None:
-        """Keeps the first failure for all later calls, and tells the peers."""
-        if self._failure is None:
-            self._failure = error
-            self._abort_connections()
+    def awaiting(self) -> Awaiting | None:
+        """See `SupervisedTransport.awaiting`."""
+        awaited = self.awaited
+        if awaited is None:
+            return None
+        handle, peer, receives, since = awaited
+        return Awaiting((peer,), since, _in_words(awaited), handle.call, receives)
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            kind = type(self._failure)
-            raise kind(f"this transport is of no more use: {self._failure}") from self._failure
+    def story_of(self, wait: Wait) -> str:
+        """What was waited for, and how long."""
+        return f"it has waited {time.monotonic() - wait[3]:.2f} s for {_in_words(wait)}"
 
-    def code(self, channel: str) -> int:
-        """The channel's code in headers."""
-        code = self._codes.get(channel)
+    def call_made(self, number: int) -> Call | None:
+        """What this rank did in a call; None for one that it has not come to, or forgotten."""
+        return next((call for call in list(self._made) if call.number == number), None)
+
+    def calls_made(self) -> int:
+        """How many calls this rank has begun."""
+        return self._calls
+
+    def code(self, name: str) -> int:
+        """A channel's or a bucket's code in headers."""
+        code = self._codes.get(name)
         if code is None:
-            code = self._codes[channel] = framing.channel_code(channel)
+            code = self._codes[name] = framing.name_code(name)
         return code
 
+    def _tag(self, number: int, capacity: int) -> int:
+        places = self.tag_limit >> (framing.CAPACITY_CODE_BITS + 1)
+        return 2 * (framing.capacity_code(capacity) * places + number % places)
+
     def _start_receive(self, handle: Exchange, src: int) -> None:
-        way = (handle.channel, src)
+        way = (handle.channel, handle.context.bucket, src)
         # The sender's capacity counts with the message before this one. Waiting for it here cannot
         # deadlock: the peer started to send it before its own counterpart of this call.
         before = self._arriving.get(way)
         if before is not None:
-            before.receive(time.monotonic() + self.timeout_s)
+            before.receive()
         handle.capacity = self._receive_capacity.get(way, framing.MIN_CAPACITY_BYTES)
-        handle.receiving = self._irecv_first(src, handle.capacity, handle.tag)
+        tag = self._tag(handle.number, handle.capacity)
+        handle.receiving = self._irecv_first(src, handle.capacity, tag)
         self._arriving[way] = handle
 
-    def _start_send(self, handle: Exchange, payload: Payload, nbytes: int, dst: int) -> None:
-        way = (handle.channel, dst)
+    def _start_send(self, handle: Exchange, payload: Payload, nbytes: int, dst: int) -> int:
+        """Returns the capacity."""
+        context = handle.context
+        way = (handle.channel, context.bucket, dst)
         capacity = self._send_capacity.get(way, framing.MIN_CAPACITY_BYTES)
         self._send_capacity[way] = framing.next_capacity(nbytes)
-        message = framing.frame(payload, nbytes, self.code(handle.channel), self._buffers)
+        stamp = framing.stamp(handle.number, context.step, self.code(context.bucket))
+        message = framing.frame(payload, nbytes, self.code(handle.channel), stamp, self._buffers)
+        tag = self._tag(handle.number, capacity)
         if message.numel() <= capacity:
-            handle.sending = [self._isend_first(dst, message, capacity, handle.tag)]
+            handle.sending = [self._isend_first(dst, message, capacity, tag)]
         else:
             handle.sending = [
-                self._isend_first(dst, message[:capacity], capacity, handle.tag),
-                self._isend(dst, message[capacity:], handle.tag + 1),
+                self._isend_first(dst, message[:capacity], capacity, tag),
+                self._isend(dst, message[capacity:], tag + 1),
             ]
+        handle.dst = dst
         self.traffic.sent(message.numel(), len(handle.sending))
+        return capacity
 
-    def finish_receive(self, handle: Exchange, deadline: float) -> torch.Tensor:
+    def finish_receive(self, handle: Exchange, src: int, deadline: float) -> torch.Tensor:
         """Waits for what `handle` receives, the second message included if there is one."""
-        src = handle.src
         assert handle.receiving is not None
-        assert src is not None
         buffer = handle.receiving.wait(deadline)
         assert buffer is not None
-        nbytes, code = framing.read_header(buffer)
-        if code != self.code(handle.channel):
-            raise PlanError(
-                f"rank {self.rank} expects a message on channel {handle.channel!r} from rank "
-                f"{src}, which sent one on another channel: the ranks make different calls"
-            )
+        nbytes, code, stamp = framing.read_header(buffer)
+        context = handle.context
+        expected = framing.stamp(handle.number, context.step, self.code(context.bucket))
+        if code != self.code(handle.channel) or stamp != expected:
+            raise PlanError(self._difference(handle, src, code, stamp))
         message_bytes = HEADER_BYTES + nbytes
         if message_bytes <= handle.capacity:
             arrived = buffer[HEADER_BYTES:message_bytes]
             messages = 1
         else:
-            rest = self._irecv(src, message_bytes - handle.capacity, handle.tag + 1).wait(deadline)
+            tag = self._tag(handle.number, handle.capacity) + 1
+            rest = self._irecv(src, message_bytes - handle.capacity, tag).wait(deadline)
             assert rest is not None
             arrived = torch.cat([buffer[HEADER_BYTES:], rest])
             messages = 2
         self.traffic.received(message_bytes, messages)
-        way = (handle.channel, src)
+        way = (handle.channel, context.bucket, src)
         self._receive_capacity[way] = framing.next_capacity(nbytes)
         if self._arriving.get(way) is handle:
             del self._arriving[way]
         return arrived
 
+    def _difference(self, handle: Exchange, src: int, code: int, stamp: int) -> str:
+        """How the message that came is not the one that was expected."""
+        call, step, bucket = framing.read_stamp(stamp)
+        context = handle.context
+        differences = []
+        if code != self.code(handle.channel):
+            differences.append("on another channel")
+        if bucket != self.code(context.bucket):
+            differences.append("for another bucket")
+        if step != context.step & 0xFFFF_FFFF:
+            differences.append(f"of step {step}")
+        if call != handle.number & 0xFFFF:
+            differences.append(f"of another call ({call})")
+        return (
+            f"rank {self.rank} expects a message from rank {src} in {handle.call}, but rank {src} "
+            f"sent one {', '.join(differences)}: the ranks make different calls"
+        )
+
     def forget(self, handle: Exchange) -> None:
         """Drops a handle that has nothing more to wait for."""
-        self._open.pop(handle.tag, None)
+        self._open.pop(handle.number, None)
 
 
 class Exchange(Handle):
@@ -191,22 +233,33 @@ class Exchange(Handle):
     __slots__ = (
         "_arrived",
         "_transport",
+        "call",
         "capacity",
         "channel",
+        "context",
+        "dst",
+        "number",
         "receiving",
         "sending",
         "src",
-        "tag",
     )
 
     def __init__(
-        self, transport: PointToPointTransport, channel: str, src: int | None, tag: int
+        self,
+        transport: PointToPointTransport,
+        channel: str,
+        context: Context,
+        src: int | None,
+        number: int,
     ) -> None:
         self._transport = transport
         self._arrived: torch.Tensor | None = None
+        self.call: Call | None = None
         self.channel = channel
+        self.context = context
+        self.dst: int | None = None
         self.src = src
-        self.tag = tag
+        self.number = number
         self.capacity = 0
         self.receiving: Request | None = None
         self.sending: list[Request] = []
@@ -214,25 +267,49 @@ class Exchange(Handle):
     def wait(self) -> torch.Tensor | None:
         """See `Handle.wait`."""
         if self.receiving is not None or self.sending:
-            deadline = time.monotonic() + self._transport.timeout_s
-            self.receive(deadline)
-            try:
-                for request in self.sending:
-                    request.wait(deadline)
-            except TransportError as error:
-                self._transport.fail(error)
-                raise
-            self.sending = []
+            self.receive()
+            if self.sending:
+                self._send()
             self._transport.forget(self)
         return self._arrived
 
-    def receive(self, deadline: float) -> None:
+    def receive(self) -> None:
         """Waits for the incoming half only."""
         if self.receiving is None:
             return
+        transport, src = self._transport, self.src
+        assert src is not None
+        now = time.monotonic()
+        awaiting = transport.awaited = (self, src, True, now)
         try:
-            self._arrived = self._transport.finish_receive(self, deadline)
-        except TransportError as error:
-            self._transport.fail(error)
-            raise
+            self._arrived = transport.finish_receive(self, src, transport.deadline_from(now))
+        except HvdSparseError as error:
+            transport.raise_first(error, src, transport.story_of(awaiting))
+        finally:
+            transport.awaited = None
         self.receiving = None
+
+    def _send(self) -> None:
+        """Waits for the outgoing half only."""
+        transport, dst = self._transport, self.dst
+        assert dst is not None
+        now = time.monotonic()
+        awaiting = transport.awaited = (self, dst, False, now)
+        try:
+            for request in self.sending:
+                request.wait(transport.deadline_from(now))
+        except HvdSparseError as error:
+            transport.raise_first(error, dst, transport.story_of(awaiting))
+        finally:
+            transport.awaited = None
+        self.sending = []
+
+
+Wait = tuple[Exchange, int, bool, float]
+"""What is waited for: the peer, whether to receive from it, and since when."""
+
+
+def _in_words(wait: Wait) -> str:
+    handle, peer, receives, _ = wait
+    what = "a message from" if receives else "room for a message at"
+    return f"{what} rank {peer} in {handle.call}"

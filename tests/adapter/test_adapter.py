@@ -62,12 +62,14 @@ def test_a_rank_that_waits_leaves_its_processor_alone(ranks: Ranks) -> None:
     assert max(shares) < 0.3, shares
 
 
+@pytest.mark.launches
 def test_join_is_refused_and_no_rank_hangs() -> None:
     done = horovodrun(3, join_in_the_middle, timeout=90, check=False)
     assert done.returncode != 0
     assert "hvd.join() cannot be used" in done.stdout + done.stderr
 
 
+@pytest.mark.launches
 def test_an_impossible_transport_says_why() -> None:
     env = {"HVD_SPARSE_TRANSPORT": "mpi"}
     done = horovodrun(2, check, "average", "topk", env=env, timeout=90, check=False)
@@ -89,6 +91,7 @@ def test_a_process_of_its_own(elastic: str) -> None:
     assert "TRAINED" in done.stdout
 
 
+@pytest.mark.launches
 def test_elastic_recovers_with_its_residuals() -> None:
     done = horovodrun(
         2,

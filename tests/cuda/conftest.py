@@ -3,20 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from hvd_sparse.ops.cuda import CudaOps
 from tests.cuda.shim_launcher import FAMILIES, Shim
 
-SEEDS = (0, 1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def torch_on_one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+SEEDS = (0, pytest.param(1, marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="session")

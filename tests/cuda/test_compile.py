@@ -59,6 +59,7 @@ def nvrtc_library() -> Path | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(nvrtc_library() is None, reason="no NVRTC wheel (nvidia-cuda-nvrtc)")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nvrtc(family: str) -> None:
@@ -68,6 +69,7 @@ def test_nvrtc(family: str) -> None:
         assert all(kernel.encode() in code for kernel in kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nvcc(family: str, tmp_path: Path) -> None:

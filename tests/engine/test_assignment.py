@@ -53,7 +53,9 @@ def step_of(engine: Engine, grads: dict[str, Tensor]) -> dict[str, Tensor]:
             dense[name] = gradient if leftover is None else gradient + leftover
             engine.flushed(name)
     engine.scale = engine.scale or 1.0
-    return dense | {name: engine.result(name).clone() for name in sparse}
+    results = dense | {name: engine.result(name).clone() for name in sparse}
+    engine.settle()
+    return results
 
 
 def test_buckets_hold_one_method_type_and_name() -> None:

@@ -103,6 +103,7 @@ def test_decay_is_that_of_all_weights() -> None:
     torch.testing.assert_close(model.v * model.scale, reference)
 
 
+@pytest.mark.launches
 def test_both_exchanges_learn_the_same(tmp_path: Path) -> None:
     write_separable(tmp_path / "data.svm", 400, 2000)
     done = horovodrun(

@@ -9,6 +9,7 @@ from torch import Tensor
 from hvd_sparse.collectives import Collective, Reduction
 from hvd_sparse.memories import ErrorFeedback
 from hvd_sparse.selectors import Selector
+from hvd_sparse.selectors.correction import hold_back
 from hvd_sparse.streams import SparseStream
 
 
@@ -21,7 +22,8 @@ def one_step(
 ) -> tuple[SparseStream, Reduction]:
     """What was taken, and what came of it."""
     collective.aim(k)
-    taken = selector.select(memory.accumulate(gradients, k, collective.scope()), k)
+    accumulator = memory.accumulate(gradients, k, collective.scope())
+    taken = hold_back(accumulator, selector.select(accumulator, k), k)
     try:
         reduction = collective.reduce(taken.to("cpu"), memory.take_at)
     except BaseException:

@@ -23,7 +23,6 @@ from tests.laws.steps import one_step
 from tests.streams import dense
 
 NUMEL = 600
-SLOW = pytest.mark.slow
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEMORIES: dict[str, dict[str, Any]] = {
     "plain": {"momentum": 0.0},
@@ -49,7 +48,7 @@ def gradients_of(rank: int, step: int, numel: int = NUMEL) -> list[Tensor]:
     return [g[a:b].to(dtype) for (a, b), dtype in zip(pairwise(edges), DTYPES, strict=True)]
 
 
-@in_worlds([3, *(pytest.param(P, marks=SLOW) for P in (1, 2, 4, 7))])
+@in_worlds([3, 1, 2, 4, 7])
 @pytest.mark.parametrize("memory_name", MEMORIES)
 @pytest.mark.parametrize("name", METHODS)
 def test_nothing_is_lost_in_200_steps(

@@ -10,15 +10,6 @@ from hvd_sparse.ops.native import ISA_NAMES, NativeOps
 from tests.ops.on_device import OnDevice
 
 
-@pytest.fixture(scope="session", autouse=True)
-def torch_on_one_thread() -> Iterator[None]:
-    """The reference has nothing to gain from more, and much to lose on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(
     scope="module",
     params=[

@@ -57,6 +57,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_sdist_carries_the_native_sources(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -67,6 +68,7 @@ def test_sdist_carries_the_native_sources(dist: Path) -> None:
     assert not [name for name in names if name.endswith(".so")]
 
 
+@pytest.mark.slow
 def test_wheel_has_the_library_and_installs_without_torch(dist: Path, tmp_path: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -552,6 +552,7 @@ def test_planned_training_loses_nothing_when_the_plan_turns(
             engine.scale = 1.0
             for spec in sparse:
                 applied[spec.name] += engine.result(spec.name)
+            engine.settle()
         assert ways[::2] == ["dense", "gather 0.01", "oktopk 0.01", "dense"]
         assert not engine.state_dict()["residual"]
         engine.disconnect()

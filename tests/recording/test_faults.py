@@ -29,7 +29,8 @@ from hvd_sparse.recording.log import Recording, read_runs
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
-from tests.launch import horovodrun
+from tests.ranks import Ranks, World, with_ranks
+from tests.workers.recorder_full_disk import same_weights_on_a_full_disk
 
 NUMEL, STEPS, RANKS = 500, 9, 3
 SPECS = [TensorSpec(f"layer{i}.weight", (NUMEL,), "torch.float32") for i in range(2)]
@@ -254,10 +255,9 @@ def test_a_closed_recorder_goes_on(tmp_path: Path) -> None:
     assert [line["step"] for line in recording.steps] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.timeout(300)
-def test_a_full_disk_under_horovodrun() -> None:
-    ended = horovodrun(2, "recorder_full_disk.py", timeout=240.0)
-    assert all(f"SAME WEIGHTS {rank}" in ended.stdout for rank in range(2))
+@with_ranks(World(2))
+def test_a_full_disk_under_horovodrun(ranks: Ranks) -> None:
+    ranks.run(same_weights_on_a_full_disk)
 
 
 # -- what else may raise ---------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_ranks_that_wait_for_each_other_are_told() -> None:
 
 def test_ranks_at_different_calls_are_told() -> None:
     def wrong(t: Transport) -> None:
-        t.exchange(payload(10), 1 - t.rank, 1 - t.rank, channel="ab"[t.rank]).wait()
+        t.exchange(payload(100), 1 - t.rank, 1 - t.rank, channel="ab"[t.rank]).wait()
 
     with pytest.raises(PlanError, match="different calls"):
         run_simulated(2, wrong, NETWORK)

@@ -14,12 +14,9 @@ import torch
 from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.transports import LocalTransport, Transport, run_ranks
 from hvd_sparse.transports.choose import Capability, create_transport, decide
-from hvd_sparse.transports.gloo import join_store
+from hvd_sparse.transports.meeting import join_store
 from hvd_sparse.transports.network import HostReport
-from tests.transports.failures import (
-    aborts_from_another_thread,
-    times_out_and_tells_the_others,
-)
+from tests.transports.failures import aborts_from_another_thread
 from tests.workers.transport_scenarios import SCENARIOS, Scenario
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,22 +36,25 @@ class ThreadBootstrap:
         self.ranks = list(range(self.size))
         self._transport = transport
 
-    def allgather_object(self, obj: Any, name: str) -> list[Any]:
+    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
+        del timeout_s
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         parts = self._transport.allgather((data,), channel=name)
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
-    def broadcast_object(self, obj: Any, name: str) -> Any:
-        return self.allgather_object(obj, name)[0]
-
 
 def over_gloo(
-    world_size: int, fn: Callable[[Transport], Any], timeout_s: float | list[float] = 20.0
+    world_size: int,
+    fn: Callable[[Transport], Any],
+    timeout_s: float | list[float] = 20.0,
+    busy_timeout_s: float | None = None,
 ) -> list[Any]:
     timeouts = [timeout_s] * world_size if isinstance(timeout_s, float) else timeout_s
 
     def rank(local: LocalTransport) -> Any:
-        transport = create_transport("gloo", ThreadBootstrap(local), timeouts[local.rank])
+        transport = create_transport(
+            "gloo", ThreadBootstrap(local), timeouts[local.rank], busy_timeout_s=busy_timeout_s
+        )
         try:
             return fn(transport)
         finally:
@@ -150,10 +150,6 @@ def test_the_variable_overrides_auto_only(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_conformance_of_gloo(scenario: Scenario) -> None:
     over_gloo(3, scenario)
-
-
-def test_gloo_times_out_and_tells_the_others() -> None:
-    times_out_and_tells_the_others(over_gloo)
 
 
 def test_gloo_aborts_from_another_thread() -> None:

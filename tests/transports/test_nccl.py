@@ -15,7 +15,8 @@ from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, Transp
 from hvd_sparse.transports import LocalTransport, Transport, nccl, run_ranks
 from hvd_sparse.transports.choose import create_transport
 from hvd_sparse.transports.device_group import DeviceGroup
-from hvd_sparse.transports.gloo import dist, join_store, serve_store
+from hvd_sparse.transports.framing import next_capacity
+from hvd_sparse.transports.meeting import dist, join_store, serve_store
 from hvd_sparse.transports.nccl import DIRECT_BYTES, NcclTransport, connect_nccl
 from tests.ranks import DYNAMIC_SETS, Ranks, World, with_ranks
 from tests.transports.failures import (
@@ -34,7 +35,7 @@ CPU = torch.device("cpu")
 
 def store_of(local: LocalTransport) -> Any:
     """The store at which the threads of a run meet."""
-    store, port = serve_store(20.0) if local.rank == 0 else (None, 0)
+    store, port = serve_store("127.0.0.1", 20.0) if local.rank == 0 else (None, 0)
     port = int(local.broadcast((torch.tensor([port]),), 0, channel="port").view(torch.int64))
     return store if store is not None else join_store("127.0.0.1", port, 20.0)
 
@@ -99,10 +100,10 @@ def test_what_goes_over_nccl() -> None:
         assert group.bytes_sent == sum(sent)
         return sent
 
-    first, padded = 0, 82432  # 8 + 65536 + a quarter, in units of 512
-    assert padded == -(-(8 + DIRECT_BYTES * 5 // 4) // 512) * 512
-    last = -(-(8 + 10 * DIRECT_BYTES * 5 // 4) // 512) * 512
-    expected = [first, padded, padded, 0, 0, last]
+    first, padded = 0, 80896  # 16 + 65536 and 22 % more, in units of 1024
+    assert padded == next_capacity(DIRECT_BYTES)
+    assert padded - DIRECT_BYTES <= DIRECT_BYTES // 4
+    expected = [first, padded, padded, 0, 0, next_capacity(10 * DIRECT_BYTES)]
     assert over_nccl(2, rank, direct_bytes=DIRECT_BYTES) == [expected] * 2
 
 
@@ -156,7 +157,7 @@ def test_a_failure_of_the_group_is_told() -> None:
     def rank(t: NcclTransport) -> None:
         capacity = t._receive_capacity
         if t.rank == 1:
-            capacity["c", 0] = 8192
+            capacity["c", "", 0] = 8192
             with pytest.raises(PeerLostError, match="4096 bytes came for 8192"):
                 t.exchange(None, None, 0, channel="c").wait()
         else:
@@ -277,7 +278,7 @@ def test_conformance_of_one_device() -> None:
 @pytest.mark.gpu
 def test_messages_through_one_device() -> None:
     """To oneself over NCCL itself, which a transport never does, with many on their way."""
-    store, _ = serve_store(20.0)
+    store, _ = serve_store("127.0.0.1", 20.0)
     device = torch.device("cuda", torch.cuda.current_device())
     backend = connect_nccl(store, 0, 1, device, 50.0)
     group = DeviceGroup(backend, 1, device)

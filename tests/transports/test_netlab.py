@@ -13,7 +13,7 @@ from tools.netlab import Network
 COUNT = 4
 ADDRESSES = [f"10.77.0.{host}" for host in range(1, COUNT + 1)]
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netlab, pytest.mark.launches, pytest.mark.timeout(300)]
 
 
 def chosen_addresses(

@@ -105,6 +105,7 @@ def launch(
     return re.sub(r"\[[\d,]+\]<std\w+>:", "", done.stdout) + done.stderr, done.returncode
 
 
+@pytest.mark.launches
 def test_survivors_of_a_death_know_at_once_over_gloo() -> None:
     # Status 0: the launcher takes no notice, and the survivors are left to themselves.
     output, status = launch(4, "gloo", peer_dies, "gloo", env={"TEST_DEATH_STATUS": "0"})
@@ -114,6 +115,7 @@ def test_survivors_of_a_death_know_at_once_over_gloo() -> None:
     assert status == 0
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(("name", "controller"), TRANSPORTS)
 def test_a_death_ends_the_job(name: str, controller: Controller) -> None:
     env = {"TEST_DEATH_STATUS": "3"}
@@ -124,6 +126,7 @@ def test_a_death_ends_the_job(name: str, controller: Controller) -> None:
     assert time.monotonic() - float(died[1]) < 90.0, output  # far below the transport's timeout
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(("name", "controller"), TRANSPORTS)
 def test_a_peer_that_shuts_down_is_noticed(name: str, controller: Controller) -> None:
     output, _ = launch(3, name, peer_leaves, controller)

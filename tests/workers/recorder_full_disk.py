@@ -31,12 +31,11 @@ def trained(record: str | None) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-hvd.init()
-plain = trained(None)
-for record, failing_ranks in (("/dev/full", {0}), ("/dev/full/{rank}/run.jsonl", {0, 1})):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert torch.equal(trained(record), plain)
-    off = [str(w.message) for w in caught if "is off from step 1 on" in str(w.message)]
-    assert len(off) == (hvd.rank() in failing_ranks), off
-print(f"SAME WEIGHTS {hvd.rank()}", flush=True)
+def same_weights_on_a_full_disk() -> None:
+    plain = trained(None)
+    for record, failing_ranks in (("/dev/full", {0}), ("/dev/full/{rank}/run.jsonl", {0, 1})):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert torch.equal(trained(record), plain)
+        off = [str(w.message) for w in caught if "is off from step 1 on" in str(w.message)]
+        assert len(off) == (hvd.rank() in failing_ranks), off

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops._layout import GAP_BLOCK, MAX_NUMEL
+from hvd_sparse.ops._layout import MAX_NUMEL
 from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check
 
 
@@ -16,6 +16,7 @@ class NativeWire(NativeLibrary):
     """As `hvd_sparse.ops.wire`, on checked arguments."""
 
     signatures: ClassVar[Signatures] = {
+        "gap_block": (),
         "gap_encode": (c_void_p, c_int64, c_int32, c_void_p, c_void_p),
         "gap_decode": (c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p),
         "qsgd_quantize": (c_void_p, c_int64, c_int32, c_int64, c_uint64, c_int32) + (c_void_p,) * 2,
@@ -25,7 +26,8 @@ class NativeWire(NativeLibrary):
     def gap_encode(self, indices: Tensor, start: int) -> Tensor:
         """Packs ascending indices."""
         nnz = indices.numel()
-        code = torch.empty(-(-nnz // GAP_BLOCK) + 4 * nnz, dtype=torch.uint8)
+        widths = -(-nnz // self._library.hvds_gap_block())
+        code = torch.empty(widths + 4 * nnz, dtype=torch.uint8)
         used = c_int64()
         check(
             self._library.hvds_gap_encode(

@@ -1,0 +1,110 @@
+"""Where a rank is: in which bucket and step, in which call of its transport, and what it waits for.
+
+Messages carry a short form of it (`framing`), errors say it, and ranks that wait long ask their
+peers for it (`watch`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Context(NamedTuple):
+    """What the caller of a transport is at, the same on all ranks.
+
+    Attributes:
+        bucket: A name of the bucket that is exchanged; empty where there is none.
+        step: Its step, from 0.
+    """
+
+    bucket: str = ""
+    step: int = 0
+
+    def __str__(self) -> str:
+        """As messages say it."""
+        return f"bucket {self.bucket!r}, step {self.step}" if self.bucket else "no bucket"
+
+
+NO_CONTEXT = Context()
+
+
+class Call(NamedTuple):
+    """One call of `exchange`, as a rank made it.
+
+    Attributes:
+        number: Its place in the sequence of calls, which is the same on all ranks.
+        channel: The purpose of its messages.
+        context: What the caller was at.
+        dst: The rank that it sends to, or None.
+        src: The rank that it receives from, or None.
+        sends_up_to: Bytes that its first message may have; both ends must think the same.
+        takes_up_to: The same of the message that it receives.
+    """
+
+    number: int
+    channel: str
+    context: Context
+    dst: int | None
+    src: int | None
+    sends_up_to: int = 0
+    takes_up_to: int = 0
+
+    def __str__(self) -> str:
+        """As messages say it."""
+        return f"call {self.number} on channel {self.channel!r} ({self.context})"
+
+
+@dataclass(frozen=True)
+class Awaiting:
+    """What a rank waits for.
+
+    Attributes:
+        peers: The ranks that it waits for.
+        since: When it began to, a value of `time.monotonic()`.
+        what: The same in words.
+        call: The call that waits, or None where the medium has no calls of its own.
+        receives: Whether it waits for a message; else for room for its own.
+    """
+
+    peers: tuple[int, ...]
+    since: float
+    what: str
+    call: Call | None = None
+    receives: bool = True
+
+
+def disagreement(rank: int, awaiting: Awaiting, peer: int, theirs: Call) -> str | None:
+    """Why a peer's call of the same number will never end a wait, or None where it will.
+
+    Args:
+        rank: The rank that waits.
+        awaiting: What it waits for.
+        peer: The rank that it waits for.
+        theirs: The peer's call of the same number.
+    """
+    mine = awaiting.call
+    assert mine is not None
+    if (theirs.channel, theirs.context) != (mine.channel, mine.context):
+        reason = f"rank {peer} made {theirs}"
+    elif awaiting.receives and theirs.dst != rank:
+        reason = f"rank {peer} sent its message of that call to {_name(theirs.dst)}"
+    elif not awaiting.receives and theirs.src != rank:
+        reason = f"rank {peer} awaits a message from {_name(theirs.src)} in that call"
+    elif awaiting.receives and theirs.sends_up_to != mine.takes_up_to:
+        reason = (
+            f"rank {peer} sends up to {theirs.sends_up_to} bytes in that call, where this rank has "
+            f"made room for {mine.takes_up_to}"
+        )
+    elif not awaiting.receives and theirs.takes_up_to != mine.sends_up_to:
+        reason = (
+            f"rank {peer} has made room for {theirs.takes_up_to} bytes in that call, where this "
+            f"rank sends up to {mine.sends_up_to}"
+        )
+    else:
+        return None
+    return f"rank {rank} waits for {awaiting.what}, but {reason}: the ranks make different calls"
+
+
+def _name(rank: int | None) -> str:
+    return "no rank" if rank is None else f"rank {rank}"

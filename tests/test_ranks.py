@@ -1,0 +1,39 @@
+"""Ranks that tests share: a scenario that goes wrong says how, and costs the next one nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import Ranks, ScenarioError, World, with_ranks
+from tests.workers.faults import die_on_rank_1, fail_on_rank_1, hang_on_rank_1, variable
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(World(2))
+    yield ranks
+    ranks.kill()
+
+
+@pytest.mark.launches
+def test_what_goes_wrong_is_told_and_the_next_scenario_has_new_ranks(own_ranks: Ranks) -> None:
+    with pytest.raises(ScenarioError) as failed:
+        own_ranks.run(fail_on_rank_1)
+    for line in ("--- rank 0\nrank 0 was here", "--- rank 1 failed", "ValueError: not today"):
+        assert line in str(failed.value)
+    with pytest.raises(ScenarioError, match="rank 1 had not ended after 2 s") as hung:
+        own_ranks.run(hang_on_rank_1, timeout=2.0)
+    assert "in hang_on_rank_1" in str(hung.value)  # where its thread is
+    with pytest.raises(ScenarioError, match="rank 1 had not ended after the death of a rank"):
+        own_ranks.run(die_on_rank_1, timeout=30.0)
+    assert [done.result for done in own_ranks.run(variable, "NOTHING")] == [None, None]
+    own_ranks.close()
+
+
+@with_ranks(World(2))
+def test_variables_are_set_for_one_scenario(ranks: Ranks) -> None:
+    done = ranks.run(variable, "TEST_COLOUR", env={"TEST_COLOUR": "red"})
+    assert [rank.result for rank in done] == ["red", "red"]
+    assert [rank.result for rank in ranks.run(variable, "TEST_COLOUR")] == [None, None]

@@ -1,0 +1,74 @@
+"""Run under horovodrun on 2 ranks: compressions that are dropped without `close()` leave nothing.
+
+Every rank prints what it holds after some rounds, and after many more: threads, descriptors,
+resident bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import horovod.torch as hvd
+import psutil
+import torch
+from torch import nn
+
+from hvd_sparse import Compression
+from tests.workers.asleep import meet
+
+WIDTH = 1024
+
+
+def train_and_drop() -> list[weakref.ref[object]]:
+    """Two steps of a model of 1 M and of an embedding; returns what must not outlive them."""
+    model = nn.Linear(WIDTH, WIDTH)
+    embedding = nn.Embedding(50, 8, sparse=True)
+    named = [*model.named_parameters()]
+    named += ((f"embedding.{name}", p) for name, p in embedding.named_parameters())
+    compression = Compression.oktopk(named, density=0.01)
+    compression.exchange_embeddings(embedding.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in named], lr=0.01),
+        named_parameters=named,
+        compression=compression,
+    )
+    for _ in range(2):
+        model.zero_grad()
+        embedding.zero_grad()
+        hidden = embedding(torch.arange(4)).sum()
+        (model(torch.ones(2, WIDTH)).sum() * hidden).backward()
+        optimizer.step()
+    return [weakref.ref(thing) for thing in (model, embedding.weight, optimizer, compression)]
+
+
+def held() -> dict[str, int]:
+    """What this process holds."""
+    return {
+        "threads": threading.active_count(),
+        "native_threads": len(list(Path("/proc/self/task").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "resident": psutil.Process().memory_info().rss,
+    }
+
+
+def main() -> None:
+    first, more = int(sys.argv[1]), int(sys.argv[2])
+    hvd.init()
+    torch.set_num_threads(1)
+    for part, rounds in enumerate((first, more)):
+        for _ in range(rounds):
+            alive = train_and_drop()
+            gc.collect()
+            assert all(reference() is None for reference in alive), [ref() for ref in alive]
+            meet("round")  # the other rank has let go, too
+        figures = " ".join(f"{name}={value}" for name, value in held().items())
+        print(f"HELD {part} rank={hvd.rank()} {figures}", flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
