@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, get_type_hints
 from torch.nn import Module, Parameter
 
 from hvd_sparse.adapter import SparseCompressor
-from hvd_sparse.checks import at_least, choice, count
+from hvd_sparse.checks import at_least, choice, count, optional
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS, DgcOptions, MethodOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
@@ -48,7 +48,15 @@ class RunOptions:
         count(0),
     )
     timeout_s: float = option(
-        600.0, "Seconds after which a peer that does not answer is given up.", at_least(0.001)
+        600.0,
+        "Seconds after which a peer is given up that is stopped or cannot be reached. One that is "
+        "only busy is waited for, and named in the log every `timeout_s`.",
+        at_least(0.001),
+    )
+    busy_timeout_s: float | None = option(
+        None,
+        "Seconds after which a busy peer is given up, too. None: never, as in Horovod.",
+        optional(at_least(0.001)),
     )
     record: Record = option(
         None,
@@ -89,6 +97,7 @@ def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]
             method.make(),
             transport=run.transport,
             timeout_s=run.timeout_s,
+            busy_timeout_s=run.busy_timeout_s,
             dense_below=run.dense_below,
             observer=recorder_of(run.record),
         )
@@ -221,6 +230,7 @@ class Compression:
             Planner(rules, checked.profile) if rules.planned else rules,
             transport=checked.transport,
             timeout_s=checked.timeout_s,
+            busy_timeout_s=checked.busy_timeout_s,
             dense_below=0,
             observer=recorder_of(record),
         )

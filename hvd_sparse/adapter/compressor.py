@@ -70,7 +70,8 @@ class SparseCompressor:
         named_parameters: The optimizer's parameters by name, or None to read them from it.
         method: How to compress and exchange: a `Method` for all tensors, or an `Assignment`.
         transport: Name of a transport, or "auto".
-        timeout_s: Seconds after which a peer that does not answer is given up.
+        timeout_s: Seconds after which a peer is given up that is stopped or cannot be reached.
+        busy_timeout_s: Seconds after which a busy peer is given up, too; None: never.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce.
         observer: Is told of plans and steps, or None.
     """
@@ -83,19 +84,23 @@ class SparseCompressor:
         transport: str,
         timeout_s: float,
         dense_below: int,
+        busy_timeout_s: float | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.method = method
         self.observer = observer
         self._transport_name = transport
         self._timeout_s = timeout_s
+        self._busy_timeout_s = busy_timeout_s
         self._dense_below = dense_below
         self._lookup = None if named_parameters is None else ParameterLookup(named_parameters)
         self._start()
 
     def _start(self) -> None:
         self._engine = Engine(self.method, self.observer)
-        self._session = Session(self._engine, self._transport_name, self._timeout_s)
+        self._session = Session(
+            self._engine, self._transport_name, self._timeout_s, self._busy_timeout_s
+        )
         self._optimizer: weakref.ref[Any] | None = None
         self._fate: StepFate | None = None
         self._stepping = False
@@ -350,6 +355,7 @@ class SparseCompressor:
             "observer": self.observer,
             "_transport_name": self._transport_name,
             "_timeout_s": self._timeout_s,
+            "_busy_timeout_s": self._busy_timeout_s,
             "_dense_below": self._dense_below,
         }
 

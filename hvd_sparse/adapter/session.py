@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.adapter.binding import ParameterLookup
+from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.planning import Planning, refuse_devices
@@ -30,7 +31,8 @@ class Session:
     Args:
         engine: Reduces what is compressed.
         transport: Name of a transport, or "auto".
-        timeout_s: Seconds after which a peer that does not answer is given up.
+        timeout_s: Seconds after which a peer is given up that is stopped or cannot be reached.
+        busy_timeout_s: Seconds after which a busy peer is given up, too; None: never.
 
     Attributes:
         world_size: P.
@@ -38,13 +40,21 @@ class Session:
         planning: The planner beside the training, where the engine's assignment is one.
     """
 
-    def __init__(self, engine: Engine, transport: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        transport: str,
+        timeout_s: float,
+        busy_timeout_s: float | None = None,
+    ) -> None:
         self.world_size = 1
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
         self._engine = engine
         self._transport_name = transport
         self._timeout_s = timeout_s
+        self._busy_timeout_s = busy_timeout_s
+        self._divergence: Divergence | None = None
         self._connecting = False
         self._exit = BoundedExit(self)
         self._world: object | None = None
@@ -96,13 +106,23 @@ class Session:
         parameters: ParameterLookup,
         device: torch.device | None,
     ) -> None:
-        transport = create_transport(self._transport_name, world, self._timeout_s, device)
+        transport = self._new_transport(world, device)
         self._engine.connect(transport)
         self._exit.register()  # once more: at exit the engine closes, and then knows of no failure
         if self.embeddings is not None:
-            self.embeddings.connect(create_transport(self._transport_name, world, self._timeout_s))
+            self.embeddings.connect(self._new_transport(world, None))
         self._process_set, self._transport, self._parameters = process_set, transport, parameters
         self._agree()
+        self._divergence = Divergence(parameters)
+
+    def _new_transport(self, world: Bootstrap, device: torch.device | None) -> Transport:
+        return create_transport(
+            self._transport_name,
+            world,
+            self._timeout_s,
+            device,
+            busy_timeout_s=self._busy_timeout_s,
+        )
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""
@@ -112,9 +132,11 @@ class Session:
                 self._agree()
 
     def begin_step(self) -> None:
-        """Review the plan where that is due."""
-        if self.planning is not None:
-            with as_horovod_error():
+        """Compare the ranks' weights, and review the plan, where that is due."""
+        with as_horovod_error():
+            if self._divergence is not None:
+                self._divergence.begin_step(self._transport)
+            if self.planning is not None:
                 self.planning.begin_step()
 
     def standin(self) -> Tensor:
