@@ -265,7 +265,9 @@ class SparseCompressor:
             CheckpointError: On every rank, where it could not be written on any.
         """
         world = self._world()
-        save_checkpoint(path, self.state_dict, world.rank, world.size, _gathering(world))
+        save_checkpoint(
+            path, self.state_dict, world.rank, world.size, _gathering(world, self._timeout_s)
+        )
 
     def load_checkpoint(self, path: str | os.PathLike[str], *, missing: str = "refuse") -> None:
         """Continue from `save_checkpoint`; all ranks call this between the same two steps.
@@ -286,7 +288,12 @@ class SparseCompressor:
         world = self._world()
         self._settle()
         loaded = load_checkpoint(
-            path, world.rank, world.size, _gathering(world), missing, self._shapes()
+            path,
+            world.rank,
+            world.size,
+            _gathering(world, self._timeout_s),
+            missing,
+            self._shapes(),
         )
         self._engine.load_state_dict(loaded.state, strict=False)
         if loaded.dropped:
@@ -460,8 +467,12 @@ class SparseCompressor:
             warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
 
 
-def _gathering(world: HorovodBootstrap) -> Callable[[Any], list[Any]]:
-    return lambda mine: world.allgather_object(mine, "hvd_sparse.checkpoint")
+def _gathering(world: HorovodBootstrap, timeout_s: float) -> Callable[[Any], list[Any]]:
+    def gather(mine: Any) -> list[Any]:
+        with as_horovod_error():
+            return world.allgather_object(mine, "hvd_sparse.checkpoint", timeout_s)
+
+    return gather
 
 
 def as_horovod_takes_it(tensor: Tensor) -> Tensor:
