@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, get_type_hints
 from torch.nn import Module, Parameter
 
 from hvd_sparse.adapter import SparseCompressor
-from hvd_sparse.checks import at_least, choice, count
+from hvd_sparse.checks import at_least, choice, count, optional
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS, DgcOptions, MethodOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
@@ -56,7 +56,7 @@ class RunOptions:
     busy_timeout_s: float | None = option(
         None,
         "Seconds after which a wait for a peer that is alive is given up, too; None: never.",
-        lambda name, value: None if value is None else at_least(0.001)(name, value),
+        optional(at_least(0.001)),
     )
     record: Record = option(
         None,
@@ -230,6 +230,7 @@ class Compression:
             Planner(rules, checked.profile) if rules.planned else rules,
             transport=checked.transport,
             timeout_s=checked.timeout_s,
+            busy_timeout_s=checked.busy_timeout_s,
             dense_below=0,
             observer=recorder_of(record),
         )

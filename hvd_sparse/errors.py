@@ -11,6 +11,10 @@ class ConfigError(HvdSparseError, ValueError):
     """An argument, a variable or a state that the user gave is out of its range."""
 
 
+class CheckpointError(HvdSparseError, RuntimeError):
+    """A checkpoint could not be written, or cannot be read; every rank is told the same."""
+
+
 class UnsupportedError(HvdSparseError, NotImplementedError):
     """A combination that cannot give right gradients, refused by name."""
 

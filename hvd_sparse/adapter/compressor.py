@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,12 @@ from hvd_sparse.adapter.session import Session, as_horovod_error
 from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.checks import check_choice
 from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
+from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.functional.communicator import ALGORITHMS
+
+if TYPE_CHECKING:
+    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class SparseCompressor:
         self._optimizer: weakref.ref[Any] | None = None
         self._fate: StepFate | None = None
         self._stepping = False
+        self._loaded_unit: float | None = None
+        self._loaded_strictly: bool | None = None
         self._warned: set[str] = set()
         try:
             import horovod.torch.elastic  # noqa: F401
@@ -218,19 +225,103 @@ class SparseCompressor:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
         self._settle()
-        return self._engine.state_dict()
+        return {**self._engine.state_dict(), "unit": self._unit}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from what `state_dict()` of the same rank returned.
 
-        All ranks load between the same two steps. After a change of the world size residuals are
-        kept by parameter, and thresholds and regions are drawn anew.
+        All ranks load between the same two steps. What cannot be seen from one rank alone is
+        compared in the next step.
+
+        Args:
+            state: What `state_dict()` returned.
+            strict: Whether the state must be that of this rank in a world of this size, and of one
+                step on all ranks, with residuals of the optimizer's parameters only. Otherwise
+                residuals of other parameters are dropped, with a warning and a count in
+                `stats().dropped_l1`; in a world of another size thresholds and regions are drawn
+                anew, and what a rank held that is no more is lost (`load_checkpoint` keeps it).
 
         Raises:
-            ConfigError: The state is not one that `state_dict()` makes.
+            ConfigError: The state is not one that `state_dict()` makes, or does not belong here.
         """
         self._settle()
-        self._engine.load_state_dict(state)
+        shapes = self._shapes()
+        self._engine.load_state_dict(state, strict=strict, shapes=shapes)
+        self._loaded_strictly = strict if shapes is None else None
+        self._unit = state.get("unit")
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Write all ranks' states into a folder; all ranks call this between the same two steps.
+
+        Until everything is written, the folder's earlier checkpoint is whole. On hosts that share
+        no file system every host gets the files of its own ranks, which can be loaded by the same
+        ranks on the same hosts only.
+
+        Args:
+            path: A folder, which is made where there is none.
+
+        Raises:
+            CheckpointError: On every rank, where it could not be written on any.
+        """
+        world = self._world()
+        save_checkpoint(
+            path, self.state_dict, world.rank, world.size, _gathering(world, self._timeout_s)
+        )
+
+    def load_checkpoint(self, path: str | os.PathLike[str], *, missing: str = "refuse") -> None:
+        """Continue from `save_checkpoint`; all ranks call this between the same two steps.
+
+        In a world of another size each residual and momentum of old rank i is added to those of
+        new rank i % P, so that nothing of a gradient is lost; thresholds and regions are drawn
+        anew. This takes a file system that all hosts share.
+
+        Args:
+            path: The folder.
+            missing: "refuse" files that are damaged, missing or not of this checkpoint, and
+                residuals of parameters that the optimizer has not; or "drop" them, with a warning
+                and a count in `stats().dropped_l1`.
+
+        Raises:
+            CheckpointError: On every rank, where any of them cannot load.
+        """
+        world = self._world()
+        self._settle()
+        loaded = load_checkpoint(
+            path,
+            world.rank,
+            world.size,
+            _gathering(world, self._timeout_s),
+            missing,
+            self._shapes(),
+        )
+        self._engine.load_state_dict(loaded.state, strict=False)
+        if loaded.dropped:
+            self._engine.count_dropped(loaded.dropped_l1, "; ".join(loaded.dropped))
+        self._loaded_strictly = missing == "refuse" if self._lookup is None else None
+        self._unit = loaded.state["unit"]
+
+    def _world(self) -> HorovodBootstrap:
+        """The ranks of the optimizer, or all of Horovod's before the first step."""
+        from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        return HorovodBootstrap(None if optimizer is None else optimizer.process_set)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """The parameters that there are; None before they are known."""
+        if self._lookup is None:
+            return None
+        return {name: tuple(p.shape) for name, p in self._lookup}
+
+    @property
+    def _unit(self) -> float | None:
+        return self._loaded_unit if self._fate is None else self._fate.unit
+
+    @_unit.setter
+    def _unit(self, unit: float | None) -> None:
+        self._loaded_unit = unit
+        if self._fate is not None and unit is not None:
+            self._fate.unit = unit  # what the scaler's scale differs by, the next step mends
 
     def reassign(self, method: Assignment) -> None:
         """Compress otherwise from the next step on, without losing a residual.
@@ -319,9 +410,12 @@ class SparseCompressor:
         warn_of_slow_settings()
         if self._lookup is None:
             self._lookup = ParameterLookup((n, p) for p, n in optimizer._parameter_names.items())
+        if self._loaded_strictly is not None:  # before the parameters were known
+            self.load_state_dict(self.state_dict(), strict=self._loaded_strictly)
         self._refuse_double_momentum(optimizer, self.method)
         self._optimizer = weakref.ref(optimizer)
         self._fate = StepFate(optimizer)
+        self._fate.unit = self._loaded_unit
         synchronize_asleep(optimizer, self._session.raise_failure)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
@@ -370,6 +464,14 @@ class SparseCompressor:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
+
+
+def _gathering(world: HorovodBootstrap, timeout_s: float) -> Callable[[Any], list[Any]]:
+    def gather(mine: Any) -> list[Any]:
+        with as_horovod_error():
+            return world.allgather_object(mine, "hvd_sparse.checkpoint", timeout_s)
+
+    return gather
 
 
 def as_horovod_takes_it(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
 
     def restore(self) -> None:
         """Go back to the last copy."""
-        self.value.load_state_dict(self._saved)
+        self.value.load_state_dict(self._saved, strict=False)  # its own; ranks may have moved
 
     def sync(self) -> None:
         """Make this rank's state the one to go back to."""

@@ -8,6 +8,7 @@ so it has to go back.
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from typing import Any
 
@@ -28,6 +29,9 @@ class StepFate:
 
     Args:
         optimizer: Horovod's.
+
+    Attributes:
+        unit: The loss scale that residuals are multiplied by; None while no scaler is known.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -35,7 +39,7 @@ class StepFate:
         self._stepped = False
         self._saw_non_finite = False
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
-        self._unit: float | None = None
+        self.unit: float | None = None
         optimizer.register_step_post_hook(self._on_step)
 
     def begin_step(self) -> None:
@@ -56,10 +60,10 @@ class StepFate:
     def rescaling(self) -> float:
         """What the loss scale has been multiplied by since this was last asked."""
         scaler = None if self._scaler is None else self._scaler()
-        if scaler is None or self._unit is None:
+        if scaler is None or self.unit is None:
             return 1.0
-        before, self._unit = self._unit, scaler.get_scale()
-        return self._unit / before
+        before, self.unit = self.unit, scaler.get_scale()
+        return self.unit / before
 
     def _on_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         if self._scaler is None:
@@ -74,7 +78,14 @@ class StepFate:
         for _ in range(SEARCHED_FRAMES):
             candidate = frame.f_locals.get("self")
             if isinstance(candidate, torch.amp.GradScaler):
-                self._scaler, self._unit = weakref.ref(candidate), candidate.get_scale()
+                scale = candidate.get_scale()
+                if self.unit is not None and self.unit != scale:
+                    warnings.warn(
+                        f"hvd_sparse: the residuals were loaded in units of a loss scale of "
+                        f"{self.unit:g}, but the scaler began with {scale:g}: load its state, too",
+                        stacklevel=2,
+                    )
+                self._scaler, self.unit = weakref.ref(candidate), scale
                 return
             if frame.f_back is None:
                 return

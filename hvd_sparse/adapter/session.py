@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.adapter.binding import ParameterLookup
+from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.planning import Planning, refuse_devices
@@ -48,6 +49,7 @@ class Session:
         self._engine = engine
         self._transport_name = transport
         self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
+        self._divergence: Divergence | None = None
         self._connecting = False
         self._exit = BoundedExit(self)
         self._world: object | None = None
@@ -115,6 +117,7 @@ class Session:
             self.embeddings.connect(self._new_transport(world, None))
         self._process_set, self._transport, self._parameters = process_set, transport, parameters
         self._agree()
+        self._divergence = Divergence(parameters)
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""
@@ -124,9 +127,11 @@ class Session:
                 self._agree()
 
     def begin_step(self) -> None:
-        """Review the plan where that is due."""
-        if self.planning is not None:
-            with as_horovod_error():
+        """Compare the ranks' weights, and review the plan, where that is due."""
+        with as_horovod_error():
+            if self._divergence is not None:
+                self._divergence.begin_step(self._transport)
+            if self.planning is not None:
                 self.planning.begin_step()
 
     def standin(self) -> Tensor:

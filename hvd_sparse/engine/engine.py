@@ -8,7 +8,7 @@ that no two ranks ever wait for each other's other bucket.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.engine.bucket import Bucket, Phase
-from hvd_sparse.engine.guard import Guard
+from hvd_sparse.engine.guard import Guard, warn
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
     Assignment,
@@ -101,12 +101,14 @@ class Engine:
 
     Attributes:
         skipped_steps: Steps that were taken back, since nobody applied their results.
+        dropped_l1: L1 norm of residuals that were let go of, since a caller said so.
     """
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
         self.assignment = assignment
         self._observer = Guard(observer)
         self.skipped_steps = 0
+        self.dropped_l1 = 0.0
         self._unsettled = False
         self._flushed: set[str] = set()
         self._worker = Worker(work)
@@ -116,6 +118,7 @@ class Engine:
         self._places: dict[str, tuple[Bucket, int]] = {}
         self._taken: dict[TensorSpec, bool] = {}  # asked for every tensor in every step
         self._restored = EngineState()
+        self._restored_strictly = False
         self._comparing = False
         self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64)
 
@@ -310,14 +313,15 @@ class Engine:
         assert self._transport is not None
         specs = [spec for spec, _ in self._arrivals.values()]
         plan = agree_on_plan(specs, self.assignment, self._transport)
-        self._buckets = [self._new_bucket(bucket_plan) for bucket_plan in plan]
+        buckets = [self._new_bucket(bucket_plan) for bucket_plan in plan]
+        leftover = self._restored.restore(buckets, self._transport, self._restored_strictly)
+        self._restored, self._restored_strictly = EngineState(leftover), False
+        self._buckets = buckets
         self._places = {
             spec.name: (bucket, place)
             for bucket in self._buckets
             for place, spec in enumerate(bucket.specs)
         }
-        leftover = self._restored.restore(self._buckets, self._transport)
-        self._restored = EngineState(leftover)
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
         self._observer.planned(self._transport, self._buckets)
@@ -341,7 +345,8 @@ class Engine:
     def stats(self) -> Stats:
         """What was selected, sent and waited for, per bucket and step."""
         transport = self._transport.name if self._transport is not None else ""
-        return Stats(transport, [bucket.stats for bucket in self._buckets], self.skipped_steps)
+        buckets = [bucket.stats for bucket in self._buckets]
+        return Stats(transport, buckets, self.skipped_steps, self.dropped_l1)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives.
@@ -353,18 +358,44 @@ class Engine:
             raise ConfigError("state_dict() must be called between steps, got a call within one")
         return self._state().as_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; what belongs to another world size or bucket starts anew.
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        *,
+        strict: bool = True,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """Continue from a state.
 
         To be called between steps, and by all ranks between the same ones: the next step makes the
-        plan anew.
+        plan anew, and compares what the ranks have loaded.
+
+        Args:
+            state: What `state_dict()` returned.
+            strict: Whether it must be that of this rank in this world, and of one step on all
+                ranks. Otherwise what belongs to another world size starts anew, and tensors that
+                are not in `shapes` are dropped, with a warning and a count.
+            shapes: The parameters that there are; None: not known.
 
         Raises:
-            ConfigError: The state is not one that `state_dict()` makes.
+            ConfigError: The state is not one that `state_dict()` makes, or does not belong here.
         """
         restored = EngineState.from_dict(state)
+        strangers = {} if shapes is None else restored.strangers(shapes)
+        if strict:
+            for name, why in strangers.items():
+                raise ConfigError(f"state of the compression: residual of {name!r}: {why}")
+            if self._transport is not None:
+                restored.check_rank(self._transport)
         self._give_up_plan()
-        self._restored = restored
+        self._restored, self._restored_strictly = restored, strict
+        if strangers:
+            self.count_dropped(restored.drop(strangers), f"residuals of {', '.join(strangers)}")
+
+    def count_dropped(self, l1: float, what: str) -> None:
+        """Warn of residuals that are let go of, and count them."""
+        self.dropped_l1 += l1
+        warn(f"dropped {what}: L1 norm {l1:g}")
 
     def _state(self) -> EngineState:
         self.settle()
@@ -372,4 +403,4 @@ class Engine:
             return self._restored
         for bucket in self._buckets:
             bucket.roll_back()  # if it is in a step that nobody will finish
-        return EngineState.of(self._buckets, self._restored.residual)
+        return EngineState.of(self._buckets, self._restored.residual, self._transport)

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvd_sparse._version import __version__
 from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.engine.plan import text_tensor
+from hvd_sparse.engine.state_checks import (
+    check_buckets,
+    check_keys,
+    check_like,
+    check_origin,
+    check_tensors,
+    refuse,
+)
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.transports import Transport
 
-VERSION = 1
+VERSION = 2
+ADDED: dict[str, Any] = {"package": "", "rank": None, "world_size": None, "unit": None}
+"""What version 1 did not have, and what is known of it there."""
 
 
 @dataclass
@@ -28,15 +40,25 @@ class EngineState:
         step: Steps done, for the warm-up.
         buckets: Names, selector and collective of each bucket. A collective's state is the same on
             all ranks.
+        rank: Whose state it is; None where nobody knows: no other rank was there yet.
+        world_size: P of that time, or None.
+        unit: The loss scale that residuals are multiplied by, or None where there is none.
+        package: Version of the package that wrote it; empty where that is not known.
     """
 
     residual: dict[str, Tensor] = field(default_factory=dict)
     momentum: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
     buckets: list[dict[str, Any]] = field(default_factory=list)
+    rank: int | None = None
+    world_size: int | None = None
+    unit: float | None = None
+    package: str = __version__
 
     @staticmethod
-    def of(buckets: Sequence[Bucket], leftover: Mapping[str, Tensor]) -> EngineState:
+    def of(
+        buckets: Sequence[Bucket], leftover: Mapping[str, Tensor], transport: Transport | None
+    ) -> EngineState:
         """A copy of the buckets' state, and of residuals that are in none of them."""
         memories: dict[str, dict[str, Tensor]] = {"residual": {}, "momentum": {}}
         memories["residual"] = {name: tensor.clone() for name, tensor in leftover.items()}
@@ -45,37 +67,83 @@ class EngineState:
                 for kind, tensor in bucket.memory_of(place).items():
                     memories[kind][spec.name] = tensor.clone()
         step = max((bucket.step for bucket in buckets), default=0)
-        return EngineState(**memories, step=step, buckets=[b.state_dict() for b in buckets])
+        state = EngineState(
+            memories["residual"], memories["momentum"], step, [b.state_dict() for b in buckets]
+        )
+        if transport is not None:
+            state.rank, state.world_size = transport.rank, transport.world_size
+        return state
 
     def as_dict(self) -> dict[str, Any]:
         """As plain containers and tensors, for `torch.save`."""
         return {
             "version": VERSION,
+            "package": self.package,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "step": self.step,
+            "unit": self.unit,
             "residual": dict(self.residual),
             "momentum": dict(self.momentum),
-            "step": self.step,
             "buckets": list(self.buckets),
         }
 
     @staticmethod
     def from_dict(state: Mapping[str, Any]) -> EngineState:
-        """Read what `as_dict` made."""
-        if state.get("version") != VERSION:
-            raise ConfigError(
-                f"state of the compression: version must be {VERSION}, got {state.get('version')!r}"
-            )
-        unknown = state.keys() ^ EngineState().as_dict().keys()
-        if unknown:
-            raise ConfigError(
-                f"state of the compression: missing or unknown keys {sorted(unknown)}"
-            )
-        memories = {
-            kind: {name: tensor.clone() for name, tensor in state[kind].items()}
-            for kind in ("residual", "momentum")
-        }
-        return EngineState(**memories, step=int(state["step"]), buckets=list(state["buckets"]))
+        """Read a copy of what `as_dict` made, of version 1 too.
 
-    def restore(self, buckets: Sequence[Bucket], transport: Transport) -> dict[str, Tensor]:
+        Raises:
+            ConfigError: It is not such a state; the message names key, range and value.
+        """
+        if not isinstance(state, Mapping):
+            raise refuse(f"it must be a mapping, got {type(state).__name__}")
+        version = state.get("version")
+        if isinstance(version, bool) or version not in (1, VERSION):
+            raise refuse(f"version must be 1 or {VERSION}, got {version!r}")
+        if version == 1:
+            check_keys(state, KEYS - ADDED.keys(), "it")
+            state = {**state, **ADDED}
+        check_keys(state, KEYS, "it")
+        check_origin(state)
+        check_tensors(state)
+        check_buckets(state)
+        residual, momentum = (
+            {name: tensor.detach().clone() for name, tensor in state[kind].items()}
+            for kind in ("residual", "momentum")
+        )
+        return EngineState(
+            residual,
+            momentum,
+            int(state["step"]),
+            list(state["buckets"]),
+            state["rank"],
+            state["world_size"],
+            state["unit"],
+            state["package"],
+        )
+
+    def strangers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """What is wrong with each tensor that is none of these, by its name."""
+        wrong = {}
+        for name, tensor in sorted(self.residual.items()):
+            if name not in shapes:
+                wrong[name] = "there is no such parameter"
+            elif tuple(tensor.shape) != tuple(shapes[name]):
+                wrong[name] = f"shape must be {tuple(shapes[name])}, got {tuple(tensor.shape)}"
+        return wrong
+
+    def drop(self, names: Collection[str]) -> float:
+        """Let go of tensors; returns the L1 norm of their residuals."""
+        lost = 0.0
+        for name in names:
+            lost += float(self.residual.pop(name).double().abs().sum())
+            self.momentum.pop(name, None)
+        self.buckets = [b for b in self.buckets if not set(names) & set(b["names"])]
+        return lost
+
+    def restore(
+        self, buckets: Sequence[Bucket], transport: Transport, strict: bool = False
+    ) -> dict[str, Tensor]:
         """Put the state into new buckets; all ranks do so together.
 
         Residuals and momenta go by parameter, selectors to buckets of the same tensors and method.
@@ -83,17 +151,27 @@ class EngineState:
         the world, a new rank has none, and ranks that are at different steps would wait for each
         other. The warm-up goes on from the rank that is furthest.
 
+        Args:
+            buckets: New ones.
+            transport: Connects the ranks.
+            strict: Whether this state was loaded as this very rank's, and so on all ranks.
+
         Returns:
             Residuals of tensors that are in no bucket: they wait for the next dense reduction.
 
         Raises:
-            ConfigError: A residual's shape is not its parameter's.
+            ConfigError: On every rank, where any rank's state does not fit, or where states that
+                were loaded are not those of one step on all ranks.
         """
-        left = self._restore_memories(buckets)
-        steps = transport.allgather((torch.tensor([self.step]),), channel="state")
-        for bucket in buckets:
-            bucket.step = max(int(message.view(torch.int64)) for message in steps)
         matching = [self._state_for(bucket) for bucket in buckets]
+        misfit = self._misfit(buckets, matching, transport if strict else None)
+        mine = {"misfit": misfit, "step": self.step, "strict": strict}
+        messages = transport.allgather((text_tensor(json.dumps(mine)),), channel="state")
+        theirs = [json.loads(bytes(message.numpy())) for message in messages]
+        _check_together(theirs)
+        left = self._restore_memories(buckets)
+        for bucket in buckets:
+            bucket.step = max(their["step"] for their in theirs)
         digests = torch.stack([_digest(state) for state in matching])
         everywhere = [
             message.view(digests.shape)
@@ -107,24 +185,74 @@ class EngineState:
                 bucket.collective.load_state_dict(state["collective"])
         return left
 
+    def _misfit(
+        self,
+        buckets: Sequence[Bucket],
+        matching: Sequence[Mapping[str, Any] | None],
+        transport: Transport | None,
+    ) -> str:
+        """What does not fit, or nothing; a transport tells which rank's state is wanted."""
+        shapes = {spec.name: spec.shape for bucket in buckets for spec in bucket.specs}
+        strangers = self.strangers({**{n: t.shape for n, t in self.residual.items()}, **shapes})
+        for name, why in strangers.items():
+            return f"residual of {name!r}: {why}"
+        try:
+            for bucket, state in zip(buckets, matching, strict=True):
+                if state is not None:
+                    where = f"bucket of {', '.join(bucket.stats.names)}"
+                    new = bucket.state_dict()
+                    for part in ("selector", "collective"):
+                        check_like(state[part], new[part], f"{where}: {part}")
+            if transport is not None:
+                self.check_rank(transport)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def check_rank(self, transport: Transport) -> None:
+        """It is the state of this rank in this world, as far as it says.
+
+        Raises:
+            ConfigError: It is another's.
+        """
+        mine, its = (transport.rank, transport.world_size), (self.rank, self.world_size)
+        if its[0] is not None and its != mine:
+            raise refuse(
+                f"it must be that of rank {mine[0]} of {mine[1]}, got that of rank {its[0]} of "
+                f"{its[1]}: save_checkpoint and load_checkpoint change the world size"
+            )
+
     def _restore_memories(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         left = {"residual": dict(self.residual), "momentum": dict(self.momentum)}
         for bucket in buckets:
             for place, spec in enumerate(bucket.specs):
                 for kind, tensor in bucket.memory_of(place).items():
                     saved = left[kind].pop(spec.name, None)
-                    if saved is None:
-                        continue
-                    if saved.shape != tensor.shape:
-                        raise ConfigError(
-                            f"{kind} of {spec.name!r}: shape must be {tuple(tensor.shape)}, "
-                            f"got {tuple(saved.shape)}"
-                        )
-                    tensor.copy_(saved)
+                    if saved is not None:
+                        tensor.copy_(saved)
         return {name: tensor for name, tensor in left["residual"].items() if tensor.any()}
 
     def _state_for(self, bucket: Bucket) -> dict[str, Any] | None:
         return next((state for state in self.buckets if bucket.fits(state)), None)
+
+
+KEYS = frozenset(EngineState().as_dict())
+
+
+def _check_together(states: Sequence[Mapping[str, Any]]) -> None:
+    """All ranks see the same; so they raise alike."""
+    for rank, state in enumerate(states):
+        if state["misfit"]:
+            raise ConfigError(f"rank {rank}: {state['misfit']}")
+    loaded = {rank: state["step"] for rank, state in enumerate(states) if state["strict"]}
+    if not loaded:
+        return
+    absent = [rank for rank in range(len(states)) if rank not in loaded]
+    if absent:
+        raise refuse(f"all ranks must load one, but rank {absent[0]} has not")
+    if len(set(loaded.values())) > 1:
+        steps = ", ".join(f"rank {rank} {step}" for rank, step in loaded.items())
+        raise refuse(f"step must be the same on all ranks, got {steps}")
 
 
 def _digest(state: Mapping[str, Any] | None) -> Tensor:

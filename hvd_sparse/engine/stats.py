@@ -109,11 +109,13 @@ class Stats:
         transport: Name of the transport, empty before the first step.
         buckets: One entry per bucket, in the order in which they are exchanged.
         skipped_steps: Steps that were taken back, since nobody applied their results.
+        dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so.
     """
 
     transport: str
     buckets: list[BucketStats]
     skipped_steps: int = 0
+    dropped_l1: float = 0.0
 
     @property
     def totals(self) -> StepStats:

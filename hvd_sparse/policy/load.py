@@ -34,6 +34,7 @@ class Policy:
         rules: In order.
         transport: As `Compression`'s constructors take it.
         timeout_s: The same.
+        busy_timeout_s: The same.
         profile: Path of the planner's profile, or None.
     """
 
@@ -41,6 +42,7 @@ class Policy:
     rules: tuple[Rule, ...]
     transport: str
     timeout_s: float
+    busy_timeout_s: float | None
     profile: str | None
 
 
@@ -77,7 +79,14 @@ def check_policy(document: Document) -> Policy:
     rules = tuple(_rule(document, place, rule, defaults) for place, rule in enumerate(policy.rules))
     if not policy.timeout_s > 0:
         raise document.error(("timeout_s",), f"must be a number above 0, got {policy.timeout_s!r}")
-    return Policy(document, rules, policy.transport, policy.timeout_s, policy.profile)
+    busy_timeout_s = policy.busy_timeout_s
+    if busy_timeout_s is not None and not busy_timeout_s > 0:
+        raise document.error(
+            ("busy_timeout_s",), f"must be a number above 0, got {busy_timeout_s!r}"
+        )
+    return Policy(
+        document, rules, policy.transport, policy.timeout_s, busy_timeout_s, policy.profile
+    )
 
 
 def assign(

@@ -81,7 +81,14 @@ def policy_model() -> type[BaseModel]:
         ),
         "timeout_s": (
             float,
-            Field(default=600.0, description="Seconds until a silent peer is given up"),
+            Field(
+                default=600.0,
+                description="Seconds until a peer that is stopped or cannot be reached is given up",
+            ),
+        ),
+        "busy_timeout_s": (
+            float | None,
+            _key("Seconds until a busy peer is given up, too; without it, never"),
         ),
         "defaults": (
             defaults,

@@ -245,7 +245,7 @@ def test_a_rank_without_state_joins_those_with() -> None:
     def worker(transport: Transport) -> dict[str, Tensor]:
         engine = connected(transport, method(0.02))
         if transport.rank:
-            engine.load_state_dict(states[transport.rank])
+            engine.load_state_dict(states[transport.rank], strict=False)
         result = step_of(engine, gradients(transport.rank, 8))
         for step in range(9, 20):
             result = step_of(engine, gradients(transport.rank, step))
@@ -282,7 +282,7 @@ def test_reconnecting_keeps_the_residual() -> None:
 
 def test_broken_states_are_refused() -> None:
     engine = Engine(method())
-    with pytest.raises(ConfigError, match="version must be 1, got None"):
+    with pytest.raises(ConfigError, match="version must be 1 or 2, got None"):
         engine.load_state_dict({})
     with pytest.raises(ConfigError, match="residuals"):
         engine.load_state_dict({"version": 1, "residuals": {}, "residual": {}, "buckets": []})

@@ -1,0 +1,70 @@
+"""Do all ranks still hold the same weights? Asked after the first step, and then now and then.
+
+Ranks that reduce the same gradients stay identical, bit for bit. A flipped bit in memory, weights
+that were never broadcast, or an update that a script makes on one rank alone end that, and nothing
+else would say so.
+
+Cost: one pass over the weights and a message of 8 bytes per tensor, every `INTERVAL_STEPS`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvd_sparse.transports import Transport
+
+INTERVAL_STEPS = 1000
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by the bytes that they share with an element of a weight."""
+
+
+class Divergence:
+    """Compares the ranks' weights.
+
+    Args:
+        parameters: Those whose gradients are exchanged sparsely; the same on all ranks.
+        interval_steps: From one comparison to the next.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, Parameter]], interval_steps: int = INTERVAL_STEPS
+    ) -> None:
+        self._parameters = list(parameters)
+        self._interval_steps = interval_steps
+        self._step = 1  # the first step, numbered 0, is that in which the ranks connect
+
+    def begin_step(self, transport: Transport) -> None:
+        """Compare, where that is due; all ranks begin the same steps. Warns once."""
+        if (self._step - 1) % self._interval_steps == 0 and self._parameters:
+            found = self._compare(transport)
+            if found:
+                self._parameters = []
+                warnings.warn(f"hvd_sparse: {found}", stacklevel=2)
+        self._step += 1
+
+    def _compare(self, transport: Transport) -> str:
+        """The first rank that differs from rank 0, and where; "" where none does."""
+        mine = torch.stack([_digest(p) for _, p in self._parameters]).cpu()
+        gathered = transport.allgather((mine,), channel="weights")
+        digests = torch.stack([message.view(torch.int64) for message in gathered])
+        differs = (digests != digests[0]).nonzero().tolist()
+        if not differs:
+            return ""
+        rank, place = differs[0]
+        return (
+            f"rank {rank} has other weights than rank 0 in {self._parameters[place][0]!r} and "
+            f"{len([r for r, _ in differs if r == rank]) - 1} more tensors before step "
+            f"{self._step}: broadcast them with hvd.broadcast_parameters, or go back to a "
+            "checkpoint; ranks that train on will not become equal again"
+        )
+
+
+def _digest(parameter: Tensor) -> Tensor:
+    """A sum that differs where one bit does, int64 ()."""
+    flat = parameter.detach().contiguous().view(-1)
+    return flat.view(WORDS[flat.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,280 @@
+"""Checkpoints of ranks in threads: whole or not at all, at any world size, with nothing lost."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hvd_sparse.engine.checkpoint as module
+from hvd_sparse.engine import Engine
+from hvd_sparse.engine.checkpoint import Gather, Loaded, load_checkpoint, save_checkpoint
+from hvd_sparse.errors import CheckpointError, ConfigError
+from hvd_sparse.transports import Transport, run_ranks
+from tests.engine.test_state import SHAPES, engine_of, train_step
+
+Action = Callable[[Engine, Transport], Any]
+
+
+def gather_over(transport: Transport) -> Gather:
+    def gather(mine: Any) -> list[Any]:
+        payload = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        return [
+            pickle.loads(bytes(message.numpy()))
+            for message in transport.allgather((payload,), channel="checkpoint")
+        ]
+
+    return gather
+
+
+def save(engine: Engine, transport: Transport, path: Path) -> None:
+    gather = gather_over(transport)
+    save_checkpoint(path, engine.state_dict, transport.rank, transport.world_size, gather)
+
+
+def load(transport: Transport, path: Path, missing: str = "refuse", shapes: Any = SHAPES) -> Loaded:
+    gather = gather_over(transport)
+    return load_checkpoint(path, transport.rank, transport.world_size, gather, missing, shapes)
+
+
+def on_ranks(world_size: int, action: Action, **arguments: Any) -> list[Any]:
+    def worker(transport: Transport) -> Any:
+        engine = engine_of(transport, **arguments)
+        result = action(engine, transport)
+        engine.disconnect()
+        return result
+
+    return run_ranks(world_size, worker, timeout_s=60.0)
+
+
+def train_and_save(path: Path, steps: int = 3) -> Action:
+    def action(engine: Engine, transport: Transport) -> dict[str, Any]:
+        for step in range(steps):
+            train_step(engine, transport.rank, step)
+        save(engine, transport, path)
+        return engine.state_dict()
+
+    return action
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of three ranks."""
+    on_ranks(3, train_and_save(tmp_path / "saved"))
+    return tmp_path / "saved"
+
+
+def mass(states: list[dict[str, Any]], kind: str) -> dict[str, Tensor]:
+    return {
+        name: torch.stack([s[kind][name] for s in states if name in s[kind]]).double().sum(0)
+        for name in SHAPES
+    }
+
+
+def test_the_sum_over_the_ranks_survives_every_change_of_the_world(tmp_path: Path) -> None:
+    """3 ranks, then 2, 4 and 3: residuals of whole numbers, and momenta by 0.5, are exact."""
+    states = on_ranks(3, train_and_save(tmp_path))
+    for world_size in (2, 4, 3):
+        before = states
+
+        def go_on(engine: Engine, transport: Transport) -> list[dict[str, Any]]:
+            loaded = load(transport, tmp_path)
+            engine.load_state_dict(loaded.state, strict=False)
+            came = engine.state_dict()
+            train_step(engine, transport.rank, 7)
+            save(engine, transport, tmp_path)
+            return [came, engine.state_dict()]
+
+        came, states = map(list, zip(*on_ranks(world_size, go_on), strict=True))
+        for kind in ("residual", "momentum"):
+            old, new = mass(before, kind), mass(came, kind)
+            assert all(torch.equal(old[name], new[name]) and old[name].any() for name in SHAPES)
+        assert {state["step"] for state in came} == {before[0]["step"]}
+        assert {state["step"] for state in states} == {before[0]["step"] + 1}
+
+
+def test_the_same_world_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def action(engine: Engine, transport: Transport) -> None:
+        train_and_save(tmp_path)(engine, transport)
+        for step in range(3, 9):
+            train_step(engine, transport.rank, step)
+        straight = engine.state_dict()
+        engine.load_state_dict(load(transport, tmp_path).state, strict=False)
+        for step in range(3, 9):
+            train_step(engine, transport.rank, step)
+        again = engine.state_dict()
+        for kind in ("residual", "momentum"):
+            assert all(torch.equal(straight[kind][n], again[kind][n]) for n in SHAPES)
+
+    on_ranks(3, action)
+
+
+def test_a_new_checkpoint_takes_the_place_of_the_old_one(folder: Path) -> None:
+    (folder / ".0123456789abcdef.pt").write_bytes(b"what a killed process left")
+    on_ranks(2, train_and_save(folder, steps=5))
+    assert json.loads((folder / "manifest.json").read_text())["manifest"]["step"] == 5
+    names = sorted(path.name for path in folder.iterdir())
+    assert len(names) == 3, names
+    assert all("of-2" in name or name == "manifest.json" for name in names)
+
+
+@pytest.mark.parametrize("fails", ["_write_state", "_write_manifest"])
+def test_until_all_have_written_the_old_one_stands(
+    folder: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full on one rank: every rank is told, nothing is left, the old one loads."""
+    names = sorted(path.name for path in folder.iterdir())
+    write = getattr(module, fails)
+
+    def full(path: Path, *arguments: Any) -> Any:
+        if fails == "_write_manifest" or "rank-1" in path.name:
+            raise OSError(28, "No space left on device")
+        return write(path, *arguments)
+
+    monkeypatch.setattr(module, fails, full)
+
+    def action(engine: Engine, transport: Transport) -> None:
+        train_step(engine, transport.rank)
+        with pytest.raises(CheckpointError, match=r"save .*rank \d: OSError.*No space left"):
+            save(engine, transport, folder)
+        assert load(transport, folder).state["step"] == 3
+
+    on_ranks(3, action)
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_ranks_at_different_steps_cannot_save(tmp_path: Path) -> None:
+    def action(engine: Engine, transport: Transport) -> None:
+        train_step(engine, transport.rank)
+        state = {**engine.state_dict(), "step": 1 + transport.rank}
+        gather = gather_over(transport)
+        with pytest.raises(CheckpointError, match=r"step must be the same.*rank 0 1, rank 1 2"):
+            save_checkpoint(tmp_path, lambda: state, transport.rank, 2, gather)
+
+    on_ranks(2, action)
+    assert not list(tmp_path.iterdir())
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return next(folder.glob(f"*-rank-{rank}-of-3.pt"))
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+
+
+def swap(folder: Path) -> None:
+    one, other = file_of(folder, 1), file_of(folder, 2)
+    content = one.read_bytes()
+    shutil.copy(other, one)
+    other.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (
+        lambda folder: file_of(folder, 1).write_bytes(file_of(folder, 1).read_bytes()[:-9]),
+        r"rank 1: ConfigError: step-3-.*rank-1-of-3.pt: must have \d+ bytes, got \d+",
+    ),
+    "empty": (lambda folder: file_of(folder, 2).write_bytes(b""), "rank 2: .* bytes, got 0"),
+    "flipped": (lambda folder: flip(file_of(folder, 0), 999), "rank 0: .*the checksum is another"),
+    "swapped": (swap, "rank 1: .*rank-1-of-3.pt: .*; rank 2: .*rank-2-of-3.pt: "),
+    "missing": (lambda folder: file_of(folder, 1).unlink(), "rank 1: FileNotFoundError"),
+}
+MANIFEST_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "FileNotFoundError"),
+    "no folder": (shutil.rmtree, "FileNotFoundError"),
+    "flipped": (lambda folder: flip(folder / "manifest.json", 200), "manifest"),
+    "half": (lambda folder: (folder / "manifest.json").write_bytes(b'{"mani'), "is no manifest"),
+    "no text": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\x00"), "no manifest"),
+    "a list": (lambda folder: (folder / "manifest.json").write_text("[]"), "is no manifest"),
+    "foreign": (
+        lambda folder: (folder / "manifest.json").write_text(
+            json.dumps({"manifest": {"format": "x", "version": 1}})
+        ),
+        r"must be 'hvd_sparse checkpoint' of version 1, got \('x', 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("missing", ["refuse", "drop"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_refused_or_counted_on_every_rank(
+    folder: Path, damage: str, missing: str
+) -> None:
+    spoil, message = DAMAGE[damage]
+    manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
+    spoil(folder)
+
+    def action(engine: Engine, transport: Transport) -> float:
+        if missing == "refuse":
+            with pytest.raises(CheckpointError, match=f"load .*{message}"):
+                load(transport, folder)
+            return 0.0
+        loaded = load(transport, folder, missing)
+        assert bool(loaded.dropped) == (not loaded.state["residual"])
+        assert loaded.dropped_l1 in (0.0, manifest["files"][transport.rank]["l1"])
+        engine.load_state_dict(loaded.state, strict=False)
+        train_step(engine, transport.rank)
+        assert engine.state_dict()["step"] == 4
+        return loaded.dropped_l1
+
+    assert (sum(on_ranks(3, action)) > 0) == (missing == "drop")
+
+
+@pytest.mark.parametrize("damage", MANIFEST_DAMAGE)
+def test_a_damaged_manifest_is_refused_on_every_rank(folder: Path, damage: str) -> None:
+    spoil, message = MANIFEST_DAMAGE[damage]
+    spoil(folder)
+
+    def action(engine: Engine, transport: Transport) -> None:
+        for missing in ("refuse", "drop"):
+            with pytest.raises(CheckpointError, match=f"load .*rank 0: .*{message}"):
+                load(transport, folder, missing)
+
+    on_ranks(2, action)
+
+
+def test_parts_of_two_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
+    """As on hosts that share no file system, of which one was not reached."""
+    other = tmp_path / "other"
+    on_ranks(2, train_and_save(other, steps=4))
+
+    def action(engine: Engine, transport: Transport) -> None:
+        path = other if transport.rank == 1 else folder
+        with pytest.raises(CheckpointError, match="different checkpoints: rank 0 step 3, rank 1 s"):
+            load(transport, path)
+
+    on_ranks(2, action)
+
+
+def test_hosts_that_share_nothing_keep_their_own_ranks_files(tmp_path: Path) -> None:
+    def action(engine: Engine, transport: Transport) -> None:
+        folder = tmp_path / str(transport.rank)
+        train_and_save(folder)(engine, transport)
+        assert len(list(folder.iterdir())) == 2
+        loaded, now = load(transport, folder), engine.state_dict()
+        assert all(torch.equal(loaded.state["residual"][n], now["residual"][n]) for n in SHAPES)
+
+    on_ranks(2, action)
+
+
+def test_another_model_is_refused_or_counted(folder: Path) -> None:
+    def action(engine: Engine, transport: Transport) -> None:
+        with pytest.raises(CheckpointError, match="rank 0: residual of 'large': there is no such"):
+            load(transport, folder, shapes={"small": (257,)})
+        loaded = load(transport, folder, "drop", shapes={"small": (257,)})
+        assert loaded.state["residual"].keys() == {"small"}
+        assert loaded.dropped_l1 > 0
+        with pytest.raises(ConfigError, match="missing must be one of refuse, drop; got 'x'"):
+            load(transport, folder, "x")
+
+    on_ranks(2, action)
