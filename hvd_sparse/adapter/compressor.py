@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,15 +28,12 @@ from hvd_sparse.adapter.refusals import (
     warn_of_slow_settings,
 )
 from hvd_sparse.adapter.session import Session, as_horovod_error
+from hvd_sparse.adapter.states import States
 from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.checks import check_choice
 from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
-from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.functional.communicator import ALGORITHMS
-
-if TYPE_CHECKING:
-    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
 
 
 @dataclass(frozen=True)
@@ -100,11 +97,12 @@ class SparseCompressor:
         self._session = Session(
             self._engine, self._transport_name, self._timeout_s, self._busy_timeout_s
         )
+        self._states = States(self._engine, self._timeout_s)
+        if self._lookup is not None:
+            self._states.know(self._lookup)
         self._optimizer: weakref.ref[Any] | None = None
         self._fate: StepFate | None = None
         self._stepping = False
-        self._loaded_unit: float | None = None
-        self._loaded_strictly: bool | None = None
         self._warned: set[str] = set()
         try:
             import horovod.torch.elastic  # noqa: F401
@@ -182,7 +180,7 @@ class SparseCompressor:
 
     def _embedding_gradient(self, tensor: Tensor) -> Tensor:
         """What becomes of a sparse gradient that Horovod has gathered, or of its stand-in."""
-        optimizer = self._optimizer() if self._optimizer is not None else None
+        optimizer = self._bound()
         embeddings = self._session.embeddings
         if embeddings is None or optimizer is None:
             return tensor
@@ -225,7 +223,7 @@ class SparseCompressor:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
         self._settle()
-        return {**self._engine.state_dict(), "unit": self._unit}
+        return self._states.save()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from what `state_dict()` of the same rank returned.
@@ -245,10 +243,7 @@ class SparseCompressor:
             ConfigError: The state is not one that `state_dict()` makes, or does not belong here.
         """
         self._settle()
-        shapes = self._shapes()
-        self._engine.load_state_dict(state, strict=strict, shapes=shapes)
-        self._loaded_strictly = strict if shapes is None else None
-        self._unit = state.get("unit")
+        self._states.load(state, strict=strict)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Write all ranks' states into a folder; all ranks call this between the same two steps.
@@ -263,10 +258,8 @@ class SparseCompressor:
         Raises:
             CheckpointError: On every rank, where it could not be written on any.
         """
-        world = self._world()
-        save_checkpoint(
-            path, self.state_dict, world.rank, world.size, _gathering(world, self._timeout_s)
-        )
+        self._settle()
+        self._states.save_checkpoint(path, self._process_set())
 
     def load_checkpoint(self, path: str | os.PathLike[str], *, missing: str = "refuse") -> None:
         """Continue from `save_checkpoint`; all ranks call this between the same two steps.
@@ -284,44 +277,17 @@ class SparseCompressor:
         Raises:
             CheckpointError: On every rank, where any of them cannot load.
         """
-        world = self._world()
         self._settle()
-        loaded = load_checkpoint(
-            path,
-            world.rank,
-            world.size,
-            _gathering(world, self._timeout_s),
-            missing,
-            self._shapes(),
-        )
-        self._engine.load_state_dict(loaded.state, strict=False)
-        if loaded.dropped:
-            self._engine.count_dropped(loaded.dropped_l1, "; ".join(loaded.dropped))
-        self._loaded_strictly = missing == "refuse" if self._lookup is None else None
-        self._unit = loaded.state["unit"]
+        self._states.load_checkpoint(path, self._process_set(), missing)
 
-    def _world(self) -> HorovodBootstrap:
-        """The ranks of the optimizer, or all of Horovod's before the first step."""
-        from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+    def _bound(self) -> Any:
+        """The optimizer that this serves; None before the first step, and once it is gone."""
+        return None if self._optimizer is None else self._optimizer()
 
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        return HorovodBootstrap(None if optimizer is None else optimizer.process_set)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]] | None:
-        """The parameters that there are; None before they are known."""
-        if self._lookup is None:
-            return None
-        return {name: tuple(p.shape) for name, p in self._lookup}
-
-    @property
-    def _unit(self) -> float | None:
-        return self._loaded_unit if self._fate is None else self._fate.unit
-
-    @_unit.setter
-    def _unit(self, unit: float | None) -> None:
-        self._loaded_unit = unit
-        if self._fate is not None and unit is not None:
-            self._fate.unit = unit  # what the scaler's scale differs by, the next step mends
+    def _process_set(self) -> Any:
+        """That of the optimizer, or None for all ranks before the first step."""
+        optimizer = self._bound()
+        return None if optimizer is None else optimizer.process_set
 
     def reassign(self, method: Assignment) -> None:
         """Compress otherwise from the next step on, without losing a residual.
@@ -336,7 +302,7 @@ class SparseCompressor:
         Raises:
             PlanError: On every rank, where they want different ones.
         """
-        optimizer = self._optimizer() if self._optimizer is not None else None
+        optimizer = self._bound()
         if optimizer is not None:
             self._refuse_double_momentum(optimizer, method)
         self.method = method
@@ -377,7 +343,7 @@ class SparseCompressor:
         optimizer = calling_optimizer(self)
         if optimizer is None:
             return False
-        if self._optimizer is None or self._optimizer() is not optimizer:
+        if self._bound() is not optimizer:
             self._bind(optimizer)
         assert self._fate is not None
         self._settle()
@@ -400,8 +366,7 @@ class SparseCompressor:
             self._engine.rescale(factor)
 
     def _bind(self, optimizer: Any) -> None:
-        bound = self._optimizer() if self._optimizer is not None else None
-        if bound is not None and self._engine.planned:
+        if self._bound() is not None and self._engine.planned:
             raise ConfigError(
                 "a compression serves one optimizer, but a second hvd.DistributedOptimizer uses "
                 "this one: make one compression for each"
@@ -410,12 +375,11 @@ class SparseCompressor:
         warn_of_slow_settings()
         if self._lookup is None:
             self._lookup = ParameterLookup((n, p) for p, n in optimizer._parameter_names.items())
-        if self._loaded_strictly is not None:  # before the parameters were known
-            self.load_state_dict(self.state_dict(), strict=self._loaded_strictly)
+            self._states.know(self._lookup)
         self._refuse_double_momentum(optimizer, self.method)
         self._optimizer = weakref.ref(optimizer)
         self._fate = StepFate(optimizer)
-        self._fate.unit = self._loaded_unit
+        self._states.bind(self._fate)
         synchronize_asleep(optimizer, self._session.raise_failure)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
@@ -464,14 +428,6 @@ class SparseCompressor:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
-
-
-def _gathering(world: HorovodBootstrap, timeout_s: float) -> Callable[[Any], list[Any]]:
-    def gather(mine: Any) -> list[Any]:
-        with as_horovod_error():
-            return world.allgather_object(mine, "hvd_sparse.checkpoint", timeout_s)
-
-    return gather
 
 
 def as_horovod_takes_it(tensor: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""What a compression saves and loads: one rank's state, and checkpoints of all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hvd_sparse.adapter.binding import ParameterLookup
+from hvd_sparse.adapter.fate import StepFate
+from hvd_sparse.adapter.session import as_horovod_error
+from hvd_sparse.engine import Engine
+from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
+
+if TYPE_CHECKING:
+    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class States:
+    """Between an engine, which has residuals by name, and what a user saves and loads.
+
+    States and checkpoints may be loaded before the first step. What they are to be checked against,
+    the optimizer's parameters and its loss scaler, is known only then: `bind` brings it.
+
+    Args:
+        engine: Has the residuals.
+        timeout_s: Seconds after which ranks that do not come to a checkpoint are given up.
+    """
+
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._fate: StepFate | None = None
+        self._shapes: Shapes | None = None
+        self._loaded_unit: float | None = None
+        self._loaded_strictly: bool | None = None
+
+    def know(self, lookup: ParameterLookup) -> None:
+        """Take note of the parameters; a state that was loaded before is checked against them.
+
+        Raises:
+            ConfigError: It does not belong to them.
+        """
+        self._shapes = {name: tuple(p.shape) for name, p in lookup}
+        if self._loaded_strictly is not None:
+            self.load(self.save(), strict=self._loaded_strictly)
+
+    def bind(self, fate: StepFate) -> None:
+        """Take note of what knows the loss scale that residuals are in units of."""
+        self._fate = fate
+        fate.unit = self._loaded_unit
+
+    def save(self) -> dict[str, Any]:
+        """This rank's state."""
+        unit = self._loaded_unit if self._fate is None else self._fate.unit
+        return {**self._engine.state_dict(), "unit": unit}
+
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """See `SparseCompressor.load_state_dict`."""
+        self._engine.load_state_dict(state, strict=strict, shapes=self._shapes)
+        self._loaded_strictly = strict if self._shapes is None else None
+        self._take_unit(state.get("unit"))
+
+    def save_checkpoint(self, path: str | os.PathLike[str], process_set: Any) -> None:
+        """See `SparseCompressor.save_checkpoint`."""
+        world, gather = self._world(process_set)
+        save_checkpoint(path, self.save, world.rank, world.size, gather)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], process_set: Any, missing: str) -> None:
+        """See `SparseCompressor.load_checkpoint`."""
+        world, gather = self._world(process_set)
+        loaded = load_checkpoint(path, world.rank, world.size, gather, missing, self._shapes)
+        self._engine.load_state_dict(loaded.state, strict=False)
+        if loaded.dropped:
+            self._engine.count_dropped(loaded.dropped_l1, "; ".join(loaded.dropped))
+        self._loaded_strictly = missing == "refuse" if self._shapes is None else None
+        self._take_unit(loaded.state["unit"])
+
+    def _world(self, process_set: Any) -> tuple[HorovodBootstrap, Callable[[Any], list[Any]]]:
+        """The ranks of a process set, or all of Horovod's, and how they gather objects."""
+        from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+
+        world = HorovodBootstrap(process_set)
+
+        def gather(mine: Any) -> list[Any]:
+            with as_horovod_error():
+                return world.allgather_object(mine, "hvd_sparse.checkpoint", self._timeout_s)
+
+        return world, gather
+
+    def _take_unit(self, unit: float | None) -> None:
+        self._loaded_unit = unit
+        if self._fate is not None and unit is not None:
+            self._fate.unit = unit  # what the scaler's scale differs by, the next step mends
