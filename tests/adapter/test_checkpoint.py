@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import Ranks, World, with_ranks
 from tests.workers.adapter_checkpoint import (
     load_from,
@@ -23,6 +25,7 @@ def test_checkpoints_go_on_and_are_refused(ranks: Ranks, tmp_path: Path) -> None
     ranks.run(refuse_and_drop, folder)
 
 
+@pytest.mark.launches
 def test_checkpoints_change_the_world(tmp_path: Path) -> None:
     three, two = Ranks(World(3)), Ranks(World(2))
     try:
