@@ -73,6 +73,9 @@ def endings() -> dict[str, list[Ending]]:
     assert {case: len(e) for case, e in found.items()} == dict.fromkeys(
         [*CLEAN, *CASES], WORLD_SIZE
     )
+    for fault in FAULTS:
+        seconds = [e.seconds for phase in PHASES for e in found[f"{phase}-{fault}"]]
+        print(f"{fault}: after {max(seconds):.1f} s at most all ranks had ended")
     return found
 
 

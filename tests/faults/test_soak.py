@@ -11,10 +11,10 @@ import pytest
 from tests.launch import launch_environment, run_in_group
 from tools.soak import RANKS, STEPS_BETWEEN
 
-STEPS = 600
+STEPS = 1200
 
 GROWTH = 0.05
-"""Of memory: so few steps do not fill the statistics' history, of 1,024 steps."""
+"""Of memory: it settles only as the statistics fill their history of 1,024 steps."""
 
 pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -76,6 +76,7 @@ class Fault:
             if waits:
                 self._later(AFTER_S, self._fail)
             else:
+                time.sleep(LATE_S)  # its peers wait for it by then
                 self._fail()
         elif hvd.rank() == 0 and self._double:
             self._later(AFTER_S * waits + SECOND_S, lambda: os.kill(os.getpid(), signal.SIGKILL))
