@@ -15,6 +15,8 @@ ADD = "r.add_(g)"
 SELECT = "accumulate, select, zero"
 MOMENTUM_SHARE = 20 / 12
 """Bytes per element of DGC's pass, three reads and two writes, over those of `r.add_(g)`."""
+KEPT_SHARE = 16 / 12
+"""The same with a copy of the residual, which is one write more."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,12 @@ def hot_paths(job: Job) -> list[HotPath]:
             compaction,
             {ADD: Limit(factor=1.25)},
             speedup=8.0,
+        ),
+        HotPath(
+            f"{SELECT}, with a copy kept",
+            lambda o, job: o.accumulate_select(job.kept, job.threshold),
+            {},
+            {ADD: Limit(KEPT_SHARE), SELECT: Limit(KEPT_SHARE)},
         ),
         HotPath(
             "accumulate, exact top-k",

@@ -3,6 +3,7 @@
 from hvd_sparse._version import __version__
 from hvd_sparse.compression import Compression, dgc_sgd
 from hvd_sparse.errors import (
+    CheckpointError,
     ConfigError,
     HvdSparseError,
     PeerLostError,
@@ -22,6 +23,7 @@ from hvd_sparse.recording import Recorder
 from hvd_sparse.streams import SparseStream
 
 __all__ = [
+    "CheckpointError",
     "Compression",
     "ConfigError",
     "HvdSparseError",

@@ -113,8 +113,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Ranks leave after the last test of their world: even idle ones take time of the others."""
     ours, next_ones = (parameters_of(i).get("ranks") for i in (item, nextitem))
-    if ours is not None and ours != next_ones:
-        item.funcargs["ranks"].close()
+    held = item.funcargs.get("ranks")  # none where the test was skipped
+    if ours is not None and ours != next_ones and held is not None:
+        held.close()
 
 
 @pytest.fixture(autouse=True)

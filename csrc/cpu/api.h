@@ -23,7 +23,9 @@ enum HvdsStatus : int32_t {
 
 // What is accumulated. `segments`: `segment_count` triples (address, numel, dtype code) whose
 // numels add up to n; none: there is nothing to add. `buffer`: that of a momentum with factor
-// `factor`, or null.
+// `factor`, or null. `kept_residual` and, with a buffer, `kept_buffer` get a copy of what changes,
+// unless `kept_complete` is null: it becomes 1 once all is there, also where the call fails then.
+// While it is not 1, nothing has changed. An operation that changes nothing copies nothing.
 struct HvdsAccumulation {
   float* residual;
   int64_t n;
@@ -32,6 +34,9 @@ struct HvdsAccumulation {
   float* buffer;
   float factor;
   int32_t nesterov;
+  float* kept_residual;
+  float* kept_buffer;
+  int32_t* kept_complete;
 };
 
 namespace hvds {
@@ -53,7 +58,8 @@ int32_t Guarded(Body body) {
   return kHvdsOk;
 }
 
-// Throws BadArgument unless the segments add up to n and, with a buffer, are there.
+// Throws BadArgument unless the segments add up to n and, with a buffer or something to keep, are
+// there, and what is to be kept has its places.
 Accumulation AccumulationOf(const HvdsAccumulation& accumulation);
 
 }  // namespace hvds

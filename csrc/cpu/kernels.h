@@ -9,6 +9,11 @@
 
 namespace hvds {
 
+constexpr size_t kLineBytes = 64;
+
+// From so many on, what a call writes for later is streamed; less is found in a cache.
+constexpr size_t kStreamedBytes = size_t{4} << 20;
+
 // How gradients enter an accumulator: r += g, or through a momentum u with factor m (DGC):
 // u = m * u + g; r = r + u, and in Nesterov's form u = m * (u + g); r = (r + u) + g.
 enum Rule : int32_t { kPlain = 0, kMomentum = 1, kNesterov = 2, kRules = 3 };
@@ -76,7 +81,7 @@ struct Kernels {
   // are above 0.
   uint32_t (*pivot)(const float* sums, size_t n, size_t k);
 
-  // Copies `bytes`, a multiple of 64, past the caches. Both ends are aligned to 64 bytes.
+  // Copies `bytes`, a multiple of kLineBytes, past the caches. Both ends are aligned to that.
   void (*stream_out)(void* to, const void* from, size_t bytes);
   // Orders streamed stores before whatever follows.
   void (*stream_fence)();

@@ -47,6 +47,14 @@ class Cursor {
   size_t s_ = 0;
 };
 
+// Where a pass leaves a copy of what it changes. `complete` is null if it leaves none; else it
+// becomes 1 once all is there.
+struct Kept {
+  float* residual = nullptr;
+  float* buffer = nullptr;
+  int32_t* complete = nullptr;
+};
+
 // What is accumulated: gradients into a residual, directly or through a momentum.
 struct Accumulation {
   float* residual;
@@ -54,6 +62,7 @@ struct Accumulation {
   Rule rule = kPlain;
   float* buffer = nullptr;
   float factor = 0.0f;
+  Kept kept = {};
 
   size_t numel() const { return gradients.numel; }
 

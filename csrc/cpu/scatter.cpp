@@ -8,8 +8,6 @@
 namespace hvds {
 namespace {
 
-constexpr size_t kLineBytes = 64;
-
 // The stream's values in the type of the output: as they are, or narrowed a chunk ahead.
 template <typename T>
 class OutputValues;
@@ -86,7 +84,6 @@ void DecodeStreamed(T* out, Dtype dtype, size_t begin, size_t end, const Stream&
 
 template <typename T>
 void DecodeAs(T* out, Dtype dtype, size_t n, const Stream& stream, int threads) {
-  constexpr size_t kStreamedBytes = size_t{4} << 20;  // below, the reader finds it in the cache
   constexpr size_t kLineNumel = kLineBytes / sizeof(T);
   if (n * sizeof(T) < kStreamedBytes) {
     DecodePlain(out, dtype, 0, n, stream);

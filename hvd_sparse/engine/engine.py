@@ -51,9 +51,10 @@ def exchange(bucket: Bucket) -> None:
         gradients = bucket.staged_gradients()
     with stats.timed("accumulate_select_s"):
         k = bucket.k
-        bucket.open_step()
         collective.aim(k)
-        accumulator = memory.accumulate(gradients, k, collective.scope())
+        scope = collective.scope()
+        bucket.open_step()
+        accumulator = memory.accumulate(gradients, k, scope)
         selected = bucket.selector.select(accumulator, k)
         taken = hold_back(accumulator, selected, k)
     with stats.timed("exchange_s"):

@@ -21,8 +21,8 @@ class ErrorFeedback:
 
     One step is `accumulate`, whose accumulator a selector takes entries out of; `take_at` where the
     collective wants more; then `give_back` of what had no part. Until the next one begins,
-    `roll_back` takes the whole step back, wherever it has failed: what a step changes is kept
-    beside it, which takes as much memory again.
+    `roll_back` takes the whole step back, wherever it has failed: the operation that adds the
+    gradients keeps what the step changes beside it, which takes as much memory again.
 
     Args:
         numel: n.
@@ -36,7 +36,7 @@ class ErrorFeedback:
     def __init__(self, numel: int, device: torch.device, clipping: Clipping | None = None) -> None:
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self.clipping = clipping
-        self._kept: list[Tensor] = []
+        self._kept: ops.Kept | None = None
         self._forget()
 
     def accumulate(
@@ -51,11 +51,11 @@ class ErrorFeedback:
             scope: Where this rank selects, and its share of k; None: everywhere, all of it.
         """
         del k
+        kept = self._place_to_keep()
         if self.clipping is not None:
             self.clipping.apply(gradients)
         self._forget()
-        self._keep()
-        return Accumulator(self._accumulation(gradients), scope)
+        return Accumulator(self._accumulation(gradients, kept), scope)
 
     def take_at(self, indices: Tensor) -> Tensor:
         """Take out the entries at more indices, int32 `(m,)` ascending; their values `(m,)`.
@@ -79,8 +79,9 @@ class ErrorFeedback:
 
     def roll_back(self) -> None:
         """Go back to what was before the step, bit for bit: nothing was applied."""
-        for tensor, kept in zip(self._state(), self._kept, strict=True):
-            tensor.copy_(kept)
+        if self._kept is not None and self._kept.complete:  # else nothing has changed
+            for tensor, kept in zip(self._state(), self._kept.tensors(), strict=True):
+                tensor.copy_(kept)
         self._forget()
 
     def rescale(self, factor: float) -> None:
@@ -99,19 +100,19 @@ class ErrorFeedback:
 
     # -- what other memories do in another way -----------------------------------------------------
 
-    def _accumulation(self, gradients: Sequence[Tensor]) -> ops.Accumulation:
-        return ops.Accumulation(self.residual, gradients)
+    def _accumulation(self, gradients: Sequence[Tensor], kept: ops.Kept) -> ops.Accumulation:
+        return ops.Accumulation(self.residual, gradients, kept=kept)
 
     def _state(self) -> list[Tensor]:
         """All that a step changes."""
         return [self.residual]
 
-    def _keep(self) -> None:
-        """Keep what the step is about to change."""
-        if not self._kept:
-            self._kept = [torch.empty_like(tensor) for tensor in self._state()]
-        for kept, tensor in zip(self._kept, self._state(), strict=True):
-            kept.copy_(tensor)
+    def _place_to_keep(self) -> ops.Kept:
+        """Where the step that begins keeps what it changes; what the last one kept is let go."""
+        if self._kept is None:
+            self._kept = ops.Kept(*(torch.empty_like(tensor) for tensor in self._state()))
+        self._kept.complete = False
+        return self._kept
 
     def _add(self, stream: SparseStream) -> None:
         if stream.nnz:

@@ -10,7 +10,7 @@ Steps, for every element:
   3. Where an entry was applied, u = 0 too (momentum factor masking), so that
      momentum which is older than what was sent does not push on.
 
-Cost: 20 bytes of memory traffic per element, in one pass; masking is O(k).
+Cost: 20 bytes of memory traffic per element, and 8 of what is kept, in one pass; masking is O(k).
 
 Departures:
   * Only entries that were applied lose their momentum. One that was taken and came back (outside
@@ -94,9 +94,9 @@ class MomentumCorrection(ErrorFeedback):
         came_back &= returned.values[place] == taken.values
         return taken.where(~came_back)
 
-    def _accumulation(self, gradients: Sequence[Tensor]) -> ops.Accumulation:
+    def _accumulation(self, gradients: Sequence[Tensor], kept: ops.Kept) -> ops.Accumulation:
         momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)
-        return ops.Accumulation(self.residual, gradients, momentum)
+        return ops.Accumulation(self.residual, gradients, momentum, kept)
 
     def _state(self) -> list[Tensor]:
         return [self.residual, self.momentum_buffer]

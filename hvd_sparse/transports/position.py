@@ -7,7 +7,7 @@ peers for it (`watch`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Context(NamedTuple):
@@ -108,3 +108,30 @@ def disagreement(rank: int, awaiting: Awaiting, peer: int, theirs: Call) -> str 
 
 def _name(rank: int | None) -> str:
     return "no rank" if rank is None else f"rank {rank}"
+
+
+Answer = dict[str, Any]
+"""What a rank tells a peer that asks: its failure, what it awaits and for how many seconds it has
+been at that, the seconds it has waited for Horovod, and its call of the number that was asked."""
+
+NOTHING: Answer = {"failure": None, "awaits": None, "for_s": 0.0, "horovod_s": 0.0, "did": None}
+
+
+def stuck_s(answer: Answer, waited_s: float) -> float:
+    """How long a rank has waited for one that itself waits for Horovod, and exchanges nothing.
+
+    Who waits for Horovod has begun every exchange that its peers have begun: they came past the
+    same operations of Horovod's. So this one does not wait for what the others wait for.
+    """
+    if answer["awaits"] is not None:
+        return 0.0
+    return min(waited_s, float(answer["for_s"]), float(answer["horovod_s"]))
+
+
+def in_words(peer: int, answer: Answer) -> str:
+    """What a peer is at."""
+    if answer["awaits"] is not None:
+        return f"rank {peer} waits itself, {answer['for_s']:.1f} s for {answer['awaits']}"
+    if answer["horovod_s"] > 0:
+        return f"rank {peer} waits for Horovod, {answer['horovod_s']:.1f} s"
+    return f"rank {peer} is alive, and busy elsewhere for {answer['for_s']:.1f} s"

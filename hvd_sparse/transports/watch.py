@@ -37,7 +37,15 @@ from hvd_sparse.errors import (
     TransportTimeout,
 )
 from hvd_sparse.transports.horovod_handles import WAITING
-from hvd_sparse.transports.position import Awaiting, Call, Context, disagreement
+from hvd_sparse.transports.position import (
+    NOTHING,
+    Awaiting,
+    Call,
+    Context,
+    disagreement,
+    in_words,
+    stuck_s,
+)
 from hvd_sparse.transports.questions import Address, Message, Questions, ask_at_once
 from hvd_sparse.transports.supervised import SupervisedTransport
 
@@ -254,7 +262,7 @@ class Watch:
             return
         self._silent_s.pop(peer, None)
         self._refused_s.pop(peer, None)
-        self._says[peer] = _in_words(peer, answer)
+        self._says[peer] = in_words(peer, answer)
         waited_s = time.monotonic() - asked.since
         if stuck_s(answer, waited_s) >= self._timeout_s:
             transport.fail(
@@ -281,7 +289,7 @@ class Watch:
         """What this rank is at, or an acknowledgement of a peer's failure."""
         transport = self._transport()
         if transport is None:  # it was let go without an end; so is this thread, soon
-            return {**_NOTHING}
+            return {**NOTHING}
         if "tell" in question:
             kind, cause = question["tell"]
             transport.told(int(question["from"]), (str(kind), str(cause)))
@@ -297,25 +305,3 @@ class Watch:
             "horovod_s": WAITING.seconds(),
             "did": None if number is None else transport.call_made(number),
         }
-
-
-def stuck_s(answer: Message, waited_s: float) -> float:
-    """How long a rank has waited for one that itself waits for Horovod, and exchanges nothing.
-
-    Who waits for Horovod has begun every exchange that its peers have begun: they came past the
-    same operations of Horovod's. So this one does not wait for what the others wait for.
-    """
-    if answer["awaits"] is not None:
-        return 0.0
-    return min(waited_s, float(answer["for_s"]), float(answer["horovod_s"]))
-
-
-_NOTHING: Message = {"failure": None, "awaits": None, "for_s": 0.0, "horovod_s": 0.0, "did": None}
-
-
-def _in_words(peer: int, answer: Message) -> str:
-    if answer["awaits"] is not None:
-        return f"rank {peer} waits itself, {answer['for_s']:.1f} s for {answer['awaits']}"
-    if answer["horovod_s"] > 0:
-        return f"rank {peer} waits for Horovod, {answer['horovod_s']:.1f} s"
-    return f"rank {peer} is alive, and busy elsewhere for {answer['for_s']:.1f} s"

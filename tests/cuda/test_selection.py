@@ -7,6 +7,7 @@ import torch
 
 from hvd_sparse.ops.cuda import CudaOps, selection
 from tests.ops.cases import INF, NAN, cut, generator, same_as_reference, vectors
+from tests.ops.test_kept import check, every_op, gradients_of, state_of
 
 NUMELS = (0, 1, 5, 1000, 4096, 9001)
 """Up to three tiles of 4096 elements."""
@@ -177,3 +178,17 @@ def test_any_alignment(cuda: CudaOps) -> None:
             numel = sum(piece.numel() for piece in pieces)
             for state in (residual[offset : offset + numel], residual[:numel]):
                 same_as_reference(cuda, "accumulate_select", state, pieces, 1.0, what=str(offset))
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
+@pytest.mark.parametrize("few", [0, 1 << 30])
+def test_what_is_kept(
+    cuda: CudaOps, few: int, nesterov: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "FEW_GROUPS", few)
+    for numel in (0, 1, 1000, 4097):
+        for name, op in every_op(numel).items():
+            if name == "one group" and few == 0:
+                continue  # a block's shared memory would not hold it
+            gradients = gradients_of(numel)["odd pieces"]
+            check(cuda, op, state_of(numel), gradients, nesterov, f"{name}, {numel}")

@@ -36,6 +36,7 @@ that this package makes itself."""
 
 PASSED_ON = {
     ("ConfigError", "…: …"),
+    ("ConfigError", "rank …: …"),
     ("PeerLostError", "rank …: …"),
     ("warning", "hvd_sparse: …"),
 }

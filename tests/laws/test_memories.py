@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.collectives import ExDyna, IndexUnion
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.memories import Clipping, ErrorFeedback, MomentumCorrection
 from hvd_sparse.methods import METHODS
 from hvd_sparse.selectors import ExactTopK, OnlineThreshold
+from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from tests.devices import CPU, in_worlds, on_every_device
@@ -211,6 +213,41 @@ def test_a_failed_exchange_loses_nothing(momentum: float) -> None:
 
     run_ranks(1, worker, timeout_s=10.0)
     assert not any(tensor.any() for tensor in memory.tensors().values())  # as before the step
+
+
+class Hopeless(ExactTopK):
+    """Fails before it has taken anything, and so before the gradients are added."""
+
+    def select(self, accumulator: Accumulator, k: int) -> SparseStream:
+        accumulator.sample(0, 7)
+        raise RuntimeError("no threshold")
+
+
+@on_every_device
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_step_that_fails_early_goes_back_to_its_own_beginning(
+    momentum: float, device: torch.device
+) -> None:
+    """And not to that of the step before it, whose results were applied."""
+    memory = method_of("topk", momentum=momentum).memory.make(NUMEL, device, 1)
+    g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def worker(transport: Transport) -> None:
+        union = IndexUnion(transport, NUMEL, 30)
+        with pytest.raises(RuntimeError, match="no threshold"):
+            one_step(memory, Hopeless(), union, [g], 30)
+        memory.roll_back()
+        assert not any(tensor.any() for tensor in memory.tensors().values())
+        one_step(memory, ExactTopK(), union, [g], 30)
+        before = copy.deepcopy(memory.tensors())
+        assert all(tensor.any() for tensor in before.values())
+        with pytest.raises(RuntimeError, match="no threshold"):
+            one_step(memory, Hopeless(), union, [g], 30)
+        memory.roll_back()
+        for name, tensor in memory.tensors().items():
+            assert torch.equal(tensor, before[name])
+
+    run_ranks(1, worker, timeout_s=10.0)
 
 
 def test_clipping_is_by_the_ranks_share_of_the_norm() -> None:

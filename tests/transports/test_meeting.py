@@ -41,7 +41,7 @@ def test_gloo_listens_on_loopback_only_and_leaves_no_store() -> None:
         assert {ip for ip, _ in found} == {"127.0.0.1"}
         # Gloo's own port of each of the three ranks, which are threads here; at most one more each.
         assert 3 <= len(found) <= 6
-    assert listening() == before
+    assert not listening() - before  # what was there before may have gone meanwhile
 
 
 def test_noise_on_an_open_port_changes_nothing() -> None:
@@ -68,7 +68,7 @@ def test_a_store_listens_on_its_address_only() -> None:
     peer.set("key", "value")
     assert store.get("key") == b"value"
     del peer, store
-    assert listening() == before
+    assert not listening() - before  # what was there before may have gone meanwhile
 
 
 def test_an_address_of_another_host_is_refused_by_name() -> None:

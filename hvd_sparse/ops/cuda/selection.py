@@ -53,7 +53,7 @@ class CudaSelection(CudaEstimation):
         self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> Entries:
         """Moves out what reaches the threshold in `[start, stop)`."""
-        inputs, numel = AccumulationInputs(accumulation), accumulation.numel
+        inputs, numel = _begin(accumulation), accumulation.numel
         key = threshold_key(threshold)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
@@ -79,7 +79,7 @@ class CudaSelection(CudaEstimation):
             self.accumulate_select(accumulation, math.inf)  # spoiled ones only
             return *empty_stream(0, device), math.inf if k == 0 else 0.0
         wanted = min(k, numel)
-        inputs = AccumulationInputs(accumulation)
+        inputs = _begin(accumulation)
         key = pivot_key(pivot)
         key_at = None if key else self._sampled_pivot(inputs, wanted)
 
@@ -112,7 +112,7 @@ class CudaSelection(CudaEstimation):
         b: int,
     ) -> Entries:
         """Moves out what reaches the threshold and finds a free slot."""
-        inputs, device = AccumulationInputs(accumulation), accumulation.device
+        inputs, device = _begin(accumulation), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),
             np.uint32(slots_per_bucket),
@@ -150,7 +150,7 @@ class CudaSelection(CudaEstimation):
         groups = -(-numel // group_numel)
         if groups <= FEW_GROUPS:
             return self._topk_of_each(accumulation, k, group_numel)
-        inputs = AccumulationInputs(accumulation)
+        inputs = _begin(accumulation)
         header, entries = new_header(groups, device), empty_stream(min(numel, groups * k), device)
         self._launch(
             "accumulate_group_topk",
@@ -169,6 +169,7 @@ class CudaSelection(CudaEstimation):
 
     def _topk_of_each(self, accumulation: Accumulation, k: int, group_numel: int) -> Entries:
         """The same by `accumulate_topk` of one group after the other."""
+        accumulation.keep()
         taken = [empty_stream(0, accumulation.device)]
         for start in range(0, accumulation.numel, group_numel):
             stop = min(start + group_numel, accumulation.numel)
@@ -272,8 +273,15 @@ class CudaSelection(CudaEstimation):
         return (indices, torch.cat([values, more[1]])[order]), threshold
 
 
+def _begin(accumulation: Accumulation) -> AccumulationInputs:
+    """What the kernels take, of an accumulation that they are about to change."""
+    inputs = AccumulationInputs(accumulation)
+    accumulation.keep()
+    return inputs
+
+
 def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:
-    """What an accumulation does to `[start, stop)`, as one of views."""
+    """What an accumulation does to `[start, stop)`, as one of views; nothing more is kept."""
     pieces, begin = [], 0
     for gradient in accumulation.gradients:
         end = begin + gradient.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from typing import ClassVar
 
@@ -34,13 +35,16 @@ class NativeSelection(NativeLibrary):
         self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
         """Moves out what reaches the threshold in `[start, stop)`."""
-        struct = AccumulationStruct(accumulation)
         threads = self._thread_count()
         nnz = c_int64()
-        check(
-            self._library.hvds_accumulate_select(
-                byref(struct), threshold_key(threshold), start, stop, threads, byref(nnz)
-            )
+        self._accumulate(
+            self._library.hvds_accumulate_select,
+            accumulation,
+            threshold_key(threshold),
+            start,
+            stop,
+            threads,
+            byref(nnz),
         )
         return self._take(nnz.value, threads)
 
@@ -54,20 +58,18 @@ class NativeSelection(NativeLibrary):
         b: int,
     ) -> tuple[Tensor, Tensor]:
         """Moves out what reaches the threshold and finds a free slot."""
-        struct = AccumulationStruct(accumulation)
         threads = self._thread_count()
         nnz = c_int64()
-        check(
-            self._library.hvds_hash_select(
-                byref(struct),
-                threshold_key(threshold),
-                slots // slots_per_bucket,
-                slots_per_bucket,
-                a,
-                b,
-                threads,
-                byref(nnz),
-            )
+        self._accumulate(
+            self._library.hvds_hash_select,
+            accumulation,
+            threshold_key(threshold),
+            slots // slots_per_bucket,
+            slots_per_bucket,
+            a,
+            b,
+            threads,
+            byref(nnz),
         )
         return self._take(nnz.value, threads)
 
@@ -75,13 +77,15 @@ class NativeSelection(NativeLibrary):
         self, accumulation: Accumulation, k: int, group_numel: int = 512
     ) -> tuple[Tensor, Tensor]:
         """Moves out the k largest magnitudes of each group."""
-        struct = AccumulationStruct(accumulation)
         threads = self._thread_count()
         nnz = c_int64()
-        check(
-            self._library.hvds_accumulate_group_topk(
-                byref(struct), k, group_numel, threads, byref(nnz)
-            )
+        self._accumulate(
+            self._library.hvds_accumulate_group_topk,
+            accumulation,
+            k,
+            group_numel,
+            threads,
+            byref(nnz),
         )
         return self._take(nnz.value, threads)
 
@@ -89,22 +93,28 @@ class NativeSelection(NativeLibrary):
         self, accumulation: Accumulation, k: int, pivot: float = 0.0
     ) -> tuple[Tensor, Tensor, float]:
         """Moves out the k largest magnitudes."""
-        struct = AccumulationStruct(accumulation)
         indices, values = empty_stream(min(k, accumulation.numel))
         nnz, threshold = c_int64(), c_float()
-        check(
-            self._library.hvds_accumulate_topk(
-                byref(struct),
-                k,
-                pivot_key(pivot),
-                self._thread_count(),
-                indices.data_ptr(),
-                values.data_ptr(),
-                byref(nnz),
-                byref(threshold),
-            )
+        self._accumulate(
+            self._library.hvds_accumulate_topk,
+            accumulation,
+            k,
+            pivot_key(pivot),
+            self._thread_count(),
+            indices.data_ptr(),
+            values.data_ptr(),
+            byref(nnz),
+            byref(threshold),
         )
         return indices[: nnz.value], values[: nnz.value], threshold.value
+
+    def _accumulate(
+        self, function: Callable[..., int], accumulation: Accumulation, *arguments: object
+    ) -> None:
+        struct = AccumulationStruct(accumulation)
+        status = function(byref(struct), *arguments)
+        struct.tell()
+        check(status)
 
     def _take(self, nnz: int, threads: int) -> tuple[Tensor, Tensor]:
         """What this thread's last call has selected."""

@@ -19,6 +19,7 @@ class Sums:
 
     def __init__(self, accumulation: Accumulation) -> None:
         residual, momentum = accumulation.residual, accumulation.momentum
+        self._keep = accumulation.keep
         self._residual = residual
         self._momentum = momentum
         if len(accumulation.gradients) == 0:
@@ -43,6 +44,7 @@ class Sums:
         Args:
             selected: int64 indices, ascending.
         """
+        self._keep()
         values = self.acc[selected]
         spoiled = self.keys >= INFINITE_KEY
         kept = self.acc.index_fill(0, selected, 0.0)

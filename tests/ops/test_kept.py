@@ -1,0 +1,174 @@
+"""What an accumulation was before it: copied in the pass that changes it, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_sparse.ops import Accumulation, Kept, Momentum, reference
+from hvd_sparse.ops.native import NativeOps
+from tests.ops.cases import DTYPES, INF, NAN, assert_same, cut, generator
+from tests.ops.test_edge import run_python
+
+A, B = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+FORMS = (None, False, True)
+"""Without momentum, with it, with Nesterov's."""
+NUMELS = (0, 1, 63, 65, 2**16 - 1, 2**16 + 1)
+STREAMED_NUMEL = 2**20 + 67
+"""Above 4 MiB copies are streamed; several tasks, of which the last one's end fills no line."""
+
+
+def every_op(numel: int) -> dict[str, Callable[[Any, Accumulation], Any]]:
+    """Every operation that adds gradients, along each way that it may take."""
+    return {
+        "select": lambda o, a: o.accumulate_select(a, 1.5),
+        "select all": lambda o, a: o.accumulate_select(a, 0.0),
+        "topk": lambda o, a: o.accumulate_topk(a, 17),
+        "topk of nothing": lambda o, a: o.accumulate_topk(a, 0),
+        "topk, good guess": lambda o, a: o.accumulate_topk(a, 17, 2.0),
+        "topk, guess too high": lambda o, a: o.accumulate_topk(a, 17, 1e9),
+        "topk, guess too low": lambda o, a: o.accumulate_topk(a, 17, 1e-30),
+        "group": lambda o, a: o.accumulate_group_topk(a, 5, 512),
+        "group of odd width": lambda o, a: o.accumulate_group_topk(a, 5, 333),
+        "one group": lambda o, a: o.accumulate_group_topk(a, 5, numel + 5),
+        "partition": lambda o, a: o.partition_select(a, 1.5, numel // 3, numel // 2),
+        "hash": lambda o, a: o.hash_select(a, 1.5, 100, 1, A, B),
+    }
+
+
+def check(
+    ops: Any,
+    op: Callable[[Any, Accumulation], Any],
+    state: tuple[Tensor, Tensor],
+    gradients: list[Tensor],
+    nesterov: bool | None,
+    what: str,
+    offset: int = 0,
+) -> None:
+    """The copies are what was there, and the rest is as if there were none.
+
+    Args:
+        offset: Of the copies in their storage, so that they are aligned otherwise than the rest.
+    """
+    before = [tensor.view(torch.int32).clone() for tensor in state]
+    numel = state[0].numel()
+    outcomes = []
+    for keeps in (True, False):
+        v, u = (x.clone().view(torch.float32) for x in before)
+        room = [torch.full((numel + offset + 9,), 7.0) for _ in range(2)]
+        places = [x[offset : offset + numel] for x in room]
+        momentum = None if nesterov is None else Momentum(u, 0.9, nesterov)
+        kept = Kept(places[0], None if momentum is None else places[1]) if keeps else None
+        outcomes.append((op(ops, Accumulation(v, gradients, momentum, kept)), v, u))
+        used = 0 if kept is None else len(kept.tensors())
+        for i, place in enumerate(places):
+            if i < used:
+                assert torch.equal(place.view(torch.int32), before[i]), what
+                place.fill_(7.0)
+            assert (room[i] == 7.0).all(), what
+        assert kept is None or kept.complete, what
+    assert_same(outcomes[0], outcomes[1], what)
+
+
+def state_of(numel: int) -> tuple[Tensor, Tensor]:
+    v, u = torch.randn(2, numel, generator=generator(numel))
+    v[3::40] = torch.tensor(NAN)
+    v[4::50] = -0.0
+    u[5::60] = INF
+    return v, u
+
+
+def gradients_of(numel: int) -> dict[str, list[Tensor]]:
+    gradient = torch.randn(numel, generator=generator(1))
+    gradient[::101] = INF
+    return {
+        "odd pieces": cut(gradient, 7),
+        **{str(dtype): [gradient.to(dtype)] for dtype in DTYPES},
+    }
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
+@pytest.mark.parametrize("numel", NUMELS)
+def test_every_op(native: NativeOps, numel: int, nesterov: bool | None) -> None:
+    for pieces, gradients in gradients_of(numel).items():
+        for name, op in every_op(numel).items():
+            check(native, op, state_of(numel), gradients, nesterov, f"{name}, {pieces}")
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
+def test_streamed(native: NativeOps, nesterov: bool | None) -> None:
+    gradients = gradients_of(STREAMED_NUMEL)["odd pieces"]
+    state = state_of(STREAMED_NUMEL)
+    for name, op in every_op(STREAMED_NUMEL).items():
+        check(native, op, state, gradients, nesterov, name)
+
+
+@pytest.mark.parametrize("numel", [300, 2**20 + 9])
+def test_any_alignment(native: NativeOps, numel: int) -> None:
+    op = every_op(numel)["select"]
+    for offset in range(1, 17, 1 if numel == 300 else 5):
+        check(native, op, state_of(numel), gradients_of(numel)["odd pieces"], False, "", offset)
+
+
+def test_the_reference() -> None:
+    for nesterov in FORMS:
+        for numel in (0, 1, 65, 1000):
+            for name, op in every_op(numel).items():
+                gradients = gradients_of(numel)["odd pieces"]
+                check(reference, op, state_of(numel), gradients, nesterov, name)
+
+
+def test_a_sample_keeps_nothing(native: NativeOps) -> None:
+    kept = Kept(torch.full((100,), 7.0))
+    accumulation = Accumulation(torch.ones(100), [torch.ones(100)], kept=kept)
+    for ops in (native, reference):
+        ops.sample_accumulator(accumulation, 0, 3)
+        assert (kept.residual == 7.0).all()
+        assert not kept.complete
+
+
+def test_where_nothing_has_changed_nothing_is_complete() -> None:
+    """The library refuses k = 0, which the operation's own check would have caught before."""
+    kept = Kept(torch.full((100,), 7.0))
+    residual = torch.ones(100)
+    with pytest.raises(ValueError, match="refused its arguments"):
+        NativeOps().accumulate_group_topk(
+            Accumulation(residual, [torch.ones(100)], kept=kept), 0, 512
+        )
+    assert not kept.complete
+    assert (residual == 1.0).all()
+
+
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="ends where memory does")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_kept_is_whole_where_memory_runs_out(threads: int) -> None:
+    """Everything is selected, for which there is no room: the pass ends in the middle."""
+    code = f"""
+import resource, torch
+from hvd_sparse.ops import Accumulation, Kept
+from hvd_sparse.ops.native import NativeOps
+
+torch.set_num_threads(1)
+native = NativeOps(threads={threads})
+warm = torch.ones(2**18)
+native.accumulate_select(Accumulation(warm), 2.0)  # the threads have started
+numel = 2**22
+residual, gradient = torch.rand(numel) + 1.0, torch.ones(numel)
+before, kept = residual.clone(), Kept(torch.zeros(numel))
+with open("/proc/self/statm") as statm:
+    in_use = int(statm.read().split()[0]) * resource.getpagesize()
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**23, limits[1]))
+try:
+    native.accumulate_select(Accumulation(residual, [gradient], kept=kept), 0.0)
+except MemoryError:
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert not torch.equal(residual, before)  # it has begun
+    print(kept.complete and torch.equal(kept.residual, before))
+"""
+    assert run_python(code).stdout == "True\n"
