@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.endings import Ending, endings_in
-from tests.launch import WORKERS, launch_environment
+from tests.launch import WORKERS, horovodrun, launch_environment
 from tests.workers.adapter_exits import FAILING, TIMEOUT_S, WORLD_SIZE
 from tests.workers.fault_matrix import FAULTS, PHASES
 
@@ -103,6 +106,24 @@ def test_all_ranks_end_in_time_and_say_why(endings: dict[str, list[Ending]], cas
         assert_in_time([*survivors.values()], [end for clean in CLEAN for end in endings[clean]])
     else:
         assert_in_time(endings[case], [end for clean in CLEAN for end in endings[clean]])
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
+@pytest.mark.parametrize("fault", ["kill", "interrupt"])
+def test_under_mpi(tmp_path: Path, fault: str) -> None:
+    """MPI itself is for one life only, so each case is a launch."""
+    case = f"between-{fault}"
+    done = horovodrun(
+        3, "fault_matrix.py", case, tmp_path / case, controller="mpi", timeout=190, check=False
+    )
+    seconds = time.time() - float((tmp_path / case / "failed_at").read_text())
+    assert seconds < TIMEOUT_S + 2 * EXIT_S  # the launcher's own end, too
+    ends = endings_in(done.stdout).get(case, [])
+    if fault == "kill":  # mpirun ends the job itself
+        assert done.returncode != 0
+    else:
+        assert [end.code for end in ends] == [1, CODES[fault], 1], done.stdout + done.stderr
+        assert "KeyboardInterrupt" in ends[FAILING].stderr
 
 
 def assert_in_time(endings: list[Ending], clean: list[Ending]) -> None:

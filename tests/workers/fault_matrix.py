@@ -30,7 +30,7 @@ LATE_S = 1.0
 HOROVODS_TIMEOUT_S = "10"
 """How long a message of Horovod's own may take; in a commit and a checkpoint, ranks wait for it."""
 SECOND_S = 0.3
-"""Between the two deaths of a double fault, from when the second rank can know of the first."""
+"""Between the two deaths of a double fault."""
 AFTER_S = 0.4
 """From when a rank begins to wait until it fails."""
 
@@ -79,7 +79,7 @@ class Fault:
                 time.sleep(LATE_S)  # its peers wait for it by then
                 self._fail()
         elif hvd.rank() == 0 and self._double:
-            self._later(AFTER_S * waits + SECOND_S, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            self._later(0.0, self._die_second)
         elif hvd.rank() == 2 and waits:
             time.sleep(LATE_S)
 
@@ -87,6 +87,12 @@ class Fault:
         timer = threading.Timer(seconds, action)
         timer.daemon = True
         timer.start()
+
+    def _die_second(self) -> None:
+        while not self._failed_at.exists():
+            time.sleep(0.01)
+        time.sleep(SECOND_S)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _fail(self) -> None:
         assert self._signal is not None
