@@ -109,21 +109,15 @@ def test_all_ranks_end_in_time_and_say_why(endings: dict[str, list[Ending]], cas
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
-@pytest.mark.parametrize("fault", ["kill", "interrupt"])
-def test_under_mpi(tmp_path: Path, fault: str) -> None:
-    """MPI itself is for one life only, so each case is a launch."""
-    case = f"between-{fault}"
+def test_a_death_ends_a_job_under_mpi(tmp_path: Path) -> None:
+    """Here mpirun does so; for other failures see tests/adapter/test_exit.py."""
+    folder = tmp_path / "world"
     done = horovodrun(
-        3, "fault_matrix.py", case, tmp_path / case, controller="mpi", timeout=190, check=False
+        3, "fault_matrix.py", "between-kill", folder, controller="mpi", timeout=190, check=False
     )
-    seconds = time.time() - float((tmp_path / case / "failed_at").read_text())
+    seconds = time.time() - float((folder / "failed_at").read_text())
+    assert done.returncode != 0
     assert seconds < TIMEOUT_S + 2 * EXIT_S  # the launcher's own end, too
-    ends = endings_in(done.stdout).get(case, [])
-    if fault == "kill":  # mpirun ends the job itself
-        assert done.returncode != 0
-    else:
-        assert [end.code for end in ends] == [1, CODES[fault], 1], done.stdout + done.stderr
-        assert "KeyboardInterrupt" in ends[FAILING].stderr
 
 
 def assert_in_time(endings: list[Ending], clean: list[Ending]) -> None:
