@@ -3,6 +3,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 FUZZ_SECONDS ?= 60
+SOAK_STEPS ?= 20000
 # Tests that run at a time; those that launch ranks never run beside each other.
 TEST_JOBS ?= 2
 
@@ -12,7 +13,7 @@ cxx_sources = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-quick test-slowest sanitize fuzz lint format build bench gpu-check clean distclean
+.PHONY: help setup demo test test-quick test-slowest sanitize fuzz faults soak lint format build bench gpu-check clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target what; \
@@ -44,6 +45,12 @@ sanitize: setup ## tests/ops and tests/wire with a native library that checks ad
 
 fuzz: setup ## what came over a wire under libFuzzer, FUZZ_SECONDS in all (needs clang++)
 	@$(bin)/python -m tools.fuzz --seconds $(FUZZ_SECONDS)
+
+faults: setup ## every fault in every phase of a training, on real ranks
+	@$(bin)/python -m pytest -s tests/faults $(PYTEST_ARGS)
+
+soak: setup ## train for SOAK_STEPS steps on 4 ranks among faults; the books, memory, descriptors
+	@$(bin)/python -m tools.soak --steps $(SOAK_STEPS)
 
 lint: setup ## ruff, mypy and clang-format, as checks
 	@$(bin)/ruff check

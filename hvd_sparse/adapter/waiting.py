@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from hvd_sparse.transports.horovod_handles import SPIN_S, WAITING
 from hvd_sparse.transports.pauses import Pauses
+
+CAUSE_S = 1.0
+"""How long after Horovod, which names no rank, an exchange may still say what it has failed by."""
+
+CAUSE_INTERVAL_S = 0.01
 
 
 def synchronize_asleep(optimizer: Any, raise_failure: Callable[[], None]) -> None:
@@ -17,6 +23,8 @@ def synchronize_asleep(optimizer: Any, raise_failure: Callable[[], None]) -> Non
         raise_failure: Raises what the exchange of this step has failed by, if it has. Horovod would
             wait on: for its own timeout, or for good.
     """
+    from horovod.common.exceptions import HorovodInternalError
+
     synchronize = optimizer.synchronize
 
     def synchronize_after_sleep() -> None:
@@ -25,7 +33,11 @@ def synchronize_asleep(optimizer: Any, raise_failure: Callable[[], None]) -> Non
             handles = [handle for handle, _ in optimizer._handles.values()]
             # A callable stands for two gathers.
             wait_for((handle for handle in handles if not callable(handle)), raise_failure)
-        synchronize()
+        try:
+            synchronize()
+        except HorovodInternalError:
+            await_cause(raise_failure)
+            raise
 
     optimizer.synchronize = synchronize_after_sleep
 
@@ -41,6 +53,14 @@ def wait_for(handles: Iterable[int], raise_failure: Callable[[], None]) -> None:
                 if pauses.pause():
                     raise_failure()
     raise_failure()  # Horovod may have ended because of it: this is the first cause
+
+
+def await_cause(raise_failure: Callable[[], None]) -> None:
+    """Raise what the exchange has failed by, if it says so soon; Horovod was only the first to."""
+    until = time.monotonic() + CAUSE_S
+    while time.monotonic() < until:
+        raise_failure()
+        time.sleep(CAUSE_INTERVAL_S)
 
 
 def hand_over_rest(optimizer: Any) -> None:

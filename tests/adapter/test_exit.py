@@ -6,17 +6,16 @@ That is: by their own exit status and with their own traceback, never by std::te
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.endings import Ending, endings_in
 from tests.launch import WORKERS, horovodrun, launch_environment
 
 pytestmark = pytest.mark.launches
@@ -24,32 +23,6 @@ pytestmark = pytest.mark.launches
 TIMEOUT_S = 5.0
 EXIT_S = 10.0
 """What a process may take to end, beyond the timeout."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How one rank's process ended.
-
-    Attributes:
-        code: Its exit status; negative: the signal that ended it.
-        seconds: Since the failure, the interpreter's own end included.
-        stderr: What it wrote.
-    """
-
-    code: int
-    seconds: float
-    stderr: str
-
-
-def endings_in(text: str) -> dict[str, list[Ending]]:
-    """The reports of `adapter_exits.py`: of each case, those of all ranks, in order."""
-    ranks: dict[str, dict[int, Ending]] = {}
-    for line in text.splitlines():
-        if '{"case"' in line:
-            report = json.loads(line[line.index('{"case"') :])
-            case, rank = report.pop("case"), report.pop("rank")
-            ranks.setdefault(case, {})[rank] = Ending(**report)
-    return {case: [found[rank] for rank in sorted(found)] for case, found in ranks.items()}
 
 
 @pytest.fixture(scope="module")

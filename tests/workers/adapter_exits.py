@@ -99,7 +99,13 @@ def train(case: str, failed_at: Path) -> None:
         optimizer.step()
 
 
-def start(case: str, failed_at: Path, environment: Mapping[str, str]) -> tuple[int, Path]:
+Train = Callable[[str, Path], object]
+"""Trains by the name of a case, and writes into the file when it fails."""
+
+
+def start(
+    case: str, failed_at: Path, environment: Mapping[str, str], train: Train
+) -> tuple[int, Path]:
     """Fork a rank; its process and what it writes on stderr. Returns in this process only."""
     errors = failed_at.with_name(f"stderr.{environment.get('HOROVOD_RANK', '')}")
     child = os.fork()
@@ -142,13 +148,13 @@ def watch(case: str, ranks: Mapping[int, tuple[int, Path]], failed_at: Path) -> 
             limit = time.monotonic() + LIMIT_S
         others = [r for r in range(WORLD_SIZE) if r != FAILING]
         others_ended = all(failed_at.with_name(f"ended.{r}").exists() for r in others)
-        if (case == "stop" and others_ended) or time.monotonic() > limit:
+        if (case.endswith("stop") and others_ended) or time.monotonic() > limit:
             for child, _ in running.values():
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def run_world(case: str) -> None:
+def run_world(case: str, train: Train) -> None:
     """Three ranks under gloo, started as `horovodrun` starts them."""
     rendezvous = RendezvousServer(verbose=0)
     port = rendezvous.start()
@@ -157,25 +163,26 @@ def run_world(case: str) -> None:
     failed_at = Path(tempfile.mkdtemp()) / "failed_at"
     common = {key: str(v) for key, v in create_run_env_vars("127.0.0.1", ["lo"], port).items()}
     ranks = {
-        slot.rank: start(case, failed_at, {**common, **create_slot_env_vars(slot)})
+        slot.rank: start(case, failed_at, {**common, **create_slot_env_vars(slot)}, train)
         for slot in slots
     }
     watch(case, ranks, failed_at)
     rendezvous.stop()
 
 
-def main() -> None:
+def main(train: Train) -> None:
     cases = sys.argv[1:]
     rank = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
     if rank is None:
         for case in cases:
-            run_world(case)
+            run_world(case, train)
     else:
         folder = Path(cases[1])
         folder.mkdir(exist_ok=True)
         failed_at = folder / "failed_at"
-        watch(cases[0], {int(rank): start(cases[0], failed_at, {"HOROVOD_RANK": rank})}, failed_at)
+        child = start(cases[0], failed_at, {"HOROVOD_RANK": rank}, train)
+        watch(cases[0], {int(rank): child}, failed_at)
 
 
 if __name__ == "__main__":
-    main()
+    main(train)
