@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 
@@ -24,9 +25,8 @@ class Ending:
 def endings_in(text: str) -> dict[str, list[Ending]]:
     """The reports of `adapter_exits.py`: of each case, those of all ranks, in order."""
     ranks: dict[str, dict[int, Ending]] = {}
-    for line in text.splitlines():
-        if '{"case"' in line:
-            report = json.loads(line[line.index('{"case"') :])
-            case, rank = report.pop("case"), report.pop("rank")
-            ranks.setdefault(case, {})[rank] = Ending(**report)
+    for found in re.finditer(r'\{"case"', text):  # mpirun may put two of them on one line
+        report, _ = json.JSONDecoder().raw_decode(text, found.start())
+        case, rank = report.pop("case"), report.pop("rank")
+        ranks.setdefault(case, {})[rank] = Ending(**report)
     return {case: [found[rank] for rank in sorted(found)] for case, found in ranks.items()}

@@ -11,6 +11,7 @@ from hvd_sparse.collectives.registry import cheapest, cost
 from hvd_sparse.cost_model import Cost, Link, WireBytes, expected_nnz, oktopk_control
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.simulator import ALGORITHMS, DISTINCT, Network, SyntheticStreams, Workload, simulate
+from hvd_sparse.transports.framing import HEADER_BYTES
 from hvd_sparse.wire import WIRES, CompactWire, Wire
 
 LINK = Link(1e-5, 1e-9, 1e-10)
@@ -36,7 +37,8 @@ def test_predictions_are_what_the_simulator_counts(
         algorithm, world_size, Workload(numel, k), Network(LINK), SyntheticStreams(), stretch=1.0
     )
     model = cost(algorithm, world_size, numel, k)
-    control = 3 * outcome.messages.worst + 10 * world_size  # headers, tables of sizes
+    headers = (HEADER_BYTES // 4 + 1) * outcome.messages.worst
+    control = headers + 10 * world_size  # and tables of sizes
     received, messages = outcome.received_words, outcome.messages.worst
     words = received.mean
     if algorithm == "gtopk":  # its root first receives, then sends

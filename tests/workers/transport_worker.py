@@ -84,7 +84,7 @@ def run_beside_dense_reductions(transport: Transport) -> None:
 
 
 def silent_rank(name: str, world: HorovodBootstrap) -> None:
-    """The last rank does not answer rank 0, for whom the others wait."""
+    """The last rank does not answer, for whom the others wait; rank 0 gives up."""
     last = world.size - 1
     busy_timeout_s = SHORT_S if world.rank == 0 else None  # it is alive, and busy elsewhere
     transport = create_transport(name, world, 60.0, busy_timeout_s=busy_timeout_s)
@@ -93,8 +93,7 @@ def silent_rank(name: str, world: HorovodBootstrap) -> None:
     error: TransportError | None = None
     if world.rank != last:
         try:
-            src = last if world.rank == 0 else 0
-            transport.exchange(None, None, src, channel="silence").wait()
+            transport.exchange(None, None, last, channel="silence").wait()
         except TransportError as caught:
             error = caught
         elapsed_s = time.monotonic() - start
