@@ -17,7 +17,7 @@ from tests.ranks import Ranks, World
 from tools.netlab import Netlab, Network
 from tools.netlab import missing as missing_for_netlab
 
-LARGEST_QUICK_WORLD = 3
+LARGEST_QUICK_WORLD = 2
 """Sweeps over more ranks that are threads are slow together, if not one by one."""
 
 QUICK_RANKS = World(2)

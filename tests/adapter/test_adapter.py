@@ -18,7 +18,7 @@ from tests.workers.adapter_waiting import cpu_shares
 
 
 @with_ranks(*(World(size, controller) for size in (2, 3) for controller in ("gloo", "mpi")))
-@pytest.mark.parametrize("method", ["topk", "oktopk"])
+@pytest.mark.parametrize("method", ["topk", pytest.param("oktopk", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_lossless_exchange_trains_to_the_same_weights(
     ranks: Ranks, scenario: str, method: str

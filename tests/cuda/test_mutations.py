@@ -19,6 +19,8 @@ from hvd_sparse.ops.cuda.estimation import DIGITS, Descent
 from tests.cuda.shim_launcher import FAMILIES, SANITIZED, TRACED, KernelFailure, Mutation, Shim
 from tests.ops.cases import assert_same, cut, generator, same_as_reference, stream, vectors
 
+pytestmark = pytest.mark.slow  # together they are: they compile many kernels
+
 BARRIER = "__syncthreads();"
 ATTEMPTS = 30
 """Launchers with different seeds, until one of them shows the mistake."""

@@ -9,6 +9,8 @@ from hvd_sparse.ops.cuda import CudaOps, selection
 from tests.ops.cases import INF, NAN, cut, generator, same_as_reference, vectors
 from tests.ops.test_kept import check, every_op, gradients_of, state_of
 
+pytestmark = pytest.mark.slow  # together they are: they compile many kernels
+
 NUMELS = (0, 1, 5, 1000, 4096, 9001)
 """Up to three tiles of 4096 elements."""
 FORMS = (None, False, True)
