@@ -41,7 +41,7 @@ def test_a_skipped_step_costs_no_gradient(ranks: Ranks, place: str, scaled: bool
 
 @with_ranks(World(2))
 @pytest.mark.parametrize("scenario", ["average", "process_sets", "num_groups"])
-@pytest.mark.parametrize("transport", ["horovod", "gloo"])
+@pytest.mark.parametrize("transport", [pytest.param("horovod", marks=pytest.mark.slow), "gloo"])
 def test_every_transport_can_be_asked_for(ranks: Ranks, scenario: str, transport: str) -> None:
     ranks.run(check, scenario, "topk", env={"HVD_SPARSE_TRANSPORT": transport})
 
@@ -54,6 +54,7 @@ def test_what_cannot_work_is_refused_by_name(ranks: Ranks) -> None:
     ranks.run(refuse_a_second_optimizer)
 
 
+@pytest.mark.slow
 @with_ranks(World(2))
 def test_a_rank_that_waits_leaves_its_processor_alone(ranks: Ranks) -> None:
     """Horovod's own wait takes all of one: a share of 1."""

@@ -10,6 +10,8 @@ from hvd_sparse.ops.cuda import CudaOps
 from tests.cuda.shim_launcher import KernelFailure, Shim
 from tests.ops.cases import DTYPES, INF, NAN, assert_same, generator, stream, vectors
 
+pytestmark = pytest.mark.slow  # the stand-in compiles every kernel
+
 NUMEL = 70_001
 """Three blocks of words, in a bitmap of the indices."""
 

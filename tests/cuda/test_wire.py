@@ -10,6 +10,8 @@ from hvd_sparse.ops.cuda import CudaOps
 from tests.ops.cases import assert_same, generator, vectors
 from tests.ops.test_wire import INDICES, TOP, ascending
 
+pytestmark = pytest.mark.slow  # the stand-in compiles every kernel
+
 SEED = 2**63 + 12345
 
 

@@ -132,6 +132,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_backend() -> None:
     print_backend = "from hvd_sparse import ops; print(ops.backend())"
     assert run_python(print_backend, HVD_SPARSE_NATIVE="0").stdout == "reference\n"

@@ -20,7 +20,7 @@ from tools.netlab.lab import bytes_per_s
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 needs_netlab = pytest.mark.netlab
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 RECEIVER = """
 import socket
