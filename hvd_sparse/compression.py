@@ -2,70 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any, TypeAlias, get_type_hints
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch.nn import Module, Parameter
 
-from hvd_sparse.adapter import SparseCompressor
-from hvd_sparse.checks import at_least, choice, count, optional
+from hvd_sparse.adapter import SparseCompressor, named_pairs
+from hvd_sparse.constructors import NamedParameters, Record, constructor, recorder_of
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.methods import METHODS, DgcOptions, MethodOptions
+from hvd_sparse.methods import METHODS, DgcOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
-from hvd_sparse.options import check_options, option
-from hvd_sparse.recording import Recorder
-from hvd_sparse.transports.choose import TRANSPORT_NAMES
 
 POLICY_VARIABLE = "HVD_SPARSE_POLICY"
-DOCUMENTED_WIDTH = 100
-
-NamedParameters: TypeAlias = Iterable[tuple[str, Parameter]] | None
-Record: TypeAlias = str | os.PathLike[str] | Recorder | None
-
-
-def recorder_of(record: Record) -> Recorder | None:
-    """The recorder that a user asks for."""
-    return record if isinstance(record, Recorder | None) else Recorder(record)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What a constructor takes beside its method's options: how the job runs."""
-
-    transport: str = option(
-        "auto",
-        '"auto", "gloo", "mpi", "nccl" or "horovod"; the environment variable HVD_SPARSE_TRANSPORT '
-        'takes the place of "auto".',
-        choice(TRANSPORT_NAMES),
-    )
-    dense_below: int = option(
-        1024,
-        "Tensors of fewer elements go through Horovod's own allreduce. So does float64.",
-        count(0),
-    )
-    timeout_s: float = option(
-        600.0,
-        "Seconds without a sign of life after which a peer is given up, and after which connecting "
-        "is. One that is alive is waited for, with a warning every `timeout_s`.",
-        at_least(0.001),
-    )
-    busy_timeout_s: float | None = option(
-        None,
-        "Seconds after which a wait for a peer that is alive is given up, too; None: never.",
-        optional(at_least(0.001)),
-    )
-    record: Record = option(
-        None,
-        "Where to record what happens, for `hvd-sparse report`: a path, or a `Recorder`.",
-        lambda name, value: None,
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 class _HorovodCompressor:
@@ -80,89 +29,14 @@ class _HorovodCompressor:
         return getattr(hvd.Compression, self._name)
 
 
-def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]:
-    """The function that makes a compression by one method.
-
-    Its signature and docstring are those of the options' fields: the method's own first, then what
-    all methods share, then `RunOptions`.
-    """
-    run_names = {item.name for item in fields(RunOptions)}
-
-    def construct(named_parameters: NamedParameters = None, **arguments: Any) -> SparseCompressor:
-        bound = signature.bind(named_parameters, **arguments).arguments
-        run = RunOptions(**{key: value for key, value in bound.items() if key in run_names})
-        method = options(**{key: arguments[key] for key in arguments if key not in run_names})
-        return SparseCompressor(
-            named_parameters,
-            method.make(),
-            transport=run.transport,
-            timeout_s=run.timeout_s,
-            busy_timeout_s=run.busy_timeout_s,
-            dense_below=run.dense_below,
-            observer=recorder_of(run.record),
-        )
-
-    every = [*_in_order(options), *fields(RunOptions)]
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(
-                "named_parameters",
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=None,
-                annotation=NamedParameters,
-            ),
-            *_parameters(options, _in_order(options)),
-            *_parameters(RunOptions, fields(RunOptions)),
-        ],
-        return_annotation=SparseCompressor,
-    )
-    construct.__name__ = options.name
-    construct.__qualname__ = f"Compression.{options.name}"
-    construct.__doc__ = _documented(inspect.getdoc(options) or "", every)
-    construct.__dict__["__signature__"] = signature
-    return construct
-
-
-def _in_order(options: type[MethodOptions]) -> list[Field[Any]]:
-    """A method's fields as they are shown: density, its own ones, the others."""
-    own = list(options.own_fields())
-    density, *shared = (item for item in fields(options) if item not in own)
-    return [density, *own, *shared]
-
-
-def _parameters(options: type, items: Iterable[Field[Any]]) -> list[inspect.Parameter]:
-    hints = get_type_hints(options)
-    return [
-        inspect.Parameter(
-            item.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if item.default is MISSING else item.default,
-            annotation=hints[item.name],
-        )
-        for item in items
-    ]
-
-
-def _documented(text: str, items: Iterable[Field[Any]]) -> str:
-    """A docstring with an `Args` section of what the fields mean."""
-    entries = ["    named_parameters: See the class `Compression`."]
-    for item in items:
-        entries += textwrap.wrap(
-            f"{item.name}: {item.metadata['meaning']}",
-            DOCUMENTED_WIDTH,
-            initial_indent=" " * 4,
-            subsequent_indent=" " * 8,
-        )
-    return "\n".join([text, "", "Args:", *entries])
-
-
 class Compression:
     """Ways to compress gradients, for `hvd.DistributedOptimizer(compression=…)`.
 
     Every constructor takes `named_parameters`, what the optimizer gets too, as
     `model.named_parameters()`; None reads the names from the optimizer that the compression is
     given to. All other arguments are named, and told by each constructor
-    (`help(hvd_sparse.Compression.topk)`).
+    (`help(hvd_sparse.Compression.topk)`). As Horovod's own, a constructor can be given without
+    being called: `compression=hvd_sparse.Compression.oktopk` has the defaults.
 
     They raise `ConfigError`, a `ValueError`, that names an argument, its range and its value.
 
@@ -222,7 +96,7 @@ class Compression:
             raise ConfigError(f"policy must be a path or a mapping, or {POLICY_VARIABLE} set")
         if named_parameters is None and model is not None:
             named_parameters = model.named_parameters()
-        named = None if named_parameters is None else list(named_parameters)
+        named = None if named_parameters is None else named_pairs(named_parameters)
         checked = load_policy(policy)
         rules = assign(checked, named, model)
         return SparseCompressor(
@@ -255,7 +129,7 @@ def dgc_sgd(
         weight_decay: λ; it gets the same momentum.
         **options: See `Compression.dgc`; `momentum` and `nesterov` are those of both.
     """
-    named = list(named_parameters)
+    named = named_pairs(named_parameters)
     compression = Compression.dgc(named, **options)
     momentum = options.get("momentum", DgcOptions.momentum)
     nesterov = options.get("nesterov", DgcOptions.nesterov)

@@ -156,8 +156,50 @@ def test_oktopks_arguments(name: str, value: float) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(ConfigError, match=r"collective must be one of auto, topk_allgather.*ring"):
         Compression.topk(collective="ring")
-    with pytest.raises(TypeError, match="sparsity"):
+    with pytest.raises(TypeError, match=r"Compression.topk has no argument 'sparsity'; see help"):
         Compression.topk(sparsity=0.99)
+    with pytest.raises(TypeError, match=r"no argument 'densty': did you mean 'density'\?"):
+        Compression.oktopk(densty=0.1)
+    with pytest.raises(TypeError, match=r"hard_threshold: missing a .*: 'threshold'"):
+        Compression.hard_threshold()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (nn.Linear(2, 2), "got a Linear"),
+        (nn.Linear(2, 2).weight, "got a Parameter"),
+        (list(nn.Linear(2, 2).parameters()), "got a Parameter among them"),
+        (nn.Linear(2, 2).state_dict(), "got a str among them"),
+        ([("w",)], "got a tuple among them"),
+        (7, "got a int"),
+    ],
+)
+def test_what_are_no_named_parameters(given: Any, told: str) -> None:
+    wanted = r"must be pairs of name and parameter, as model.named_parameters\(\), "
+    policy = {"version": 1, "rules": []}
+    makers = (
+        Compression.topk,
+        lambda named: Compression.from_policy(policy, named),
+        lambda named: hvd_sparse.dgc_sgd(named, lr=0.1),
+    )
+    for make in makers:
+        with pytest.raises(ConfigError, match=wanted + told):
+            make(given)
+
+
+@pytest.mark.parametrize("constructor", METHODS)
+def test_nesterov_needs_a_momentum(constructor: str) -> None:
+    arguments = {**REQUIRED.get(constructor, {}), "momentum": 0.0, "nesterov": True}
+    with pytest.raises(ConfigError, match="nesterov must be False where momentum is 0, got True"):
+        getattr(Compression, constructor)(**arguments)
+
+
+def test_a_constructor_that_was_not_called_leaves_strangers_alone() -> None:
+    tensor = torch.ones(5)
+    handed, context = Compression.oktopk.compress(tensor)
+    assert handed is tensor
+    assert Compression.oktopk.decompress(handed, context) is tensor
 
 
 def test_embeddings_are_asked_for_once() -> None:

@@ -14,6 +14,7 @@ FLOORS = (
     {"cli"},
     {"__init__"},
     {"compression"},
+    {"constructors"},
     {"adapter"},
     {"planner", "policy"},
     {"methods", "recording", "simulator", "functional"},

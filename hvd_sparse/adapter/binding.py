@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
@@ -50,6 +50,29 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype))
 
 
+def named_pairs(named_parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+    """Names and parameters, as `model.named_parameters()` gives them.
+
+    Raises:
+        ConfigError: They are something else.
+    """
+    if isinstance(named_parameters, Module | Tensor) or not isinstance(named_parameters, Iterable):
+        raise ConfigError(
+            "named_parameters must be pairs of name and parameter, as model.named_parameters(), "
+            f"got a {type(named_parameters).__name__}"
+        )
+    pairs = list(named_parameters)
+    for pair in pairs:
+        match pair:
+            case (str(), Tensor()):
+                continue
+        raise ConfigError(
+            "named_parameters must be pairs of name and parameter, as model.named_parameters(), "
+            f"got a {type(pair).__name__} among them"
+        )
+    return pairs
+
+
 class ParameterLookup:
     """Finds the name of the parameter whose gradient a tensor is.
 
@@ -58,7 +81,7 @@ class ParameterLookup:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
-        self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        self._named = [(n, p) for n, p in named_pairs(named_parameters) if p.requires_grad]
         names = [name for name, _ in self._named]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

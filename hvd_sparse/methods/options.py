@@ -101,6 +101,8 @@ class MethodOptions(ABC):
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov must be False where momentum is 0, got True")
         if self.steps_per_epoch is None and (self.warmup_epochs or self.dense_epochs):
             raise ConfigError(
                 "steps_per_epoch must be given with warmup_epochs and dense_epochs, got None"
