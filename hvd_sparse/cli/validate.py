@@ -69,7 +69,7 @@ def tensors_of(
             continue
         spec = TensorSpec(name, tuple(p.shape), str(p.dtype))
         rule, choice = assignment.rule_of(spec), assignment.choice_of(spec)
-        reduced = "dense" if choice.method is None else choice.method.description
+        reduced = "dense" if choice.method is None else choice.method.summary
         if assignment.candidates_of(spec):
             reduced = "as the planner decides"
         if choice.bucket:

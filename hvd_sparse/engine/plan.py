@@ -49,6 +49,7 @@ class Method:
         description: All of this in words; ranks must have the same.
         memory: How gradients enter the accumulator.
         warmup: Densities of the first steps.
+        summary: What a user set, for a reader; empty: all of the description.
     """
 
     density: float
@@ -58,6 +59,7 @@ class Method:
     description: str
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     warmup: Warmup = field(default_factory=Warmup)
+    summary: str = ""
 
     def k(self, numel: int, step: int | None = None) -> int:
         """Entries wanted from a bucket of `numel` elements: at least one, where there is one.
@@ -198,17 +200,26 @@ def text_tensor(text: str) -> torch.Tensor:
 
 def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     if other["assignment"] != first["assignment"]:
-        raise PlanError(
-            f"ranks compress differently: rank 0 {first['assignment']}, "
-            f"rank {rank} {other['assignment']}"
-        )
+        mine, theirs = differing_words(first["assignment"], other["assignment"])
+        raise PlanError(f"ranks compress differently: rank 0 {mine}, rank {rank} {theirs}")
     tensors, others = _tensors(first), _tensors(other)
     for name in sorted(tensors.keys() | others.keys()):
-        if tensors.get(name) != others.get(name):
+        mine, theirs = tensors.get(name, "none"), others.get(name, "none")
+        if mine != theirs:
+            mine, theirs = differing_words(mine, theirs)
             raise PlanError(
-                f"ranks have different gradients for {name!r}: "
-                f"rank 0 {tensors.get(name, 'none')}, rank {rank} {others.get(name, 'none')}"
+                f"ranks have different gradients for {name!r}: rank 0 {mine}, rank {rank} {theirs}"
             )
+
+
+def differing_words(first: str, second: str) -> tuple[str, str]:
+    """What two descriptions differ in: all of them, where they have not the same keys in order."""
+    words = list(zip(first.split(), second.split(), strict=False))
+    keys = [(mine.partition("=")[0], other.partition("=")[0]) for mine, other in words]
+    if len(first.split()) != len(second.split()) or any(a != b for a, b in keys):
+        return first, second
+    apart = [pair for pair in words if pair[0] != pair[1]]
+    return " ".join(mine for mine, _ in apart), " ".join(other for _, other in apart)
 
 
 def _tensors(message: dict[str, Any]) -> dict[str, str]:

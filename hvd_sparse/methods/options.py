@@ -137,7 +137,15 @@ class MethodOptions(ABC):
             " ".join([self.name, *(f"{key}={value}" for key, value in told.items())]),
             memory,
             warmup,
+            self.summary(),
         )
+
+    def summary(self) -> str:
+        """The name, the density, and every other option that is not at its default."""
+        options = (item for item in fields(self) if item.name != "density")
+        values = ((item, getattr(self, item.name)) for item in options)
+        told = [f"{item.name}={value}" for item, value in values if value != item.default]
+        return " ".join([self.name, f"density={self.density:g}", *told])
 
     def _warmup(self) -> Warmup:
         per_epoch = self.steps_per_epoch or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.plan import form_buckets
+from hvd_sparse.engine.plan import differing_words, form_buckets
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import PlanError
+from hvd_sparse.methods.topk import TopkOptions
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
@@ -167,6 +169,34 @@ def test_a_leftover_survives_in_the_state() -> None:
         engine.disconnect()
 
     run_ranks(1, worker)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"density": 0.02}, "rank 0 density=0.01, rank 1 density=0.02"),
+        ({"wire": "float16", "momentum": 0.9}, "rank 0 wire=float32 momentum=0.0, rank 1 wire"),
+    ],
+)
+def test_an_error_tells_only_what_differs(change: dict[str, Any], told: str) -> None:
+    def worker(transport: Transport) -> None:
+        options = TopkOptions(**(change if transport.rank else {}))
+        engine = Engine(options.make())
+        engine.connect(transport)
+        with pytest.raises(PlanError, match=f"ranks compress differently: {told}"):
+            engine.agree()
+        engine.disconnect()
+
+    run_ranks(2, worker)
+
+
+def test_descriptions_with_other_keys_are_told_whole() -> None:
+    assert differing_words("topk a=1", "oktopk a=1") == ("topk a=1", "oktopk a=1")
+    assert differing_words("topk a=1 b=2", "dgc a=1 c=2") == ("topk a=1 b=2", "dgc a=1 c=2")
+    assert differing_words("none", "torch.float32(2, 3) by topk") == (
+        "none",
+        "torch.float32(2, 3) by topk",
+    )
 
 
 def test_ranks_with_other_assignments_are_told_so() -> None:

@@ -324,7 +324,11 @@ def test_validate_shows_what_becomes_of_a_model(
     report = json.loads(capsys.readouterr().out)
     assert [t["rule"] for t in report["tensors"]] == [0, None]
     assert report["tensors"][1]["reduced"] == "dense"
-    assert main(["validate", "policy.yaml"]) == 0
+    path.write_text(RULES + "- {match: {ndim: 2}, compressor: topk, wire: float16+gap}\n")
+    assert main(["validate", "policy.yaml", "--model", "policy_model:make"]) == 0
+    shown = capsys.readouterr().out
+    assert "topk density=0.01 wire=float16+gap\n" in shown
+    assert max(map(len, shown.splitlines())) < 100
     path.write_text(RULES + "- compress: never\n- compress: never\n")
     assert main(["validate", "policy.yaml"]) == 1
     assert "warning: policy.yaml:4: rules[1]: is shadowed" in capsys.readouterr().out
