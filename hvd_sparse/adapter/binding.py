@@ -45,6 +45,12 @@ def calling_parameter() -> Parameter | None:
     return None
 
 
+def name_in(optimizer: Any) -> str:
+    """What an optimizer calls the parameter whose gradient it hands over."""
+    name = optimizer._parameter_names.get(calling_parameter())
+    return "a parameter without a name" if name is None else repr(name)
+
+
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     """A parameter or its gradient, as the engine knows it."""
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype))

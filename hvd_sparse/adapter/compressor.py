@@ -18,6 +18,7 @@ from hvd_sparse.adapter.binding import (
     ParameterLookup,
     calling_optimizer,
     calling_parameter,
+    name_in,
     spec_of,
 )
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
@@ -129,8 +130,9 @@ class SparseCompressor:
         name = self._lookup.name_of(tensor)
         if name is None:
             self._warn_once(
-                f"a gradient of shape {tuple(tensor.shape)} belongs to none of the "
-                f"{len(self._lookup)} named_parameters: it is reduced densely"
+                f"the gradient of {name_in(self._bound())}, of shape {tuple(tensor.shape)}, "
+                f"belongs to none of the {len(self._lookup)} named_parameters: it is reduced "
+                "densely"
             )
             return tensor, Dense(tensor.dtype)
         if self._session.planning is not None:

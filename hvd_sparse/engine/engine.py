@@ -260,7 +260,12 @@ class Engine:
             return
         bucket, place = self._places[spec.name]
         if bucket.specs[place] != spec:
-            raise PlanError(f"gradient changed from {bucket.specs[place]} to {spec}")
+            former = bucket.specs[place]
+            raise PlanError(
+                f"the gradient of {spec.name!r} changed from {former.dtype}{former.shape} to "
+                f"{spec.dtype}{spec.shape}: after such a change, call "
+                "compression.reassign(compression.method) on all ranks"
+            )
         self._worker.put(bucket, place, gradient)
 
     def result(self, name: str) -> Tensor:

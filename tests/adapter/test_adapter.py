@@ -14,6 +14,7 @@ from tests.workers.adapter_equalities import SCENARIOS, check
 from tests.workers.adapter_join import join_in_the_middle
 from tests.workers.adapter_ledger import keep_the_books
 from tests.workers.adapter_refusals import refuse_a_second_optimizer, refuse_operations
+from tests.workers.adapter_strangers import train_with_a_stranger
 from tests.workers.adapter_uncalled import train_by_defaults
 from tests.workers.adapter_waiting import cpu_shares
 
@@ -67,6 +68,11 @@ def test_a_rank_that_waits_leaves_its_processor_alone(ranks: Ranks) -> None:
 @with_ranks(World(2, "gloo"))
 def test_a_constructor_that_was_not_called_has_its_defaults(ranks: Ranks) -> None:
     assert all(told.result == [3, 3] for told in ranks.run(train_by_defaults))
+
+
+@with_ranks(World(2, "gloo"))
+def test_a_parameter_that_the_compression_was_not_given_is_named(ranks: Ranks) -> None:
+    ranks.run(train_with_a_stranger)
 
 
 @pytest.mark.launches

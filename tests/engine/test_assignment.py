@@ -171,6 +171,30 @@ def test_a_leftover_survives_in_the_state() -> None:
     run_ranks(1, worker)
 
 
+def test_a_gradient_of_another_type_is_refused_until_all_reassign() -> None:
+    def worker(transport: Transport) -> None:
+        engine = Engine(SMALL)
+        engine.connect(transport)
+        gradient = torch.arange(70.0)
+        step_of(engine, {"b": gradient})
+        former = engine.state_dict()["residual"]["b"]
+        narrow = TensorSpec("b", (70,), "torch.bfloat16")
+        told = (
+            r"'b' changed from torch.float32\(70,\) to torch.bfloat16\(70,\): after such a change"
+        )
+        with pytest.raises(PlanError, match=told):
+            engine.submit(narrow, gradient.bfloat16())
+        engine.reassign(SMALL)
+        engine.submit(narrow, gradient.bfloat16())
+        engine.scale = 1.0
+        applied = engine.result("b").float()
+        kept = engine.state_dict()["residual"]["b"]
+        assert torch.equal(former + gradient, kept + applied / 2)
+        engine.disconnect()
+
+    run_ranks(2, worker)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
