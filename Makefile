@@ -74,8 +74,8 @@ bench: setup ## the benchmarks; results as JSON in benchmarks/results/
 	@$(bin)/python -m benchmarks.weak_scaling --json benchmarks/results/weak_scaling.json \
 	--plot docs/weak_scaling.png
 
-gpu-check: setup ## with a CUDA device: the tests that need it, and its benchmarks (PYTEST_ARGS)
-	@$(bin)/python -m tools.gpu_check $(PYTEST_ARGS)
+gpu-check: setup ## with a CUDA device and CuPy: tests, timings, counters; rows in build/gpu
+	@$(bin)/python -m tools.gpu_lease --out build/gpu
 
 clean: ## what was built, but not .venv
 	@rm -rf build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ from benchmarks._cuda import (
     copy_row,
     copy_speed,
     goal_row,
+    hold_device,
     medians_s,
     whole_s,
 )
@@ -172,5 +173,6 @@ def encode_cuda_rows(job: Job, case: str, launcher: Launcher, repetitions: int) 
 
 
 def _in_kernels(path: Path, timed: CudaOps, events: EventLauncher, job: Job) -> float:
+    hold_device()
     path.run(timed, job)
     return events.spent_s()

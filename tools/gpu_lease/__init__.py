@@ -1,0 +1,7 @@
+"""What a CUDA device shows of this package, in one command of nine minutes.
+
+`python3 -m tools.gpu_lease --out DIR` needs no set-up, no network, no Horovod and no pydantic: only
+a Python with torch, and CuPy beside it where there is a device. A device may be lent for minutes,
+so each phase has a time limit of its own and writes each row as soon as it has it. What fails is a
+row, too, and the next phase begins.
+"""

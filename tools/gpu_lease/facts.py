@@ -1,0 +1,115 @@
+"""What machine this is: versions, the speed of a copy, and what a launch costs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from importlib import metadata
+
+import torch
+
+from tools.gpu_lease.results import Results
+
+PACKAGES = (
+    "torch",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "pytest-xdist",
+)
+PROGRAMS = ("nvcc", "ncu", "compute-sanitizer", "cuobjdump", "g++")
+COPY_NUMEL = 2**29
+LAUNCHES = 200
+
+
+def run(results: Results) -> None:
+    """See the module."""
+    results.row(
+        "machine", python=platform.python_version(), cores=os.cpu_count(), system=platform.release()
+    )
+    results.row("packages", {name: version_of(name) for name in PACKAGES})
+    results.row("programs", {name: shutil.which(name) or "none" for name in PROGRAMS})
+    with results.guarded("native library"):
+        results.row("native library", backend=native_backend(results))
+    if not torch.cuda.is_available():
+        results.row("device", device="none")
+        return
+    properties = torch.cuda.get_device_properties(0)
+    results.row(
+        "device",
+        device=properties.name,
+        processors=properties.multi_processor_count,
+        memory_gib=properties.total_memory / 2**30,
+        capability=f"{properties.major}.{properties.minor}",
+        cuda=torch.version.cuda,
+    )
+    with results.guarded("copy"):
+        results.row("copy", terabytes_per_s=copy_speed() / 1e12)
+    with results.guarded("launch"):
+        results.row("launch", microseconds=launch_s() * 1e6, waited_for_us=wait_s() * 1e6)
+
+
+def version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def native_backend(results: Results) -> str:
+    """What stands behind the operations on the CPU; the library is built where it is missing."""
+    from hvd_sparse.ops.native import LIBRARY_PATH
+
+    if not LIBRARY_PATH.exists():
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        results.row("build of the library", ok=done.returncode == 0, said=done.stderr[-500:])
+    from hvd_sparse import ops
+
+    return ops.backend()
+
+
+def copy_speed() -> float:
+    """Bytes a second, read and written, of a copy on the device."""
+    source = torch.randn(COPY_NUMEL, device="cuda")
+    target = torch.empty_like(source)
+    times_s: list[float] = []
+    for _ in range(12):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        stop.record()
+        torch.cuda.synchronize()
+        times_s.append(start.elapsed_time(stop) / 1e3)
+    return 8 * COPY_NUMEL / statistics.median(times_s[2:])
+
+
+def launch_s() -> float:
+    """Host seconds of a launch that nothing waits for."""
+    x = torch.zeros(1, device="cuda")
+    for _ in range(20):
+        x.add_(1)
+    torch.cuda.synchronize()
+    started_s = time.perf_counter()
+    for _ in range(LAUNCHES):
+        x.add_(1)
+    spent_s = time.perf_counter() - started_s
+    torch.cuda.synchronize()
+    return spent_s / LAUNCHES
+
+
+def wait_s() -> float:
+    """Host seconds of a launch and the wait for its result."""
+    x, times_s = torch.zeros(1, device="cuda"), []
+    for _ in range(LAUNCHES):
+        started_s = time.perf_counter()
+        x.add_(1).item()
+        times_s.append(time.perf_counter() - started_s)
+    return statistics.median(times_s)

@@ -1,0 +1,62 @@
+"""The tests that need a device, several at a time; each failure is a row at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tools.gpu_lease.results import Results
+
+PLACES = ("ops", "cuda/test_devices.py", "selectors", "laws", "engine", "transports/test_nccl.py")
+JOBS = 8
+
+
+def run(results: Results) -> None:
+    """Run pytest with this module as a plugin."""
+    jobs = ["-n", str(JOBS)] if find_spec("xdist") is not None else []
+    places = [f"tests/{place}" for place in PLACES]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", *jobs, *places]
+    plugin = ["-p", "tools.gpu_lease.suite", "--lease-rows", str(results.folder)]
+    subprocess.run([*command, *plugin], check=False)
+
+
+# -- the plugin ------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: Any) -> None:
+    """See pytest."""
+    parser.addoption("--lease-rows", type=Path, help="folder of a lease's rows")
+
+
+def pytest_configure(config: Any) -> None:
+    """See pytest. Workers of xdist report to the first process, which alone writes."""
+    if config.getoption("--lease-rows") is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Rows(Results(config.getoption("--lease-rows"), "suite")))
+
+
+class Rows:
+    """Writes what fails, and how many passed."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self._counts: Counter[str] = Counter()
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A module that cannot be imported is a row."""
+        if report.failed:
+            self._results.row(report.nodeid, ok=False, error=str(report.longrepr)[-1000:])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """A failure is a row; the others are counted."""
+        if report.when == "call" or report.outcome != "passed":
+            self._counts[report.outcome] += 1
+        if report.failed:
+            self._results.row(report.nodeid, ok=False, error=str(report.longrepr)[-1000:])
+
+    def pytest_sessionfinish(self) -> None:
+        """The counts are a row, which fails where no test ran."""
+        self._results.row("tests", dict(self._counts), ok=self._counts["passed"] > 0)
