@@ -84,9 +84,8 @@ def create_transport(
 
     Args:
         name: one of `TRANSPORT_NAMES`; `auto` may be overridden by HVD_SPARSE_TRANSPORT. `auto`
-            takes NCCL where the tensors are on CUDA devices that no two ranks share, else MPI where
-            it started the processes and mpi4py can be imported on all of them, else gloo; a world
-            of one needs none.
+            takes MPI where it started the processes and mpi4py can be imported on all of them, else
+            gloo; a world of one needs none. NCCL has to be asked for.
         world: the ranks.
         timeout_s: seconds after which connecting gives up, and after which a peer that shows no
             sign of life is given up. A peer that is alive is waited for, with a warning every
@@ -189,17 +188,15 @@ def describe_capability(
     else:
         # Not imported at all: without mpirun, mpi4py would quietly be a world of one.
         mpi_problem = "the processes were not started by MPI (horovodrun --mpi)"
-    nccl_problem = _problem_with_nccl(requested, device)
+    nccl_problem = _problem_with_nccl(requested)
     identity = None
     if nccl_problem is None:
         identity = str(torch.cuda.get_device_properties(_cuda_device(device)).uuid)
     return Capability(requested, source, mpi_problem, describe_host(), nccl_problem, identity)
 
 
-def _problem_with_nccl(requested: str, device: torch.device | None) -> str | None:
-    if requested == "auto" and (device is None or device.type != "cuda"):
-        return "the tensors are not on a CUDA device"
-    if requested not in ("auto", "nccl"):
+def _problem_with_nccl(requested: str) -> str | None:
+    if requested != "nccl":
         return "it was not asked for"
     from hvd_sparse.transports.nccl import problem_with_nccl
 
@@ -258,8 +255,6 @@ def decide(every: Sequence[Capability]) -> str:
         return requested
     if len(every) == 1:
         return "local"
-    if nccl_problem is None:
-        return "nccl"
     return "gloo" if problems else "mpi"
 
 

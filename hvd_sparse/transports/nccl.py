@@ -73,7 +73,10 @@ def problem_with_nccl() -> str | None:
 def connect_nccl(
     store: Any, rank: int, world_size: int, device: torch.device, timeout_s: float
 ) -> Any:
-    """A group of NCCL's, with its connections made; blocks until all ranks have come.
+    """A group of NCCL's; blocks until all ranks have come.
+
+    Every pair exchanges a message: a pair's first one sets its connection up, and may block past
+    any timeout.
 
     Args:
         store: where the ranks meet.
@@ -86,11 +89,12 @@ def connect_nccl(
     options._timeout = timedelta(seconds=timeout_s + WATCHDOG_S)
     group = dist.ProcessGroupNCCL(store, rank, world_size, options)
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        ranks = torch.ones(1, device=device)
-        group.allreduce([ranks]).wait()
-        connected = int(ranks.item())
-    if connected != world_size:
-        raise RuntimeError(f"NCCL connected {connected} ranks")
+        told = torch.full((world_size,), rank, device=device)
+        ranks, each = torch.empty_like(told), [1] * world_size
+        group.alltoall_base(ranks, told, each, each).wait()
+        came = ranks.tolist()
+    if came != list(range(world_size)):
+        raise RuntimeError(f"NCCL brought the ranks {came}")
     return group
 
 
