@@ -88,7 +88,7 @@ def on_devices(*devices: str, requested: str = "auto") -> list[Capability]:
         ([capability("gloo")], "gloo"),
         ([capability("mpi")] * 2, "mpi"),
         ([capability("horovod", NO_MPI)] * 2, "horovod"),
-        (on_devices("a", "b"), "gloo"),
+        (on_devices("a", "b"), "mpi"),
         (on_devices("a", "b", requested="nccl"), "nccl"),
         (on_devices("a", requested="nccl"), "nccl"),
         (on_devices("a"), "local"),
