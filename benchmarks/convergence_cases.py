@@ -68,10 +68,10 @@ class Case(NamedTuple):
         """The dense training that this one is compared with."""
         return Case(self.task, "dense", "plain", self.density, "float32", self.seed)
 
-    def make(self) -> Method | None:
-        """The method; None: dense."""
+    def arguments(self) -> dict[str, Any]:
+        """What the method's constructor is given."""
         if self.method == "dense":
-            return None
+            return {}
         task, budget = TASKS[self.task], self.budget
         arguments: dict[str, Any] = {
             "density": self.density,
@@ -82,17 +82,23 @@ class Case(NamedTuple):
         }
         if self.method == "hard_threshold":
             arguments["threshold"] = task.hard_thresholds[self.density]
-        method = METHODS[self.method](**arguments).make()
+        return arguments
+
+    def make(self) -> Method | None:
+        """The method; None: dense."""
+        if self.method == "dense":
+            return None
+        method = METHODS[self.method](**self.arguments()).make()
         assert isinstance(method, Method)
         return method
 
     def recipe(self, data: str) -> dict[str, Any]:
         """All that the outcome follows from, as it is written beside it."""
-        method = self.make()
         return {
             **asdict(TASKS[self.task].recipe),
             "steps": self.budget.steps,
-            "method": None if method is None else method.description,
+            "lr": self.budget.lr,
+            "arguments": self.arguments(),
             "world_size": WORLD_SIZE,
             "data": data,
         }

@@ -171,7 +171,7 @@ def train(
         rank, recipe, run = transport.rank, task.recipe, Run()
         model = models[rank]
         averaging = Averaging(model, method, transport, dense_world.transport(rank))
-        optimizer = MomentumCorrectedSGD(model.parameters(), recipe.lr, recipe.momentum)
+        optimizer = MomentumCorrectedSGD(model.parameters(), budget.lr, recipe.momentum)
         vars(optimizer)["_compression"] = averaging  # as Horovod's optimizer has one
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         losses: list[float] = []
@@ -180,7 +180,7 @@ def train(
             if step in (warm, budget.steps * 3 // 4):
                 counts[step] = averaging.counts(step)
             for group in optimizer.param_groups:
-                group["lr"] = recipe.lr_at(step, budget.steps)
+                group["lr"] = budget.lr_at(step, recipe.lr_warmup_steps)
             optimizer.zero_grad(set_to_none=True)
             loss = task.loss(model, generator)
             loss.backward()

@@ -28,10 +28,10 @@ class Sources(Text):
 
     name = "sources"
     limits: ClassVar[Mapping[float, float]] = {0.01: 1.0, 0.001: 4.0}
-    recipe = Recipe(batch=8, lr=2.0, lr_warmup_steps=50, momentum=0.9, clip_norm=1.0)
+    recipe = Recipe(batch=8, lr_warmup_steps=50, momentum=0.9, clip_norm=1.0)
     budgets: ClassVar[Mapping[float, Budget]] = {
-        0.01: Budget(steps=2000, dense_steps=30, warmup_steps=120),
-        0.001: Budget(steps=4000, dense_steps=30, warmup_steps=200),
+        0.01: Budget(steps=2000, lr=1.0, dense_steps=30, warmup_steps=120),
+        0.001: Budget(steps=4000, lr=0.5, dense_steps=30, warmup_steps=200),
     }
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
     length = 32

@@ -19,17 +19,29 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a training takes, and how much of it is sent before the target density.
+    """How long a training takes, how fast it goes, and what is sent before the target density.
+
+    The fewer entries are sent, the longer they wait, and the lower a learning rate must be: at
+    density 0.001 an entry waits a thousand steps. The dense trainings have the same.
 
     Attributes:
         steps: Steps of the whole run.
+        lr: Learning rate after its warm-up; it falls to 0 along a cosine.
         dense_steps: Dense steps at its beginning, for compressors that need them.
         warmup_steps: Steps of the warm-up of density after them.
     """
 
     steps: int
+    lr: float
     dense_steps: int
     warmup_steps: int
+
+    def lr_at(self, step: int, rising_steps: int) -> float:
+        """The learning rate of one step, where it rises over the first `rising_steps`."""
+        if step < rising_steps:
+            return self.lr * (step + 1) / rising_steps
+        done = (step - rising_steps) / max(1, self.steps - rising_steps)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True)
@@ -38,24 +50,15 @@ class Recipe:
 
     Attributes:
         batch: Samples per rank and step.
-        lr: Learning rate after its warm-up; it falls to 0 along a cosine.
-        lr_warmup_steps: Steps over which it rises.
+        lr_warmup_steps: Steps over which the learning rate rises.
         momentum: Of the optimizer, or of a memory in its place.
         clip_norm: Limit on the norm of a rank's gradient.
     """
 
     batch: int
-    lr: float
     lr_warmup_steps: int
     momentum: float
     clip_norm: float
-
-    def lr_at(self, step: int, steps: int) -> float:
-        """The learning rate of one step out of `steps`."""
-        if step < self.lr_warmup_steps:
-            return self.lr * (step + 1) / self.lr_warmup_steps
-        done = (step - self.lr_warmup_steps) / max(1, steps - self.lr_warmup_steps)
-        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class Task(ABC):
@@ -108,10 +111,10 @@ class Digits(Task):
 
     name, metric, unit, gap_unit = "digits", "test accuracy", "%", "points"
     limits: ClassVar[Mapping[float, float]] = {0.01: 0.3, 0.001: 0.7}
-    recipe = Recipe(batch=32, lr=0.2, lr_warmup_steps=25, momentum=0.9, clip_norm=5.0)
+    recipe = Recipe(batch=32, lr_warmup_steps=25, momentum=0.9, clip_norm=5.0)
     budgets: ClassVar[Mapping[float, Budget]] = {
-        0.01: Budget(steps=1500, dense_steps=30, warmup_steps=100),
-        0.001: Budget(steps=6000, dense_steps=40, warmup_steps=300),
+        0.01: Budget(steps=1500, lr=0.1, dense_steps=20, warmup_steps=100),
+        0.001: Budget(steps=4000, lr=0.05, dense_steps=40, warmup_steps=300),
     }
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.3, 0.001: 2.0}
     train_samples = 1437
@@ -219,10 +222,10 @@ class PythonHelp(Text):
 
     name = "text"
     limits: ClassVar[Mapping[float, float]] = {0.01: 1.0, 0.001: 4.0}
-    recipe = Recipe(batch=8, lr=4.0, lr_warmup_steps=50, momentum=0.9, clip_norm=1.0)
+    recipe = Recipe(batch=8, lr_warmup_steps=50, momentum=0.9, clip_norm=1.0)
     budgets: ClassVar[Mapping[float, Budget]] = {
-        0.01: Budget(steps=4000, dense_steps=80, warmup_steps=200),
-        0.001: Budget(steps=8000, dense_steps=60, warmup_steps=400),
+        0.01: Budget(steps=4000, lr=2.0, dense_steps=80, warmup_steps=200),
+        0.001: Budget(steps=8000, lr=1.0, dense_steps=60, warmup_steps=400),
     }
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
     length = 20
