@@ -14,38 +14,58 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.convergence_tasks import Task
+from benchmarks.convergence_tasks import Budget, Task
 from hvd_sparse import MomentumCorrectedSGD
 from hvd_sparse.constructors import RunOptions
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalWorld, run_ranks
 
-XI_INTERVAL = 20
-"""Steps from one measurement of ξ to the next."""
+CURVE_POINTS = 20
+"""Parts of a run at whose ends the model is evaluated."""
 
 
 @dataclass
 class Run:
-    """What came of one training.
+    """What came of one training. Densities are of the parameters that are sent sparsely.
 
     Attributes:
         final: The task's metric in the end.
-        loss: Training loss on rank 0, a mean for every ten steps.
-        density: Entries applied, per element and step, warm-up included.
-        late_density: The same over the last half of the steps.
-        selected: Entries that a rank selected per element and step, over the last half.
-        xi: Ok-Topk's ξ, every `XI_INTERVAL` steps; empty for others.
-        seconds: Time that it took.
+        loss: Training loss on rank 0, a mean for every hundredth of the steps.
+        curve: The task's metric after every twentieth.
+        density: Entries that a rank sent, per element and step, warm-up included.
+        applied: Entries of the sum that was applied, per element and step.
+        late_density: `density` over the last quarter of the steps.
+        late_applied: `applied` over the last quarter.
+        updates: Times that a parameter was updated after the warm-up, on average.
+        mbytes: Megabytes that a rank sent, the dense parameters by a ring allreduce.
+        dense_mbytes: Megabytes of the same steps by a dense ring allreduce.
+        xi: Ok-Topk's ξ at the ends of the curve's parts; only where it has plain error feedback.
+        seconds: Time that it took; depends on what else the machine did.
     """
 
-    final: float
-    loss: list[float]
-    density: float
-    late_density: float
-    selected: float
+    final: float = 0.0
+    loss: list[float] = field(default_factory=list)
+    curve: list[float] = field(default_factory=list)
+    density: float = 1.0
+    applied: float = 1.0
+    late_density: float = 1.0
+    late_applied: float = 1.0
+    updates: float = 0.0
+    mbytes: float = 0.0
+    dense_mbytes: float = 0.0
     xi: list[float] = field(default_factory=list)
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one rank's engine has done up to a step."""
+
+    step: int = 0
+    selected: int = 0
+    applied: int = 0
+    sent_bytes: int = 0
 
 
 class Averaging:
@@ -87,18 +107,31 @@ class Averaging:
                 self.engine.scale = self.engine.scale or 1 / self.dense.world_size
                 p.grad = self.engine.result(name)
 
+    def counts(self, step: int) -> Counts:
+        """What has been done up to a step."""
+        if self.engine is None:
+            return Counts(step)
+        total = self.engine.stats().totals
+        return Counts(step, total.nnz_selected, total.nnz_applied, total.bytes_sent)
+
+    @property
+    def sparse_numel(self) -> int:
+        """Elements that are sent sparsely."""
+        return sum(p.numel() for _, p in self.named if self.is_sparse(p))
+
+    @property
+    def dense_numel(self) -> int:
+        """Elements that are not."""
+        return sum(p.numel() for _, p in self.named) - self.sparse_numel
+
     def accumulator(self) -> Tensor:
-        """What the step selects from: ε + g, or v + m u + g; float32 `(n,)`."""
+        """What the step selects from by plain error feedback: ε + g, float32 `(n,)`."""
         assert self.engine is not None
-        state = self.engine.state_dict()
+        residual = self.engine.state_dict()["residual"]
         parts = []
         for name, p in self.named:
             if self.is_sparse(p) and p.grad is not None:
-                total = p.grad.clone()
-                for kind, factor in (("residual", 1.0), ("momentum", self.momentum)):
-                    if name in state[kind]:
-                        total += factor * state[kind][name]
-                parts.append(total.view(-1))
+                parts.append((p.grad + residual.get(name, 0.0)).view(-1))
         return torch.cat(parts)
 
     def gradient(self) -> Tensor:
@@ -108,7 +141,13 @@ class Averaging:
 
 
 def train(
-    task: Task, method: Method | None, seed: int, world_size: int, *, measure_xi: bool = False
+    task: Task,
+    method: Method | None,
+    seed: int,
+    world_size: int,
+    budget: Budget,
+    *,
+    measure_xi: bool = False,
 ) -> Run:
     """Train once.
 
@@ -117,6 +156,7 @@ def train(
         method: How to compress; None: dense.
         seed: Of the weights and the batches.
         world_size: P.
+        budget: How long.
         measure_xi: Whether to follow Ok-Topk's Assumption 1.
     """
     start = time.perf_counter()
@@ -124,25 +164,29 @@ def train(
     shared: dict[str, Any] = {"rows": [None] * world_size, "xi": []}
     barrier = Barrier(world_size)
     models = [task.model(seed) for _ in range(world_size)]  # here: threads share torch's seed
+    warm = 0 if method is None else method.warmup.dense_steps + method.warmup.steps
+    points = {budget.steps * (i + 1) // CURVE_POINTS for i in range(CURVE_POINTS)}
 
     def worker(transport: Transport) -> tuple[Run, list[Tensor]]:
-        rank = transport.rank
+        rank, recipe, run = transport.rank, task.recipe, Run()
         model = models[rank]
         averaging = Averaging(model, method, transport, dense_world.transport(rank))
-        recipe = task.recipe
-        optimizer = MomentumCorrectedSGD(model.parameters(), recipe.lr, recipe.momentum)
+        optimizer = MomentumCorrectedSGD(model.parameters(), budget.lr, recipe.momentum)
         vars(optimizer)["_compression"] = averaging  # as Horovod's optimizer has one
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         losses: list[float] = []
-        for step in range(recipe.steps):
+        counts: dict[int, Counts] = {}
+        for step in range(budget.steps):
+            if step in (warm, budget.steps * 3 // 4):
+                counts[step] = averaging.counts(step)
             for group in optimizer.param_groups:
-                group["lr"] = recipe.lr_at(step)
+                group["lr"] = budget.lr_at(step, recipe.lr_warmup_steps)
             optimizer.zero_grad(set_to_none=True)
             loss = task.loss(model, generator)
             loss.backward()
             losses.append(float(loss.detach()))
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-            if measure_xi and step % XI_INTERVAL == 0:
+            if measure_xi and step + 1 in points:
                 shared["rows"][rank] = (averaging.accumulator(), averaging.gradient())
                 if barrier.wait() == 0:
                     assert method is not None
@@ -150,17 +194,23 @@ def train(
                 barrier.wait()
             averaging.average()
             optimizer.step()
-        run = Run(task.evaluate(model), means_of_ten(losses), 1.0, 1.0, 1.0)
+            if rank == 0 and step + 1 in points:
+                run.curve.append(task.evaluate(model))
+        run.loss = means(losses, max(1, budget.steps // 100))
+        describe(run, averaging, counts[warm], counts[budget.steps * 3 // 4], budget)
         if averaging.engine is not None:
-            describe(run, averaging.engine)
             averaging.engine.disconnect()
         return run, [p.detach() for p in model.parameters()]
 
-    results = run_ranks(world_size, worker, timeout_s=600.0, limit_s=3600.0)
+    results = run_ranks(world_size, worker, timeout_s=600.0, limit_s=36_000.0)
     first_run, first = results[0]
     for _, weights in results[1:]:
         if not all(torch.equal(a, b) for a, b in zip(first, weights, strict=True)):
             raise RuntimeError(f"{task.name}: the replicas have drifted apart")
+    first_run.final = first_run.curve[-1]
+    first_run.mbytes = sum(run.mbytes for run, _ in results) / world_size
+    first_run.density = sum(run.density for run, _ in results) / world_size
+    first_run.late_density = sum(run.late_density for run, _ in results) / world_size
     first_run.xi = shared["xi"]
     first_run.seconds = time.perf_counter() - start
     return first_run
@@ -181,16 +231,24 @@ def top_k(x: Tensor, k: int) -> Tensor:
     return torch.zeros_like(x).index_copy(0, chosen, x[chosen])
 
 
-def describe(run: Run, engine: Engine) -> None:
-    """The densities that a run had."""
-    buckets = engine.stats().buckets
-    numel = sum(b.numel for b in buckets)
-    run.density = sum(b.nnz_applied for b in buckets) / (numel * buckets[0].steps)
-    late = [list(b.history)[len(b.history) // 2 :] for b in buckets]
-    steps = len(late[0])
-    run.late_density = sum(s.nnz_applied for b in late for s in b) / (numel * steps)
-    run.selected = sum(s.nnz_selected for b in late for s in b) / (numel * steps)
+def describe(run: Run, averaging: Averaging, warm: Counts, late: Counts, budget: Budget) -> None:
+    """The densities and bytes that a rank had."""
+    P, sparse = averaging.dense.world_size, averaging.sparse_numel
+    ring = 2 * (P - 1) / P * 4 * budget.steps / 1e6
+    run.dense_mbytes = ring * (sparse + averaging.dense_numel)
+    end = averaging.counts(budget.steps)
+    run.mbytes = ring * averaging.dense_numel + end.sent_bytes / 1e6
+    run.updates = float(budget.steps - warm.step)
+    if averaging.engine is not None:
+        quarter = sparse * (end.step - late.step)
+        run.density = end.selected / (sparse * end.step)
+        run.applied = end.applied / (sparse * end.step)
+        run.late_density = (end.selected - late.selected) / quarter
+        run.late_applied = (end.applied - late.applied) / quarter
+        run.updates = (end.applied - warm.applied) / sparse
 
 
-def means_of_ten(values: list[float]) -> list[float]:
-    return [sum(ten) / len(ten) for ten in (values[i : i + 10] for i in range(0, len(values), 10))]
+def means(values: list[float], length: int) -> list[float]:
+    """The means of stretches of a list."""
+    parts = [values[i : i + length] for i in range(0, len(values), length)]
+    return [sum(part) / len(part) for part in parts]

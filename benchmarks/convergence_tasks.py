@@ -1,7 +1,7 @@
 """What benchmarks.convergence trains: a CNN on images, and an LSTM on text.
 
 Both come with what is installed anyway: scikit-learn's handwritten digits, and the help texts of
-Python's own `pydoc_data`.
+Python's own `pydoc_data`. A larger text is in convergence_sources.py.
 """
 
 from __future__ import annotations
@@ -18,35 +18,47 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a task is trained; the same for all compressors.
+class Budget:
+    """How long a training takes, how fast it goes, and what is sent before the target density.
+
+    The fewer entries are sent, the longer they wait, and the lower a learning rate must be: at
+    density 0.001 an entry waits a thousand steps. The dense trainings have the same.
 
     Attributes:
         steps: Steps of the whole run.
-        batch: Samples per rank and step.
         lr: Learning rate after its warm-up; it falls to 0 along a cosine.
-        lr_warmup_steps: Steps over which it rises.
-        momentum: Of the optimizer, or of momentum correction in its place.
-        clip_norm: Limit on the norm of the averaged gradient.
-        warmup_steps: Steps of a compressor's warm-up of density.
-        dense_steps: Dense steps before it, for those that need them.
+        dense_steps: Dense steps at its beginning, for compressors that need them.
+        warmup_steps: Steps of the warm-up of density after them.
     """
 
     steps: int
-    batch: int
     lr: float
+    dense_steps: int
+    warmup_steps: int
+
+    def lr_at(self, step: int, rising_steps: int) -> float:
+        """The learning rate of one step, where it rises over the first `rising_steps`."""
+        if step < rising_steps:
+            return self.lr * (step + 1) / rising_steps
+        done = (step - rising_steps) / max(1, self.steps - rising_steps)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a task is trained; the same for all compressors and densities.
+
+    Attributes:
+        batch: Samples per rank and step.
+        lr_warmup_steps: Steps over which the learning rate rises.
+        momentum: Of the optimizer, or of a memory in its place.
+        clip_norm: Limit on the norm of a rank's gradient.
+    """
+
+    batch: int
     lr_warmup_steps: int
     momentum: float
     clip_norm: float
-    warmup_steps: int
-    dense_steps: int
-
-    def lr_at(self, step: int) -> float:
-        """The learning rate of one step."""
-        if step < self.lr_warmup_steps:
-            return self.lr * (step + 1) / self.lr_warmup_steps
-        done = (step - self.lr_warmup_steps) / (self.steps - self.lr_warmup_steps)
-        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class Task(ABC):
@@ -56,14 +68,20 @@ class Task(ABC):
         name: What it is called.
         metric: What is measured in the end.
         unit: Its unit.
+        gap_unit: The unit of `gap`.
+        limits: By density, the gap that must not be passed.
         recipe: How it is trained.
+        budgets: How long, by density.
         hard_thresholds: λ of the hard threshold, by the density that it is to come near.
     """
 
     name: str
     metric: str
     unit: str
+    gap_unit: str
+    limits: ClassVar[Mapping[float, float]]
     recipe: Recipe
+    budgets: ClassVar[Mapping[float, Budget]]
     hard_thresholds: ClassVar[Mapping[float, float]]
 
     @abstractmethod
@@ -78,6 +96,10 @@ class Task(ABC):
     def evaluate(self, model: nn.Module) -> float:
         """The metric, on data that is not trained on."""
 
+    def data(self) -> str:
+        """What tells the data of two installations apart; empty where they are the same."""
+        return ""
+
     @staticmethod
     @abstractmethod
     def gap(value: float, dense: float) -> float:
@@ -87,17 +109,13 @@ class Task(ABC):
 class Digits(Task):
     """A CNN of 72,000 parameters on digits that are shifted by up to a pixel."""
 
-    name, metric, unit = "digits CNN", "test accuracy", "%"
-    recipe = Recipe(
-        steps=500,
-        batch=32,
-        lr=0.2,
-        lr_warmup_steps=25,
-        momentum=0.9,
-        clip_norm=5.0,
-        warmup_steps=100,
-        dense_steps=75,
-    )
+    name, metric, unit, gap_unit = "digits", "test accuracy", "%", "points"
+    limits: ClassVar[Mapping[float, float]] = {0.01: 0.3, 0.001: 0.7}
+    recipe = Recipe(batch=32, lr_warmup_steps=25, momentum=0.9, clip_norm=5.0)
+    budgets: ClassVar[Mapping[float, Budget]] = {
+        0.01: Budget(steps=1500, lr=0.1, dense_steps=20, warmup_steps=100),
+        0.001: Budget(steps=4000, lr=0.05, dense_steps=40, warmup_steps=300),
+    }
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.3, 0.001: 2.0}
     train_samples = 1437
 
@@ -148,10 +166,10 @@ class Digits(Task):
 class CharacterLstm(nn.Module):
     """Predicts the next character."""
 
-    def __init__(self, characters: int, width: int = 96) -> None:
+    def __init__(self, characters: int, width: int = 96, embedded: int = 32) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(characters, 32)
-        self.lstm = nn.LSTM(32, width, batch_first=True)
+        self.embedding = nn.Embedding(characters, embedded)
+        self.lstm = nn.LSTM(embedded, width, batch_first=True)
         self.out = nn.Linear(width, characters)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -159,50 +177,36 @@ class CharacterLstm(nn.Module):
         return out
 
 
-class PythonHelp(Task):
-    """An LSTM of 62,000 parameters on the characters of Python's help texts."""
+class Text(Task):
+    """An LSTM that predicts the next character; `train` and `test` are what it reads.
 
-    name, metric, unit = "text LSTM", "test loss", "nats"
-    recipe = Recipe(
-        steps=2000,
-        batch=8,
-        lr=4.0,
-        lr_warmup_steps=50,
-        momentum=0.9,
-        clip_norm=1.0,
-        warmup_steps=500,
-        dense_steps=400,
-    )
-    hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
-    length = 20
+    Attributes:
+        length: Characters of a sample.
+        characters: Size of the alphabet.
+        train: Codes of the training text, `(n,)`.
+        test: Samples of the test text, `(rows, length + 1)`.
+    """
 
-    def __init__(self) -> None:
-        from pydoc_data.topics import topics
+    metric, unit, gap_unit = "test loss", "nats", "%"
+    length: int
+    test_rows = 512
 
-        text = "\n".join(topics[name] for name in sorted(topics))
-        common = sorted({c for c in text if c.isascii() and c.isprintable()} | {"\n"})
-        codes = {c: i for i, c in enumerate(common)}
-        encoded = torch.tensor([codes[c] for c in text if c in codes])
-        self.characters = len(common)
-        pieces = encoded.split(2000)
-        self.train = torch.cat([piece for i, piece in enumerate(pieces) if i % 10])
-        test = torch.cat(pieces[::10])
+    def keep(self, characters: int, train: Tensor, test: Tensor) -> None:
+        """Take the texts; the test is a fixed choice of rows."""
+        self.characters = characters
+        self.train = train
         rows = len(test) // (self.length + 1)
-        chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:512]
-        self.test = test[: rows * (self.length + 1)].view(rows, -1)[chosen]
-
-    def model(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return CharacterLstm(self.characters)
+        chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+        self.test = test[: rows * (self.length + 1)].view(rows, -1)[chosen[: self.test_rows]]
 
     def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
         last = len(self.train) - self.length - 1
         starts = torch.randint(last, (self.recipe.batch, 1), generator=generator)
-        return self._loss(model, self.train[starts + torch.arange(self.length + 1)])
+        return self._loss(model, self.train[starts + torch.arange(self.length + 1)].long())
 
     def evaluate(self, model: nn.Module) -> float:
         with torch.no_grad():
-            return float(self._loss(model, self.test))
+            return float(self._loss(model, self.test.long()))
 
     def _loss(self, model: nn.Module, text: Tensor) -> Tensor:
         guesses = model(text[:, :-1])
@@ -213,4 +217,30 @@ class PythonHelp(Task):
         return 100.0 * (value / dense - 1)
 
 
-TASKS: tuple[type[Task], ...] = (Digits, PythonHelp)
+class PythonHelp(Text):
+    """An LSTM of 62,000 parameters on the characters of Python's help texts."""
+
+    name = "text"
+    limits: ClassVar[Mapping[float, float]] = {0.01: 1.0, 0.001: 4.0}
+    recipe = Recipe(batch=8, lr_warmup_steps=50, momentum=0.9, clip_norm=1.0)
+    budgets: ClassVar[Mapping[float, Budget]] = {
+        0.01: Budget(steps=4000, lr=2.0, dense_steps=80, warmup_steps=200),
+        0.001: Budget(steps=8000, lr=1.0, dense_steps=60, warmup_steps=400),
+    }
+    hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
+    length = 20
+
+    def __init__(self) -> None:
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics[name] for name in sorted(topics))
+        common = sorted({c for c in text if c.isascii() and c.isprintable()} | {"\n"})
+        codes = {c: i for i, c in enumerate(common)}
+        encoded = torch.tensor([codes[c] for c in text if c in codes])
+        pieces = encoded.split(2000)
+        train = torch.cat([piece for i, piece in enumerate(pieces) if i % 10])
+        self.keep(len(common), train, torch.cat(pieces[::10]))
+
+    def model(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return CharacterLstm(self.characters)

@@ -10,42 +10,64 @@
 namespace hvds {
 namespace {
 
-// Which slots are taken: a bit for each bucket of one slot, else a count for each bucket.
-class SingleSlots {
- public:
-  explicit SingleSlots(uint64_t buckets) : taken_(buckets / 64 + 1) {}
+// Orders the entries of a bucket: the larger magnitude first, of equal ones the lower index.
+uint64_t RankOf(float value, int32_t index) {
+  return uint64_t{KeyOf(value)} << 32 | ~static_cast<uint32_t>(index);
+}
 
-  bool Claim(uint64_t bucket) {
-    const uint64_t bit = uint64_t{1} << bucket % 64;
-    const bool free = (taken_[bucket / 64] & bit) == 0;
-    taken_[bucket / 64] |= bit;
-    return free;
+// Calls `entry(index, value)` for everything finite in the parts.
+template <typename Entry>
+void ForEachFinite(const Workspace& workspace, const Entry& entry) {
+  for (int p = 0; p < workspace.part_count; ++p) {
+    const Part& part = workspace.parts[p];
+    for (size_t i = 0; i < part.count; ++i) {
+      if (KeyOf(part.values.data()[i]) < kNonFiniteKey) {
+        entry(part.indices.data()[i], part.values.data()[i]);
+      }
+    }
+  }
+}
+
+// The buckets that more entries hash to than they have slots for, and which entries win there.
+class Contest {
+ public:
+  Contest(const Workspace& workspace, const BucketHash& hash, uint32_t slots_per_bucket)
+      : hash_(hash), slots_(slots_per_bucket), places_(hash.buckets) {
+    ForEachFinite(workspace, [&](int32_t index, float) { ++places_[hash_(index)]; });
+    uint32_t contested = 0;
+    for (uint32_t& place : places_) place = place > slots_ ? contested++ : kFree;
+    ranks_.resize(size_t{contested} * slots_);
+    if (contested == 0) return;
+    ForEachFinite(workspace, [&](int32_t index, float value) {
+      const uint32_t place = places_[hash_(index)];
+      if (place != kFree) Enter(&ranks_[size_t{place} * slots_], RankOf(value, index));
+    });
+  }
+
+  bool Wins(int32_t index, float value) const {
+    const uint32_t place = places_[hash_(index)];
+    return place == kFree || RankOf(value, index) >= ranks_[size_t{place} * slots_ + slots_ - 1];
   }
 
  private:
-  std::vector<uint64_t> taken_;
-};
+  static constexpr uint32_t kFree = UINT32_MAX;
 
-class SharedSlots {
- public:
-  SharedSlots(uint64_t buckets, uint32_t slots_per_bucket)
-      : taken_(buckets), slots_per_bucket_(slots_per_bucket) {}
-
-  bool Claim(uint64_t bucket) {
-    const bool free = taken_[bucket] < slots_per_bucket_;
-    taken_[bucket] += free;
-    return free;
+  // Keeps the highest ranks of a bucket, descending.
+  void Enter(uint64_t* bucket, uint64_t rank) const {
+    uint32_t slot = slots_;
+    if (rank < bucket[slot - 1]) return;
+    for (--slot; slot > 0 && bucket[slot - 1] < rank; --slot) bucket[slot] = bucket[slot - 1];
+    bucket[slot] = rank;
   }
 
- private:
-  std::vector<uint8_t> taken_;
-  const uint32_t slots_per_bucket_;
+  const BucketHash hash_;
+  const uint32_t slots_;
+  std::vector<uint32_t> places_;  // by bucket: where its ranks are, or that all its entries win
+  std::vector<uint64_t> ranks_;
 };
 
-// Leaves in the parts what finds a slot; the rest goes to `losers`.
-template <typename Slots>
-void KeepClaimed(Workspace& workspace, std::vector<Part>& losers, const BucketHash& hash,
-                 Slots slots) {
+// Leaves in the parts what wins a slot; the rest goes to `losers`.
+void KeepWinners(Workspace& workspace, std::vector<Part>& losers, const Contest& contest) {
   for (int p = 0; p < workspace.part_count; ++p) {
     Part& part = workspace.parts[p];
     int32_t* const indices = part.indices.data();
@@ -59,7 +81,7 @@ void KeepClaimed(Workspace& workspace, std::vector<Part>& losers, const BucketHa
       // Written to both ends, of which one advances: a branch would be mispredicted at every loser.
       const int32_t index = indices[i];
       const float value = values[i];
-      const bool wins = KeyOf(value) >= kNonFiniteKey || slots.Claim(hash(index));
+      const bool wins = KeyOf(value) >= kNonFiniteKey || contest.Wins(index, value);
       indices[kept] = lost_indices[i - kept] = index;
       values[kept] = lost_values[i - kept] = value;
       kept += wins;
@@ -124,11 +146,7 @@ void HashSelect(Workspace& workspace, const Accumulation& accumulation, uint32_t
                 const BucketHash& hash, uint32_t slots_per_bucket, int threads) {
   Accumulate(workspace, accumulation, {key}, Mode::kTake, threads);
   std::vector<Part>& losers = workspace.Losers();
-  if (slots_per_bucket == 1) {
-    KeepClaimed(workspace, losers, hash, SingleSlots(hash.buckets));
-  } else {
-    KeepClaimed(workspace, losers, hash, SharedSlots(hash.buckets, slots_per_bucket));
-  }
+  KeepWinners(workspace, losers, Contest(workspace, hash, slots_per_bucket));
   Run(workspace.part_count, threads, [&](int p) { PutBack(losers[p], accumulation.residual); });
   RestoreSpoiled(workspace, accumulation);
 }

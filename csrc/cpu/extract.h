@@ -19,8 +19,8 @@ struct BucketHash {
   }
 };
 
-// Adds the gradients; of what reaches the key, each bucket takes the `slots_per_bucket` lowest
-// indices, and the rest stays. Non-finite sums need no slot.
+// Adds the gradients; of what reaches the key, each bucket takes the `slots_per_bucket` largest
+// magnitudes, of equal ones the lower indices, and the rest stays. Non-finite sums need no slot.
 void HashSelect(Workspace& workspace, const Accumulation& accumulation, uint32_t key,
                 const BucketHash& hash, uint32_t slots_per_bucket, int threads);
 

@@ -76,6 +76,19 @@ struct Sums {
     }
     return bits;
   }
+
+  // The magnitude's key of one item, round * 4 + i; indexing the sums would move them to memory.
+  __device__ __forceinline__ u32 KeyAt(u32 item) const {
+    u32 key = 0;
+#pragma unroll
+    for (u32 round = 0; round < kRounds; ++round) {
+#pragma unroll
+      for (u32 i = 0; i < kQuad; ++i) {
+        key = item == round * kQuad + i ? KeyOf(sum[round][i]) : key;
+      }
+    }
+    return key;
+  }
 };
 
 __device__ __forceinline__ bool Has(u32 bits, u32 round, u32 i) {

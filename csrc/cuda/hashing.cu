@@ -2,33 +2,40 @@
 //
 // Source: Wang et al., "DRAGONN: Distributed Randomized Approximate Gradients of Neural Networks"
 // (ICML '22), section 4. h = ((a i + b) mod 2**64) >> 32 chooses one of `buckets` buckets,
-// h * buckets >> 32, and a bucket has one slot, or eight: the 32 bytes that memory moves at once.
+// h * buckets >> 32, and a bucket has one slot, or eight.
 //
-// Departures: the entries of a bucket with the lowest indices win, whatever the order in which the
-// blocks run, and winners come out in ascending order. Two launches: hash_claim adds the gradients
-// and fills the slots, hash_take moves the winners out.
+// Departures: the largest magnitudes of a bucket win, of equal ones the lower indices, whatever the
+// order in which the blocks run; winners come out in ascending order. Two launches: hash_claim adds
+// the gradients and fills the slots, hash_take moves the winners out.
 #include "accumulate.cuh"
 
-constexpr u32 kEmpty = 0x7fffffffu;  // above every index
+constexpr u64 kEmpty = 0;  // below every rank: what reaches a key is not zero
 
-__device__ __forceinline__ u32* BucketOf(u32* table, i64 index, u32 buckets, u32 slots_per_bucket,
+// Orders the entries of a bucket: the larger magnitude first, of equal ones the lower index.
+__device__ __forceinline__ u64 RankOf(u32 key, i64 index) {
+  return u64{key} << 32 | ~static_cast<u32>(index);
+}
+
+__device__ __forceinline__ u64* BucketOf(u64* table, i64 index, u32 buckets, u32 slots_per_bucket,
                                          u64 a, u64 b) {
   const u64 h = (a * static_cast<u64>(index) + b) >> 32;
   return table + (h * buckets >> 32) * slots_per_bucket;
 }
 
-// Leaves the lowest indices of a bucket in its slots, ascending: each slot keeps the lower of two,
+// Leaves the highest ranks of a bucket in its slots, descending: each slot keeps the higher of two,
 // and the other goes on to the next slot.
-__device__ inline void Claim(u32* bucket, u32 slots_per_bucket, u32 index) {
-  for (u32 slot = 0; slot < slots_per_bucket && index != kEmpty; ++slot) {
-    const u32 found = atomicMin(&bucket[slot], index);
-    index = found < index ? index : found;
+__device__ inline void Claim(u64* bucket, u32 slots_per_bucket, u64 rank) {
+  for (u32 slot = 0; slot < slots_per_bucket && rank != kEmpty; ++slot) {
+    const u64 found = atomicMax(&bucket[slot], rank);
+    rank = found < rank ? found : rank;
   }
 }
 
-__device__ inline bool Holds(const u32* bucket, u32 slots_per_bucket, u32 index) {
+__device__ inline bool Holds(const u64* bucket, u32 slots_per_bucket, i64 index) {
   for (u32 slot = 0; slot < slots_per_bucket; ++slot) {
-    if (bucket[slot] == index) return true;
+    if (bucket[slot] != kEmpty && static_cast<u32>(bucket[slot]) == ~static_cast<u32>(index)) {
+      return true;
+    }
   }
   return false;
 }
@@ -37,7 +44,7 @@ template <bool kMomentum>
 __device__ __forceinline__ void ClaimTile(f32* residual, const Momentum& momentum,
                                           const Segment* segments, i32 segment_count, u32 key,
                                           u32 buckets, u32 slots_per_bucket, u64 a, u64 b,
-                                          u32* table, u32* marks) {
+                                          u64* table, u32* marks) {
   const Tile tile = FindTile(segments, segment_count, blockIdx.x);
   Sums<kMomentum> sums;
   sums.Load(residual, momentum, tile);
@@ -49,7 +56,7 @@ __device__ __forceinline__ void ClaimTile(f32* residual, const Momentum& momentu
     const u32 item = static_cast<u32>(__ffs(static_cast<int>(left))) - 1;
     const i64 index = tile.begin + PlaceOf(item / kQuad, item % kQuad);
     Claim(BucketOf(table, index, buckets, slots_per_bucket, a, b), slots_per_bucket,
-          static_cast<u32>(index));
+          RankOf(sums.KeyAt(item), index));
   }
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
@@ -78,7 +85,7 @@ __device__ __forceinline__ f32 SumLeft(f32 v, f32 g, f32 u, bool is_spoiled,
 template <bool kMomentum>
 __device__ __forceinline__ void TakeTile(f32* residual, const Momentum& momentum,
                                          const Segment* segments, i32 segment_count, u32 buckets,
-                                         u32 slots_per_bucket, u64 a, u64 b, u32* table,
+                                         u32 slots_per_bucket, u64 a, u64 b, u64* table,
                                          const u32* marks, i64 first_tile, u64 capacity,
                                          Header* header, i32* indices, f32* values) {
   const u32 ticket = TakeTicket(header);
@@ -89,8 +96,8 @@ __device__ __forceinline__ void TakeTile(f32* residual, const Momentum& momentum
   for (u32 left = hits; left != 0; left &= left - 1) {
     const u32 item = static_cast<u32>(__ffs(static_cast<int>(left))) - 1;
     const i64 index = tile.begin + PlaceOf(item / kQuad, item % kQuad);
-    const u32* const bucket = BucketOf(table, index, buckets, slots_per_bucket, a, b);
-    if (Holds(bucket, slots_per_bucket, static_cast<u32>(index))) winners |= 1u << item;
+    const u64* const bucket = BucketOf(table, index, buckets, slots_per_bucket, a, b);
+    if (Holds(bucket, slots_per_bucket, index)) winners |= 1u << item;
   }
   u32 rank[kRounds];
   const u32 count = RankHits(winners, rank);
@@ -123,7 +130,7 @@ __device__ __forceinline__ void TakeTile(f32* residual, const Momentum& momentum
 // `buffer` is null without momentum.
 KERNEL hash_claim(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
                   i32 segment_count, u32 key, u32 buckets, u32 slots_per_bucket, u64 a, u64 b,
-                  u32* table, u32* marks) {
+                  u64* table, u32* marks) {
   const Momentum momentum{buffer, factor, nesterov != 0};
   if (buffer == nullptr) {
     ClaimTile<false>(residual, momentum, segments, segment_count, key, buckets, slots_per_bucket, a,
@@ -137,7 +144,7 @@ KERNEL hash_claim(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Se
 // Moves out what hash_claim has marked, where it holds a slot or is not finite. One block per tile,
 // from `first_tile` on; the output has room for `capacity` entries (compact.cuh).
 KERNEL hash_take(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
-                 i32 segment_count, u32 buckets, u32 slots_per_bucket, u64 a, u64 b, u32* table,
+                 i32 segment_count, u32 buckets, u32 slots_per_bucket, u64 a, u64 b, u64* table,
                  const u32* marks, i64 first_tile, u64 capacity, Header* header, i32* indices,
                  f32* values) {
   const Momentum momentum{buffer, factor, nesterov != 0};

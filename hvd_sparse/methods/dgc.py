@@ -47,16 +47,19 @@ class DgcOptions(AnyCollectiveOptions):
 class DragonnOptions(AnyCollectiveOptions):
     """DRAGONN: entries that pass a sampled threshold are extracted by hashing their indices.
 
-    Source: Wang et al., "DRAGONN" (ICML 2022), algorithm 1. Where |acc_i| ≥ t, I[h(i)] = i; what
-    lost its slot stays in the residual. The authors use DGC's memory with it: `momentum=0.9`.
+    Source: Wang et al., "DRAGONN" (ICML 2022), algorithm 1. Where |acc_i| ≥ t, I[h(i)] = i; the
+    largest magnitudes win, and what lost its slot stays in the residual. The authors use DGC's
+    memory with it: `momentum=0.9`.
     """
 
     name = "dragonn"
 
-    slots_per_entry: float = option(2.0, "m/k, slots per entry wanted, above 0.", above(0))
+    slots_per_entry: float = option(
+        3.0, "m/l, slots per entry that may be expected to reach the threshold, above 0.", above(0)
+    )
     slots_per_bucket: int = option(
         8,
-        "8, of which under 1 % lose at 2 slots per entry; or 1, as in the paper, whose release has "
+        "8, where under 0.1 % lose at 3 slots per entry; or 1, as in the paper, whose release has "
         "4 slots per entry and loses 11.5 %.",
         _check_slots_per_bucket,
     )

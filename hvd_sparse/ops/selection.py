@@ -121,11 +121,11 @@ def partition_select(
 def hash_select(
     accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, a: int, b: int
 ) -> tuple[Tensor, Tensor]:
-    """Adds gradients, and moves out what reaches a threshold and finds a free slot by its hash.
+    """Adds gradients, and moves out what reaches a threshold and wins a slot by its hash.
 
     Index i hashes to h = ((a·i + b) mod 2**64) >> 32, and to bucket (h · buckets) >> 32. A bucket
-    takes `slots_per_bucket` entries; what comes too late stays in the residual. On the CPU the
-    lowest indices win, elsewhere any may. Entries that become non-finite need no slot: all move.
+    takes the `slots_per_bucket` largest magnitudes that hash to it, of equal ones the lower
+    indices; the others stay in the residual. Entries that become non-finite need no slot: all move.
 
     Source: Wang et al., "DRAGONN" (ICML '22), Algorithm 1, which is `slots_per_bucket=1`.
 

@@ -3,7 +3,8 @@
 Source: Wang et al., "DRAGONN: Distributed Randomized Approximate Gradients of Neural Networks"
 (ICML 2022), algorithm 1 and appendix A.2 (hash collisions).
 
-Symbols: l entries that pass the threshold, m slots, h a hash function, I the table of slots.
+Symbols: l entries that may be expected to pass the threshold, at most; m slots, h a hash function,
+I the table of slots.
 
 Steps:
   1. for every entry i that passes: I[h(i)] = i, in any order and without waiting for others;
@@ -13,9 +14,14 @@ Steps:
 The sparse decode of section 4.3 (concatenate P streams, then one scatter-add) is `merge_sum`.
 
 Departures:
-  * With `slots_per_bucket` 8 an entry takes any free slot of its bucket, 32 bytes that are read at
-    once. Under 1 % lose at m = 2l, where the paper's single slot loses 21 % (11.5 % at m = 4l).
-  * m is a multiple of l, what is expected to pass, not of k.
+  * The largest magnitudes win, whatever the order in which entries come: no part of the tensor is
+    favoured, and who loses is small.
+  * With `slots_per_bucket` 8 an entry takes any free slot of its bucket. At m = 3l 0.01 to
+    0.06 % of what passes loses its slot, measured at densities 0.01 and 0.001 of 1 and 25 million
+    elements: up to 0.08 % in any tenth of the tensor, 0.35 % in any tenth of the magnitudes. The
+    paper's single slot loses 21 % of l entries that pass at m = 2l, and 11.5 % at m = 4l.
+  * m is a multiple of l, not of k. A threshold from a small sample lets up to 1.8 k pass as a rule,
+    and l is two standard deviations above that (`SampledThreshold.most_passing`).
 """
 
 from __future__ import annotations
@@ -42,16 +48,16 @@ class HashedExtraction(Extraction):
     """
 
     def __init__(
-        self, slots_per_entry: float = 2.0, slots_per_bucket: int = 8, seed: int = 0
+        self, slots_per_entry: float = 3.0, slots_per_bucket: int = 8, seed: int = 0
     ) -> None:
         self.slots_per_entry = slots_per_entry
         self.slots_per_bucket = slots_per_bucket
         self.seed = seed
         self.step = 0
 
-    def extract(self, accumulator: Accumulator, threshold: float, k: int) -> SparseStream:
+    def extract(self, accumulator: Accumulator, threshold: float, expected: float) -> SparseStream:
         """See `Extraction.extract`."""
-        buckets = math.ceil(self.slots_per_entry * k / self.slots_per_bucket)
+        buckets = math.ceil(self.slots_per_entry * expected / self.slots_per_bucket)
         a = mixed(self.seed, 2 * self.step) | 1
         b = mixed(self.seed, 2 * self.step + 1)
         self.step += 1

@@ -57,6 +57,11 @@ class Sampler:
         finite = magnitude_keys(magnitudes) < INFINITE_KEY
         return magnitudes if bool(finite.all()) else magnitudes[finite]
 
+    def sampled(self, numel: int) -> int:
+        """About how many of `numel` elements a sample has, at least 1."""
+        stride = sample_stride(numel, self.share)
+        return max(1, numel * min(RUN, stride) // stride)
+
 
 def sample_stride(numel: int, share: float) -> int:
     """From one run to the next, where about a share of the elements is looked at; odd."""
@@ -87,6 +92,15 @@ class SampledThreshold(Estimator):
         if sample.numel() == 0:
             return 0.0
         return ops.kth_magnitude(sample, deep_rank(sample.numel(), accumulator.numel, k))
+
+    def most_passing(self, numel: int, k: int) -> float:
+        """See `Estimator.most_passing`: two standard deviations above the expected count.
+
+        Of a sample, r reach the threshold, and so do n r/s of all, give or take n √r/s.
+        """
+        sampled = self.sampler.sampled(numel)
+        rank = deep_rank(sampled, numel, k)
+        return numel / sampled * (rank + 2 * math.sqrt(rank))
 
     def state_dict(self) -> dict[str, Any]:
         """See `Selector.state_dict`."""

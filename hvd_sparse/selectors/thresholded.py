@@ -28,6 +28,11 @@ class Estimator(ABC):
     def estimate(self, accumulator: Accumulator, k: int) -> float:
         """A threshold, at least 0, that about `k` of all the accumulator's entries reach."""
 
+    def most_passing(self, numel: int, k: int) -> float:
+        """How many of `numel` entries may be expected to reach the threshold, at most."""
+        del numel
+        return k
+
     def state_dict(self) -> dict[str, Any]:
         """See `Selector.state_dict`."""
         return {}
@@ -41,9 +46,9 @@ class Estimator(ABC):
 class Extraction:
     """Ordered compaction: everything that reaches the threshold is taken."""
 
-    def extract(self, accumulator: Accumulator, threshold: float, k: int) -> SparseStream:
-        """Take what reaches the threshold; about `k` entries are to be expected."""
-        del k
+    def extract(self, accumulator: Accumulator, threshold: float, expected: float) -> SparseStream:
+        """Take what reaches the threshold; at most about `expected` entries are to be expected."""
+        del expected
         return accumulator.select(threshold)
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,7 +89,8 @@ class ThresholdSelector(Selector):
         if wanted == accumulator.width and math.isfinite(self.tolerance):
             return accumulator.select(0.0)  # density 1: no threshold may leave anything behind
         threshold = self.estimator.estimate(accumulator, k)
-        stream = self.extraction.extract(accumulator, threshold, wanted)
+        expected = accumulator.scope.share * self.estimator.most_passing(accumulator.numel, k)
+        stream = self.extraction.extract(accumulator, threshold, max(wanted, expected))
         if stream.nnz > wanted * (1 + self.tolerance):
             stream, _ = keep_largest(accumulator, stream, wanted)
         elif stream.nnz < wanted * (1 - self.tolerance) and stream.isfinite():

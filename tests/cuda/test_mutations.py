@@ -166,11 +166,14 @@ MUTATIONS = {
     "slots without atomics": Mutation(
         "hashing",
         "void Claim(",
-        "atomicMin(&bucket[slot], index)",
-        "NonAtomicMin(&bucket[slot], index)",
+        "atomicMax(&bucket[slot], rank)",
+        "NonAtomicMax(&bucket[slot], rank)",
     ),
     "loser forgotten": Mutation(
-        "hashing", "const u32 found = ", "found < index ? index : found", "found"
+        "hashing", "const u64 found = ", "found < rank ? found : rank", "kEmpty"
+    ),
+    "magnitudes not compared": Mutation(
+        "hashing", "slots_per_bucket,\n          RankOf(", "sums.KeyAt(item)", "1u"
     ),
     "spoiled residual of a hit": Mutation(
         "hashing", "residual[index] = is_spoiled ? ", "Kept(v)", "sum"

@@ -152,7 +152,15 @@ def test_hash_spreads() -> None:
     assert collision_share(residual, 2 * k, 8) < 0.012
 
 
-def test_hash_prefers_low_indices_and_needs_no_slot_for_infinity() -> None:
+def test_hash_prefers_large_magnitudes() -> None:
+    residual = torch.tensor([1.0, -4.0, 2.0, 5.0, 3.0, 4.0])
+    indices, values = ops.hash_select(Accumulation(residual), 0.5, 3, 3, A, B)
+    assert indices.tolist() == [1, 3, 5]
+    assert values.tolist() == [-4.0, 5.0, 4.0]
+    assert residual.tolist() == [1.0, 0.0, 2.0, 0.0, 3.0, 0.0]
+
+
+def test_of_equal_magnitudes_hash_prefers_low_indices_and_infinity_needs_no_slot() -> None:
     residual = torch.ones(6)
     gradient = torch.tensor([0.0, 1.0, INF, 1.0, 0.0, 1.0])
     indices, _ = ops.hash_select(Accumulation(residual, [gradient]), 1.5, 2, 2, A, B)

@@ -38,8 +38,6 @@ LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 16
 """Elements that are sampled for a pivot: n / 64, within these limits."""
 FEW_GROUPS = 32
 """Up to so many groups, the whole device works on one group after the other."""
-EMPTY_SLOT = 0x7FFFFFFF
-"""`kEmpty` in csrc/cuda/hashing.cu."""
 
 
 class CudaSelection(CudaEstimation):
@@ -111,14 +109,14 @@ class CudaSelection(CudaEstimation):
         a: int,
         b: int,
     ) -> Entries:
-        """Moves out what reaches the threshold and finds a free slot."""
+        """Moves out what reaches the threshold and wins a slot."""
         inputs, device = _begin(accumulation), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),
             np.uint32(slots_per_bucket),
             np.uint64(a),
             np.uint64(b),
-            torch.full((slots,), EMPTY_SLOT, dtype=torch.int32, device=device),
+            torch.zeros(slots, dtype=torch.int64, device=device),  # of `kEmpty`
         )
         marks = torch.empty(inputs.tiles * THREADS, dtype=torch.int32, device=device)
         arguments = (inputs.residual, *inputs.momentum, *inputs.table)

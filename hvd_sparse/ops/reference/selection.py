@@ -58,12 +58,13 @@ def partition_select(
 def hash_select(
     accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, a: int, b: int
 ) -> tuple[Tensor, Tensor]:
-    """Moves out what reaches the threshold and finds a free slot."""
+    """Moves out what reaches the threshold and wins a slot."""
     sums = Sums(accumulation)
     finite = sums.keys < INFINITE_KEY
     selected = _where((sums.keys >= threshold_key(threshold)) & finite)
+    selected = selected[torch.sort(sums.keys[selected], descending=True, stable=True).indices]
     buckets = _bucket_of(selected, slots // slots_per_bucket, a, b)
-    # Sorted stably, the entries of a bucket are a run of ascending indices: the first ones win.
+    # Sorted stably, the entries of a bucket are a run of descending magnitudes: the first ones win.
     buckets, order = torch.sort(buckets, stable=True)
     position = torch.arange(order.numel(), device=order.device)
     place = position - torch.searchsorted(buckets, buckets)

@@ -165,19 +165,15 @@ T atomicAdd(T* at, T operand) {
   return shim::Fetch<T>(at, [](T old, T by) { return static_cast<T>(old + by); }, operand);
 }
 template <typename T>
-T atomicMin(T* at, T operand) {
-  return shim::Fetch<T>(at, [](T old, T by) { return old < by ? old : by; }, operand);
-}
-// What a mutation puts in the place of atomicMin.
-template <typename T>
-T NonAtomicMin(T* at, T operand) {
-  const T old = *at;
-  if (operand < old) *at = operand;
-  return old;
-}
-template <typename T>
 T atomicMax(T* at, T operand) {
   return shim::Fetch<T>(at, [](T old, T by) { return old < by ? by : old; }, operand);
+}
+// What a mutation puts in the place of atomicMax.
+template <typename T>
+T NonAtomicMax(T* at, T operand) {
+  const T old = *at;
+  if (old < operand) *at = operand;
+  return old;
 }
 template <typename T>
 T atomicOr(T* at, T operand) {

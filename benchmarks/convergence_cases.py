@@ -1,0 +1,142 @@
+"""The trainings of benchmarks.convergence: which memory, how long, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from benchmarks.convergence_sources import Sources
+from benchmarks.convergence_tasks import Budget, Digits, PythonHelp, Task
+from hvd_sparse.engine import Method
+from hvd_sparse.methods import METHODS
+
+WORLD_SIZE = 4
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, PythonHelp, Sources)}
+DENSITIES = (0.001, 0.01)
+SEEDS = (10, 11, 12)
+"""Of the reported trainings. Recipes were chosen on seed 0."""
+MAX_MEAN_DENSITY = 0.02
+"""Of a whole training at density 0.001."""
+
+PROMISED = ("oktopk", "exdyna", "dgc", "dragonn", "clt_k")
+"""Compressors that must come near to dense."""
+OTHERS = ("topk", "sidco", "mstopk", "gaussiank", "randomk", "hard_threshold")
+METHOD_NAMES = ("dense", *PROMISED, *OTHERS)
+DENSE_FIRST = ("oktopk", "exdyna", "clt_k")
+"""Compressors that apply only k entries a step: their first steps are dense, as in some trainings
+of Ok-Topk's authors."""
+
+MEMORIES = ("plain", "local")
+"""plain: error feedback, and the optimizer's own momentum after the exchange. local: DGC's momentum
+correction."""
+PAPER_MEMORY = {"dgc": "local", "dragonn": "local"}
+"""The memory in a method's paper, where it is not plain error feedback."""
+BEST_MEMORY = {0.01: "local", 0.001: "plain"}
+"""What the tuning seed showed to be best, by density."""
+LOSSY_WIRES = ("float16+gap", "qsgd4")
+
+
+class Case(NamedTuple):
+    """One training."""
+
+    task: str
+    method: str
+    memory: str
+    density: float
+    wire: str
+    seed: int
+
+    @property
+    def words(self) -> str:
+        """The case, to be read."""
+        density = f"{self.density:g}"
+        if self.method == "dense":
+            return f"{self.task}, steps of density {density}, dense, seed {self.seed}"
+        wire = "" if self.wire == "float32" else f", {self.wire}"
+        return (
+            f"{self.task}, density {density}, {self.method}, {self.memory}{wire}, seed {self.seed}"
+        )
+
+    @property
+    def budget(self) -> Budget:
+        """How long the training takes; a dense one as long as those that it is compared with."""
+        return TASKS[self.task].budgets[self.density]
+
+    @property
+    def dense(self) -> Case:
+        """The dense training that this one is compared with."""
+        return Case(self.task, "dense", "plain", self.density, "float32", self.seed)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the method's constructor is given."""
+        if self.method == "dense":
+            return {}
+        task, budget = TASKS[self.task], self.budget
+        arguments: dict[str, Any] = {
+            "density": self.density,
+            "warmup_steps": budget.warmup_steps,
+            "dense_steps": budget.dense_steps if self.method in DENSE_FIRST else 0,
+            "wire": self.wire,
+            **memory_arguments(self.memory, task.recipe.momentum),
+        }
+        if self.method == "hard_threshold":
+            arguments["threshold"] = task.hard_thresholds[self.density]
+        return arguments
+
+    def make(self) -> Method | None:
+        """The method; None: dense."""
+        if self.method == "dense":
+            return None
+        method = METHODS[self.method](**self.arguments()).make()
+        assert isinstance(method, Method)
+        return method
+
+    def recipe(self, data: str) -> dict[str, Any]:
+        """All that the outcome follows from, as it is written beside it."""
+        return {
+            **asdict(TASKS[self.task].recipe),
+            "steps": self.budget.steps,
+            "lr": self.budget.lr,
+            "arguments": self.arguments(),
+            "world_size": WORLD_SIZE,
+            "data": data,
+        }
+
+
+def memory_arguments(memory: str, momentum: float) -> dict[str, Any]:
+    """The constructor's arguments for a memory."""
+    return {"plain": {}, "local": {"momentum": momentum}}[memory]
+
+
+def memories_of(method: str, density: float) -> tuple[str, ...]:
+    """The best memory at this density, and the paper's."""
+    return tuple(dict.fromkeys((BEST_MEMORY[density], PAPER_MEMORY.get(method, "plain"))))
+
+
+def cases() -> Iterator[Case]:
+    """All trainings, the most telling first: one seed of everything before the others' first."""
+    for seed in SEEDS:
+        for task in TASKS:
+            for density in DENSITIES:
+                yield Case(task, "dense", "plain", density, "float32", seed)
+                for place in (0, 1):
+                    for method in PROMISED:
+                        memories = memories_of(method, density)
+                        if place < len(memories):
+                            yield Case(task, method, memories[place], density, "float32", seed)
+            if task != "sources":
+                yield from lossy(task, seed)
+    for task in TASKS:
+        for density in DENSITIES:
+            for method in OTHERS:
+                memory = "plain" if method == "randomk" else BEST_MEMORY[density]
+                yield Case(task, method, memory, density, "float32", SEEDS[0])
+
+
+def lossy(task: str, seed: int) -> Iterator[Case]:
+    """Trainings over wires that round."""
+    for density in DENSITIES:
+        for wire in LOSSY_WIRES:
+            for method in ("oktopk", "dgc"):
+                yield Case(task, method, BEST_MEMORY[density], density, wire, seed)
