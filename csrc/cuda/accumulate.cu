@@ -17,11 +17,17 @@ __device__ __forceinline__ void SelectTile(f32* residual, const Momentum& moment
                                            Header* header, i32* indices, f32* values) {
   const u32 ticket = TakeTicket(header);
   const Tile tile = FindTile(segments, segment_count, first_tile + ticket);
+  const bool is_wide = IsWide(tile, residual, kMomentum ? momentum.buffer : nullptr);
   Sums<kMomentum> sums;
-  sums.Load(residual, momentum, tile);
-  const u32 hits = sums.Where(tile, [=](u32 key, i64 at) {
-    return key >= kNonFiniteKey || (key >= least && at >= start && at < stop);
-  });
+  sums.Load(residual, momentum, tile, is_wide);
+  u32 hits;
+  if (start <= tile.begin && tile.begin + tile.numel <= stop) {
+    hits = sums.Where(tile, [=](u32 key, i64) { return key >= least; });
+  } else {
+    hits = sums.Where(tile, [=](u32 key, i64 at) {
+      return key >= kNonFiniteKey || (key >= least && at >= start && at < stop);
+    });
+  }
   u32 rank[kRounds];
   const u32 count = RankHits(hits, rank);
   const u64 before = SumBefore(header, ticket, count);
@@ -30,22 +36,19 @@ __device__ __forceinline__ void SelectTile(f32* residual, const Momentum& moment
   Emit(tile, hits, rank, before, sums.sum, indices, values);
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
-    const u32 place = PlaceOf(round, 0), left = LeftOf(tile, place);
-    f32* const v = residual + tile.begin + place;
-    f32* const u = kMomentum ? momentum.buffer + tile.begin + place : nullptr;
 #pragma unroll
     for (u32 i = 0; i < kQuad; ++i) {
       if (!Has(hits, round, i)) continue;
       if (IsFinite(sums.sum[round][i])) {
         sums.sum[round][i] = 0.0f;
       } else {
-        sums.sum[round][i] = Kept(v[i]);
-        if (kMomentum) sums.MomentumOf(round, i) = Kept(u[i]);
+        const i64 at = tile.begin + PlaceOf(round, i);
+        sums.sum[round][i] = Kept(residual[at]);
+        if (kMomentum) sums.MomentumOf(round, i) = Kept(momentum.buffer[at]);
       }
     }
-    StoreQuad(v, left, sums.sum[round]);
-    if (kMomentum) StoreQuad(u, left, sums.u[round]);
   }
+  sums.Store(residual, momentum, tile, is_wide);
 }
 
 // Adds the gradients, over all elements; entries in [start, stop) that reach the key leave, and

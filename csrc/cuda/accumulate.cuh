@@ -39,16 +39,25 @@ struct Sums {
     return u[kMomentum ? round : 0][i];
   }
 
-  // All loads come before the first use of any.
+  // All loads come before the first use of any. Items that do not exist become zero.
   __device__ __forceinline__ void Load(const f32* residual, const Momentum& momentum,
-                                       const Tile& tile) {
+                                       const Tile& tile, bool is_wide) {
     f32 gradient[kRounds][kQuad];
+    if (is_wide) {
 #pragma unroll
-    for (u32 round = 0; round < kRounds; ++round) {
-      const u32 place = PlaceOf(round, 0), left = LeftOf(tile, place);
-      LoadQuad(residual + tile.begin + place, left, sum[round]);
-      LoadGradient(tile, place, left, gradient[round]);
-      if (kMomentum) LoadQuad(momentum.buffer + tile.begin + place, left, u[round]);
+      for (u32 round = 0; round < kRounds; ++round) {
+        LoadWide(residual + tile.begin + PlaceOf(round, 0), sum[round]);
+        if (kMomentum) LoadWide(momentum.buffer + tile.begin + PlaceOf(round, 0), u[round]);
+      }
+      LoadWideGradients(tile, gradient);
+    } else {
+#pragma unroll
+      for (u32 round = 0; round < kRounds; ++round) {
+        const u32 place = PlaceOf(round, 0), left = LeftOf(tile, place);
+        LoadQuad(residual + tile.begin + place, left, sum[round]);
+        LoadGradient(tile, place, left, gradient[round]);
+        if (kMomentum) LoadQuad(momentum.buffer + tile.begin + place, left, u[round]);
+      }
     }
 #pragma unroll
     for (u32 round = 0; round < kRounds; ++round) {
@@ -60,16 +69,34 @@ struct Sums {
     }
   }
 
-  // A bit per item that exists: round * 4 + i.
+  // The sums, and the new u, to their places.
+  __device__ __forceinline__ void Store(f32* residual, const Momentum& momentum, const Tile& tile,
+                                        bool is_wide) const {
+#pragma unroll
+    for (u32 round = 0; round < kRounds; ++round) {
+      const u32 place = PlaceOf(round, 0);
+      f32* const v = residual + tile.begin + place;
+      f32* const to = kMomentum ? momentum.buffer + tile.begin + place : nullptr;
+      if (is_wide) {
+        StoreWide(v, sum[round]);
+        if (kMomentum) StoreWide(to, u[round]);
+      } else {
+        StoreQuad(v, LeftOf(tile, place), sum[round]);
+        if (kMomentum) StoreQuad(to, LeftOf(tile, place), u[round]);
+      }
+    }
+  }
+
+  // A bit per item, round * 4 + i, by its key and place. No predicate holds for key 0, which items
+  // have that do not exist.
   template <typename Predicate>
   __device__ __forceinline__ u32 Where(const Tile& tile, Predicate predicate) const {
     u32 bits = 0;
 #pragma unroll
     for (u32 round = 0; round < kRounds; ++round) {
-      const u32 place = PlaceOf(round, 0), left = LeftOf(tile, place);
 #pragma unroll
       for (u32 i = 0; i < kQuad; ++i) {
-        if (i < left && predicate(KeyOf(sum[round][i]), tile.begin + place + i)) {
+        if (predicate(KeyOf(sum[round][i]), tile.begin + PlaceOf(round, i))) {
           bits |= 1u << (round * kQuad + i);
         }
       }

@@ -18,7 +18,10 @@ using f32 = float;
 #ifdef HVDS_SHIM
 #include "shim.h"
 #else
-#define KERNEL extern "C" __global__ void __launch_bounds__(256, 3)
+#ifndef BLOCKS_PER_PROCESSOR  // at least; more leave each thread fewer registers
+#define BLOCKS_PER_PROCESSOR 4
+#endif
+#define KERNEL extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_PROCESSOR)
 #define SHARED(T, name, count) __shared__ T name[count]
 #endif
 

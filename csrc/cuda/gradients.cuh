@@ -1,8 +1,9 @@
 // Gradients that lie side by side over a flat vector, read tile by tile.
 //
 // A tile is up to kTile consecutive elements of one segment, so that a block reads one tensor only.
-// A thread has kRounds quads of four consecutive elements, at round * kRoundNumel + thread * 4: the
-// loads of all rounds are in flight together, and each is 16 bytes where both ends are aligned.
+// A thread has kRounds quads of four consecutive elements, at round * kRoundNumel + thread * 4. In
+// a wide tile, which is whole and aligned, no load or store has a test of its own, and the loads of
+// all rounds are in flight together.
 #pragma once
 
 #include "common.cuh"
@@ -78,23 +79,40 @@ __device__ __forceinline__ bool IsAligned(const void* address, u32 bytes) {
   return reinterpret_cast<u64>(address) % bytes == 0;
 }
 
+// Whether the four elements of every quad exist and are aligned, in the gradient and in the flat
+// vectors that go with it; the same for all threads of a block. `buffer` may be null.
+__device__ __forceinline__ bool IsWide(const Tile& tile, const f32* residual, const f32* buffer) {
+  return tile.numel == kTile && IsAligned(residual + tile.begin, 16) &&
+         (tile.dtype == kNoGradient || IsAligned(tile.gradient, kQuad * ItemBytes(tile.dtype))) &&
+         (buffer == nullptr || IsAligned(buffer + tile.begin, 16));
+}
+
+// Four floats at an aligned place.
+__device__ __forceinline__ void LoadWide(const f32* from, f32 (&x)[kQuad]) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+  x[0] = FloatOf(bits.x);
+  x[1] = FloatOf(bits.y);
+  x[2] = FloatOf(bits.z);
+  x[3] = FloatOf(bits.w);
+}
+
 // Four floats, of which the first `left` exist; the others are zero.
 __device__ __forceinline__ void LoadQuad(const f32* from, u32 left, f32 (&x)[kQuad]) {
   if (left == kQuad && IsAligned(from, 16)) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(from);
-    x[0] = FloatOf(bits.x);
-    x[1] = FloatOf(bits.y);
-    x[2] = FloatOf(bits.z);
-    x[3] = FloatOf(bits.w);
+    LoadWide(from, x);
   } else {
     for (u32 i = 0; i < kQuad; ++i) x[i] = i < left ? from[i] : 0.0f;
   }
 }
 
+__device__ __forceinline__ void StoreWide(f32* to, const f32 (&x)[kQuad]) {
+  const uint4 bits = {BitsOf(x[0]), BitsOf(x[1]), BitsOf(x[2]), BitsOf(x[3])};
+  *reinterpret_cast<uint4*>(to) = bits;
+}
+
 __device__ __forceinline__ void StoreQuad(f32* to, u32 left, const f32 (&x)[kQuad]) {
   if (left == kQuad && IsAligned(to, 16)) {
-    const uint4 bits = {BitsOf(x[0]), BitsOf(x[1]), BitsOf(x[2]), BitsOf(x[3])};
-    *reinterpret_cast<uint4*>(to) = bits;
+    StoreWide(to, x);
   } else {
     for (u32 i = 0; i < kQuad; ++i) {
       if (i < left) to[i] = x[i];
@@ -104,6 +122,38 @@ __device__ __forceinline__ void StoreQuad(f32* to, u32 left, const f32 (&x)[kQua
 
 __device__ __forceinline__ f32 WidenHalf(i32 dtype, u16 h) {
   return dtype == kFloat16 ? WidenFloat16(h) : WidenBFloat16(h);
+}
+
+__device__ __forceinline__ void WidenQuad(i32 dtype, uint2 bits, f32 (&x)[kQuad]) {
+  x[0] = WidenHalf(dtype, static_cast<u16>(bits.x));
+  x[1] = WidenHalf(dtype, static_cast<u16>(bits.x >> 16));
+  x[2] = WidenHalf(dtype, static_cast<u16>(bits.y));
+  x[3] = WidenHalf(dtype, static_cast<u16>(bits.y >> 16));
+}
+
+// The gradient of a thread's elements in a wide tile. Raw words are loaded for all rounds before
+// the first is widened, lest each round wait for the one before.
+__device__ __forceinline__ void LoadWideGradients(const Tile& tile, f32 (&x)[kRounds][kQuad]) {
+  if (tile.dtype == kFloat32) {
+#pragma unroll
+    for (u32 round = 0; round < kRounds; ++round) {
+      LoadWide(reinterpret_cast<const f32*>(tile.gradient) + PlaceOf(round, 0), x[round]);
+    }
+  } else if (tile.dtype == kNoGradient) {
+#pragma unroll
+    for (u32 round = 0; round < kRounds; ++round) {
+      for (u32 i = 0; i < kQuad; ++i) x[round][i] = -0.0f;
+    }
+  } else {
+    uint2 bits[kRounds];
+#pragma unroll
+    for (u32 round = 0; round < kRounds; ++round) {
+      bits[round] =
+          *reinterpret_cast<const uint2*>(tile.gradient + 2 * static_cast<u64>(PlaceOf(round, 0)));
+    }
+#pragma unroll
+    for (u32 round = 0; round < kRounds; ++round) WidenQuad(tile.dtype, bits[round], x[round]);
+  }
 }
 
 // The gradient of four elements, of which the first `left` exist. Where there is none, it is -0.0:
@@ -120,11 +170,7 @@ __device__ __forceinline__ void LoadGradient(const Tile& tile, u32 place, u32 le
   }
   const u16* const from = reinterpret_cast<const u16*>(tile.gradient) + place;
   if (left == kQuad && IsAligned(from, 8)) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(from);
-    x[0] = WidenHalf(tile.dtype, static_cast<u16>(bits.x));
-    x[1] = WidenHalf(tile.dtype, static_cast<u16>(bits.x >> 16));
-    x[2] = WidenHalf(tile.dtype, static_cast<u16>(bits.y));
-    x[3] = WidenHalf(tile.dtype, static_cast<u16>(bits.y >> 16));
+    WidenQuad(tile.dtype, *reinterpret_cast<const uint2*>(from), x);
   } else {
     for (u32 i = 0; i < kQuad; ++i) x[i] = i < left ? WidenHalf(tile.dtype, from[i]) : 0.0f;
   }

@@ -7,6 +7,7 @@
 // Departures: the largest magnitudes of a bucket win, of equal ones the lower indices, whatever the
 // order in which the blocks run; winners come out in ascending order. Two launches: hash_claim adds
 // the gradients and fills the slots, hash_take moves the winners out.
+#define BLOCKS_PER_PROCESSOR 3
 #include "accumulate.cuh"
 
 constexpr u64 kEmpty = 0;  // below every rank: what reaches a key is not zero
@@ -46,8 +47,9 @@ __device__ __forceinline__ void ClaimTile(f32* residual, const Momentum& momentu
                                           u32 buckets, u32 slots_per_bucket, u64 a, u64 b,
                                           u64* table, u32* marks) {
   const Tile tile = FindTile(segments, segment_count, blockIdx.x);
+  const bool is_wide = IsWide(tile, residual, kMomentum ? momentum.buffer : nullptr);
   Sums<kMomentum> sums;
-  sums.Load(residual, momentum, tile);
+  sums.Load(residual, momentum, tile, is_wide);
   const u32 hits =
       sums.Where(tile, [=](u32 found, i64) { return found >= key && found < kNonFiniteKey; });
   const u32 spoiled = sums.Where(tile, [=](u32 found, i64) { return found >= kNonFiniteKey; });
@@ -60,18 +62,15 @@ __device__ __forceinline__ void ClaimTile(f32* residual, const Momentum& momentu
   }
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
-    const u32 place = PlaceOf(round, 0), left = LeftOf(tile, place);
-    f32* const v = residual + tile.begin + place;
-    f32* const u = kMomentum ? momentum.buffer + tile.begin + place : nullptr;
 #pragma unroll
     for (u32 i = 0; i < kQuad; ++i) {
       // Hits and spoiled elements stay for hash_take to add up.
-      if (Has(hits | spoiled, round, i)) sums.sum[round][i] = v[i];
-      if (kMomentum && Has(spoiled, round, i)) sums.MomentumOf(round, i) = u[i];
+      const i64 at = tile.begin + PlaceOf(round, i);
+      if (Has(hits | spoiled, round, i)) sums.sum[round][i] = residual[at];
+      if (kMomentum && Has(spoiled, round, i)) sums.MomentumOf(round, i) = momentum.buffer[at];
     }
-    StoreQuad(v, left, sums.sum[round]);
-    if (kMomentum) StoreQuad(u, left, sums.u[round]);
   }
+  sums.Store(residual, momentum, tile, is_wide);
 }
 
 // The sum of an element that hash_claim left alone; a finite one has its new u already.

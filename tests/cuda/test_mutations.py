@@ -77,9 +77,22 @@ MUTATIONS = {
     ),
     "store past the end": Mutation("accumulate", "void StoreQuad(", "i < left", "true"),
     "spoiled residual": Mutation(
-        "accumulate", "sums.sum[round][i] = 0.0f;", "Kept(v[i])", "sums.sum[round][i]"
+        "accumulate", "sums.sum[round][i] = 0.0f;", "Kept(residual[at])", "sums.sum[round][i]"
+    ),
+    "wide tile that is cut": Mutation("accumulate", "bool IsWide(", "tile.numel == kTile", "true"),
+    "wide tile that is not aligned": Mutation(
+        "accumulate",
+        "bool IsWide(",
+        "IsAligned(tile.gradient, kQuad * ItemBytes(tile.dtype))",
+        "true",
+    ),
+    "quads of one round": Mutation(
+        "accumulate", "uint2 bits[kRounds];", "PlaceOf(round, 0)", "PlaceOf(0, 0)"
     ),
     "threshold that is too high": Mutation(
+        "accumulate", "[=](u32 key, i64) { return ", "key >= least", "key > least"
+    ),
+    "threshold that is too high in a partition": Mutation(
         "accumulate", "return key >= kNonFiniteKey || (", "key >= least", "key > least"
     ),
     # topk.cu
@@ -202,6 +215,12 @@ def select(ops: CudaOps) -> None:
     same_as_reference(ops, "accumulate_select", residual[1:], [gradient[1:]], 1.0)
     ties = torch.ones(5000)
     same_as_reference(ops, "accumulate_select", ties, [], 1.0)
+    same_as_reference(ops, "partition_select", ties, [], 1.0, 100, 3000)
+    # One whole tile: in its place, and one element beside it.
+    residual, gradient = torch.randn(2, 4097, generator=generator())
+    half = gradient[:4096].bfloat16()
+    same_as_reference(ops, "accumulate_select", residual[:4096].clone(), [half], 1.0)
+    same_as_reference(ops, "accumulate_select", residual[1:], [gradient[1:]], 1.0)
 
 
 def topk(ops: CudaOps) -> None:
@@ -262,6 +281,8 @@ EXERCISES: dict[str, Callable[[CudaOps], None]] = {
 ASAN_FINDS = (
     "load past the end",
     "wide load anywhere",
+    "wide tile that is cut",
+    "wide tile that is not aligned",
     "store past the end",
     "one entry more than there is room",
 )

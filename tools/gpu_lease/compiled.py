@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from hvd_sparse.ops.cuda import _sources
 from tools.gpu_lease.results import Results
 
 ARCHITECTURES = (90, 80, 100)
-FLAGS = ("-std=c++17", "-ftz=true", "-Xptxas=-v", "-cubin")
+FLAGS = ("-std=c++17", "-ftz=true", "-Werror=all-warnings", "-Xptxas=-v", "-cubin")
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([\w.]+)", re.MULTILINE)
+WHEELS = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"
+"""Where NVIDIA's wheels have cuobjdump and nvdisasm."""
 REGISTERS = re.compile(r"Used (\d+) registers")
 
 
@@ -79,18 +83,24 @@ def resources_of(said: str) -> dict[str, Resources]:
 
 def disassembled(cubin: Path) -> str | None:
     """The SASS of a file, or None where there is no cuobjdump."""
-    if shutil.which("cuobjdump") is None:
+    path = f"{os.environ['PATH']}:{WHEELS}"
+    if shutil.which("cuobjdump", path=path) is None or shutil.which("nvdisasm", path=path) is None:
         return None
-    command = ["cuobjdump", "-sass", str(cubin)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command, env = ["cuobjdump", "-sass", str(cubin)], {**os.environ, "PATH": path}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+
+
+def instructions_of(sass: str, kernel: str) -> list[str]:
+    """A kernel's instructions in order, without their operands: `LDG.E.128`."""
+    _, _, rest = sass.partition(f"Function : {kernel}\n")
+    body, _, _ = rest.partition("Function : ")
+    return INSTRUCTION.findall(body)
 
 
 def loads_of(sass: str, kernel: str) -> dict[str, object]:
     """Instructions of a kernel, and its loads from memory by their width in bits."""
-    _, _, rest = sass.partition(f"Function : {kernel}\n")
-    body, _, _ = rest.partition("Function : ")
-    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([\w.]+)", body, re.MULTILINE)
-    loads = [word for word in instructions if word.startswith("LDG") or word.startswith("LD.E")]
+    instructions = instructions_of(sass, kernel)
+    loads = [word for word in instructions if word.startswith(("LDG", "LD.E"))]
     return {
         "instructions": len(instructions),
         "loads_of_128": sum(".128" in word for word in loads),
