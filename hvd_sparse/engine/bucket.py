@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -162,11 +162,10 @@ class Bucket:
         spec = self.specs[place]
         return self.decoded[self.starts[place] : self.starts[place + 1]].view(spec.shape)
 
-    def memory_of(self, place: int) -> dict[str, Tensor]:
-        """What the memory holds of one tensor: views, by name."""
-        start, stop = self.starts[place], self.starts[place + 1]
-        shape = self.specs[place].shape
-        return {name: flat[start:stop].view(shape) for name, flat in self.memory.tensors().items()}
+    def split(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, dict[str, Tensor]]]:
+        """Each tensor's part of vectors `(n,)`: views in its shape, by name."""
+        for spec, (start, stop) in zip(self.specs, pairwise(self.starts), strict=True):
+            yield spec, {name: each[start:stop].view(spec.shape) for name, each in flat.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Selector and collective; residuals are kept by parameter."""

@@ -60,7 +60,7 @@ def exchange(bucket: Bucket) -> None:
     with stats.timed("exchange_s"):
         reduction = collective.reduce(taken.to("cpu"), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
-    bucket.reduced = reduction.reduced
+        bucket.reduced = memory.applied(reduction.reduced)
     bucket.step += 1
     bucket.poisoned = not reduction.reduced.isfinite()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.streams import SparseStream
+from hvd_sparse.transports import Transport
 
 
 class ErrorFeedback:
@@ -77,11 +78,20 @@ class ErrorFeedback:
         self._taken, self._returned = taken, returned
         self._add(returned)
 
+    def applied(self, reduced: SparseStream) -> SparseStream:
+        """Learn the sum that the exchange came to; returns what the optimizer is to see of it.
+
+        Args:
+            reduced: Sum over the ranks, the same on all of them.
+        """
+        return reduced
+
     def roll_back(self) -> None:
         """Go back to what was before the step, bit for bit: nothing was applied."""
         if self._kept is not None and self._kept.complete:  # else nothing has changed
             for tensor, kept in zip(self._state(), self._kept.tensors(), strict=True):
                 tensor.copy_(kept)
+            self._kept.complete = False
         self._forget()
 
     def rescale(self, factor: float) -> None:
@@ -90,8 +100,24 @@ class ErrorFeedback:
             tensor.mul_(factor)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name: float32 tensors `(n,)`, to be read or written between steps."""
+        """The state by name: float32 tensors `(n,)`, to be read between steps.
+
+        Beside the residual, `momentum` is this rank's part of the momentum: the ranks' sum is what
+        counts, for any kind of momentum.
+        """
         return {"residual": self.residual}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put a state in the place of this one, between steps.
+
+        Args:
+            tensors: What `tensors` returned, changed in place or not, or tensors like them.
+        """
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])
+
+    def agree(self, transport: Transport) -> None:
+        """Learn from the other ranks what a loaded state does not tell; all ranks call this."""
 
     def _forget(self) -> None:
         """Let go of what the last step took: nothing will be put back, or masked."""
