@@ -22,8 +22,9 @@ class ErrorFeedback:
 
     One step is `accumulate`, whose accumulator a selector takes entries out of; `take_at` where the
     collective wants more; then `give_back` of what had no part. Until the next one begins,
-    `roll_back` takes the whole step back, wherever it has failed: the operation that adds the
-    gradients keeps what the step changes beside it, which takes as much memory again.
+    `roll_back` takes the whole step back, wherever it has failed: a step reads what there was
+    before, and writes to a second set of tensors, with which it then changes places. That costs
+    no pass, and as much memory again.
 
     Args:
         numel: n.
@@ -31,13 +32,15 @@ class ErrorFeedback:
         clipping: Limits the gradients before they are added, in place; None: as they are.
 
     Attributes:
-        residual: float32 `(n,)`, on the gradients' device; always finite.
+        residual: float32 `(n,)`, on the gradients' device; always finite between steps. Another
+            tensor in every step: ask for it anew.
     """
 
     def __init__(self, numel: int, device: torch.device, clipping: Clipping | None = None) -> None:
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self.clipping = clipping
-        self._kept: ops.Kept | None = None
+        self._spare: tuple[Tensor, ...] | None = None
+        self._may_roll_back = False
         self._forget()
 
     def accumulate(
@@ -52,11 +55,14 @@ class ErrorFeedback:
             scope: Where this rank selects, and its share of k; None: everywhere, all of it.
         """
         del k
-        kept = self._place_to_keep()
+        self._may_roll_back = False
         if self.clipping is not None:
             self.clipping.apply(gradients)
         self._forget()
-        return Accumulator(self._accumulation(gradients, kept), scope)
+        before = ops.Before(*self._state())
+        self._change_places()
+        self._may_roll_back = True
+        return Accumulator(self._accumulation(gradients, before), scope)
 
     def take_at(self, indices: Tensor) -> Tensor:
         """Take out the entries at more indices, int32 `(m,)` ascending; their values `(m,)`.
@@ -88,10 +94,9 @@ class ErrorFeedback:
 
     def roll_back(self) -> None:
         """Go back to what was before the step, bit for bit: nothing was applied."""
-        if self._kept is not None and self._kept.complete:  # else nothing has changed
-            for tensor, kept in zip(self._state(), self._kept.tensors(), strict=True):
-                tensor.copy_(kept)
-            self._kept.complete = False
+        if self._may_roll_back:  # else nothing has changed
+            self._change_places()
+            self._may_roll_back = False
         self._forget()
 
     def rescale(self, factor: float) -> None:
@@ -126,19 +131,22 @@ class ErrorFeedback:
 
     # -- what other memories do in another way -----------------------------------------------------
 
-    def _accumulation(self, gradients: Sequence[Tensor], kept: ops.Kept) -> ops.Accumulation:
-        return ops.Accumulation(self.residual, gradients, kept=kept)
+    def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
+        return ops.Accumulation(self.residual, gradients, before=before)
 
-    def _state(self) -> list[Tensor]:
+    def _state(self) -> tuple[Tensor, ...]:
         """All that a step changes."""
-        return [self.residual]
+        return (self.residual,)
 
-    def _place_to_keep(self) -> ops.Kept:
-        """Where the step that begins keeps what it changes; what the last one kept is let go."""
-        if self._kept is None:
-            self._kept = ops.Kept(*(torch.empty_like(tensor) for tensor in self._state()))
-        self._kept.complete = False
-        return self._kept
+    def _set_state(self, *tensors: Tensor) -> None:
+        """Take other tensors in their place."""
+        (self.residual,) = tensors
+
+    def _change_places(self) -> None:
+        """Swap the state and the spare tensors: a step is about to write those, or is undone."""
+        state, spare = self._state(), self._spare
+        self._set_state(*(map(torch.empty_like, state) if spare is None else spare))
+        self._spare = state
 
     def _add(self, stream: SparseStream) -> None:
         if stream.nnz:

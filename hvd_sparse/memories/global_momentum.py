@@ -79,10 +79,9 @@ class GlobalMomentum(ErrorFeedback):
         self, gradients: Sequence[Tensor], k: int, scope: Scope | None = None
     ) -> Accumulator:
         """See `ErrorFeedback.accumulate`."""
-        accumulator = super().accumulate(gradients, k, scope)
         self._before = self.share, self._last_sum
         self._enter()
-        return accumulator
+        return super().accumulate(gradients, k, scope)
 
     def applied(self, reduced: SparseStream) -> SparseStream:
         """See `ErrorFeedback.applied`."""
