@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
+from hvd_sparse.engine.staging import Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
@@ -36,6 +37,7 @@ class Bucket:
         numel: n, elements of all of them.
         method: How it is compressed and exchanged.
         step: Steps done; the position in the warm-up.
+        stages: How it is exchanged at each density of the warm-up.
         memory: Error feedback over the whole bucket.
         lane: Where its exchanges run.
         decoded: `(n,)`, in the gradients' type: where the reduced gradient is written. The
@@ -63,6 +65,7 @@ class Bucket:
         self.step = step
         self.selector = method.selector()
         self.collective = method.collective(transport, self.numel, method.k(self.numel))
+        self.stages = Stages(self.collective, self.selector)
         self.memory = method.memory.make(self.numel, device, transport.world_size)
         self.decoded = torch.zeros(
             self.numel, dtype=getattr(torch, specs[0].dtype.removeprefix("torch.")), device=device

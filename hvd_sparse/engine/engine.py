@@ -44,27 +44,26 @@ def exchange(bucket: Bucket) -> None:
     waits in the residual for the next steps. Until the step is settled, or where the exchange
     fails, `bucket.roll_back` takes all of it back.
     """
-    memory, collective = bucket.memory, bucket.collective
-    collective.transport.context = Context(bucket.specs[0].name, bucket.step)
-    stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
+    memory, transport = bucket.memory, bucket.collective.transport
+    transport.context = Context(bucket.specs[0].name, bucket.step)
+    stats, traffic = bucket.step_stats, transport.traffic.snapshot()
     with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
     with stats.timed("accumulate_select_s"):
-        k = bucket.k
-        collective.aim(k)
-        scope = collective.scope()
+        stage = bucket.stages.at(bucket.k, bucket.step)
+        scope = stage.collective.scope()
         bucket.open_step()
-        accumulator = memory.accumulate(gradients, k, scope)
-        selected = bucket.selector.select(accumulator, k)
-        taken = hold_back(accumulator, selected, k)
+        accumulator = memory.accumulate(gradients, stage.k, scope)
+        selected = stage.select(bucket.selector, accumulator)
+        taken = hold_back(accumulator, selected, stage.k)
     with stats.timed("exchange_s"):
-        reduction = collective.reduce(taken.to("cpu"), memory.take_at)
+        reduction = stage.collective.reduce(taken.to("cpu"), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
         bucket.reduced = memory.applied(reduction.reduced)
     bucket.step += 1
     bucket.poisoned = not reduction.reduced.isfinite()
 
-    spent = collective.transport.traffic.since(traffic)
+    spent = transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
     stats.nnz_held_back = selected.nnz - taken.nnz
     stats.messages_sent = spent.messages_sent
