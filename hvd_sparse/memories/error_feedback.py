@@ -121,6 +121,19 @@ class ErrorFeedback:
         for name, mine in self.tensors().items():
             mine.copy_(tensors[name])
 
+    def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Take the elements `[start, stop)` of the state out of it, between steps: by name."""
+        parts = {}
+        for name, tensor in self.tensors().items():
+            parts[name] = tensor[start:stop].clone()
+            tensor[start:stop].zero_()
+        return parts
+
+    def put_in(self, start: int, parts: Mapping[str, Tensor]) -> None:
+        """Add what `take_out` returned, from an element on, between steps."""
+        for name, tensor in self.tensors().items():
+            tensor[start : start + parts[name].numel()] += parts[name]
+
     def agree(self, transport: Transport) -> None:
         """Learn from the other ranks what a loaded state does not tell; all ranks call this."""
 

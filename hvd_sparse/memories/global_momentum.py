@@ -119,6 +119,24 @@ class GlobalMomentum(ErrorFeedback):
         self.share = SparseStream(indices.int(), momentum[indices], momentum.numel())
         self._last_sum = self.share.times(self.world_size).to("cpu")
 
+    def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
+        """See `ErrorFeedback.take_out`; Nesterov's step forgets what it was ahead there."""
+        parts = super().take_out(start, stop)  # of the momentum, which is a copy
+        self.share, self._last_sum = (
+            stream.where((stream.indices < start) | (stream.indices >= stop))
+            for stream in (self.share, self._last_sum)
+        )
+        return parts
+
+    def put_in(self, start: int, parts: Mapping[str, Tensor]) -> None:
+        """See `ErrorFeedback.put_in`."""
+        super().put_in(start, parts)
+        indices = parts["momentum"].nonzero().view(-1)
+        part = SparseStream(
+            (indices + start).int(), parts["momentum"][indices], self.residual.numel()
+        )
+        self.share = sum_of([self.share, part], self.residual.numel())
+
     def agree(self, transport: Transport) -> None:
         """See `ErrorFeedback.agree`: Nesterov's step needs Δ itself, not only its share."""
         if not self.nesterov:
