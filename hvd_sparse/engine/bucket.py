@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
+from hvd_sparse.engine.staging import Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
@@ -36,6 +37,7 @@ class Bucket:
         numel: n, elements of all of them.
         method: How it is compressed and exchanged.
         step: Steps done; the position in the warm-up.
+        stages: How it is exchanged at each density of the warm-up.
         memory: Error feedback over the whole bucket.
         lane: Where its exchanges run.
         decoded: `(n,)`, in the gradients' type: where the reduced gradient is written. The
@@ -63,6 +65,7 @@ class Bucket:
         self.step = step
         self.selector = method.selector()
         self.collective = method.collective(transport, self.numel, method.k(self.numel))
+        self.stages = Stages(self.collective, self.selector)
         self.memory = method.memory.make(self.numel, device, transport.world_size)
         self.decoded = torch.zeros(
             self.numel, dtype=getattr(torch, specs[0].dtype.removeprefix("torch.")), device=device
@@ -162,11 +165,10 @@ class Bucket:
         spec = self.specs[place]
         return self.decoded[self.starts[place] : self.starts[place + 1]].view(spec.shape)
 
-    def memory_of(self, place: int) -> dict[str, Tensor]:
-        """What the memory holds of one tensor: views, by name."""
-        start, stop = self.starts[place], self.starts[place + 1]
-        shape = self.specs[place].shape
-        return {name: flat[start:stop].view(shape) for name, flat in self.memory.tensors().items()}
+    def split(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, dict[str, Tensor]]]:
+        """Each tensor's part of vectors `(n,)`: views in its shape, by name."""
+        for spec, (start, stop) in zip(self.specs, pairwise(self.starts), strict=True):
+            yield spec, {name: each[start:stop].view(spec.shape) for name, each in flat.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Selector and collective; residuals are kept by parameter."""

@@ -110,12 +110,15 @@ class Stats:
         buckets: One entry per bucket, in the order in which they are exchanged.
         skipped_steps: Steps that were taken back, since nobody applied their results.
         dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so.
+        waiting_l1: L1 norm of residuals that are in no exchange: of frozen tensors, which hold
+            them, and of tensors that have become dense, which release them.
     """
 
     transport: str
     buckets: list[BucketStats]
     skipped_steps: int = 0
     dropped_l1: float = 0.0
+    waiting_l1: float = 0.0
 
     @property
     def totals(self) -> StepStats:
