@@ -86,8 +86,12 @@ class Bucket:
 
     @property
     def threshold(self) -> float:
-        """Magnitude from which entries left in the last step; 0.0 where the selector has none."""
-        return float(getattr(self.selector, "threshold", 0.0))
+        """Magnitude from which entries left in the last step; 0.0 where there is none.
+
+        The selector's, or the one that the ranks scale together in the exchange (ExDyna).
+        """
+        own = getattr(self.selector, "threshold", 0.0)
+        return float(own or getattr(self.collective, "threshold", 0.0))
 
     def missing(self) -> list[str]:
         """Names of the tensors whose gradients have not come."""
@@ -150,6 +154,8 @@ class Bucket:
     def end_exchange(self) -> None:
         """The step's sum is there; its statistics count."""
         self.stats.record(self.step_stats)
+        self.stats.threshold = self.threshold
+        self.stats.partition_nnz = tuple(getattr(self.collective, "selected", ()))
         self.step_stats = StepStats()
         self.phase = Phase.EXCHANGED
 
