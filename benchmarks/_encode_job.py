@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.ops import Accumulation, Kept, Momentum
+from hvd_sparse.ops import Accumulation, Before, Momentum
 
 WARMUP_STEPS = 4
 PIVOT_FACTOR = 0.9
@@ -45,7 +45,7 @@ class Job:
         corrected_threshold: The k-th magnitude of what v becomes.
         corrected_pivot: The guess at it.
         plain: The gradient, on its way into the residual.
-        kept: The same, which keeps a copy of the residual.
+        apart: The same, out of the residual into another one.
         corrected: The gradient, on its way into the velocity.
         nesterov: The same with Nesterov's momentum.
     """
@@ -74,8 +74,8 @@ class Job:
         self.velocity = self._velocity.clone()
         self.buffer = self._buffer.clone()
         self.plain = Accumulation(self.residual, [self.gradient])
-        kept = Kept(torch.empty_like(self.residual))
-        self.kept = Accumulation(self.residual, [self.gradient], kept=kept)
+        self._after = torch.empty_like(self.residual)
+        self.apart = Accumulation(self._after, [self.gradient], before=Before(self.residual))
         self.corrected = self._corrected(Momentum(self.buffer, MOMENTUM))
         self.nesterov = self._corrected(Momentum(self.buffer, MOMENTUM, nesterov=True))
         # A selection's indices, as int32 for us and as int64 for torch.

@@ -15,8 +15,6 @@ ADD = "r.add_(g)"
 SELECT = "accumulate, select, zero"
 MOMENTUM_SHARE = 20 / 12
 """Bytes per element of DGC's pass, three reads and two writes, over those of `r.add_(g)`."""
-KEPT_SHARE = 16 / 12
-"""The same with a copy of the residual, which is one write more."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +103,10 @@ def hot_paths(job: Job) -> list[HotPath]:
             speedup=8.0,
         ),
         HotPath(
-            f"{SELECT}, with a copy kept",
-            lambda o, job: o.accumulate_select(job.kept, job.threshold),
+            f"{SELECT}, out of another residual",
+            lambda o, job: o.accumulate_select(job.apart, job.threshold),
             {},
-            {ADD: Limit(KEPT_SHARE), SELECT: Limit(KEPT_SHARE)},
+            {ADD: Limit(), SELECT: not_slower},
         ),
         HotPath(
             "accumulate, exact top-k",

@@ -93,7 +93,7 @@ def run_all(chosen: Sequence[Case], runs: Runs) -> None:
         gap = "" if dense is None else f", {task.gap(run.final, dense.final):+.2f} {task.gap_unit}"
         print(
             f"[{number}/{len(left)}, {(time.perf_counter() - start) / 60:.1f} min] {case.words}: "
-            f"{run.final:.3f} {task.unit}{gap}; density {run.density:.4f}, "
+            f"{run.final:.3f} {task.unit}{gap}; density {run.applied:.4f}, "
             f"{run.updates:.1f} updates, {run.mbytes / run.dense_mbytes:.4f} of the bytes",
             flush=True,
         )

@@ -54,7 +54,7 @@ def sparse_rows(group: Case, pairs: list[tuple[Run, Run]]) -> list[Row]:
     goal = limit if group.method in PROMISED else None
     case = f"{task.name}, density {group.density:g}, {group.method}, {group.memory}, {group.wire}"
     schedule = f"{schedule_of(group)}; {group.budget.steps} steps"
-    density = mean(run.density for run in runs)
+    density = mean(run.applied for run in runs)
     is_low = group.density == min(task.limits)
     rows = [
         Row(
@@ -81,12 +81,12 @@ def sparse_rows(group: Case, pairs: list[tuple[Run, Run]]) -> list[Row]:
             goal=f"<= {MAX_MEAN_DENSITY}" if is_low else None,
             met=density <= MAX_MEAN_DENSITY if is_low else None,
         ),
-        Row(case, "mean density applied", mean(run.applied for run in runs), ""),
-        Row(case, "density of the last quarter", mean(run.late_density for run in runs), ""),
+        Row(case, "density of the last quarter", mean(run.late_applied for run in runs), ""),
+        Row(case, "mean share that a rank selects", mean(run.density for run in runs), ""),
         Row(
             case,
-            "density applied in the last quarter",
-            mean(run.late_applied for run in runs),
+            "share that a rank selects in the last quarter",
+            mean(run.late_density for run in runs),
             "",
         ),
         Row(case, "updates per parameter after the warm-up", mean(r.updates for r in runs), ""),

@@ -27,13 +27,14 @@ CURVE_POINTS = 20
 
 @dataclass
 class Run:
-    """What came of one training. Densities are of the parameters that are sent sparsely.
+    """What came of one training. Densities are shares of the parameters that are sent sparsely.
 
     Attributes:
         final: The task's metric in the end.
         loss: Training loss on rank 0, a mean for every hundredth of the steps.
         curve: The task's metric after every twentieth.
-        density: Entries that a rank sent, per element and step, warm-up included.
+        density: Entries that a rank selected, per element and step, warm-up included. With ExDyna
+            and CLT-k a rank selects its P-th part of what is applied.
         applied: Entries of the sum that was applied, per element and step.
         late_density: `density` over the last quarter of the steps.
         late_applied: `applied` over the last quarter.

@@ -37,7 +37,8 @@ class Accumulator:
     """Residual plus gradients of one bucket.
 
     Args:
-        accumulation: What is accumulated; its residual is changed in place.
+        accumulation: What is accumulated. Its residual is what later operations take out of: it
+            must not be read before the first one has added the gradients.
         scope: Where entries may be taken; None: everywhere. Gradients are added everywhere.
 
     In every operation an entry that would become non-finite is taken, wherever it is, while the

@@ -16,7 +16,8 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
     optimizer. A gradient that comes out of momentum correction has its momentum in it; only weight
     decay, which is added here, still needs one: w = m w + λ p; p -= lr (g + w). Every other
     gradient (small tensors, one worker, no `hvd.DistributedOptimizer`) gets ordinary momentum, as
-    from `torch.optim.SGD`.
+    from `torch.optim.SGD`. A parameter that no longer requires a gradient stays as it is, though
+    Horovod gives it zeros for a gradient.
 
     Args:
         params: As for any optimizer.
@@ -61,7 +62,7 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         corrects = getattr(compression, "corrects_momentum", lambda parameter: False)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is not None and parameter.requires_grad:
                     self._update(parameter, group, corrects(parameter))
         return loss
 

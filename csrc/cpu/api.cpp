@@ -32,22 +32,21 @@ Accumulation AccumulationOf(const HvdsAccumulation& accumulation) {
     checked.buffer = accumulation.buffer;
     checked.factor = accumulation.factor;
   }
-  if (accumulation.kept_complete != nullptr && accumulation.n > 0) {
-    if (accumulation.segment_count == 0 || accumulation.kept_residual == nullptr) {
+  if (accumulation.before_residual != nullptr && accumulation.n > 0) {
+    if (accumulation.segment_count == 0) throw BadArgument();
+    if ((accumulation.buffer == nullptr) != (accumulation.before_buffer == nullptr)) {
       throw BadArgument();
     }
-    if ((accumulation.buffer == nullptr) != (accumulation.kept_buffer == nullptr)) {
-      throw BadArgument();
-    }
+    checked.before = accumulation.before_residual;
+    checked.buffer_before = accumulation.before_buffer;
   }
-  checked.kept = {accumulation.kept_residual, accumulation.kept_buffer, accumulation.kept_complete};
   return checked;
 }
 
 }  // namespace hvds
 
 // Rises with every change of a function's arguments.
-HVDS_API int32_t hvds_abi_version() { return 5; }
+HVDS_API int32_t hvds_abi_version() { return 6; }
 
 // 0 portable, 1 AVX2, 2 AVX-512: what is live, and a switch for tests. Setting what the processor
 // lacks is kHvdsBadArgument.

@@ -23,9 +23,9 @@ enum HvdsStatus : int32_t {
 
 // What is accumulated. `segments`: `segment_count` triples (address, numel, dtype code) whose
 // numels add up to n; none: there is nothing to add. `buffer`: that of a momentum with factor
-// `factor`, or null. `kept_residual` and, with a buffer, `kept_buffer` get a copy of what changes,
-// unless `kept_complete` is null: it becomes 1 once all is there, also where the call fails then.
-// While it is not 1, nothing has changed. An operation that changes nothing copies nothing.
+// `factor`, or null. `before_residual` and, with a buffer, `before_buffer` are what
+// there was before, which is only read: what `residual` and `buffer` hold then is overwritten. Null:
+// the call works in place.
 struct HvdsAccumulation {
   float* residual;
   int64_t n;
@@ -34,9 +34,8 @@ struct HvdsAccumulation {
   float* buffer;
   float factor;
   int32_t nesterov;
-  float* kept_residual;
-  float* kept_buffer;
-  int32_t* kept_complete;
+  const float* before_residual;
+  const float* before_buffer;
 };
 
 namespace hvds {
@@ -58,8 +57,8 @@ int32_t Guarded(Body body) {
   return kHvdsOk;
 }
 
-// Throws BadArgument unless the segments add up to n and, with a buffer or something to keep, are
-// there, and what is to be kept has its places.
+// Throws BadArgument unless the segments add up to n and, with a buffer or what was before, are
+// there, and what was before is there for the buffer, too.
 Accumulation AccumulationOf(const HvdsAccumulation& accumulation);
 
 }  // namespace hvds

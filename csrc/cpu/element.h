@@ -21,13 +21,13 @@ struct Element {
   float before, sum;
   float buffer_before = 0.0f, buffer = 0.0f;
 
-  Element(const Span& span, size_t i) : before(span.residual[i]), sum(before) {
+  Element(const Span& span, size_t i) : before(span.before[i]), sum(before) {
     if constexpr (kDtype != kNoGradient) {
       const float g = GradientAt<kDtype>(span.gradient, i);
       if constexpr (kRule == kPlain) {
         sum = before + g;
       } else {
-        buffer_before = span.buffer[i];
+        buffer_before = span.buffer_before[i];
         if constexpr (kRule == kMomentum) {
           buffer = span.factor * buffer_before + g;
           sum = before + buffer;

@@ -4,7 +4,6 @@
 #include <functional>
 #include <vector>
 
-#include "keeper.h"
 #include "pool.h"
 
 namespace hvds {
@@ -116,8 +115,8 @@ void KeepLargest(Part& part, size_t first, size_t k, float* residual, std::vecto
   part.count = kept;
 }
 
-void GroupTopkRange(Part& part, Keeper::Range& kept, const Accumulation& accumulation, size_t begin,
-                    size_t end, size_t k, size_t group_numel) {
+void GroupTopkRange(Part& part, const Accumulation& accumulation, size_t begin, size_t end,
+                    size_t k, size_t group_numel) {
   const Kernels& kernels = ActiveKernels();
   const PassFn* const take = kernels.take[accumulation.rule];
   Buffer<float> sums;
@@ -125,7 +124,6 @@ void GroupTopkRange(Part& part, Keeper::Range& kept, const Accumulation& accumul
   std::vector<uint32_t> keys;
   for (; begin < end; begin += group_numel) {
     const size_t group_end = std::min(end, begin + group_numel);
-    kept.KeepTo(group_end);
     SumRange(accumulation, begin, group_end, sums.data());
     const uint32_t pivot = kernels.pivot(sums.data(), group_end - begin, k);
     const size_t first = part.count;
@@ -138,6 +136,7 @@ void GroupTopkRange(Part& part, Keeper::Range& kept, const Accumulation& accumul
     });
     if (part.count - first > k) KeepLargest(part, first, k, accumulation.residual, keys);
   }
+  if (accumulation.streamed()) kernels.stream_fence();
 }
 
 }  // namespace
@@ -156,11 +155,9 @@ void GroupTopk(Workspace& workspace, const Accumulation& accumulation, size_t k,
   const size_t n = accumulation.numel();
   const int tasks = TaskCount(n, threads);
   workspace.Use(tasks);
-  Keeper keeper(accumulation, tasks, group_numel);
   Run(tasks, threads, [&](int t) {
-    GroupTopkRange(workspace.parts[t], keeper.Of(t), accumulation,
-                   TaskBegin(n, t, tasks, group_numel), TaskBegin(n, t + 1, tasks, group_numel), k,
-                   group_numel);
+    GroupTopkRange(workspace.parts[t], accumulation, TaskBegin(n, t, tasks, group_numel),
+                   TaskBegin(n, t + 1, tasks, group_numel), k, group_numel);
   });
   RestoreSpoiled(workspace, accumulation);
 }

@@ -19,13 +19,19 @@ constexpr size_t kStreamedBytes = size_t{4} << 20;
 enum Rule : int32_t { kPlain = 0, kMomentum = 1, kNesterov = 2, kRules = 3 };
 
 // `n` consecutive elements of an accumulator, from flat position `first_index` on.
+//
+// What was before is read from `before` and `buffer_before`; sums go to `residual` and `buffer`. The
+// two are the same where a pass works in place, as it always does with kNoGradient.
 struct Span {
   float* residual;
-  float* buffer;         // u, unused for kPlain
-  float factor;          // m, unused for kPlain
-  const void* gradient;  // of the dtype that a table names, unused for kNoGradient
+  const float* before;
+  float* buffer;               // u, unused for kPlain
+  const float* buffer_before;  // unused for kPlain
+  float factor;                // m, unused for kPlain
+  const void* gradient;        // of the dtype that a table names, unused for kNoGradient
   size_t n;
   int32_t first_index;
+  bool streamed;  // whole lines go past the caches; residual and buffer are aligned alike
 };
 
 // Entries that became non-finite, with what the accumulator held before.

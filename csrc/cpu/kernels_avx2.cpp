@@ -1,4 +1,6 @@
 // AVX2: eight elements to a register, selections as bit masks walked by count-trailing-zeros.
+#include <type_traits>
+
 #include "element.h"
 #include "kernels.h"
 #include "pivot_loop.h"
@@ -33,6 +35,16 @@ HVDS_AVX2_INLINE __m256 AtLeast(__m256 x, __m256i below) {
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(magnitude, below));
 }
 
+// Past the caches, to an aligned place, or not.
+template <bool kStreamed>
+HVDS_AVX2_INLINE void Store(float* to, __m256 x) {
+  if constexpr (kStreamed) {
+    _mm256_stream_ps(to, x);
+  } else {
+    _mm256_storeu_ps(to, x);
+  }
+}
+
 // One register's worth of an accumulator, before and after the gradient has come in.
 template <Rule kRule, Dtype kDtype>
 struct Line {
@@ -40,7 +52,7 @@ struct Line {
   __m256 buffer_before, buffer;  // unless kPlain
 
   HVDS_AVX2_INLINE void Load(const Span& span, size_t i) {
-    before = _mm256_loadu_ps(span.residual + i);
+    before = _mm256_loadu_ps(span.before + i);
     sum = before;
     if constexpr (kDtype != kNoGradient) {
       const __m256 g = Gradient<kDtype>(span.gradient, i);
@@ -48,7 +60,7 @@ struct Line {
         sum = _mm256_add_ps(before, g);
       } else {
         const __m256 m = _mm256_set1_ps(span.factor);
-        buffer_before = _mm256_loadu_ps(span.buffer + i);
+        buffer_before = _mm256_loadu_ps(span.buffer_before + i);
         if constexpr (kRule == kMomentum) {
           buffer = _mm256_add_ps(_mm256_mul_ps(m, buffer_before), g);
           sum = _mm256_add_ps(before, buffer);
@@ -62,7 +74,7 @@ struct Line {
 };
 
 // Four registers at a time with one branch on whether any of them has a hit, then the tail by
-// element.
+// element; where stores are streamed, a head by element brings the residual to a cache line.
 template <Rule kRule, Dtype kDtype, bool kTake>
 HVDS_AVX2 size_t Pass(const Span& span_in, uint32_t key, int32_t* indices, float* values,
                       SpoiledList* spoiled) {
@@ -79,7 +91,17 @@ HVDS_AVX2 size_t Pass(const Span& span_in, uint32_t key, int32_t* indices, float
     values[count++] = sum;
   };
 
-  for (; i + 4 * kLanes <= span.n; i += 4 * kLanes) {
+  const auto one_element = [&]() HVDS_AVX2 {
+    const Element<kRule, kDtype> element(span, i);
+    const bool hit = KeyOf(element.sum) >= key;
+    if (kDtype != kNoGradient || (kTake && hit)) {
+      span.residual[i] = kTake && hit ? 0.0f : element.sum;
+    }
+    if (kRule != kPlain) span.buffer[i] = element.buffer;
+    if (hit) emit(i, element.sum, element.before, element.buffer_before);
+    ++i;
+  };
+  const auto four_lines = [&](auto streamed) HVDS_AVX2 {
     Line<kRule, kDtype> line[4];
     __m256 hit[4];
 #pragma GCC unroll 4
@@ -88,10 +110,10 @@ HVDS_AVX2 size_t Pass(const Span& span_in, uint32_t key, int32_t* indices, float
       line[j].Load(span, at);
       hit[j] = AtLeast(line[j].sum, below);
       if constexpr (kDtype != kNoGradient) {
-        _mm256_storeu_ps(span.residual + at,
-                         kTake ? _mm256_andnot_ps(hit[j], line[j].sum) : line[j].sum);
+        Store<streamed.value>(
+            span.residual + at, kTake ? _mm256_andnot_ps(hit[j], line[j].sum) : line[j].sum);
       }
-      if constexpr (kRule != kPlain) _mm256_storeu_ps(span.buffer + at, line[j].buffer);
+      if constexpr (kRule != kPlain) Store<streamed.value>(span.buffer + at, line[j].buffer);
     }
     const __m256 any = _mm256_or_ps(_mm256_or_ps(hit[0], hit[1]), _mm256_or_ps(hit[2], hit[3]));
     if (_mm256_movemask_ps(any) != 0) {
@@ -111,16 +133,16 @@ HVDS_AVX2 size_t Pass(const Span& span_in, uint32_t key, int32_t* indices, float
         if constexpr (kDtype == kNoGradient && kTake) span.residual[i + lane] = 0.0f;
       }
     }
+    i += 4 * kLanes;
+  };
+
+  if (span.streamed) {
+    while (i < span.n && reinterpret_cast<uintptr_t>(span.residual + i) % kLineBytes) one_element();
+    while (i + 4 * kLanes <= span.n) four_lines(std::true_type());
+  } else {
+    while (i + 4 * kLanes <= span.n) four_lines(std::false_type());
   }
-  for (; i < span.n; ++i) {
-    const Element<kRule, kDtype> element(span, i);
-    const bool hit = KeyOf(element.sum) >= key;
-    if (kDtype != kNoGradient || (kTake && hit)) {
-      span.residual[i] = kTake && hit ? 0.0f : element.sum;
-    }
-    if (kRule != kPlain) span.buffer[i] = element.buffer;
-    if (hit) emit(i, element.sum, element.before, element.buffer_before);
-  }
+  while (i < span.n) one_element();
   return count;
 }
 

@@ -1,5 +1,8 @@
 // AVX-512 (F, BW, DQ, VL): sixteen elements to a register, selections as mask registers.
 #include "kernels.h"
+
+#include <type_traits>
+
 #include "pivot_loop.h"
 
 #if HVDS_X86
@@ -70,7 +73,7 @@ struct Line {
   __m512 buffer_before, buffer;  // unless kPlain
 
   HVDS_AVX512_INLINE void Load(const Span& span, size_t i, __mmask16 lanes) {
-    before = _mm512_maskz_loadu_ps(lanes, span.residual + i);
+    before = _mm512_maskz_loadu_ps(lanes, span.before + i);
     sum = before;
     if constexpr (kDtype != kNoGradient) {
       const __m512 g = Gradient<kDtype>(span.gradient, i, lanes);
@@ -78,7 +81,7 @@ struct Line {
         sum = _mm512_add_ps(before, g);
       } else {
         const __m512 m = _mm512_set1_ps(span.factor);
-        buffer_before = _mm512_maskz_loadu_ps(lanes, span.buffer + i);
+        buffer_before = _mm512_maskz_loadu_ps(lanes, span.buffer_before + i);
         if constexpr (kRule == kMomentum) {
           buffer = _mm512_add_ps(_mm512_mul_ps(m, buffer_before), g);
           sum = _mm512_add_ps(before, buffer);
@@ -90,11 +93,16 @@ struct Line {
     }
   }
 
-  // Stores what the accumulator keeps.
-  template <bool kTake>
+  // Stores what the accumulator keeps; a streamed line is whole and aligned.
+  template <bool kTake, bool kStreamed = false>
   HVDS_AVX512_INLINE void Store(const Span& span, size_t i, __mmask16 lanes, __mmask16 hits) const {
     if constexpr (kDtype != kNoGradient) {
       const __m512 kept = kTake ? _mm512_maskz_mov_ps(_knot_mask16(hits), sum) : sum;
+      if constexpr (kStreamed) {
+        _mm512_stream_ps(span.residual + i, kept);
+        if constexpr (kRule != kPlain) _mm512_stream_ps(span.buffer + i, buffer);
+        return;
+      }
       _mm512_mask_storeu_ps(span.residual + i, lanes, kept);
     } else if constexpr (kTake) {
       if (hits) _mm512_mask_storeu_ps(span.residual + i, hits, _mm512_setzero_ps());
@@ -143,19 +151,26 @@ HVDS_AVX512 size_t Pass(const Span& span_in, uint32_t key, int32_t* indices, flo
 
   const size_t misaligned = reinterpret_cast<uintptr_t>(span.residual) / sizeof(float) % kLanes;
   if (misaligned != 0) partial_line(span.n < kLanes - misaligned ? span.n : kLanes - misaligned);
-  for (; i + 4 * kLanes <= span.n; i += 4 * kLanes) {
+  const auto four_lines = [&](auto streamed) HVDS_AVX512 {
     Line<kRule, kDtype> line[4];
     __mmask16 hits[4];
 #pragma GCC unroll 4
     for (size_t j = 0; j < 4; ++j) {
       line[j].Load(span, i + j * kLanes, FirstLanes(kLanes));
       hits[j] = hits_of(line[j]);
-      line[j].template Store<kTake>(span, i + j * kLanes, FirstLanes(kLanes), hits[j]);
+      line[j].template Store<kTake, streamed.value>(span, i + j * kLanes, FirstLanes(kLanes),
+                                                    hits[j]);
     }
     if (hits[0] | hits[1] | hits[2] | hits[3]) {
 #pragma GCC unroll 4
       for (size_t j = 0; j < 4; ++j) emit(line[j], hits[j], i + j * kLanes);
     }
+    i += 4 * kLanes;
+  };
+  if (span.streamed) {
+    while (i + 4 * kLanes <= span.n) four_lines(std::true_type());
+  } else {
+    while (i + 4 * kLanes <= span.n) four_lines(std::false_type());
   }
   while (i < span.n) partial_line(span.n - i < kLanes ? span.n - i : kLanes);
   return count;

@@ -30,7 +30,8 @@ size_t Pass(const Span& span, uint32_t key, int32_t* indices, float* values, Spo
         if (KeyOf(sums[i]) < key) continue;
         const int32_t index = span.first_index + static_cast<int32_t>(begin + i);
         if (KeyOf(sums[i]) >= kNonFiniteKey && spoiled != nullptr) {
-          spoiled->Add(index, r[i], kRule == kPlain ? 0.0f : span.buffer[begin + i]);
+          spoiled->Add(index, span.before[begin + i],
+                       kRule == kPlain ? 0.0f : span.buffer_before[begin + i]);
         }
         indices[count] = index;
         values[count++] = sums[i];

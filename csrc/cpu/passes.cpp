@@ -5,7 +5,6 @@
 #include <cmath>
 #include <functional>
 
-#include "keeper.h"
 #include "pool.h"
 
 namespace hvds {
@@ -15,8 +14,8 @@ constexpr size_t kBlock = 4096;  // elements between two looks at a part's capac
 constexpr size_t kTaskNumel = size_t{1} << 16;
 constexpr int kTasksPerThread = 4;  // so that a thread that is held up holds up little
 
-void AccumulateRange(Part& part, Keeper::Range& kept, const Accumulation& accumulation,
-                     size_t begin, size_t end, const Search& search, Mode mode) {
+void AccumulateRange(Part& part, const Accumulation& accumulation, size_t begin, size_t end,
+                     const Search& search, Mode mode) {
   const Kernels& kernels = ActiveKernels();
   const PassFn* const pass = (mode == Mode::kTake ? kernels.take : kernels.scan)[accumulation.rule];
   SpoiledList* const spoiled = mode == Mode::kRead ? nullptr : &part.spoiled;
@@ -24,7 +23,6 @@ void AccumulateRange(Part& part, Keeper::Range& kept, const Accumulation& accumu
   const auto pass_over = [&](size_t from, size_t to, bool inside) {
     accumulation.ForEachSpan(from, to, kBlock, [&](const Span& span, Dtype dtype) {
       part.Reserve(part.count + span.n);
-      kept.KeepTo(static_cast<size_t>(span.first_index) + span.n);
       part.count +=
           pass[dtype](span, inside ? key : kNonFiniteKey, part.indices.data() + part.count,
                       part.values.data() + part.count, spoiled);
@@ -39,6 +37,7 @@ void AccumulateRange(Part& part, Keeper::Range& kept, const Accumulation& accumu
   pass_over(begin, from, false);
   pass_over(from, to, true);
   pass_over(to, end, false);
+  if (accumulation.streamed()) kernels.stream_fence();
 }
 
 // A scrambled 32-bit number, so that the sample does not beat with a layer's width.
@@ -77,9 +76,8 @@ void Accumulate(Workspace& workspace, const Accumulation& accumulation, const Se
   const size_t n = accumulation.numel();
   const int tasks = TaskCount(n, threads);
   workspace.Use(tasks);
-  Keeper keeper(accumulation, tasks);
   Run(tasks, threads, [&](int t) {
-    AccumulateRange(workspace.parts[t], keeper.Of(t), accumulation, TaskBegin(n, t, tasks),
+    AccumulateRange(workspace.parts[t], accumulation, TaskBegin(n, t, tasks),
                     TaskBegin(n, t + 1, tasks), search, mode);
   });
 }

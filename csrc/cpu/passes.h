@@ -47,24 +47,28 @@ class Cursor {
   size_t s_ = 0;
 };
 
-// Where a pass leaves a copy of what it changes. `complete` is null if it leaves none; else it
-// becomes 1 once all is there.
-struct Kept {
-  float* residual = nullptr;
-  float* buffer = nullptr;
-  int32_t* complete = nullptr;
-};
-
-// What is accumulated: gradients into a residual, directly or through a momentum.
+// What is accumulated: gradients into a residual, directly or through a momentum. Where `before` is
+// not null, the first pass reads from there (and from `buffer_before`), and writes everything to the
+// residual and the buffer: what was before stays as it is.
 struct Accumulation {
   float* residual;
   Gradients gradients;
   Rule rule = kPlain;
   float* buffer = nullptr;
   float factor = 0.0f;
-  Kept kept = {};
+  const float* before = nullptr;
+  const float* buffer_before = nullptr;
 
   size_t numel() const { return gradients.numel; }
+
+  // Whether sums go past the caches: nobody will find them there, and a line that is written whole
+  // need not be read.
+  bool streamed() const {
+    const auto apart = reinterpret_cast<uintptr_t>(residual) ^
+                       reinterpret_cast<uintptr_t>(buffer == nullptr ? residual : buffer);
+    return before != nullptr && numel() * sizeof(float) >= kStreamedBytes &&
+           apart % kLineBytes == 0;
+  }
 
   // Calls use(span, dtype) for [begin, end) in order, in pieces of at most `most` elements and of
   // one segment.
@@ -83,12 +87,17 @@ struct Accumulation {
   Span SpanOf(const Segment& segment, size_t begin, size_t n) const {
     const size_t item_bytes = segment.dtype == kFloat32 ? 4 : 2;
     const auto* data = static_cast<const char*>(segment.data);
+    const float* const from = before == nullptr ? residual : before;
+    const float* const buffer_from = before == nullptr ? buffer : buffer_before;
     return {residual + begin,
+            from + begin,
             buffer == nullptr ? nullptr : buffer + begin,
+            buffer == nullptr ? nullptr : buffer_from + begin,
             factor,
             data == nullptr ? nullptr : data + (begin - segment.begin) * item_bytes,
             n,
-            static_cast<int32_t>(begin)};
+            static_cast<int32_t>(begin),
+            streamed()};
   }
 };
 
@@ -143,8 +152,8 @@ inline __attribute__((always_inline)) void Prefetch(const Span& span) {
   constexpr size_t kLine = 16;  // elements
   for (size_t i = 0; i < span.n + kLine - 1; i += kLine) {
     const size_t at = std::min(i, span.n - 1);
-    __builtin_prefetch(span.residual + at);
-    if (span.buffer != nullptr) __builtin_prefetch(span.buffer + at);
+    __builtin_prefetch(span.before + at);
+    if (span.buffer_before != nullptr) __builtin_prefetch(span.buffer_before + at);
     if (span.gradient != nullptr) __builtin_prefetch(static_cast<const float*>(span.gradient) + at);
   }
 }

@@ -94,6 +94,7 @@ class ParameterLookup:
             raise ConfigError(
                 f"named_parameters: names must be unique, got {', '.join(twice)} twice"
             )
+        self._parameters = dict(self._named)
         self._names_by_id = {id(p): name for name, p in self._named}
         self._following: dict[int, int] = {}
         self._last = -1
@@ -111,6 +112,10 @@ class ParameterLookup:
     def name_of_parameter(self, parameter: Parameter) -> str | None:
         """The parameter's name, or None where it is not a known one."""
         return self._names_by_id.get(id(parameter))
+
+    def requires_grad(self, name: str) -> bool:
+        """Whether a parameter that required a gradient in the beginning still does."""
+        return self._parameters[name].requires_grad
 
     def name_of(self, gradient: Tensor) -> str | None:
         """The parameter's name, or None where the tensor is no known parameter's gradient."""

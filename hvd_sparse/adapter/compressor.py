@@ -140,7 +140,9 @@ class SparseCompressor:
         spec = spec_of(name, tensor)
         if not self._is_sparse(spec, tensor):
             return self._hand_to_horovod(name, tensor)
-        self._engine.submit(spec, tensor.detach())
+        frozen = self._is_frozen(name)
+        gradient = tensor.detach().zero_() if frozen else tensor.detach()
+        self._engine.submit(spec, gradient, frozen=frozen)
         return self._session.standin(), Sparse(name, tensor.shape)
 
     def decompress(self, tensor: Tensor, ctx: Dense | Sparse | None) -> Tensor:
@@ -311,6 +313,30 @@ class SparseCompressor:
         self._settle()
         self._session.reassign(method)
 
+    def forget(self, names: Iterable[str]) -> float:
+        """Let go of what waits to be sent of some parameters, and of their momentum here.
+
+        All ranks call this between the same two steps, with the same names. It is for layers that
+        were replaced or set anew: the gradients in their residuals are of other weights. What the
+        optimizer holds stays.
+
+        Args:
+            names: Of parameters, as in `named_parameters`.
+
+        Returns:
+            L1 norm of what this rank let go of; `stats().dropped_l1` counts it.
+
+        Raises:
+            ConfigError: There is no such parameter.
+        """
+        names = [names] if isinstance(names, str) else list(names)
+        known = {} if self._lookup is None else dict(self._lookup)
+        unknown = sorted(set(names) - known.keys())
+        if unknown:
+            raise ConfigError(f"names must be those of parameters, got {', '.join(unknown)}")
+        self._settle()
+        return self._engine.forget(names)
+
     def corrects_momentum(self, parameter: Parameter) -> bool:
         """Whether the last gradient of a parameter came out of momentum correction."""
         name = None if self._lookup is None else self._lookup.name_of_parameter(parameter)
@@ -417,14 +443,21 @@ class SparseCompressor:
     def _hand_to_horovod(self, name: str, tensor: Tensor) -> tuple[Tensor, Dense]:
         """A dense gradient, and with it what was not sent while it was exchanged sparsely."""
         leftover = self._engine.leftover(name)
-        if leftover is None:
+        if leftover is None or self._is_frozen(name):
             return as_horovod_takes_it(tensor), Dense(tensor.dtype)
         if leftover.shape != tensor.shape:
             raise ConfigError(
                 f"residual of {name!r}: shape must be {tuple(tensor.shape)}, "
                 f"got {tuple(leftover.shape)}"
             )
-        return leftover.to(tensor.device) + tensor, Dense(tensor.dtype, name)  # float32, or 64
+        released = self._engine.release(name, tensor)
+        assert released is not None
+        return released.to(tensor.device) + tensor, Dense(tensor.dtype, name)  # float32, or 64
+
+    def _is_frozen(self, name: str) -> bool:
+        """Whether a parameter has ceased to require a gradient; Horovod reduces it all the same."""
+        assert self._lookup is not None
+        return not self._lookup.requires_grad(name)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

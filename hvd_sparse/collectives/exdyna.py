@@ -7,30 +7,34 @@ Symbols: P ranks, k entries wanted, k_i selected in partition i, k' their sum, �
 α latency, β time per word.
 
 Steps, after this rank has taken the candidates out of its partition (selectors/online.py):
-  1. scale δ by the density that it would reach (algorithm 5), and keep what reaches it;
-  2. gather the indices, and sum all ranks' accumulators there (index_union.py, lines 11-13, 18);
-  3. move blocks between partitions by what was selected in them (partitions.py, algorithm 3), and
-     pass the partitions on: rank r has partition (t + r) mod P at step t.
+  1. gather the indices of those that reach δ, and how many candidates reach each of 64 levels
+     around it (line 11);
+  2. sum all ranks' accumulators there (index_union.py, lines 12-13, 18);
+  3. scale δ by the density that was reached (algorithm 5), move blocks between partitions by what
+     was selected in them (partitions.py, algorithm 3), and pass the partitions on: rank r has
+     partition (t + r) mod P at step t.
 
-Cost: (2 log P + 2 (P-1)) α + 3k (P-1)/P β, with one message of 64 counters. Nothing builds up, and
-the result has about k entries.
+Cost: (log P + 2 (P-1)) α + 3k (P-1)/P β, with 64 counters beside the indices: an allgather and an
+allreduce, as in the paper. Nothing builds up, and the result has about k entries.
 
 Departure from algorithm 5: it multiplies δ by 1.005, 1.00125 or 0.995 after each step, so that a
 density that is off by 20 stays off for hundreds of steps; and with error feedback, where entries
 crowd just below the threshold, any fixed gain is too much or too little. Here every rank tells how
-many of its candidates reach each of 64 levels from 0.9 δ to 1.8 δ, and all take the level that is
-nearest to k in the same step. Where none is within k (1 ± tolerance), or in the first step, δ is
-the exact k-th magnitude of all candidates (global_threshold.py), and ties are cut to each rank's
-part. Where there are too few candidates, all are taken, and the next step samples anew.
+many of its candidates reach each of 64 levels from 0.9 δ to 1.8 δ, and the one that is nearest to k
+is the next δ. Where what reached δ is not within k (1 ± tolerance), indices are gathered once more
+in the same step, by that level. Where none is within it, or in the first step, δ is the exact k-th
+magnitude of all candidates (global_threshold.py), and ties are cut to each rank's part. Where there
+are too few candidates, all are taken, and the next step samples anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Scope
@@ -38,6 +42,7 @@ from hvd_sparse.collectives.base import Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
 from hvd_sparse.collectives.index_union import IndexUnion
 from hvd_sparse.collectives.partitions import Partitions
+from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import SparseStream, sum_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
@@ -59,7 +64,8 @@ class ExDyna(IndexUnion):
     Attributes:
         threshold: δ; 0.0 where there is none yet.
         partitions: Where the ranks select.
-        selected: k_i of the last step, by partition.
+        selected: k_i of the last step, by partition. f(t), the balance of equation 5, is P times
+            the largest over their sum.
     """
 
     def __init__(
@@ -87,59 +93,78 @@ class ExDyna(IndexUnion):
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Algorithm 1, from line 11 on; see `IndexUnion.reduce`."""
-        kept = self.estimate(stream)
+        kept, parts = self.estimate(stream)
         rest = SparseStream(*ops.difference(*stream.payload(), kept.indices), self.numel)
-        reduction = super().reduce(kept, take_at)
+        P, step = self.transport.world_size, self.step
+        self.selected = [parts[(i - step) % P].numel() for i in range(P)]
+        reduction = self.sum_at(kept, parts, take_at)
         if self.dynamic:
             self.partitions.level(reduction.reduced.indices)
         return Reduction(reduction.reduced, sum_of([rest, reduction.returned], self.numel))
 
     # -- algorithm 5: online threshold scaling -----------------------------------------------------
 
-    def estimate(self, candidates: SparseStream) -> SparseStream:
-        """Scale the threshold, and keep the candidates that reach it."""
+    def estimate(self, candidates: SparseStream) -> tuple[SparseStream, list[Tensor]]:
+        """Scale the threshold; the candidates that are sent, and all ranks' indices of theirs."""
         if self.k == self.numel:
-            levels = torch.zeros(1)
-        elif self.threshold > 0.0:
-            levels = (self.threshold * LEVELS).float()
-        else:
-            levels = self._exact_level(candidates)
-        counts = self._count(candidates, levels)
-        best = self._nearest(counts)
-        if abs(sum(counts[best]) - self.k) > self.tolerance * self.k and self.threshold > 0.0:
-            levels = self._exact_level(candidates)
-            counts, best = self._count(candidates, levels), 0
-        return self._keep(candidates, float(levels[best]), counts[best])
+            self.threshold = 0.0
+            return candidates, self.gather(candidates.indices)
+        if self.threshold == 0.0:
+            return self._exact(candidates)
+        levels = (self.threshold * LEVELS).float()
+        kept = reaching(candidates, self.threshold)
+        parts, counts = self._gather_with_counts(kept, self._reach(candidates, levels))
+        best = int((counts - self.k).abs().argmin())
+        off = abs(sum(part.numel() for part in parts) - self.k)
+        if off > self.tolerance * self.k:
+            if abs(int(counts[best]) - self.k) > self.tolerance * self.k:
+                return self._exact(candidates)
+            kept = reaching(candidates, float(levels[best]))
+            parts = self.gather(kept.indices)
+        self.threshold = float(levels[best])
+        return kept, parts
 
-    def _exact_level(self, candidates: SparseStream) -> torch.Tensor:
-        return torch.tensor([th_re_evaluate(candidates.values, max(1, self.k), self.transport)])
+    def _exact(self, candidates: SparseStream) -> tuple[SparseStream, list[Tensor]]:
+        """By the k-th magnitude of all; where ties are too many, each rank's part of k."""
+        rank = self.transport.rank
+        level = th_re_evaluate(candidates.values, max(1, self.k), self.transport)
+        kept = reaching(candidates, level)
+        parts = self.gather(kept.indices)
+        total = sum(part.numel() for part in parts)
+        if total > self.k * (1 + self.tolerance):
+            edges = [self.k * s // total for s in accumulate([0, *map(Tensor.numel, parts)])]
+            kept = self._largest(kept, edges[rank + 1] - edges[rank])
+            parts = self.gather(kept.indices)
+        self.threshold = level if total >= self.k * (1 - self.tolerance) else 0.0
+        return kept, parts
 
-    def _count(self, candidates: SparseStream, levels: torch.Tensor) -> list[list[int]]:
-        """For each level, how many candidates every rank has that reach it; non-finite ones do."""
-        places = torch.bucketize(candidates.values.abs().nan_to_num(torch.inf), levels, right=True)
+    def _largest(self, stream: SparseStream, count: int) -> SparseStream:
+        """The largest entries of a stream; all of it, where it is not finite."""
+        if not stream.isfinite():
+            return stream
+        rest = ops.Accumulation(stream.values.clone())
+        order, values, _ = ops.accumulate_topk(rest, count)
+        return SparseStream(stream.indices[order.long()], values, self.numel)
+
+    def _reach(self, candidates: SparseStream, levels: Tensor) -> Tensor:
+        """How many candidates reach each level, int64 `(64,)`; non-finite ones do."""
+        places = torch.bucketize(magnitudes(candidates), levels, right=True)
         passed = torch.bincount(places, minlength=levels.numel() + 1)
-        reach = passed.flip(0).cumsum(0).flip(0)[1:]
-        gathered = self.transport.allgather((reach,), channel="levels")
-        return torch.stack([message.view(torch.int64) for message in gathered], dim=1).tolist()
+        return passed.flip(0).cumsum(0).flip(0)[1:]
 
-    def _nearest(self, counts: Sequence[Sequence[int]]) -> int:
-        off = [abs(sum(shares) - self.k) for shares in counts]
-        return off.index(min(off))
-
-    def _keep(self, candidates: SparseStream, level: float, shares: list[int]) -> SparseStream:
-        """What reaches the level; where ties are too many, each rank's part of k."""
-        P, rank, total = self.transport.world_size, self.transport.rank, sum(shares)
-        kept = candidates.where(candidates.values.abs().nan_to_num(torch.inf) >= level)
-        if total > self.k * (1 + self.tolerance) and kept.isfinite():
-            edges = [self.k * s // total for s in (sum(shares[:r]) for r in range(P + 1))]
-            shares = [stop - start for start, stop in pairwise(edges)]
-            rest = ops.Accumulation(kept.values.clone())
-            order, values, _ = ops.accumulate_topk(rest, shares[rank])
-            kept = SparseStream(kept.indices[order.long()], values, self.numel)
-        enough = total >= self.k * (1 - self.tolerance)
-        self.threshold = level if enough else 0.0
-        self.selected = [shares[(i - self.step) % P] for i in range(P)]
-        return kept
+    def _gather_with_counts(self, kept: SparseStream, reach: Tensor) -> tuple[list[Tensor], Tensor]:
+        """All ranks' indices, and the sums of their counts: one message."""
+        own = self.wire.encode_indices(kept.indices, self.numel)
+        messages = self.transport.allgather((reach, *own), channel="indices")
+        size = reach.numel() * reach.element_size()
+        for message in messages:
+            if message.numel() < size:
+                raise MessageError(
+                    f"a message of levels must have at least {size} bytes, got {message.numel()}"
+                )
+        counts = torch.stack([message[:size].view(torch.int64) for message in messages])
+        parts = [self.wire.decode_indices(message[size:], self.numel) for message in messages]
+        return parts, counts.sum(0)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -159,3 +184,13 @@ class ExDyna(IndexUnion):
             self.threshold = float(state["threshold"])
             self.partitions.blocks = list(state["blocks"])
             self.partitions.weights = state["weights"].clone()
+
+
+def magnitudes(stream: SparseStream) -> Tensor:
+    """Of a stream's values, `(nnz,)`; infinite for what is not finite."""
+    return stream.values.abs().nan_to_num(torch.inf)
+
+
+def reaching(stream: SparseStream, threshold: float) -> SparseStream:
+    """What reaches a threshold; what is not finite does."""
+    return stream.where(magnitudes(stream) >= threshold)

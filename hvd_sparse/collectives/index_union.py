@@ -31,20 +31,59 @@ class IndexUnion(Collective):
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""
-        own_indices = self.wire.encode_indices(stream.indices, self.numel)
-        messages = self.transport.allgather(own_indices, channel="indices")
-        gathered = [self.wire.decode_indices(message, self.numel) for message in messages]
-        union = torch.cat(gathered).unique()
+        return self.sum_at(stream, self.gather(stream.indices), take_at)
+
+    def gather(self, indices: Tensor) -> list[Tensor]:
+        """Line 11: all ranks' indices, in the order of the ranks."""
+        own = self.wire.encode_indices(indices, self.numel)
+        messages = self.transport.allgather(own, channel="indices")
+        return [self.wire.decode_indices(message, self.numel) for message in messages]
+
+    def sum_at(
+        self, stream: SparseStream, parts: list[Tensor], take_at: TakeAt | None
+    ) -> Reduction:
+        """Lines 12-13 and 18: the sum of all ranks' accumulators wherever one selected.
+
+        Args:
+            stream: What this rank selected.
+            parts: All ranks' indices, this rank's included.
+            take_at: See `Collective.reduce`.
+        """
+        rank = self.transport.rank
+        order = sorted(range(len(parts)), key=lambda r: int(parts[r][0]) if len(parts[r]) else -1)
+        union = torch.cat([parts[r] for r in order])
+        if is_ascending(union):  # partitions side by side, or a leader alone: as a rule
+            start = sum(len(parts[r]) for r in order[: order.index(rank)])
+            values = self._values_around(stream, union, start, take_at)
+        else:
+            union = union.unique()
+            values = self._values_among(stream, union, take_at)
+        total, lost = self._sum(values)
+        self.step += 1
+        returned = SparseStream(union[lost.indices.long()], lost.values, self.numel)
+        return Reduction(SparseStream(union, total, self.numel), returned)
+
+    def _values_around(
+        self, stream: SparseStream, union: Tensor, start: int, take_at: TakeAt | None
+    ) -> Tensor:
+        """Line 12: this rank's accumulator, where its own indices are a run of the union."""
+        stop = start + stream.nnz
+        values = torch.zeros(union.numel())
+        values[start:stop] = stream.values
+        if take_at is not None:
+            others = take_at(torch.cat([union[:start], union[stop:]]))
+            values[:start], values[stop:] = others[:start], others[start:]
+        return values
+
+    def _values_among(self, stream: SparseStream, union: Tensor, take_at: TakeAt | None) -> Tensor:
+        """The same where others selected some of this rank's indices, too, or some between them."""
         values = torch.zeros(union.numel())
         own = torch.zeros(union.numel(), dtype=torch.bool)
         own[torch.searchsorted(union, stream.indices)] = True
         values[own] = stream.values
         if take_at is not None:
             values[~own] = take_at(union[~own])
-        total, lost = self._sum(values)
-        self.step += 1
-        returned = SparseStream(union[lost.indices.long()], lost.values, self.numel)
-        return Reduction(SparseStream(union, total, self.numel), returned)
+        return values
 
     def _sum(self, values: Tensor) -> tuple[Tensor, SparseStream]:
         """Float32 values `(K,)` summed over the ranks, in their order; what rounding lost here."""
@@ -64,3 +103,9 @@ class IndexUnion(Collective):
             for m, (a, b) in zip(gathered, pairwise(edges), strict=True)
         ]
         return torch.cat(sums), packer.lost(values.numel())
+
+
+def is_ascending(indices: Tensor) -> bool:
+    """Whether int32 indices `(m,)` ascend strictly."""
+    places = indices.numpy()  # torch would share this small work among threads
+    return bool((places[1:] > places[:-1]).all())

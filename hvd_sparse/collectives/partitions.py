@@ -10,7 +10,8 @@ inverse. For a strongly layered gradient that takes hundreds of steps, a hot blo
 partition goes to and fro, and a partition that is just right between an overfull and an underfull
 one stops all movement. But after the exchange every rank knows all indices, and so the entries of
 each block. Here the partitions are cut anew, so that each has an equal part of these counts, which
-fade by a fifth with every step.
+fade by a fifth with every step. `min_blk` is 1: no rank is left without a partition, and more would
+hold back blocks of a hot range that is a few blocks wide.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ BLOCKS = 1024
 BLOCK_MULTIPLE = 32
 ALPHA = 1.05
 """α: partitions stay as they are while none has more than this many times the mean."""
+LEAST_BLOCKS = 1
+"""min_blk: a partition has as many blocks at least, where there are enough for all."""
 FADING = 0.8
 """What a block's count of one step is worth in the next."""
 
@@ -61,13 +64,15 @@ class Partitions:
         """Algorithm 3: give every partition an equal part of what is selected.
 
         Args:
-            indices: What all ranks selected in a step, int32 `(K,)`.
+            indices: What all ranks selected in a step, int32 `(K,)` ascending.
         """
         total, count = self.weights.numel(), len(self.blocks)
         if total == 0:
             return
-        places = (indices.long() // self.block_numel).clamp_(max=total - 1)
-        self.weights = FADING * self.weights + torch.bincount(places, minlength=total)
+        starts = torch.arange(1, total, dtype=torch.int32) * self.block_numel
+        edges = [0, *torch.searchsorted(indices, starts).tolist(), indices.numel()]
+        counts = torch.tensor(edges, dtype=torch.float64).diff()
+        self.weights = FADING * self.weights + counts
         shares = [float(part.sum()) for part in self.weights.split(self.blocks)]
         if max(shares) <= ALPHA * sum(shares) / count:
             return
@@ -76,4 +81,19 @@ class Partitions:
         even = (self.weights + least).cumsum(0)
         wanted = even[-1] * torch.arange(1, count, dtype=torch.float64) / count
         cuts = (torch.searchsorted(even, wanted) + 1).tolist()
-        self.blocks = [stop - start for start, stop in pairwise([0, *cuts, total])]
+        self.blocks = widened([0, *cuts, total], min(LEAST_BLOCKS, total // count))
+
+
+def widened(edges: list[int], least: int) -> list[int]:
+    """The widths between ascending edges, where each is to be at least `least`.
+
+    Args:
+        edges: The first and the last stay; others move as little as they must.
+        least: At most the mean width.
+    """
+    total, count = edges[-1], len(edges) - 1
+    for i in range(1, count):
+        edges[i] = max(edges[i], edges[i - 1] + least)
+    for i in range(count - 1, 0, -1):
+        edges[i] = min(edges[i], total - (count - i) * least)
+    return [stop - start for start, stop in pairwise(edges)]

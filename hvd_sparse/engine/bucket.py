@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
+from hvd_sparse.engine.staging import Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
@@ -36,6 +37,7 @@ class Bucket:
         numel: n, elements of all of them.
         method: How it is compressed and exchanged.
         step: Steps done; the position in the warm-up.
+        stages: How it is exchanged at each density of the warm-up.
         memory: Error feedback over the whole bucket.
         lane: Where its exchanges run.
         decoded: `(n,)`, in the gradients' type: where the reduced gradient is written. The
@@ -63,6 +65,7 @@ class Bucket:
         self.step = step
         self.selector = method.selector()
         self.collective = method.collective(transport, self.numel, method.k(self.numel))
+        self.stages = Stages(self.collective, self.selector)
         self.memory = method.memory.make(self.numel, device, transport.world_size)
         self.decoded = torch.zeros(
             self.numel, dtype=getattr(torch, specs[0].dtype.removeprefix("torch.")), device=device
@@ -83,8 +86,12 @@ class Bucket:
 
     @property
     def threshold(self) -> float:
-        """Magnitude from which entries left in the last step; 0.0 where the selector has none."""
-        return float(getattr(self.selector, "threshold", 0.0))
+        """Magnitude from which entries left in the last step; 0.0 where there is none.
+
+        The selector's, or the one that the ranks scale together in the exchange (ExDyna).
+        """
+        own = getattr(self.selector, "threshold", 0.0)
+        return float(own or getattr(self.collective, "threshold", 0.0))
 
     def missing(self) -> list[str]:
         """Names of the tensors whose gradients have not come."""
@@ -147,6 +154,8 @@ class Bucket:
     def end_exchange(self) -> None:
         """The step's sum is there; its statistics count."""
         self.stats.record(self.step_stats)
+        self.stats.threshold = self.threshold
+        self.stats.partition_nnz = tuple(getattr(self.collective, "selected", ()))
         self.step_stats = StepStats()
         self.phase = Phase.EXCHANGED
 
@@ -162,11 +171,10 @@ class Bucket:
         spec = self.specs[place]
         return self.decoded[self.starts[place] : self.starts[place + 1]].view(spec.shape)
 
-    def memory_of(self, place: int) -> dict[str, Tensor]:
-        """What the memory holds of one tensor: views, by name."""
-        start, stop = self.starts[place], self.starts[place + 1]
-        shape = self.specs[place].shape
-        return {name: flat[start:stop].view(shape) for name, flat in self.memory.tensors().items()}
+    def split(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, dict[str, Tensor]]]:
+        """Each tensor's part of vectors `(n,)`: views in its shape, by name."""
+        for spec, (start, stop) in zip(self.specs, pairwise(self.starts), strict=True):
+            yield spec, {name: each[start:stop].view(spec.shape) for name, each in flat.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Selector and collective; residuals are kept by parameter."""

@@ -8,7 +8,7 @@ that no two ranks ever wait for each other's other bucket.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from hvd_sparse.engine.plan import (
 )
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
+from hvd_sparse.engine.transitions import Frozen, Release, cut, l1_of
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.selectors.correction import hold_back
@@ -44,27 +45,26 @@ def exchange(bucket: Bucket) -> None:
     waits in the residual for the next steps. Until the step is settled, or where the exchange
     fails, `bucket.roll_back` takes all of it back.
     """
-    memory, collective = bucket.memory, bucket.collective
-    collective.transport.context = Context(bucket.specs[0].name, bucket.step)
-    stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
+    memory, transport = bucket.memory, bucket.collective.transport
+    transport.context = Context(bucket.specs[0].name, bucket.step)
+    stats, traffic = bucket.step_stats, transport.traffic.snapshot()
     with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
     with stats.timed("accumulate_select_s"):
-        k = bucket.k
-        collective.aim(k)
-        scope = collective.scope()
+        stage = bucket.stages.at(bucket.k, bucket.step)
+        scope = stage.collective.scope()
         bucket.open_step()
-        accumulator = memory.accumulate(gradients, k, scope)
-        selected = bucket.selector.select(accumulator, k)
-        taken = hold_back(accumulator, selected, k)
+        accumulator = memory.accumulate(gradients, stage.k, scope)
+        selected = stage.select(bucket.selector, accumulator)
+        taken = hold_back(accumulator, selected, stage.k)
     with stats.timed("exchange_s"):
-        reduction = collective.reduce(taken.to("cpu"), memory.take_at)
+        reduction = stage.collective.reduce(taken.to("cpu"), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
-    bucket.reduced = reduction.reduced
+        bucket.reduced = memory.applied(reduction.reduced)
     bucket.step += 1
     bucket.poisoned = not reduction.reduced.isfinite()
 
-    spent = collective.transport.traffic.since(traffic)
+    spent = transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
     stats.nnz_held_back = selected.nnz - taken.nnz
     stats.messages_sent = spent.messages_sent
@@ -111,7 +111,9 @@ class Engine:
         self.skipped_steps = 0
         self.dropped_l1 = 0.0
         self._unsettled = False
-        self._flushed: set[str] = set()
+        self._release = Release()
+        self._frozen = Frozen()
+        self._freezing: set[str] = set()
         self._worker = Worker(work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
@@ -171,9 +173,17 @@ class Engine:
         """What waits to be sent of a tensor that is in no bucket: float32, its shape; or None."""
         return self._restored.residual.get(name)
 
+    def release(self, name: str, gradient: Tensor) -> Tensor | None:
+        """What of a leftover is to be added to a dense gradient: float32, its shape; or None.
+
+        At most half as long as the gradient, so that a long residual takes several steps.
+        """
+        leftover = self.leftover(name)
+        return None if leftover is None else self._release.part(name, leftover, gradient)
+
     def flushed(self, name: str) -> None:
-        """The leftover was reduced densely in this step; it is let go where the step counts."""
-        self._flushed.add(name)
+        """What was released was reduced in this step; it is let go where the step counts."""
+        self._release.flushed(name)
 
     def settle(self, counts: bool | None = None) -> None:
         """Say whether the last step counts. Otherwise everything becomes what it was before it.
@@ -184,7 +194,7 @@ class Engine:
         Args:
             counts: Whether its results were applied; None: if all of them are finite.
         """
-        if not (self._unsettled or self._flushed):
+        if not (self._unsettled or self._release.is_due):
             return
         self._unsettled = False
         if counts is None:
@@ -196,10 +206,7 @@ class Engine:
                 bucket.is_open = False
             else:
                 bucket.roll_back()
-        if counts:
-            for name in self._flushed:
-                self._restored.residual.pop(name, None)
-        self._flushed.clear()
+        self._release.settle(self._restored.residual, counts)
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals and momenta by a factor, between steps.
@@ -209,9 +216,28 @@ class Engine:
         self.settle()
         for bucket in self._buckets:
             bucket.memory.rescale(factor)
+        self._frozen.rescale(factor)
         for kept in (self._restored.residual, self._restored.momentum):
             for tensor in kept.values():
                 tensor.mul_(factor)
+
+    def forget(self, names: Collection[str]) -> float:
+        """Let go of residuals and momenta; to be called between steps, by all ranks alike.
+
+        Returns:
+            L1 norm of this rank's residuals that were let go of; `dropped_l1` counts it.
+        """
+        self.settle()
+        parts = []
+        for name in names:
+            if name in self._places:
+                parts.append(cut(self._places[name]))
+            parts.append(self._frozen.held.pop(name, {}))
+            kinds = {"residual": self._restored.residual, "momentum": self._restored.momentum}
+            parts.append({kind: t.pop(name) for kind, t in kinds.items() if name in t})
+        lost = l1_of(part["residual"] for part in parts if "residual" in part)
+        self.dropped_l1 += lost
+        return lost
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on.
@@ -247,14 +273,22 @@ class Engine:
         """Stop the background thread, and keep the state for the next plan."""
         self._worker.stop()  # before the state is read, which it changes
         self._restored = self._state()
+        self._frozen = Frozen()
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
 
     # -- a step, seen from the training thread -----------------------------------------------------
 
-    def submit(self, spec: TensorSpec, gradient: Tensor) -> None:
-        """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned."""
+    def submit(self, spec: TensorSpec, gradient: Tensor, *, frozen: bool = False) -> None:
+        """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned.
+
+        Args:
+            spec: The tensor.
+            gradient: Its gradient; zeros where it is frozen.
+            frozen: Whether its residual and momentum are to stay what they are.
+        """
         if self._unsettled:
             self.settle()
+        (self._freezing.add if frozen else self._freezing.discard)(spec.name)
         if not self.planned:
             self._arrivals[spec.name] = (spec, gradient)
             return
@@ -266,6 +300,10 @@ class Engine:
                 f"{spec.dtype}{spec.shape}: after such a change, call "
                 "compression.reassign(compression.method) on all ranks"
             )
+        if frozen:
+            self._frozen.freeze(spec.name, (bucket, place))
+        else:
+            self._frozen.thaw(spec.name, (bucket, place))
         self._worker.put(bucket, place, gradient)
 
     def result(self, name: str) -> Tensor:
@@ -331,6 +369,8 @@ class Engine:
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
         self._observer.planned(self._transport, self._buckets)
+        for name in self._freezing & self._places.keys():
+            self._frozen.freeze(name, self._places[name])
         for name, (bucket, place) in self._places.items():
             bucket.put(place, self._arrivals[name][1])
         self._arrivals = {}
@@ -352,7 +392,9 @@ class Engine:
         """What was selected, sent and waited for, per bucket and step."""
         transport = self._transport.name if self._transport is not None else ""
         buckets = [bucket.stats for bucket in self._buckets]
-        return Stats(transport, buckets, self.skipped_steps, self.dropped_l1)
+        waiting = [parts["residual"] for parts in self._frozen.held.values()]
+        waiting += self._restored.residual.values()
+        return Stats(transport, buckets, self.skipped_steps, self.dropped_l1, l1_of(waiting))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives.
@@ -409,4 +451,6 @@ class Engine:
             return self._restored
         for bucket in self._buckets:
             bucket.roll_back()  # if it is in a step that nobody will finish
-        return EngineState.of(self._buckets, self._restored.residual, self._transport)
+        state = EngineState.of(self._buckets, self._restored.residual, self._transport)
+        self._frozen.add_to({"residual": state.residual, "momentum": state.momentum})
+        return state

@@ -63,8 +63,8 @@ class EngineState:
         memories: dict[str, dict[str, Tensor]] = {"residual": {}, "momentum": {}}
         memories["residual"] = {name: tensor.clone() for name, tensor in leftover.items()}
         for bucket in buckets:
-            for place, spec in enumerate(bucket.specs):
-                for kind, tensor in bucket.memory_of(place).items():
+            for spec, tensors in bucket.split(bucket.memory.tensors()):
+                for kind, tensor in tensors.items():
                     memories[kind][spec.name] = tensor.clone()
         step = max((bucket.step for bucket in buckets), default=0)
         state = EngineState(
@@ -171,6 +171,7 @@ class EngineState:
         _check_together(theirs)
         left = self._restore_memories(buckets)
         for bucket in buckets:
+            bucket.memory.agree(transport)
             bucket.step = max(their["step"] for their in theirs)
         digests = torch.stack([_digest(state) for state in matching])
         everywhere = [
@@ -225,11 +226,13 @@ class EngineState:
     def _restore_memories(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         left = {"residual": dict(self.residual), "momentum": dict(self.momentum)}
         for bucket in buckets:
-            for place, spec in enumerate(bucket.specs):
-                for kind, tensor in bucket.memory_of(place).items():
+            flat = bucket.memory.tensors()
+            for spec, tensors in bucket.split(flat):
+                for kind, tensor in tensors.items():
                     saved = left[kind].pop(spec.name, None)
                     if saved is not None:
                         tensor.copy_(saved)
+            bucket.memory.load(flat)
         return {name: tensor for name, tensor in left["residual"].items() if tensor.any()}
 
     def _state_for(self, bucket: Bucket) -> dict[str, Any] | None:

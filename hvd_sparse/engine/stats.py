@@ -73,6 +73,9 @@ class BucketStats(StepStats):
         numel: n, elements in the bucket.
         k: Entries wanted per step.
         steps: Steps done.
+        threshold: Magnitude from which entries left in the last step; 0.0 where there is none.
+        partition_nnz: k_i, entries selected in each partition in the last step; empty where the
+            ranks do not select in partitions of their own, as in ExDyna.
         history: The last steps, oldest first.
     """
 
@@ -80,12 +83,20 @@ class BucketStats(StepStats):
     numel: int = 0
     k: int = 0
     steps: int = 0
+    threshold: float = 0.0
+    partition_nnz: tuple[int, ...] = ()
     history: deque[StepStats] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
 
     @property
     def density(self) -> float:
         """Density reached: entries applied, per element and step."""
         return self.nnz_applied / (self.numel * self.steps) if self.numel and self.steps else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """f(t) of ExDyna (equation 5): P times the largest k_i over their sum; 0.0 without any."""
+        total = sum(self.partition_nnz)
+        return len(self.partition_nnz) * max(self.partition_nnz) / total if total else 0.0
 
     def record(self, step: StepStats) -> None:
         """Count one more step."""
@@ -110,12 +121,15 @@ class Stats:
         buckets: One entry per bucket, in the order in which they are exchanged.
         skipped_steps: Steps that were taken back, since nobody applied their results.
         dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so.
+        waiting_l1: L1 norm of residuals that are in no exchange: of frozen tensors, which hold
+            them, and of tensors that have become dense, which release them.
     """
 
     transport: str
     buckets: list[BucketStats]
     skipped_steps: int = 0
     dropped_l1: float = 0.0
+    waiting_l1: float = 0.0
 
     @property
     def totals(self) -> StepStats:

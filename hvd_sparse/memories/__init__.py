@@ -2,7 +2,15 @@
 
 from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.memories.error_feedback import ErrorFeedback
+from hvd_sparse.memories.global_momentum import GlobalMomentum
 from hvd_sparse.memories.momentum_correction import MomentumCorrection
-from hvd_sparse.memories.options import MemoryOptions
+from hvd_sparse.memories.options import MOMENTUM_KINDS, MemoryOptions
 
-__all__ = ["Clipping", "ErrorFeedback", "MemoryOptions", "MomentumCorrection"]
+__all__ = [
+    "MOMENTUM_KINDS",
+    "Clipping",
+    "ErrorFeedback",
+    "GlobalMomentum",
+    "MemoryOptions",
+    "MomentumCorrection",
+]

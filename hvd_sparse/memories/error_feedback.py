@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.streams import SparseStream
+from hvd_sparse.transports import Transport
 
 
 class ErrorFeedback:
@@ -21,8 +22,9 @@ class ErrorFeedback:
 
     One step is `accumulate`, whose accumulator a selector takes entries out of; `take_at` where the
     collective wants more; then `give_back` of what had no part. Until the next one begins,
-    `roll_back` takes the whole step back, wherever it has failed: the operation that adds the
-    gradients keeps what the step changes beside it, which takes as much memory again.
+    `roll_back` takes the whole step back, wherever it has failed: a step reads what there was
+    before, and writes to a second set of tensors, with which it then changes places. That costs
+    no pass, and as much memory again.
 
     Args:
         numel: n.
@@ -30,13 +32,15 @@ class ErrorFeedback:
         clipping: Limits the gradients before they are added, in place; None: as they are.
 
     Attributes:
-        residual: float32 `(n,)`, on the gradients' device; always finite.
+        residual: float32 `(n,)`, on the gradients' device; always finite between steps. Another
+            tensor in every step: ask for it anew.
     """
 
     def __init__(self, numel: int, device: torch.device, clipping: Clipping | None = None) -> None:
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self.clipping = clipping
-        self._kept: ops.Kept | None = None
+        self._spare: tuple[Tensor, ...] | None = None
+        self._may_roll_back = False
         self._forget()
 
     def accumulate(
@@ -51,11 +55,14 @@ class ErrorFeedback:
             scope: Where this rank selects, and its share of k; None: everywhere, all of it.
         """
         del k
-        kept = self._place_to_keep()
+        self._may_roll_back = False
         if self.clipping is not None:
             self.clipping.apply(gradients)
         self._forget()
-        return Accumulator(self._accumulation(gradients, kept), scope)
+        before = ops.Before(*self._state())
+        self._change_places()
+        self._may_roll_back = True
+        return Accumulator(self._accumulation(gradients, before), scope)
 
     def take_at(self, indices: Tensor) -> Tensor:
         """Take out the entries at more indices, int32 `(m,)` ascending; their values `(m,)`.
@@ -77,11 +84,19 @@ class ErrorFeedback:
         self._taken, self._returned = taken, returned
         self._add(returned)
 
+    def applied(self, reduced: SparseStream) -> SparseStream:
+        """Learn the sum that the exchange came to; returns what the optimizer is to see of it.
+
+        Args:
+            reduced: Sum over the ranks, the same on all of them.
+        """
+        return reduced
+
     def roll_back(self) -> None:
         """Go back to what was before the step, bit for bit: nothing was applied."""
-        if self._kept is not None and self._kept.complete:  # else nothing has changed
-            for tensor, kept in zip(self._state(), self._kept.tensors(), strict=True):
-                tensor.copy_(kept)
+        if self._may_roll_back:  # else nothing has changed
+            self._change_places()
+            self._may_roll_back = False
         self._forget()
 
     def rescale(self, factor: float) -> None:
@@ -90,8 +105,37 @@ class ErrorFeedback:
             tensor.mul_(factor)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name: float32 tensors `(n,)`, to be read or written between steps."""
+        """The state by name: float32 tensors `(n,)`, to be read between steps.
+
+        Beside the residual, `momentum` is this rank's part of the momentum: the ranks' sum is what
+        counts, for any kind of momentum.
+        """
         return {"residual": self.residual}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put a state in the place of this one, between steps.
+
+        Args:
+            tensors: What `tensors` returned, changed in place or not, or tensors like them.
+        """
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])
+
+    def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Take the elements `[start, stop)` of the state out of it, between steps: by name."""
+        parts = {}
+        for name, tensor in self.tensors().items():
+            parts[name] = tensor[start:stop].clone()
+            tensor[start:stop].zero_()
+        return parts
+
+    def put_in(self, start: int, parts: Mapping[str, Tensor]) -> None:
+        """Add what `take_out` returned, from an element on, between steps."""
+        for name, tensor in self.tensors().items():
+            tensor[start : start + parts[name].numel()] += parts[name]
+
+    def agree(self, transport: Transport) -> None:
+        """Learn from the other ranks what a loaded state does not tell; all ranks call this."""
 
     def _forget(self) -> None:
         """Let go of what the last step took: nothing will be put back, or masked."""
@@ -100,19 +144,22 @@ class ErrorFeedback:
 
     # -- what other memories do in another way -----------------------------------------------------
 
-    def _accumulation(self, gradients: Sequence[Tensor], kept: ops.Kept) -> ops.Accumulation:
-        return ops.Accumulation(self.residual, gradients, kept=kept)
+    def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
+        return ops.Accumulation(self.residual, gradients, before=before)
 
-    def _state(self) -> list[Tensor]:
+    def _state(self) -> tuple[Tensor, ...]:
         """All that a step changes."""
-        return [self.residual]
+        return (self.residual,)
 
-    def _place_to_keep(self) -> ops.Kept:
-        """Where the step that begins keeps what it changes; what the last one kept is let go."""
-        if self._kept is None:
-            self._kept = ops.Kept(*(torch.empty_like(tensor) for tensor in self._state()))
-        self._kept.complete = False
-        return self._kept
+    def _set_state(self, *tensors: Tensor) -> None:
+        """Take other tensors in their place."""
+        (self.residual,) = tensors
+
+    def _change_places(self) -> None:
+        """Swap the state and the spare tensors: a step is about to write those, or is undone."""
+        state, spare = self._state(), self._spare
+        self._set_state(*(map(torch.empty_like, state) if spare is None else spare))
+        self._spare = state
 
     def _add(self, stream: SparseStream) -> None:
         if stream.nnz:

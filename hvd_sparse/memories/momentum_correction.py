@@ -10,7 +10,7 @@ Steps, for every element:
   3. Where an entry was applied, u = 0 too (momentum factor masking), so that
      momentum which is older than what was sent does not push on.
 
-Cost: 20 bytes of memory traffic per element, and 8 of what is kept, in one pass; masking is O(k).
+Cost: 20 bytes of memory traffic per element in one pass; masking is O(k).
 
 Departures:
   * Only entries that were applied lose their momentum. One that was taken and came back (outside
@@ -48,6 +48,7 @@ class MomentumCorrection(ErrorFeedback):
 
     Attributes:
         momentum_buffer: u, float32 `(n,)`; masked only when the next step begins, or by `tensors`.
+            Another tensor in every step, as the residual is.
     """
 
     def __init__(
@@ -94,9 +95,12 @@ class MomentumCorrection(ErrorFeedback):
         came_back &= returned.values[place] == taken.values
         return taken.where(~came_back)
 
-    def _accumulation(self, gradients: Sequence[Tensor], kept: ops.Kept) -> ops.Accumulation:
+    def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
         momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)
-        return ops.Accumulation(self.residual, gradients, momentum, kept)
+        return ops.Accumulation(self.residual, gradients, momentum, before)
 
-    def _state(self) -> list[Tensor]:
-        return [self.residual, self.momentum_buffer]
+    def _state(self) -> tuple[Tensor, ...]:
+        return (self.residual, self.momentum_buffer)
+
+    def _set_state(self, *tensors: Tensor) -> None:
+        self.residual, self.momentum_buffer = tensors

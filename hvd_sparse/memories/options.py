@@ -8,7 +8,10 @@ import torch
 
 from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.memories.error_feedback import ErrorFeedback
+from hvd_sparse.memories.global_momentum import GlobalMomentum
 from hvd_sparse.memories.momentum_correction import MomentumCorrection
+
+MOMENTUM_KINDS = ("local", "global")
 
 
 @dataclass(frozen=True)
@@ -16,18 +19,23 @@ class MemoryOptions:
     """A memory, and what is done to gradients on their way into it.
 
     Attributes:
-        momentum: m of DGC's momentum correction, in [0, 1); 0: plain error feedback.
+        momentum: m, in [0, 1); 0: plain error feedback.
         nesterov: Whether that momentum is Nesterov's.
         clip_norm: Limit on the norm of a bucket's summed gradient; None: none.
+        momentum_kind: "local": each rank's own, by DGC's momentum correction; "global": that of
+            what all ranks applied.
     """
 
     momentum: float = 0.0
     nesterov: bool = False
     clip_norm: float | None = None
+    momentum_kind: str = "local"
 
     def make(self, numel: int, device: torch.device, world_size: int) -> ErrorFeedback:
         """One bucket's memory."""
         clipping = None if self.clip_norm is None else Clipping(self.clip_norm, world_size)
         if self.momentum == 0.0:
             return ErrorFeedback(numel, device, clipping)
+        if self.momentum_kind == "global":
+            return GlobalMomentum(numel, device, world_size, self.momentum, self.nesterov, clipping)
         return MomentumCorrection(numel, device, self.momentum, self.nesterov, clipping)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_sparse.checks import above, check_momentum, check_share
+from hvd_sparse.checks import above, check_momentum, check_share, choice
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.memories import MOMENTUM_KINDS
 from hvd_sparse.methods.options import AnyCollectiveOptions
 from hvd_sparse.options import option
 from hvd_sparse.selectors import HashedExtraction, SampledThreshold, Selector, ThresholdSelector
@@ -34,6 +35,12 @@ class DgcOptions(AnyCollectiveOptions):
     momentum: float = option(
         0.9, "m of the momentum correction, in [0, 1); 0 is plain error feedback.", check_momentum
     )
+    momentum_kind: str = option(
+        "local",
+        '"local": each worker\'s own, which is the paper\'s; "global": that of what all workers '
+        "applied (GMC).",
+        choice(MOMENTUM_KINDS),
+    )
     sample_share: float = option(
         0.01, "Part of the elements from which the threshold is estimated, in (0, 1].", check_share
     )
@@ -49,7 +56,7 @@ class DragonnOptions(AnyCollectiveOptions):
 
     Source: Wang et al., "DRAGONN" (ICML 2022), algorithm 1. Where |acc_i| ≥ t, I[h(i)] = i; the
     largest magnitudes win, and what lost its slot stays in the residual. The authors use DGC's
-    memory with it: `momentum=0.9`.
+    memory with it: `momentum=0.9, momentum_kind="local"`.
     """
 
     name = "dragonn"

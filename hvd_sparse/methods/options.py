@@ -28,7 +28,7 @@ from hvd_sparse.collectives.registry import BY_NAME, SELECTABLE
 from hvd_sparse.engine import Method
 from hvd_sparse.engine.warmup import WARMUP_KINDS, Warmup
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.memories import MemoryOptions
+from hvd_sparse.memories import MOMENTUM_KINDS, MemoryOptions
 from hvd_sparse.options import check_options, option
 from hvd_sparse.selectors import Selector
 from hvd_sparse.wire import WIRES
@@ -59,9 +59,15 @@ class MethodOptions(ABC):
     )
     momentum: float = option(
         0.0,
-        "m of DGC's momentum correction, in [0, 1); 0 is plain error feedback. Where it is not 0, "
-        "the optimizer must have no momentum: see `MomentumCorrectedSGD`.",
+        "m of the momentum that the compression applies, in [0, 1); 0 is plain error feedback. "
+        "Where it is not 0, the optimizer must have no momentum: see `MomentumCorrectedSGD`.",
         check_momentum,
+    )
+    momentum_kind: str = option(
+        "global",
+        '"local": each worker\'s own, by DGC\'s momentum correction; "global": that of what all '
+        "workers applied (GMC), which needs no buffer and stays small at low densities.",
+        choice(MOMENTUM_KINDS),
     )
     nesterov: bool = option(False, "Whether that momentum is Nesterov's.", check_flag)
     clip_norm: float | None = option(
@@ -124,7 +130,7 @@ class MethodOptions(ABC):
 
     def make(self) -> Method:
         """The method, which an engine or a plan can use."""
-        memory = MemoryOptions(self.momentum, self.nesterov, self.clip_norm)
+        memory = MemoryOptions(self.momentum, self.nesterov, self.clip_norm, self.momentum_kind)
         warmup = self._warmup()
         told = {item.name: getattr(self, item.name) for item in self.own_fields()}
         told |= {"density": self.density, "bucket_numel": self.bucket_numel, "wire": self.wire}

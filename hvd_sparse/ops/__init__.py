@@ -16,7 +16,7 @@ in `reference`, `native` and `cuda`, and its part of the interface in `_interfac
 
 from hvd_sparse.ops._dispatch import backend
 from hvd_sparse.ops._layout import GAP_BLOCK
-from hvd_sparse.ops.accumulation import Accumulation, Kept, Momentum
+from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
 from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
@@ -39,7 +39,7 @@ from hvd_sparse.ops.wire import gap_decode, gap_encode, qsgd_dequantize, qsgd_qu
 __all__ = [
     "GAP_BLOCK",
     "Accumulation",
-    "Kept",
+    "Before",
     "Momentum",
     "accumulate_group_topk",
     "accumulate_select",

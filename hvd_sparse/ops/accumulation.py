@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,26 +32,20 @@ class Momentum:
     nesterov: bool = False
 
 
-@dataclass(eq=False)
-class Kept:
-    """A place for what an accumulation was before it: the operation that adds the gradients copies.
+@dataclass(frozen=True, eq=False)
+class Before:
+    """What an accumulation was before it: the operation that adds the gradients only reads it.
 
-    While it is not complete, nothing has changed, even if the operation has failed; once it is,
-    going back is possible.
+    What the accumulation's own tensors hold then does not matter. So going back takes no copy, and
+    is possible wherever the operation has failed.
 
     Attributes:
-        residual: float32 `(n,)`, which gets a copy of the residual.
-        buffer: float32 `(n,)`, which gets one of the momentum's buffer; None without momentum.
-        complete: Whether the copies are made. The operation sets it; the owner takes it back.
+        residual: float32 `(n,)`, the residual.
+        buffer: float32 `(n,)`, the momentum's buffer; None without momentum.
     """
 
     residual: Tensor
     buffer: Tensor | None = None
-    complete: bool = field(default=False, init=False)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Its tensors."""
-        return (self.residual,) if self.buffer is None else (self.residual, self.buffer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,24 +56,24 @@ class Accumulation:
     gradients; `Accumulation(residual)` stands for a residual that has them already.
 
     Attributes:
-        residual: float32 `(n,)`, changed in place.
+        residual: float32 `(n,)`, which gets what the operation leaves.
         gradients: Contiguous float32, float16 or bfloat16 tensors of any shape, laid side by side
             over the residual; none at all if there is nothing to add.
         momentum: Through which the gradients are added (the residual is then v); None: they are
             added as they are. It needs gradients.
-        kept: Where a copy goes of what the operation changes, in the same pass; None: there is
-            none. It needs gradients.
+        before: What there was before, in tensors that share no memory with the residual and the
+            momentum's buffer; None: it is in those, which are changed in place. It needs gradients.
 
     Raises:
         TypeError: A tensor has another dtype.
-        ValueError: A tensor is not contiguous or on another device, the numels do not add up, or
-            the momentum's factor is out of its range.
+        ValueError: A tensor is not contiguous or on another device, the numels do not add up, what
+            was before is where the result goes, or the momentum's factor is out of its range.
     """
 
     residual: Tensor
     gradients: Sequence[Tensor] = ()
     momentum: Momentum | None = None
-    kept: Kept | None = None
+    before: Before | None = None
 
     def __post_init__(self) -> None:
         checks.vector("residual", self.residual)
@@ -87,17 +81,26 @@ class Accumulation:
         checks.gradients(self.gradients, self.numel, self.device)
         if self.momentum is not None:
             self._check_momentum(self.momentum)
-        if self.kept is not None:
-            self._check_kept(self.kept)
+        if self.before is not None:
+            self._check_before(self.before)
 
-    def keep(self) -> None:
-        """Make the copies that are wanted, in a pass of their own; nothing may have changed yet."""
-        if self.kept is None:
-            return
-        self.kept.residual.copy_(self.residual)
-        if self.momentum is not None and self.kept.buffer is not None:
-            self.kept.buffer.copy_(self.momentum.buffer)
-        self.kept.complete = True
+    def in_place(self) -> Accumulation:
+        """The same, for what only works in place: what was before is copied, in its own pass."""
+        if self.before is None:
+            return self
+        self.residual.copy_(self.before.residual)
+        if self.momentum is not None and self.before.buffer is not None:
+            self.momentum.buffer.copy_(self.before.buffer)
+        return replace(self, before=None)
+
+    def unchanged(self) -> Accumulation:
+        """The same sums, for what only reads: its tensors are those of before."""
+        before, momentum = self.before, self.momentum
+        if before is None:
+            return self
+        if momentum is not None and before.buffer is not None:
+            momentum = replace(momentum, buffer=before.buffer)
+        return Accumulation(before.residual, self.gradients, momentum)
 
     @property
     def numel(self) -> int:
@@ -118,16 +121,23 @@ class Accumulation:
         if len(self.gradients) == 0 and self.numel > 0:
             raise ValueError("gradients must not be empty where there is momentum")
 
-    def _check_kept(self, kept: Kept) -> None:
-        if not isinstance(kept, Kept):
-            raise TypeError(f"kept must be a Kept or None, got {type(kept).__name__}")
-        self._check_beside("kept.residual", kept.residual)
+    def _check_before(self, before: Before) -> None:
+        if not isinstance(before, Before):
+            raise TypeError(f"before must be a Before or None, got {type(before).__name__}")
+        self._check_beside("before.residual", before.residual)
+        self._check_apart("before.residual", before.residual, self.residual)
         if self.momentum is not None:
-            self._check_beside("kept.buffer", kept.buffer)
-        elif kept.buffer is not None:
-            raise ValueError("kept.buffer must be None where there is no momentum")
+            self._check_beside("before.buffer", before.buffer)
+            assert before.buffer is not None
+            self._check_apart("before.buffer", before.buffer, self.momentum.buffer)
+        elif before.buffer is not None:
+            raise ValueError("before.buffer must be None where there is no momentum")
         if len(self.gradients) == 0 and self.numel > 0:
-            raise ValueError("gradients must not be empty where something is kept")
+            raise ValueError("gradients must not be empty where there is a before")
+
+    def _check_apart(self, name: str, before: Tensor, after: Tensor) -> None:
+        if self.numel > 0 and before.data_ptr() == after.data_ptr():
+            raise ValueError(f"{name} must not be the tensor that is written, got the same")
 
     def _check_beside(self, name: str, value: object) -> None:
         """Checks that a tensor has an element for each of the residual's."""

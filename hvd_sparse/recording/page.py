@@ -85,6 +85,13 @@ def report_page(runs: Sequence[Recording], recording: Recording) -> str:
             "Magnitude from which entries were selected; the largest buckets are named." + since,
             figures.svg(figures.bucket_curves(plan, "threshold", "threshold"), "threshold"),
         ),
+        section(
+            "Balance of the partitions",
+            "P times the most entries that a rank selected, over all of them: 1 is even." + since,
+            figures.svg(figures.bucket_curves(plan, "imbalance", "f(t)"), "imbalance"),
+        )
+        if any(any(line["imbalance"]) for line in plan.steps)
+        else "",
         ranks_section(recording),
         plans_section(recording),
         buckets_section(plan),

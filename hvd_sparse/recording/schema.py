@@ -104,6 +104,7 @@ LINES: Mapping[str, Mapping[str, Check]] = {
         "at_s": is_number,
         "seconds": is_number,
         "threshold": list_of(is_number_or_none),
+        "imbalance": list_of(is_number),
         "spans": list_of(is_spans),
         **dict.fromkeys(FIGURES, list_of(is_number)),
     },

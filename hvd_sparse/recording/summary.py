@@ -71,10 +71,10 @@ def bucket_means(plan: Plan) -> dict[str, Floats]:
 
 
 def bucket_curve(plan: Plan, name: str, bucket: int) -> tuple[list[int], list[float]]:
-    """Steps and values of a bucket's threshold or residual norm, thinned, without gaps."""
+    """Steps and values of a bucket's threshold, f(t) or residual norm, thinned, without gaps."""
     points: list[tuple[int, Any]]
-    if name == "threshold":
-        points = [(line["step"], line["threshold"][bucket]) for line in plan.steps]
+    if name != "residual":
+        points = [(line["step"], line[name][bucket]) for line in plan.steps]
     else:
         points = [(r["step"], r["norm"]) for r in plan.residuals if r["bucket"] == bucket]
     points = points[:: 1 + len(points) // MOST_POINTS]

@@ -15,7 +15,12 @@ class Selector(ABC):
     """Takes the entries that are to be sent out of an accumulator.
 
     A selector belongs to one bucket and remembers its thresholds between steps.
+
+    Attributes:
+        tolerance: How far the number of entries may be from k, as a share of k.
     """
+
+    tolerance: float = 0.1
 
     @abstractmethod
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:

@@ -36,6 +36,9 @@ class BisectionTopK(Selector):
         tolerance: How far nnz may be from k, as a share of k.
         halvings: N, most bisections, at least 1.
         seed: Of the sample's random start.
+
+    Attributes:
+        threshold: Magnitude from which entries left in the last step; 0.0 where all of them did.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class BisectionTopK(Selector):
     ) -> None:
         self.tolerance = tolerance
         self.halvings = halvings
+        self.threshold = 0.0
         self._loose = SampledThreshold(sample_share, seed)
 
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
@@ -54,19 +58,22 @@ class BisectionTopK(Selector):
         wanted = own_k(accumulator, k)
         if wanted == 0:
             return accumulator.accumulate()
+        self.threshold = 0.0
         if wanted == accumulator.width:
             return accumulator.select(0.0)
         low = self._loose.estimate(accumulator, k)
         stream = accumulator.select(low)
         if not stream.isfinite():
-            return keep_largest(accumulator, stream, wanted)[0]
-        if stream.nnz < wanted * (1 - self.tolerance):
-            return take_more(accumulator, stream, wanted, low)[0]
-        return self._bisect(accumulator, stream, wanted, low)
+            stream, self.threshold = keep_largest(accumulator, stream, wanted)
+        elif stream.nnz < wanted * (1 - self.tolerance):
+            stream, self.threshold = take_more(accumulator, stream, wanted, low)
+        else:
+            stream, self.threshold = self._bisect(accumulator, stream, wanted, low)
+        return stream
 
     def _bisect(
         self, accumulator: Accumulator, stream: SparseStream, wanted: int, low: float
-    ) -> SparseStream:
+    ) -> tuple[SparseStream, float]:
         magnitudes = stream.values.abs()
         high = float(magnitudes.max())
         nnz, threshold = stream.nnz, low
@@ -77,11 +84,11 @@ class BisectionTopK(Selector):
             nnz = int((magnitudes >= threshold).sum())
             low, high = (threshold, high) if nnz > wanted else (low, threshold)
         else:
-            return keep_largest(accumulator, stream, wanted)[0]
+            return keep_largest(accumulator, stream, wanted)
         kept = stream.where(magnitudes >= threshold)
         others = ops.difference(stream.indices, stream.values, kept.indices)
         accumulator.put_back(SparseStream(*others, stream.numel))
-        return kept
+        return kept, threshold
 
     def state_dict(self) -> dict[str, Any]:
         """See `Selector.state_dict`."""

@@ -6,6 +6,8 @@ Source: Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimiza
 
 from __future__ import annotations
 
+import math
+
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.base import Selector
 from hvd_sparse.streams import SparseStream
@@ -17,6 +19,8 @@ class HardThreshold(Selector):
     Args:
         threshold: λ, in units of the gradients (of the scaled loss, where loss scaling is used).
     """
+
+    tolerance = math.inf
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold

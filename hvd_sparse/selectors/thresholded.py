@@ -69,6 +69,9 @@ class ThresholdSelector(Selector):
         extraction: Takes what reaches it; None: ordered compaction.
         tolerance: How far nnz may be from k, as a share of k, before the selection is put right;
             infinite: it stays as it is.
+
+    Attributes:
+        threshold: Magnitude from which entries left in the last step; 0.0 where all of them did.
     """
 
     def __init__(
@@ -80,21 +83,24 @@ class ThresholdSelector(Selector):
         self.estimator = estimator
         self.extraction = Extraction() if extraction is None else extraction
         self.tolerance = tolerance
+        self.threshold = 0.0
 
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
         """See `Selector.select`; nnz is within `k (1 ± tolerance)`, nonzeros permitting."""
         wanted = own_k(accumulator, k)
         if wanted == 0:
             return accumulator.accumulate()
+        self.threshold = 0.0
         if wanted == accumulator.width and math.isfinite(self.tolerance):
             return accumulator.select(0.0)  # density 1: no threshold may leave anything behind
         threshold = self.estimator.estimate(accumulator, k)
         expected = accumulator.scope.share * self.estimator.most_passing(accumulator.numel, k)
         stream = self.extraction.extract(accumulator, threshold, max(wanted, expected))
         if stream.nnz > wanted * (1 + self.tolerance):
-            stream, _ = keep_largest(accumulator, stream, wanted)
+            stream, threshold = keep_largest(accumulator, stream, wanted)
         elif stream.nnz < wanted * (1 - self.tolerance) and stream.isfinite():
-            stream, _ = take_more(accumulator, stream, wanted, threshold)
+            stream, threshold = take_more(accumulator, stream, wanted, threshold)
+        self.threshold = threshold
         return stream
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 
 from hvd_sparse.ops.cuda import CudaOps, selection
 from tests.ops.cases import INF, NAN, cut, generator, same_as_reference, vectors
-from tests.ops.test_kept import check, every_op, gradients_of, state_of
+from tests.ops.test_before import check, every_op, gradients_of, state_of
 
 pytestmark = pytest.mark.slow  # together they are: they compile many kernels
 
@@ -184,7 +184,7 @@ def test_any_alignment(cuda: CudaOps) -> None:
 
 @pytest.mark.parametrize("nesterov", FORMS)
 @pytest.mark.parametrize("few", [0, 1 << 30])
-def test_what_is_kept(
+def test_what_was_before(
     cuda: CudaOps, few: int, nesterov: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selection, "FEW_GROUPS", few)

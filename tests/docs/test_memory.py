@@ -44,20 +44,22 @@ def bytes_per_parameter(thing: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "momentum", "strided", "expected"),
+    ("dtype", "kind", "strided", "expected"),
     [
-        ("float32", 0.0, False, 8 + 4),
-        ("bfloat16", 0.0, False, 8 + 2),
-        ("float16", 0.9, False, 8 + 2 + 8),
-        ("float32", 0.9, False, 8 + 4 + 8),
-        ("float32", 0.0, True, 8 + 4 + 4),
-        ("bfloat16", 0.0, True, 8 + 2 + 2),
+        ("float32", None, False, 8 + 4),
+        ("bfloat16", None, False, 8 + 2),
+        ("float16", "local", False, 8 + 2 + 8),
+        ("float32", "local", False, 8 + 4 + 8),
+        ("float32", "global", False, 8 + 4),
+        ("float32", None, True, 8 + 4 + 4),
+        ("bfloat16", None, True, 8 + 2 + 2),
     ],
 )
 def test_a_bucket_holds_what_the_readme_says(
-    dtype: str, momentum: float, strided: bool, expected: float
+    dtype: str, kind: str | None, strided: bool, expected: float
 ) -> None:
-    method = METHODS["topk"](momentum=momentum, collective="topk_allgather").make()
+    momentum = {} if kind is None else {"momentum": 0.9, "momentum_kind": kind}
+    method = METHODS["topk"](collective="topk_allgather", **momentum).make()
     transport = LocalWorld(1).transport(0)
     spec = TensorSpec("weight", SHAPE, f"torch.{dtype}")
     bucket = Bucket([spec], method, transport, torch.device("cpu"))

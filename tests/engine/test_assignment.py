@@ -51,7 +51,7 @@ def step_of(engine: Engine, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         if name in sparse:
             engine.submit(specs[name], gradient)
         else:
-            leftover = engine.leftover(name)
+            leftover = engine.release(name, gradient)
             dense[name] = gradient if leftover is None else gradient + leftover
             engine.flushed(name)
     engine.scale = engine.scale or 1.0
@@ -164,6 +164,7 @@ def test_a_leftover_survives_in_the_state() -> None:
         leftover = engine.leftover("b")
         assert leftover is not None
         assert torch.equal(leftover, residual)
+        assert engine.release("b", 9.0 + gradients(0, 1)["b"]) is leftover
         engine.flushed("b")
         assert set(engine.state_dict()["residual"]) == {"a"}
         engine.disconnect()

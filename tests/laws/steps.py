@@ -30,4 +30,5 @@ def one_step(
         memory.roll_back()
         raise
     memory.give_back(taken, reduction.returned)
+    memory.applied(reduction.reduced)
     return taken, reduction

@@ -14,7 +14,7 @@ from torch import Tensor
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.collectives import ExDyna, IndexUnion
 from hvd_sparse.engine import Engine, Method, TensorSpec
-from hvd_sparse.memories import Clipping, ErrorFeedback, MomentumCorrection
+from hvd_sparse.memories import Clipping, ErrorFeedback, GlobalMomentum, MomentumCorrection
 from hvd_sparse.methods import METHODS
 from hvd_sparse.selectors import ExactTopK, OnlineThreshold
 from hvd_sparse.streams import SparseStream
@@ -28,8 +28,15 @@ NUMEL = 600
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEMORIES: dict[str, dict[str, Any]] = {
     "plain": {"momentum": 0.0},
-    "momentum": {"momentum": 0.9},
-    "nesterov, clipped": {"momentum": 0.9, "nesterov": True, "clip_norm": 20.0},
+    "momentum": {"momentum": 0.9, "momentum_kind": "local"},
+    "nesterov, clipped": {
+        "momentum": 0.9,
+        "momentum_kind": "local",
+        "nesterov": True,
+        "clip_norm": 20.0,
+    },
+    "global": {"momentum": 0.9, "momentum_kind": "global"},
+    "global nesterov": {"momentum": 0.9, "momentum_kind": "global", "nesterov": True},
 }
 
 
@@ -65,6 +72,8 @@ def test_nothing_is_lost_in_200_steps(
         given, applied = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
         for step in range(200):
             gradients = [g.to(device) for g in gradients_of(transport.rank, step)]
+            if isinstance(memory, GlobalMomentum):
+                given += memory.momentum * memory.tensors()["momentum"].double().cpu()
             _, reduction = one_step(memory, selector, collective, gradients, k)
             g = torch.cat([gradient.double() for gradient in gradients]).cpu()  # as it was clipped
             if isinstance(memory, MomentumCorrection):
@@ -84,11 +93,11 @@ def test_nothing_is_lost_in_200_steps(
 
 
 @on_every_device
+@pytest.mark.parametrize("memory_name", ["momentum", "global", "global nesterov"])
 @pytest.mark.parametrize("name", METHODS)
-def test_states_go_on_bit_for_bit(name: str, device: torch.device) -> None:
+def test_states_go_on_bit_for_bit(name: str, memory_name: str, device: torch.device) -> None:
     """Thresholds, partitions, seeds, momentum and the position in the warm-up survive."""
-    changes = {"momentum": 0.9, "warmup_steps": 12, "warmup": "linear"}
-    method = method_of(name, "plain", **changes)
+    method = method_of(name, memory_name, warmup_steps=12, warmup="linear")
 
     def worker(transport: Transport) -> None:
         first, second = Engine(method), Engine(method)
@@ -120,9 +129,12 @@ def train_step(engine: Engine, rank: int, step: int, device: torch.device = CPU)
     return engine.result("w").clone()
 
 
-def test_momentum_correction_at_density_one_is_momentum_sgd() -> None:
+@pytest.mark.parametrize("name", ["dgc", "oktopk", "exdyna", "clt_k"])
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_momentum_at_density_one_is_momentum_sgd(kind: str, name: str) -> None:
     for nesterov in (False, True):
-        method = method_of("dgc", density=1.0, momentum=0.5, nesterov=nesterov)
+        changes = {"momentum": 0.5, "momentum_kind": kind, "nesterov": nesterov}
+        method = method_of(name, density=1.0, **changes)
 
         def worker(transport: Transport, method: Method = method) -> list[Tensor]:
             engine = Engine(method)
@@ -201,9 +213,9 @@ class Lost(IndexUnion):
         raise RuntimeError("the network is gone")
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_failed_exchange_loses_nothing(momentum: float) -> None:
-    method = method_of("topk", momentum=momentum)
+@pytest.mark.parametrize("memory_name", MEMORIES)
+def test_a_failed_exchange_loses_nothing(memory_name: str) -> None:
+    method = method_of("topk", memory_name)
     memory = method.memory.make(NUMEL, torch.device("cpu"), 1)
     g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
 
@@ -224,12 +236,12 @@ class Hopeless(ExactTopK):
 
 
 @on_every_device
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("memory_name", MEMORIES)
 def test_a_step_that_fails_early_goes_back_to_its_own_beginning(
-    momentum: float, device: torch.device
+    memory_name: str, device: torch.device
 ) -> None:
     """And not to that of the step before it, whose results were applied."""
-    memory = method_of("topk", momentum=momentum).memory.make(NUMEL, device, 1)
+    memory = method_of("topk", memory_name).memory.make(NUMEL, device, 1)
     g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
 
     def worker(transport: Transport) -> None:

@@ -57,13 +57,22 @@ def flattened(state: Any) -> str:
     return str([flattened(each) for each in state]) if isinstance(state, list) else repr(state)
 
 
-@pytest.mark.parametrize("memory", [{"momentum": 0.0}, {"momentum": 0.5}, {"clip_norm": 1e9}])
+MEMORIES: dict[str, dict[str, Any]] = {
+    "plain": {"momentum": 0.0},
+    "local": {"momentum": 0.5, "momentum_kind": "local"},
+    "global": {"momentum": 0.5, "momentum_kind": "global"},
+    "global nesterov": {"momentum": 0.5, "momentum_kind": "global", "nesterov": True},
+    "clipped": {"clip_norm": 1e9},
+}
+
+
+@pytest.mark.parametrize("memory_name", MEMORIES)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_skipped_step_leaves_no_trace(name: str, memory: dict[str, Any]) -> None:
+def test_a_skipped_step_leaves_no_trace(name: str, memory_name: str) -> None:
     """Two engines, of which one has steps that are skipped in between: they stay the same."""
 
     def worker(transport: Transport) -> None:
-        engine = engine_of(transport, name, **memory)
+        engine = engine_of(transport, name, **MEMORIES[memory_name])
         for step in range(6):
             before = flattened(engine.state_dict())
             if step in (1, 4):
@@ -126,18 +135,19 @@ def test_a_step_that_ends_in_the_middle_is_no_step() -> None:
     run_ranks(1, worker, timeout_s=60.0)
 
 
-def test_residuals_follow_the_unit_of_the_gradients() -> None:
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_residuals_follow_the_unit_of_the_gradients(kind: str) -> None:
     def worker(transport: Transport) -> None:
-        engine = engine_of(transport, "dgc", momentum=0.5)
+        engine = engine_of(transport, "dgc", momentum=0.5, momentum_kind=kind)
         reduced(engine, whole_gradients(1, transport.rank))
         engine.settle(counts=True)
         before = engine.state_dict()
         engine.rescale(0.5)
         after = engine.state_dict()
-        for kind in ("residual", "momentum"):
+        for part in ("residual", "momentum"):
             assert all(
-                torch.equal(after[kind][name], 0.5 * tensor) and tensor.any()
-                for name, tensor in before[kind].items()
+                torch.equal(after[part][name], 0.5 * tensor) and tensor.any()
+                for name, tensor in before[part].items()
             )
         engine.disconnect()
 

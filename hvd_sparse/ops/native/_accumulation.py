@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, addressof, c_float, c_int32, c_int64, c_void_p, cast
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, cast
 from typing import ClassVar
 
 from hvd_sparse.ops._layout import DTYPE_CODES
@@ -20,9 +20,8 @@ class AccumulationStruct(Structure):
         ("buffer", c_void_p),
         ("factor", c_float),
         ("nesterov", c_int32),
-        ("kept_residual", c_void_p),
-        ("kept_buffer", c_void_p),
-        ("kept_complete", c_void_p),
+        ("before_residual", c_void_p),
+        ("before_buffer", c_void_p),
     ]
 
     def __init__(self, accumulation: Accumulation) -> None:
@@ -41,14 +40,8 @@ class AccumulationStruct(Structure):
             self.buffer = momentum.buffer.data_ptr()
             self.factor = momentum.factor
             self.nesterov = momentum.nesterov
-        self._kept, self._complete = accumulation.kept, c_int32()
-        if self._kept is not None:
-            self.kept_residual = self._kept.residual.data_ptr()
-            if self._kept.buffer is not None:
-                self.kept_buffer = self._kept.buffer.data_ptr()
-            self.kept_complete = addressof(self._complete)
-
-    def tell(self) -> None:
-        """Say whether a call has left copies in `Accumulation.kept`."""
-        if self._kept is not None:
-            self._kept.complete = self._complete.value != 0
+        before = accumulation.before
+        if before is not None:
+            self.before_residual = before.residual.data_ptr()
+            if before.buffer is not None:
+                self.before_buffer = before.buffer.data_ptr()

@@ -111,10 +111,7 @@ class NativeSelection(NativeLibrary):
     def _accumulate(
         self, function: Callable[..., int], accumulation: Accumulation, *arguments: object
     ) -> None:
-        struct = AccumulationStruct(accumulation)
-        status = function(byref(struct), *arguments)
-        struct.tell()
-        check(status)
+        check(function(byref(AccumulationStruct(accumulation)), *arguments))
 
     def _take(self, nnz: int, threads: int) -> tuple[Tensor, Tensor]:
         """What this thread's last call has selected."""

@@ -18,10 +18,9 @@ class Sums:
     """
 
     def __init__(self, accumulation: Accumulation) -> None:
-        residual, momentum = accumulation.residual, accumulation.momentum
-        self._keep = accumulation.keep
-        self._residual = residual
-        self._momentum = momentum
+        self._accumulation = accumulation
+        before = accumulation.unchanged()
+        residual, momentum = before.residual, before.momentum
         if len(accumulation.gradients) == 0:
             self.acc = residual.clone()
         else:
@@ -44,13 +43,13 @@ class Sums:
         Args:
             selected: int64 indices, ascending.
         """
-        self._keep()
         values = self.acc[selected]
         spoiled = self.keys >= INFINITE_KEY
         kept = self.acc.index_fill(0, selected, 0.0)
-        _update(self._residual, kept, spoiled)
-        if self._momentum is not None:
-            _update(self._momentum.buffer, self._u, spoiled)
+        accumulation = self._accumulation.in_place()
+        _update(accumulation.residual, kept, spoiled)
+        if accumulation.momentum is not None:
+            _update(accumulation.momentum.buffer, self._u, spoiled)
         return selected.to(torch.int32), values
 
 

@@ -1,4 +1,4 @@
-"""What an accumulation was before it: copied in the pass that changes it, bit for bit."""
+"""What an accumulation was before it: read by the pass that adds the gradients, and unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops import Accumulation, Kept, Momentum, reference
+from hvd_sparse.ops import Accumulation, Before, Momentum, reference
 from hvd_sparse.ops.native import NativeOps
 from tests.ops.cases import DTYPES, INF, NAN, assert_same, cut, generator
 from tests.ops.test_edge import run_python
@@ -20,7 +20,7 @@ FORMS = (None, False, True)
 """Without momentum, with it, with Nesterov's."""
 NUMELS = (0, 1, 63, 65, 2**16 - 1, 2**16 + 1)
 STREAMED_NUMEL = 2**20 + 67
-"""Above 4 MiB copies are streamed; several tasks, of which the last one's end fills no line."""
+"""Above 4 MiB sums are streamed; several tasks, of which the last one's end fills no line."""
 
 
 def every_op(numel: int) -> dict[str, Callable[[Any, Accumulation], Any]]:
@@ -50,29 +50,32 @@ def check(
     what: str,
     offset: int = 0,
 ) -> None:
-    """The copies are what was there, and the rest is as if there were none.
+    """What was before is what it was, and the rest is as it is in place.
 
     Args:
-        offset: Of the copies in their storage, so that they are aligned otherwise than the rest.
+        offset: Of what is written in its storage, so that it is aligned otherwise than the rest.
     """
-    before = [tensor.view(torch.int32).clone() for tensor in state]
     numel = state[0].numel()
-    outcomes = []
-    for keeps in (True, False):
-        v, u = (x.clone().view(torch.float32) for x in before)
-        room = [torch.full((numel + offset + 9,), 7.0) for _ in range(2)]
-        places = [x[offset : offset + numel] for x in room]
-        momentum = None if nesterov is None else Momentum(u, 0.9, nesterov)
-        kept = Kept(places[0], None if momentum is None else places[1]) if keeps else None
-        outcomes.append((op(ops, Accumulation(v, gradients, momentum, kept)), v, u))
-        used = 0 if kept is None else len(kept.tensors())
-        for i, place in enumerate(places):
-            if i < used:
-                assert torch.equal(place.view(torch.int32), before[i]), what
-                place.fill_(7.0)
-            assert (room[i] == 7.0).all(), what
-        assert kept is None or kept.complete, what
-    assert_same(outcomes[0], outcomes[1], what)
+    bits = [tensor.view(torch.int32).clone() for tensor in state]
+    v, u = (tensor.clone() for tensor in state)
+    momentum = None if nesterov is None else Momentum(u, 0.9, nesterov)
+    in_place = (op(ops, Accumulation(v, gradients, momentum)), v, u)
+
+    old_v, old_u = (tensor.clone() for tensor in state)
+    before = Before(old_v, None if nesterov is None else old_u)
+    room = [torch.full((numel + offset + 9,), 7.0) for _ in range(2)]
+    new_v, new_u = (x[offset : offset + numel] for x in room)
+    momentum = None if nesterov is None else Momentum(new_u, 0.9, nesterov)
+    result = op(ops, Accumulation(new_v, gradients, momentum, before))
+    for tensor, old in zip((old_v, old_u), bits, strict=True):
+        assert torch.equal(tensor.view(torch.int32), old), what
+    if nesterov is None:
+        assert (new_u == 7.0).all(), what
+        new_u.copy_(old_u)
+    assert_same((result, new_v, new_u), in_place, what)
+    for written, place in zip(room, (new_v, new_u), strict=True):
+        place.fill_(7.0)
+        assert (written == 7.0).all(), what  # nothing beside it
 
 
 def state_of(numel: int) -> tuple[Tensor, Tensor]:
@@ -123,34 +126,28 @@ def test_the_reference() -> None:
                 check(reference, op, state_of(numel), gradients, nesterov, name)
 
 
-def test_a_sample_keeps_nothing(native: NativeOps) -> None:
-    kept = Kept(torch.full((100,), 7.0))
-    accumulation = Accumulation(torch.ones(100), [torch.ones(100)], kept=kept)
+@pytest.mark.parametrize("nesterov", FORMS)
+def test_a_sample_is_of_what_was_before(native: NativeOps, nesterov: bool | None) -> None:
+    v, u = state_of(1000)
+    gradients = gradients_of(1000)["odd pieces"]
+    nothing = [torch.full((1000,), 7.0) for _ in range(2)]
+    there = None if nesterov is None else Momentum(u, 0.9, nesterov)
+    here = None if nesterov is None else Momentum(nothing[1], 0.9, nesterov)
+    expected = reference.sample_accumulator(Accumulation(v, gradients, there), 1, 3, 2)
+    before = Before(v, None if nesterov is None else u)
     for ops in (native, reference):
-        ops.sample_accumulator(accumulation, 0, 3)
-        assert (kept.residual == 7.0).all()
-        assert not kept.complete
-
-
-def test_where_nothing_has_changed_nothing_is_complete() -> None:
-    """The library refuses k = 0, which the operation's own check would have caught before."""
-    kept = Kept(torch.full((100,), 7.0))
-    residual = torch.ones(100)
-    with pytest.raises(ValueError, match="refused its arguments"):
-        NativeOps().accumulate_group_topk(
-            Accumulation(residual, [torch.ones(100)], kept=kept), 0, 512
-        )
-    assert not kept.complete
-    assert (residual == 1.0).all()
+        sample = ops.sample_accumulator(Accumulation(nothing[0], gradients, here, before), 1, 3, 2)
+        assert_same(sample, expected, "")
+        assert all((tensor == 7.0).all() for tensor in nothing)
 
 
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="ends where memory does")
 @pytest.mark.parametrize("threads", [1])
-def test_what_is_kept_is_whole_where_memory_runs_out(threads: int) -> None:
+def test_what_was_before_stays_where_memory_runs_out(threads: int) -> None:
     """Everything is selected, for which there is no room: the pass ends in the middle."""
     code = f"""
 import resource, torch
-from hvd_sparse.ops import Accumulation, Kept
+from hvd_sparse.ops import Accumulation, Before
 from hvd_sparse.ops.native import NativeOps
 
 torch.set_num_threads(1)
@@ -159,16 +156,17 @@ warm = torch.ones(2**18)
 native.accumulate_select(Accumulation(warm), 2.0)  # the threads have started
 numel = 2**22
 residual, gradient = torch.rand(numel) + 1.0, torch.ones(numel)
-before, kept = residual.clone(), Kept(torch.zeros(numel))
+before, copy = Before(torch.rand(numel) + 1.0), residual.clone()
+expected = before.residual.clone()
 with open("/proc/self/statm") as statm:
     in_use = int(statm.read().split()[0]) * resource.getpagesize()
 limits = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**23, limits[1]))
 try:
-    native.accumulate_select(Accumulation(residual, [gradient], kept=kept), 0.0)
+    native.accumulate_select(Accumulation(residual, [gradient], before=before), 0.0)
 except MemoryError:
     resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert not torch.equal(residual, before)  # it has begun
-    print(kept.complete and torch.equal(kept.residual, before))
+    assert not torch.equal(residual, copy)  # it has begun
+    print(torch.equal(before.residual, expected))
 """
     assert run_python(code).stdout == "True\n"

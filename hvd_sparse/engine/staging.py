@@ -1,0 +1,128 @@
+"""How a bucket is exchanged at a stage of its warm-up: no stage costs more than a dense allreduce.
+
+A collective that is cheap at the final density is not so at density 1, where entries are pairs of
+index and value: an allgather then sends P times what a dense ring allreduce does. So each number
+of entries k has its own choice. It is the bucket's collective while that sends no more than a
+dense ring, 2n (P-1)/P values. Otherwise it is the one that sends least, among the dense allreduce
+and those that apply all that was selected. A collective that sums all ranks' accumulators at common
+indices is then replaced by the sum of the whole accumulators.
+
+The choice depends on P, n, k and the wire only: all ranks make the same, and nothing is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvd_sparse.accumulator import Accumulator
+from hvd_sparse.collectives import Collective, IndexUnion
+from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, Algorithm, name_of
+from hvd_sparse.cost_model import WORD_BYTES, WireBytes, expected_nnz
+from hvd_sparse.selectors import Selector
+from hvd_sparse.selectors.correction import MOST_TIMES_K
+from hvd_sparse.streams import SparseStream
+from hvd_sparse.wire import PLAIN
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One number of entries, and how they are selected and exchanged.
+
+    Attributes:
+        collective: Exchanges them.
+        k: Entries wanted; n where everything is taken.
+        takes_all: Whether the whole accumulator is summed, and nothing is selected.
+    """
+
+    collective: Collective
+    k: int
+    takes_all: bool = False
+
+    def select(self, selector: Selector, accumulator: Accumulator) -> SparseStream:
+        """Take out of the accumulator what is to be exchanged."""
+        return accumulator.select(0.0) if self.takes_all else selector.select(accumulator, self.k)
+
+
+class Stages:
+    """The choices of one bucket.
+
+    Args:
+        collective: The one that its method names.
+        selector: Says how many more than k entries may have to be sent.
+    """
+
+    def __init__(self, collective: Collective, selector: Selector) -> None:
+        self._own = collective
+        self._most_times_k = min(float(MOST_TIMES_K), 1.0 + selector.tolerance)
+        self._others: dict[str, Collective] = {}
+        self._last: Stage | None = None
+        self._last_k = -1
+
+    def at(self, k: int, step: int) -> Stage:
+        """How `k` entries are exchanged in a step, for which its collective is ready.
+
+        Args:
+            k: Entries wanted, in `[0, n]`.
+            step: Number of the bucket's step.
+        """
+        if self._last is None or k != self._last_k:
+            self._last, self._last_k = self._choose(k), k
+        stage = self._last
+        if stage.collective is not self._own:
+            stage.collective.step = step  # what it draws at random depends on it, and nothing else
+        stage.collective.aim(stage.k)
+        return stage
+
+    def _choose(self, k: int) -> Stage:
+        own, P, n = self._own, self._own.transport.world_size, self._own.numel
+        algorithm = BY_NAME.get(name_of(own))
+        if P == 1 or algorithm is None:
+            return Stage(own, k)
+        wire = own.wire.expected_bytes(n, k)
+        most = min(n, round(k * self._most_times_k))
+        if bytes_of(algorithm, P, n, most, wire) <= 2 * n * (P - 1) / P * wire.dense_value_bytes:
+            return Stage(own, k)
+        takes_all = isinstance(own, IndexUnion)
+        name = self._cheapest(n if takes_all else most)
+        return Stage(self._other(name), n if takes_all else k, takes_all)
+
+    def _cheapest(self, k: int) -> str:
+        """What sends the fewest bytes, and of equals the fewest messages."""
+        own, P, n = self._own, self._own.transport.world_size, self._own.numel
+        wire = own.wire.expected_bytes(n, k)
+
+        def cost(name: str) -> tuple[float, float]:
+            expected = BY_NAME[name].cost(P, n, k, wire).expected
+            return expected.nbytes(wire), expected.messages
+
+        names = (("dense",) if own.wire is PLAIN else ()) + LOSSLESS_CANDIDATES
+        return min(names, key=cost)
+
+    def _other(self, name: str) -> Collective:
+        if name not in self._others:
+            own = self._own
+            self._others[name] = BY_NAME[name].collective(
+                own.transport, own.numel, own.k, wire=own.wire
+            )
+        return self._others[name]
+
+
+def bytes_of(algorithm: Algorithm, P: int, n: int, k: int, wire: WireBytes) -> float:
+    """What a rank sends: as expected, or at most where only the k largest of a sum are applied."""
+    if algorithm.formula is None:
+        return _index_union_bytes(algorithm, P, n, k, wire)
+    cost = algorithm.cost(P, n, k, wire)
+    return (cost.expected if algorithm.is_lossless else cost.most).nbytes(wire)
+
+
+def _index_union_bytes(algorithm: Algorithm, P: int, n: int, k: int, wire: WireBytes) -> float:
+    """Indices of all selections, then the values at their union K, to owners and back.
+
+    What a rank selects of k is its scope's share: of `index_union` itself all k, of the others a
+    P-th, as the ranks go.
+    """
+    share = (P - 1) / P
+    selected = k * P if algorithm.name == "index_union" else k
+    union = expected_nnz(n, k, P) if algorithm.name == "index_union" else k
+    dense_bytes = wire.dense_value_bytes
+    return selected * share * min(wire.index_bytes, WORD_BYTES) + 2 * union * share * dense_bytes

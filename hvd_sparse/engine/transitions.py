@@ -1,0 +1,111 @@
+"""Residuals whose tensors have left the buckets, for good or for a while.
+
+A tensor that has become dense gives its residual away over several steps. All of it at once would
+be many gradients in one: at density 0.001 a residual is some ten times as long as a gradient. A
+frozen tensor, one that no longer requires a gradient, keeps residual and momentum out of the
+exchange, since they would go on moving its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.engine.bucket import Bucket
+
+RELEASED_SHARE = 0.5
+"""Norm of what is released in a step, at most, in units of the norm of this rank's gradient."""
+
+Place = tuple[Bucket, int]
+"""A bucket, and which of its tensors."""
+
+
+class Release:
+    """Gives the residuals of dense tensors away, step by step."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}
+        self._flushed: set[str] = set()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a part was reduced, and nobody has said yet whether its step counts."""
+        return bool(self._flushed)
+
+    def part(self, name: str, residual: Tensor, gradient: Tensor) -> Tensor:
+        """What of a residual goes with a dense gradient of this rank.
+
+        Args:
+            name: The tensor's.
+            residual: What waits, float32.
+            gradient: In the residual's shape.
+        """
+        norm = float(torch.linalg.vector_norm(residual, dtype=torch.float64))
+        limit = RELEASED_SHARE * float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        if not limit < norm:
+            limit = norm  # all of it; also where the gradient is NaN, and the step will not count
+        self._parts[name] = residual if limit == norm else residual * (limit / norm)
+        return self._parts[name]
+
+    def flushed(self, name: str) -> None:
+        """The last part was reduced; it is let go of where the step counts."""
+        self._flushed.add(name)
+
+    def settle(self, residuals: dict[str, Tensor], counts: bool) -> None:
+        """Take what was released out of the residuals, if its step counts."""
+        for name in self._flushed & self._parts.keys() & residuals.keys() if counts else ():
+            rest = residuals[name] - self._parts[name]
+            if bool(rest.any()):
+                residuals[name] = rest
+            else:
+                del residuals[name]
+        self._flushed.clear()
+        self._parts.clear()
+
+
+class Frozen:
+    """What frozen tensors of buckets hold: residuals and momenta by name, then by kind."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[str, Tensor]] = {}
+
+    def freeze(self, name: str, place: Place) -> None:
+        """Take what a bucket holds of a tensor out of it; its step must not have begun."""
+        if name not in self.held:
+            self.held[name] = cut(place)
+
+    def thaw(self, name: str, place: Place) -> None:
+        """Put it back."""
+        parts = self.held.pop(name, None)
+        if parts is not None:
+            bucket, number = place
+            start, stop = bucket.starts[number : number + 2]
+            bucket.memory.put_in(
+                start, {kind: part.view(stop - start) for kind, part in parts.items()}
+            )
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all of it by a factor."""
+        for parts in self.held.values():
+            for part in parts.values():
+                part.mul_(factor)
+
+    def add_to(self, memories: dict[str, dict[str, Tensor]]) -> None:
+        """Add it to tensors by kind and by name."""
+        for name, parts in self.held.items():
+            for kind, part in parts.items():
+                memories[kind][name] = memories[kind][name] + part
+
+
+def cut(place: Place) -> dict[str, Tensor]:
+    """Take what a bucket holds of one tensor out of it: by kind, in the tensor's shape."""
+    bucket, number = place
+    parts = bucket.memory.take_out(*bucket.starts[number : number + 2])
+    return {kind: part.view(bucket.specs[number].shape) for kind, part in parts.items()}
+
+
+def l1_of(tensors: Iterable[Tensor]) -> float:
+    """L1 norm of tensors together."""
+    return sum(float(tensor.double().abs().sum()) for tensor in tensors)

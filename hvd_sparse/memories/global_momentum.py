@@ -1,0 +1,162 @@
+"""Global momentum: every rank adds its part of what all of them applied last.
+
+Source: Shi et al., "Global Momentum Compression for Sparse Communication in Distributed Learning"
+(GMC, arXiv 1905.12948).
+
+Symbols: P ranks, ε residual, g gradient, m the momentum's factor, Δ the sum over the ranks that the
+last step applied, s = Δ/P a rank's share of it.
+
+Steps:
+  1. ε = ε + m s, at the entries of Δ only; acc = ε + g.
+  2. A selector takes entries out of acc, and a collective sums them: the new Δ.
+  3. s = Δ/P. The optimizer sees Δ; with Nesterov's momentum it sees Δ + m (Δ - Δ of last step).
+
+Summed over the ranks, what enters is Σ g + m Δ. At density 1 Δ therefore is the momentum of
+heavy-ball SGD, and the Nesterov form is that of `torch.optim.SGD`. Momentum is a
+multiple of what moved the weights, so it cannot grow in entries that are never sent: at low
+densities that is where DGC's local momentum runs away.
+
+Cost: that of plain error feedback, and O(k) more. No buffer of n elements.
+
+A share is kept instead of Δ: where momentum comes from elsewhere (local momentum, another number of
+ranks), the ranks' shares may differ. Only their sum matters, and the law of `ErrorFeedback` holds
+for it, with g + m s in the place of the gradient.
+
+Departure: the paper has Δ as a difference of weights. Here learning rate and weight decay stay with
+the optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_sparse import ops
+from hvd_sparse.accumulator import Accumulator, Scope
+from hvd_sparse.memories.clipping import Clipping
+from hvd_sparse.memories.error_feedback import ErrorFeedback
+from hvd_sparse.streams import SparseStream, sum_of
+from hvd_sparse.transports import Transport
+
+
+class GlobalMomentum(ErrorFeedback):
+    """ε, which is the `residual`, and s of one bucket.
+
+    Args:
+        numel: n.
+        device: Where the gradients are.
+        world_size: P.
+        momentum: m, in (0, 1).
+        nesterov: Whether the momentum is Nesterov's.
+        clipping: See `ErrorFeedback`.
+
+    Attributes:
+        share: s, on the residual's device; always finite.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        device: torch.device,
+        world_size: int,
+        momentum: float,
+        nesterov: bool = False,
+        clipping: Clipping | None = None,
+    ) -> None:
+        super().__init__(numel, device, clipping)
+        self.world_size = world_size
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.share = SparseStream.empty(numel).to(device)
+        self._last_sum = SparseStream.empty(numel)
+        self._before = self.share, self._last_sum
+        self._entered: SparseStream | None = None
+
+    def accumulate(
+        self, gradients: Sequence[Tensor], k: int, scope: Scope | None = None
+    ) -> Accumulator:
+        """See `ErrorFeedback.accumulate`."""
+        self._before = self.share, self._last_sum
+        self._enter()
+        return super().accumulate(gradients, k, scope)
+
+    def applied(self, reduced: SparseStream) -> SparseStream:
+        """See `ErrorFeedback.applied`."""
+        m, P = self.momentum, self.world_size
+        last, share = self._last_sum, reduced.finite().times(1.0 / P)
+        self.share, self._last_sum = share.to(self.residual.device), share.times(P).to("cpu")
+        if not self.nesterov:
+            return reduced
+        return sum_of([reduced.times(1.0 + m), last.times(-m)], self.residual.numel())
+
+    def roll_back(self) -> None:
+        """See `ErrorFeedback.roll_back`."""
+        super().roll_back()
+        if self._entered is not None:
+            self.residual[self._entered.indices.long()] = self._entered.values
+            self.share, self._last_sum = self._before
+        self._entered = None
+
+    def rescale(self, factor: float) -> None:
+        """See `ErrorFeedback.rescale`."""
+        super().rescale(factor)
+        self.share, self._last_sum = self.share.times(factor), self._last_sum.times(factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `ErrorFeedback.tensors`; the momentum is a copy of the share."""
+        momentum = torch.zeros_like(self.residual)
+        ops.decode(momentum, self.share.indices, self.share.values)
+        return {"residual": self.residual, "momentum": momentum}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `ErrorFeedback.load`; until `agree` the other ranks' shares are taken to be alike."""
+        super().load(tensors)
+        momentum = tensors["momentum"].to(self.residual.device)
+        indices = momentum.nonzero().view(-1)
+        self.share = SparseStream(indices.int(), momentum[indices], momentum.numel())
+        self._last_sum = self.share.times(self.world_size).to("cpu")
+
+    def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
+        """See `ErrorFeedback.take_out`; Nesterov's step forgets what it was ahead there."""
+        parts = super().take_out(start, stop)  # of the momentum, which is a copy
+        self.share, self._last_sum = (
+            stream.where((stream.indices < start) | (stream.indices >= stop))
+            for stream in (self.share, self._last_sum)
+        )
+        return parts
+
+    def put_in(self, start: int, parts: Mapping[str, Tensor]) -> None:
+        """See `ErrorFeedback.put_in`."""
+        super().put_in(start, parts)
+        indices = parts["momentum"].nonzero().view(-1)
+        part = SparseStream(
+            (indices + start).int(), parts["momentum"][indices], self.residual.numel()
+        )
+        self.share = sum_of([self.share, part], self.residual.numel())
+
+    def agree(self, transport: Transport) -> None:
+        """See `ErrorFeedback.agree`: Nesterov's step needs Δ itself, not only its share."""
+        if not self.nesterov:
+            return
+        share = self.share.to("cpu")
+        digest = hashlib.sha256(share.indices.numpy().tobytes() + share.values.numpy().tobytes())
+        mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        theirs = transport.allgather((mine,), channel="momentum")
+        if all(torch.equal(each, theirs[0]) for each in theirs):
+            return
+        total = torch.zeros(share.numel)
+        ops.decode(total, share.indices, share.values)
+        total = transport.allreduce_sum(total, channel="momentum")
+        indices = total.nonzero().view(-1)
+        self._last_sum = SparseStream(indices.int(), total[indices], share.numel)
+
+    def _enter(self) -> None:
+        """Step 1, for entries that stay finite; what was there is kept, to go back to."""
+        indices = self.share.indices
+        before = ops.take_at(self.residual, indices)
+        after = before + self.momentum * self.share.values
+        ops.scatter_add(self.residual, indices, torch.where(after.isfinite(), after, before))
+        self._entered = SparseStream(indices, before, self.residual.numel())

@@ -1,0 +1,174 @@
+"""Tensors that become dense, are frozen or forgotten: nothing jumps, and nothing is lost unseen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
+from hvd_sparse.engine.transitions import RELEASED_SHARE, Release
+from hvd_sparse.methods import METHODS
+from hvd_sparse.transports import Transport, run_ranks
+
+MEMORIES: dict[str, dict[str, Any]] = {
+    "plain": {"momentum": 0.0},
+    "local": {"momentum": 0.5, "momentum_kind": "local"},
+    "local nesterov": {"momentum": 0.5, "momentum_kind": "local", "nesterov": True},
+    "global": {"momentum": 0.5, "momentum_kind": "global"},
+    "global nesterov": {"momentum": 0.5, "momentum_kind": "global", "nesterov": True},
+}
+SHAPES = {"a": (30, 20), "b": (300,)}
+
+
+class Nothing:
+    """The assignment that leaves all tensors dense."""
+
+    description = "nothing"
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        return Choice(None)
+
+
+def method_of(memory: str = "plain", density: float = 0.02, name: str = "topk") -> Method:
+    return METHODS[name](density=density, **MEMORIES[memory]).make()
+
+
+def normal(rank: int, step: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    seed = 1000 * step + 10 * rank + len(shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def train_step(engine: Engine, rank: int, step: int, frozen: tuple[str, ...] = ()) -> Any:
+    for name, shape in SHAPES.items():
+        gradient = torch.zeros(shape) if name in frozen else normal(rank, step, name, shape)
+        spec = TensorSpec(name, shape, "torch.float32")
+        engine.submit(spec, gradient, frozen=name in frozen)
+    engine.scale = 1.0
+    results = {name: engine.result(name).clone() for name in SHAPES}
+    engine.settle(counts=True)
+    return results
+
+
+def test_a_residual_that_becomes_dense_is_no_jump() -> None:
+    """At density 0.001, whose residual is longer than twenty gradients."""
+    numel, before, after = 50_000, 600, 80
+    spec = TensorSpec("w", (numel,), "torch.float32")
+
+    def gradient(rank: int, step: int) -> Tensor:
+        return normal(rank, step, "w", (numel,)) + 1.0  # a part that all steps have in common
+
+    def worker(transport: Transport) -> tuple[list[float], float, Tensor, Tensor]:
+        engine = Engine(METHODS["topk"](density=0.001, collective="topk_allgather").make())
+        engine.connect(transport)
+        given = applied = torch.zeros(numel).double()
+        for step in range(before):
+            g = gradient(transport.rank, step)
+            given = given + g
+            engine.submit(spec, g)
+            engine.scale = 1.0
+            applied = applied + engine.result("w")
+            engine.settle(counts=True)
+        residual = engine.state_dict()["residual"]["w"]
+        long = float(residual.norm() / gradient(transport.rank, 0).norm())
+        engine.reassign(Nothing())
+        norms = []
+        for step in range(before, before + after):
+            g = gradient(transport.rank, step)
+            given = given + g
+            released = engine.release("w", g)
+            total = transport.allreduce_sum(g if released is None else g + released, channel="x")
+            engine.flushed("w")
+            engine.settle(counts=step % 5 != 0)  # some steps are skipped
+            if step % 5 == 0:
+                given = given - g
+                continue
+            applied = applied + total
+            plain = transport.allreduce_sum(g, channel="x")
+            norms.append(float(total.norm() / plain.norm()))
+        left = engine.leftover("w")
+        kept = torch.zeros(numel) if left is None else left
+        assert abs(engine.stats().waiting_l1 - float(kept.double().abs().sum())) < 1e-3
+        engine.disconnect()
+        return norms, long, given - kept, applied
+
+    ranks = run_ranks(2, worker, timeout_s=120.0)
+    for norms, long, _, applied in ranks:
+        assert long > 20
+        assert max(norms) < 1.0 + 1.5 * RELEASED_SHARE
+        assert min(norms[:10]) > 1.0 + 0.5 * RELEASED_SHARE  # it is on its way
+        given = sum(each for _, _, each, _ in ranks)
+        torch.testing.assert_close(applied, given, rtol=0, atol=5e-2)
+
+
+def test_a_residual_is_released_to_the_end() -> None:
+    release, residuals = Release(), {"w": torch.full((4,), 3.0)}
+    g = torch.full((4,), 2.0)
+    parts = []
+    while "w" in residuals:
+        parts.append(float(release.part("w", residuals["w"], g)[0]))
+        release.flushed("w")
+        release.settle(residuals, counts=True)
+    assert parts == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("name", ["topk", "exdyna", "oktopk"])
+def test_a_frozen_tensor_holds_what_it_has(name: str, memory: str) -> None:
+    """And gets a gradient of zeros; thawed, it goes on. States in between know of it."""
+
+    def worker(transport: Transport) -> None:
+        engine = Engine(method_of(memory, name=name))
+        engine.connect(transport)
+        for step in range(5):
+            train_step(engine, transport.rank, step)
+        before = engine.state_dict()
+        assert engine.stats().waiting_l1 == 0.0
+        for step in range(5, 12):
+            if step == 8:
+                engine.load_state_dict(engine.state_dict())
+            results = train_step(engine, transport.rank, step, frozen=("a",))
+            assert not results["a"].any()
+            assert results["b"].any()
+        after = engine.state_dict()
+        held = before["residual"]["a"]
+        for kind in ("residual", "momentum"):
+            if "a" in before[kind]:
+                assert torch.equal(after[kind]["a"], before[kind]["a"])
+                assert not torch.equal(after[kind]["b"], before[kind]["b"])
+        assert engine.stats().waiting_l1 == pytest.approx(float(held.double().abs().sum()))
+        results = train_step(engine, transport.rank, 12)
+        assert results["a"].any()
+        assert engine.stats().waiting_l1 == 0.0
+        engine.disconnect()
+
+    run_ranks(2, worker, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_what_is_forgotten_is_gone_and_counted(memory: str) -> None:
+    def worker(transport: Transport) -> None:
+        engine = Engine(method_of(memory))
+        engine.connect(transport)
+        for step in range(4):
+            train_step(engine, transport.rank, step)
+        before = engine.state_dict()
+        lost = engine.forget(["a"])
+        assert lost == pytest.approx(float(before["residual"]["a"].double().abs().sum()))
+        assert lost > 0
+        assert engine.stats().dropped_l1 == lost
+        after = engine.state_dict()
+        for kind in ("residual", "momentum"):
+            if "a" in before[kind]:
+                assert not after[kind]["a"].any()
+                assert torch.equal(after[kind]["b"], before[kind]["b"])
+        train_step(engine, transport.rank, 4)
+        engine.reassign(Nothing())
+        assert engine.leftover("b") is not None
+        engine.forget(["b"])
+        assert engine.leftover("b") is None
+        engine.disconnect()
+
+    run_ranks(2, worker, timeout_s=60.0)

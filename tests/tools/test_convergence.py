@@ -1,0 +1,129 @@
+"""What benchmarks.convergence trains and reports."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.convergence import Runs, run_all
+from benchmarks.convergence_cases import (
+    DENSITIES,
+    MAX_MEAN_DENSITY,
+    METHOD_NAMES,
+    PAPER_MEMORY,
+    PROMISED,
+    SEEDS,
+    TASKS,
+    Case,
+    cases,
+)
+from benchmarks.convergence_report import plot, rows_of
+from benchmarks.convergence_sources import Sources
+from benchmarks.convergence_tasks import Budget, Digits
+from hvd_sparse.memories import ErrorFeedback, GlobalMomentum, MomentumCorrection
+
+KINDS = {"plain": ErrorFeedback, "local": MomentumCorrection, "global": GlobalMomentum}
+
+
+def case_of(method: str, memory: str, density: float = 0.01, wire: str = "float32") -> Case:
+    return Case("digits", method, memory, density, wire, 0)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = Budget(steps=24, lr=0.05, dense_steps=2, warmup_steps=4)
+    monkeypatch.setattr(Digits, "budgets", {0.01: budget, 0.001: budget})
+
+
+@pytest.mark.parametrize("memory", KINDS)
+@pytest.mark.parametrize("method", METHOD_NAMES[1:])
+def test_a_method_has_the_memory_that_its_row_names(method: str, memory: str) -> None:
+    made = case_of(method, memory).make()
+    assert made is not None
+    assert type(made.memory.make(8, torch.device("cpu"), 4)) is KINDS[memory]
+
+
+def test_every_promised_method_is_trained_with_its_papers_memory_and_the_best() -> None:
+    done = {case._replace(seed=0) for case in cases() if case.wire == "float32"}
+    for task in TASKS:
+        for density in DENSITIES:
+            for method in PROMISED:
+                for memory in {PAPER_MEMORY.get(method, "plain"), "global"}:
+                    assert Case(task, method, memory, density, "float32", 0) in done
+
+
+def test_lossy_wires_have_rows() -> None:
+    assert {case.wire for case in cases()} == {"float32", "float16+gap", "qsgd4"}
+
+
+def test_recipes_were_not_chosen_on_the_seeds_that_are_reported() -> None:
+    assert 0 not in SEEDS
+    assert {case.seed for case in cases()} == set(SEEDS)
+
+
+def test_at_density_0_001_a_whole_run_stays_below_the_promised_mean() -> None:
+    """Dense steps and warm-up included."""
+    for case in cases():
+        made = case.make()
+        if case.density == 0.001 and made is not None:
+            steps = case.budget.steps
+            density = sum(made.warmup.density_at(s, made.density) for s in range(steps)) / steps
+            assert density <= MAX_MEAN_DENSITY, case
+
+
+def test_a_run_that_was_stopped_goes_on(short: None, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    chosen = [case_of("dense", "plain"), case_of("oktopk", "global")]
+    run_all(chosen[:1], Runs(path))
+    path.write_text(path.read_text() + '{"case": {"task"')
+    run_all(chosen, Runs(path))
+    assert len(path.read_text().splitlines()) == 2
+    first, second = (Runs(path).get(case) for case in chosen)
+    assert first is not None
+    assert second is not None
+    assert first.updates == 24
+    assert first.mbytes == first.dense_mbytes > second.mbytes
+    # 18 steps after 6 of warm-up, each of a hundredth of the parameters.
+    assert second.updates == pytest.approx(18 * 0.01, rel=0.1)
+    # Two dense steps and the warm-up beside them; a gradient that is exactly 0 is not counted.
+    assert 0.07 < second.applied < (2 + 4 * 0.1 + 18 * 0.011) / 24
+    assert second.late_applied == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_training_by_another_recipe_is_done_again(
+    short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of("dense", "plain")
+    run_all([case], Runs(tmp_path / "runs.jsonl"))
+    longer = Budget(steps=25, lr=0.05, dense_steps=2, warmup_steps=4)
+    monkeypatch.setattr(Digits, "budgets", {0.01: longer})
+    assert Runs(tmp_path / "runs.jsonl").get(case) is None
+
+
+def test_rows_say_schedule_densities_updates_and_bytes(short: None, tmp_path: Path) -> None:
+    runs = Runs(tmp_path / "runs.jsonl")
+    chosen = [case_of("dense", "plain", 0.001), case_of("dgc", "local", 0.001, "qsgd4")]
+    run_all(chosen, runs)
+    found = {case: run for case in chosen if (run := runs.get(case)) is not None}
+    rows = {row.metric: row for row in rows_of(found) if row.case != "digits, dense, 24 steps"}
+    assert {row.case for row in rows.values()} == {"digits, density 0.001, dgc, local, qsgd4"}
+    assert rows["mean density over the run"].baseline == "4 steps from density 0.25; 24 steps"
+    assert rows["mean density over the run"].met is False  # it is far too short
+    for metric in (
+        "test accuracy, one seed",
+        "worse than dense by",
+        "density of the last quarter",
+        "updates per parameter after the warm-up",
+        "megabytes sent by a rank",
+    ):
+        assert metric in rows
+    plot(found, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_larger_text_is_larger() -> None:
+    task = Sources()
+    assert len(task.train) + len(task.test) > 10_000_000
+    assert sum(p.numel() for p in task.model(0).parameters()) > 2_000_000
+    assert task.data() == Sources().data()
