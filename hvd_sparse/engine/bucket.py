@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_sparse import ops
 from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import BucketStats, StepStats
@@ -64,9 +65,8 @@ class Bucket:
         self.selector = method.selector()
         self.collective = method.collective(transport, self.numel, method.k(self.numel))
         self.memory = method.memory.make(self.numel, device, transport.world_size)
-        self.decoded = torch.zeros(
-            self.numel, dtype=getattr(torch, specs[0].dtype.removeprefix("torch.")), device=device
-        )
+        dtype = getattr(torch, specs[0].dtype.removeprefix("torch."))
+        self.decoded = ops.zero_vector(self.numel, dtype, device)
         self.lane = Lane(device)
         names = tuple(spec.name for spec in specs)
         self.stats = BucketStats(names=names, numel=self.numel, k=self.collective.k)
