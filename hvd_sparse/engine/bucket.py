@@ -24,9 +24,18 @@ class Phase(Enum):
     COLLECTING = auto()
     """Gradients are awaited; the last step's result is there until then."""
     READY = auto()
-    """All gradients are there: the exchange is due, or under way."""
+    """All gradients are there, and nobody has begun to select."""
+    SELECTING = auto()
+    """Gradients are being accumulated, and entries selected."""
+    SELECTED = auto()
+    """The entries to send are there: their exchange is due, or under way."""
     EXCHANGED = auto()
     """The sum is there; whether the step counts is for all buckets to say."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is work to do, or under way."""
+        return self in (Phase.READY, Phase.SELECTING, Phase.SELECTED)
 
 
 class Bucket:
@@ -43,6 +52,7 @@ class Bucket:
             gradients that the optimizer sees are views of it, as of any flat gradient bucket; it
             is written again only after all of the bucket's next gradients have come.
         phase: How far the step has come.
+        taken: The entries to send, between selection and exchange; else None.
         reduced: The step's result before it is decoded, then None again.
         poisoned: Whether the step's result is non-finite somewhere.
         is_open: Whether the last step has begun to change the bucket's state, and nobody has said
@@ -72,7 +82,9 @@ class Bucket:
         self.stats = BucketStats(names=names, numel=self.numel, k=self.collective.k)
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
+        self.taken: SparseStream | None = None
         self.reduced: SparseStream | None = None
+        self._views: list[Tensor] | None = None
         self.poisoned = False
         self.is_open = False
         self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None
@@ -86,6 +98,11 @@ class Bucket:
         """Magnitude from which entries left in the last step; 0.0 where the selector has none."""
         return float(getattr(self.selector, "threshold", 0.0))
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a gradient of the step has come, or its result is not taken yet."""
+        return self.phase is not Phase.COLLECTING or self._missing < len(self.specs)
+
     def missing(self) -> list[str]:
         """Names of the tensors whose gradients have not come."""
         pairs = zip(self.specs, self._gradients, strict=True)
@@ -97,7 +114,7 @@ class Bucket:
         if self._gradients[place] is None:
             self._missing -= 1
         self._gradients[place] = gradient
-        if self._missing == 0:
+        if self._missing == 0 and self.phase is Phase.COLLECTING:
             self.phase = Phase.READY
 
     @property
@@ -158,9 +175,11 @@ class Bucket:
         self.phase = Phase.COLLECTING
 
     def view(self, place: int) -> Tensor:
-        """The decoded gradient of one tensor."""
-        spec = self.specs[place]
-        return self.decoded[self.starts[place] : self.starts[place + 1]].view(spec.shape)
+        """The decoded gradient of one tensor; the same object in every step."""
+        if self._views is None:
+            parts = self.decoded.split([spec.numel for spec in self.specs])
+            self._views = [x.view(s.shape) for x, s in zip(parts, self.specs, strict=True)]
+        return self._views[place]
 
     def memory_of(self, place: int) -> dict[str, Tensor]:
         """What the memory holds of one tensor: views, by name."""

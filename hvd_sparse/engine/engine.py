@@ -40,13 +40,24 @@ COMPARISON_INTERVAL = 64
 def exchange(bucket: Bucket) -> None:
     """One step of one bucket: accumulate, select, reduce, give back.
 
-    Leaves the sum over the ranks in `bucket.reduced`. What a selector takes beyond a few times k
-    waits in the residual for the next steps. Until the step is settled, or where the exchange
-    fails, `bucket.roll_back` takes all of it back.
+    Leaves the sum over the ranks in `bucket.reduced`. Until the step is settled, or where the
+    exchange fails, `bucket.roll_back` takes all of it back.
     """
-    memory, collective = bucket.memory, bucket.collective
-    collective.transport.context = Context(bucket.specs[0].name, bucket.step)
-    stats, traffic = bucket.step_stats, collective.transport.traffic.snapshot()
+    select(bucket)
+    reduce(bucket)
+
+
+def select(bucket: Bucket) -> None:
+    """The first half of a bucket's step: accumulate and select, without a message.
+
+    Leaves the entries to send in `bucket.taken`. What a selector takes beyond a few times k waits
+    in the residual for the next steps.
+
+    It may run while another bucket is exchanged. What it reads and writes is the bucket's own: its
+    memory, its selector, and of its collective what the bucket's last step has left (ExDyna's
+    partition, CLT-k's leader, an agreed threshold). The transport is not touched.
+    """
+    memory, collective, stats = bucket.memory, bucket.collective, bucket.step_stats
     with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
     with stats.timed("accumulate_select_s"):
@@ -56,7 +67,20 @@ def exchange(bucket: Bucket) -> None:
         bucket.open_step()
         accumulator = memory.accumulate(gradients, k, scope)
         selected = bucket.selector.select(accumulator, k)
-        taken = hold_back(accumulator, selected, k)
+        bucket.taken = hold_back(accumulator, selected, k)
+    stats.nnz_held_back = selected.nnz - bucket.taken.nnz
+
+
+def reduce(bucket: Bucket) -> None:
+    """The second half: reduce what was selected, and give back what had no part.
+
+    All ranks reduce their buckets one after the other, in one order.
+    """
+    taken, bucket.taken = bucket.taken, None
+    assert taken is not None
+    memory, collective, stats = bucket.memory, bucket.collective, bucket.step_stats
+    collective.transport.context = Context(bucket.specs[0].name, bucket.step)
+    traffic = collective.transport.traffic.snapshot()
     with stats.timed("exchange_s"):
         reduction = collective.reduce(taken.to("cpu"), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
@@ -66,7 +90,6 @@ def exchange(bucket: Bucket) -> None:
 
     spent = collective.transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
-    stats.nnz_held_back = selected.nnz - taken.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
 
@@ -80,10 +103,16 @@ def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
     bucket.reduced = None
 
 
-def work(bucket: Bucket, scale: float | None) -> None:
-    """What the worker does in one step of one bucket; decodes, where that can be done already."""
+def work_ahead(bucket: Bucket) -> None:
+    """What the worker may do in one step of one bucket while it exchanges another one."""
     with bucket.lane.work():
-        exchange(bucket)
+        select(bucket)
+
+
+def work(bucket: Bucket, scale: float | None) -> None:
+    """What it does then, in its turn; decodes, where that can be done already."""
+    with bucket.lane.work():
+        reduce(bucket)
         if scale is not None and not bucket.decoding_would_overwrite_gradients():
             decode(bucket, scale, bucket.step_stats)
 
@@ -112,7 +141,7 @@ class Engine:
         self.dropped_l1 = 0.0
         self._unsettled = False
         self._flushed: set[str] = set()
-        self._worker = Worker(work)
+        self._worker = Worker(work_ahead, work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
         self._buckets: list[Bucket] = []
@@ -259,7 +288,7 @@ class Engine:
             self._arrivals[spec.name] = (spec, gradient)
             return
         bucket, place = self._places[spec.name]
-        if bucket.specs[place] != spec:
+        if bucket.specs[place] is not spec and bucket.specs[place] != spec:
             raise PlanError(f"gradient changed from {bucket.specs[place]} to {spec}")
         self._worker.put(bucket, place, gradient)
 
@@ -273,7 +302,7 @@ class Engine:
         if not self.planned:
             self._make_plan()
         bucket, place = self._places[name]
-        if bucket.phase is not Phase.COLLECTING or len(bucket.missing()) < len(bucket.specs):
+        if bucket.is_begun:
             self._finish_step()
         return bucket.view(place)
 
