@@ -202,7 +202,7 @@ class Worker:
         return self._stopping or self.error is not None
 
     def _next_ahead(self) -> Bucket | None:
-        """A bucket that waits to be selected from, while the first thread does not select itself."""
+        """A bucket to select from; None while the first thread selects itself."""
         assert self._at is not None
         if self._at.phase is Phase.SELECTING:
             return None
