@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,12 @@ from hvd_sparse.adapter.refusals import (
     refuse_unsupported,
     warn_of_slow_settings,
 )
-from hvd_sparse.adapter.session import Session, as_horovod_error
+from hvd_sparse.adapter.session import Session, as_horovod_error, horovod_error
 from hvd_sparse.adapter.states import States
 from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.checks import check_choice
 from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.functional.communicator import ALGORITHMS
 
 
@@ -49,8 +49,7 @@ class Dense:
     flushed: str | None = None
 
 
-@dataclass(frozen=True)
-class Sparse:
+class Sparse(NamedTuple):
     """Context of a gradient that the engine reduces while Horovod reduces its stand-in."""
 
     name: str
@@ -135,8 +134,8 @@ class SparseCompressor:
             return tensor, Dense(tensor.dtype)
         if self._session.planning is not None:
             self._session.planning.arrived(name)
-        spec = spec_of(name, tensor)
-        if not self._is_sparse(spec, tensor):
+        spec = self._lookup.spec_of(name, tensor)
+        if not (self._engine.awaits(spec) or self._is_sparse(spec, tensor)):
             return self._hand_to_horovod(name, tensor)
         self._engine.submit(spec, tensor.detach())
         return self._session.standin(), Sparse(name, tensor.shape)
@@ -172,8 +171,10 @@ class SparseCompressor:
                 self._engine.flushed(ctx.flushed)
             return tensor.to(ctx.dtype)
         self._session.learn_scale(tensor)
-        with as_horovod_error():
+        try:
             result = self._engine.result(ctx.name)
+        except TransportError as error:
+            raise horovod_error(error) from error
         if result.shape != ctx.shape:
             raise RuntimeError(f"{ctx.name}: shape {tuple(result.shape)} is not {tuple(ctx.shape)}")
         return result

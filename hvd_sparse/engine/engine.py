@@ -185,6 +185,11 @@ class Engine:
         """Whether there is no plan yet, or the tensor is in it."""
         return not self.planned or name in self._places
 
+    def awaits(self, spec: TensorSpec) -> bool:
+        """Whether just this tensor is in the plan; it needs no further question then."""
+        place = self._places.get(spec.name)
+        return place is not None and place[0].specs[place[1]] is spec
+
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the assignment gives the tensor to the engine, and not to Horovod."""
         taken = self._taken.get(spec)
@@ -284,7 +289,7 @@ class Engine:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned."""
         if self._unsettled:
             self.settle()
-        if not self.planned:
+        if not self._buckets:
             self._arrivals[spec.name] = (spec, gradient)
             return
         bucket, place = self._places[spec.name]
@@ -299,7 +304,7 @@ class Engine:
             TransportError: A peer is gone or did not answer.
             PlanError: Ranks disagree, or not all tensors' gradients were submitted.
         """
-        if not self.planned:
+        if not self._buckets:
             self._make_plan()
         bucket, place = self._places[name]
         if bucket.is_begun:
