@@ -130,7 +130,7 @@ def test_one_bucket_needs_one_thread() -> None:
 @pytest.mark.parametrize("name", ["topk", "oktopk", "dgc", "exdyna", "clt_k", "randomk"])
 def test_results_are_those_of_one_bucket_after_the_other(name: str) -> None:
     """The same steps by hand, in turn, give the same bits: results, and what stays behind."""
-    arguments = {"momentum": 0.5} if name == "dgc" else {}
+    arguments: dict[str, Any] = {"momentum": 0.5} if name == "dgc" else {}
     chosen = METHODS[name](density=0.05, bucket_numel=NUMEL, **arguments).make()
 
     def overlapped(transport: Transport) -> list[Any]:
