@@ -381,6 +381,7 @@ class SparseCompressor:
         self._optimizer = weakref.ref(optimizer)
         self._fate = StepFate(optimizer)
         self._states.bind(self._fate)
+        let_go_after_steps(optimizer, self._engine)
         synchronize_asleep(optimizer, self._session.raise_failure)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
@@ -429,6 +430,18 @@ class SparseCompressor:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
+
+
+def let_go_after_steps(optimizer: Any, engine: Engine) -> None:
+    """Let an engine drop its gradients once the optimizer has read the results in their place."""
+    reference = weakref.ref(engine)  # an optimizer may outlive its compression
+
+    def let_go(*_: object) -> None:
+        engine = reference()
+        if engine is not None:
+            engine.let_go()
+
+    optimizer.register_step_post_hook(let_go)
 
 
 def as_horovod_takes_it(tensor: Tensor) -> Tensor:

@@ -167,12 +167,17 @@ class Bucket:
         self.step_stats = StepStats()
         self.phase = Phase.EXCHANGED
 
-    def close_step(self) -> None:
-        """Let go of the step's gradients and streams, and collect the next ones."""
-        self._gradients = [None] * len(self.specs)
+    def close_step(self) -> list[Tensor | None]:
+        """Let go of the step's gradients, and collect the next ones.
+
+        Returns:
+            The gradients: who lets go of them last gives their memory back.
+        """
+        gradients, self._gradients = self._gradients, [None] * len(self.specs)
         self._missing = len(self.specs)
         self._step_gradients = None
         self.phase = Phase.COLLECTING
+        return gradients
 
     def view(self, place: int) -> Tensor:
         """The decoded gradient of one tensor; the same object in every step."""

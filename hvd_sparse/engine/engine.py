@@ -144,6 +144,7 @@ class Engine:
         self._worker = Worker(work_ahead, work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
+        self._spent: list[list[Tensor | None]] = []
         self._buckets: list[Bucket] = []
         self._places: dict[str, tuple[Bucket, int]] = {}
         self._taken: dict[TensorSpec, bool] = {}  # asked for every tensor in every step
@@ -218,6 +219,7 @@ class Engine:
         Args:
             counts: Whether its results were applied; None: if all of them are finite.
         """
+        self._spent = []
         if not (self._unsettled or self._flushed):
             return
         self._unsettled = False
@@ -234,6 +236,15 @@ class Engine:
             for name in self._flushed:
                 self._restored.residual.pop(name, None)
         self._flushed.clear()
+
+    def let_go(self) -> None:
+        """Let go of the last step's gradients, since nobody else refers to them any more.
+
+        A background thread does it: giving the memory of large gradients back to the system takes
+        milliseconds. Without this call `settle` does it.
+        """
+        spent, self._spent = self._spent, []
+        self._worker.let_go(spent)
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals and momenta by a factor, between steps.
@@ -326,7 +337,7 @@ class Engine:
                 assert self.scale is not None
                 decode(bucket, self.scale, stats)
             bucket.stats.amend(stats)
-            bucket.close_step()
+            self._spent.append(bucket.close_step())
         if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
             self._compare_ranks()
         self._observer.stepped(self._buckets)

@@ -57,6 +57,7 @@ class Worker:
         self._at: Bucket | None = None  # what the first thread is at, or waits for
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._spent: list[object] = []
         self._stopping = False
         self._exchanging = False  # whether the first thread runs
         self._orphaned = False  # whether it is to close the transport when it ends
@@ -151,6 +152,13 @@ class Worker:
         if self.transport is not None:
             self.transport.abort(error)
 
+    def let_go(self, spent: list[object]) -> None:
+        """Drop references on a background thread, if there is one."""
+        with self._changed:
+            if self._exchanging:
+                self._spent.append(spent)
+                self._changed.notify_all()
+
     # -- the background threads --------------------------------------------------------------------
 
     def _until_it_fails(self, task: Callable[[], None]) -> None:
@@ -229,6 +237,12 @@ class Worker:
 
     def _wait_while(self, bucket: Bucket, *phases: Phase) -> bool:
         """Wait until a bucket is in no such phase; false where there is no more to do."""
-        with self._changed:
-            self._changed.wait_for(lambda: bucket.phase not in phases or self._is_over)
-            return not self._is_over
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._spent or bucket.phase not in phases or self._is_over
+                )
+                spent, self._spent = self._spent, []
+                if bucket.phase not in phases or self._is_over:
+                    return not self._is_over
+            del spent  # without the lock: memory goes back to the system

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -255,3 +256,31 @@ def test_a_worker_that_is_closed_by_its_second_thread() -> None:
 
     done = threading.Barrier(2)
     run_ranks(2, worker, timeout_s=DEADLINE_S)
+
+
+def test_spent_gradients_go_on_a_background_thread() -> None:
+    """Giving large ones back to the system takes milliseconds, which the optimizer waited for."""
+    ended_on: list[str] = []
+
+    def worker(transport: Transport) -> None:
+        engine = connected(transport, method())
+        for asked in (False, True, True):
+            given = gradients(transport.rank, 0)
+            ends = [
+                weakref.finalize(g, lambda: ended_on.append(threading.current_thread().name))
+                for g in given.values()
+            ]
+            submit(engine, given)
+            del given
+            results(engine)
+            assert all(end.alive for end in ends)  # the optimizer has not read the results yet
+            if asked:
+                engine.let_go()
+            else:
+                engine.settle(counts=True)
+            until(lambda ends=ends: not any(end.alive for end in ends))
+        engine.disconnect()
+
+    run_ranks(1, worker, timeout_s=DEADLINE_S)
+    assert "hvd_sparse" not in ended_on[: len(NAMES)]
+    assert set(ended_on[len(NAMES) :]) == {"hvd_sparse"}
