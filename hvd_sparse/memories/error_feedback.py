@@ -37,7 +37,7 @@ class ErrorFeedback:
     """
 
     def __init__(self, numel: int, device: torch.device, clipping: Clipping | None = None) -> None:
-        self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.residual = ops.zero_vector(numel, torch.float32, device)
         self.clipping = clipping
         self._spare: tuple[Tensor, ...] | None = None
         self._may_roll_back = False
@@ -158,7 +158,9 @@ class ErrorFeedback:
     def _change_places(self) -> None:
         """Swap the state and the spare tensors: a step is about to write those, or is undone."""
         state, spare = self._state(), self._spare
-        self._set_state(*(map(torch.empty_like, state) if spare is None else spare))
+        if spare is None:
+            spare = tuple(ops.new_vector(x.numel(), x.dtype, x.device) for x in state)
+        self._set_state(*spare)
         self._spare = state
 
     def _add(self, stream: SparseStream) -> None:
