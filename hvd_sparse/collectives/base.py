@@ -55,6 +55,11 @@ class Collective(ABC):
         self.wire = wire
         self.step = 0
 
+    @property
+    def chosen(self) -> Collective:
+        """Who does the work: this one, but where it has chosen another."""
+        return self
+
     @abstractmethod
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Sum the ranks' streams.

@@ -5,12 +5,18 @@ then as many to several ranks at once (g), then a megabyte (β); each rank sums 
 each repetition the slowest rank's time counts, since that is whom a collective waits for; all ranks
 get the same figures.
 
-Cost: some 40 α and 5 MB of β: 50 ms at 1 Gb/s.
+Large messages have a channel of their own, whose room is agreed on beforehand, so that none is cut
+in two. What has been measured is remembered for as long as the process lives: whoever asks again
+in the same world of processes gets the same figures, and so makes the same choice.
+
+Cost: some 40 α and 5 MB of β: 50 ms at 1 Gb/s; where it is remembered, two small allgathers.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from time import perf_counter
 
@@ -27,10 +33,15 @@ PINGS, LARGE_PINGS, SUMS = 15, 4, 5
 LARGE_BYTES = 1 << 20
 """Well above what a shaper lets through at once."""
 SUMMED_ENTRIES = 1 << 14
+TOKEN_BYTES = 16
+
+_links: dict[tuple[bytes, ...], Link] = {}
+"""What this process has measured, by transport and the processes of all ranks. It outlives the
+transports: a measurement is noise in part, and what follows from it must not change with it."""
 
 
 def link_of(transport: Transport) -> Link:
-    """α, β, γ and g: as given in `transport.link`, or else measured now, and kept there.
+    """α, β, γ and g: as given in `transport.link`, or as known, or else measured now.
 
     Collective: all ranks call this together. They get the same figures.
 
@@ -38,24 +49,45 @@ def link_of(transport: Transport) -> Link:
         TransportError: A peer is gone or did not answer.
     """
     if transport.link is None:
-        transport.link = measure_link(transport)
+        transport.link = _remembered(transport)
     return transport.link
 
 
-def measure_link(transport: Transport) -> Link:
-    """Measure α, β, γ and g; see `link_of`."""
-    P, rank = transport.world_size, transport.rank
-    if P == 1:
+def _remembered(transport: Transport) -> Link:
+    """What this world's processes have measured before, if all of them remember it, or now."""
+    if transport.world_size == 1:
         return ORDINARY_LINK
+    token = torch.frombuffer(bytearray(_process_token()), dtype=torch.uint8)
+    tokens = [bytes(m.numpy()) for m in transport.allgather((token,), channel="link.processes")]
+    if len(set(tokens)) < len(tokens):  # threads: what they measure says nothing of another world
+        return measure_link(transport)
+    world = (transport.name.encode(), *tokens)
+    known = torch.tensor([world in _links])
+    everyone = transport.allgather((known,), channel="link.known")
+    if not all(bool(message.view(torch.bool)) for message in everyone):
+        _links[world] = measure_link(transport)
+    return _links[world]
+
+
+@cache
+def _process_token() -> bytes:
+    """What tells this process from all others."""
+    return os.urandom(TOKEN_BYTES)
+
+
+def measure_link(transport: Transport) -> Link:
+    """Measure α, β, γ and g of more than one rank; see `link_of`."""
+    P, rank = transport.world_size, transport.rank
     turns = count(1)
 
-    def ping(nbytes: int, peers: int = 1) -> Callable[[], object]:
+    def ping(nbytes: int, channel: str, peers: int = 1) -> Callable[[], object]:
         payload = (torch.zeros(nbytes, dtype=torch.uint8),)
+        transport.expect(nbytes, channel=channel)
 
         def exchange() -> None:
             shifts = [1 + next(turns) % (P - 1) for _ in range(peers)]
             ends = [((rank + s) % P, (rank - s) % P) for s in shifts]
-            handles = [transport.exchange(payload, *each, channel="ping") for each in ends]
+            handles = [transport.exchange(payload, *each, channel=channel) for each in ends]
             for handle in handles:
                 handle.wait()
 
@@ -63,9 +95,9 @@ def measure_link(transport: Transport) -> Link:
 
     in_flight = min(P - 1, MESSAGES_IN_FLIGHT)
     measured = [
-        (ping(ENTRY_BYTES), PINGS),
-        (ping(ENTRY_BYTES, in_flight), PINGS),
-        (ping(LARGE_BYTES), LARGE_PINGS),
+        (ping(ENTRY_BYTES, "ping"), PINGS),
+        (ping(ENTRY_BYTES, "ping", in_flight), PINGS),
+        (ping(LARGE_BYTES, "ping.large"), LARGE_PINGS),
         (_sum_of_two(), SUMS),
     ]
     mine = torch.cat([_times(function, repeats) for function, repeats in measured])

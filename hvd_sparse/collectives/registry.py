@@ -39,7 +39,8 @@ class Algorithm:
         formula: What it costs; None where nobody has written that down.
         aliases: Names that other papers have for it.
         is_lossless: Whether it applies all entries that the ranks send.
-        is_candidate: Whether `collective="auto"` considers it.
+        is_candidate: Whether it is worth choosing; `collective="auto"` considers it where it is
+            lossless, too.
         is_selectable: Whether `collective=` may name it. What scopes selection has a method of its
             own instead.
         keeps_state: Whether a step depends on the one before.
@@ -143,14 +144,17 @@ COSTED = names_of(lambda entry: entry.formula is not None)
 SELECTABLE = names_of(lambda entry: entry.is_selectable, aliases=True)
 """What `collective=` may name, beside "auto"."""
 CANDIDATES = names_of(lambda entry: entry.is_candidate)
-"""What `collective="auto"` chooses from."""
+"""What may be chosen from, where it need not apply everything."""
 LOSSLESS_CANDIDATES = names_of(lambda entry: entry.is_candidate and entry.is_lossless)
-"""Those of them that apply everything. With two ranks the first two send the same."""
+"""Those of them that apply everything: what `collective="auto"` chooses from. With two ranks the
+first two send the same."""
+CHOOSABLE = names_of(lambda entry: entry.is_selectable and entry.formula is not None)
+"""What a user's own set may name."""
 
 
 def name_of(collective: Collective) -> str:
-    """The name of a collective's algorithm; "" for a stranger."""
-    return next((a.name for a in ALGORITHMS if a.collective is type(collective)), "")
+    """The name of the algorithm by which a collective works; "" for a stranger."""
+    return next((a.name for a in ALGORITHMS if a.collective is type(collective.chosen)), "")
 
 
 def cost(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_sparse.collectives.registry import name_of
 from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import BucketStats, StepStats
@@ -107,6 +108,7 @@ class Bucket:
 
     def open_step(self) -> None:
         """Keep what the step is about to change; the memory does so with its tensors."""
+        self.stats.collective = name_of(self.collective)
         self._before = (self.step, self.selector.state_dict(), self.collective.state_dict())
         self.is_open = True
 
@@ -182,5 +184,5 @@ class Bucket:
         return [list(state["names"]), state["kind"]] == [list(self.stats.names), self._kind()]
 
     def _kind(self) -> str:
-        """The method, and the collective that it chose for this world."""
+        """The method, and what makes its exchanges."""
         return f"{self.method.description} by {type(self.collective).__name__}"

@@ -72,6 +72,7 @@ class BucketStats(StepStats):
         names: The bucket's parameters.
         numel: n, elements in the bucket.
         k: Entries wanted per step.
+        collective: Name of the algorithm that the last step was exchanged by; empty before it.
         steps: Steps done.
         history: The last steps, oldest first.
     """
@@ -79,6 +80,7 @@ class BucketStats(StepStats):
     names: tuple[str, ...] = ()
     numel: int = 0
     k: int = 0
+    collective: str = ""
     steps: int = 0
     history: deque[StepStats] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
 

@@ -156,6 +156,18 @@ class Transport(ABC):
             together; one on the same channel from the same rank first waits for the last arrival.
         """
 
+    def expect(self, nbytes: int, *, channel: str) -> None:
+        """Makes room for payloads of so many bytes in a channel's next message to every rank.
+
+        Where nobody has said so, the room follows from the last message, and a payload that
+        outgrows it is sent in two.
+
+        Args:
+            nbytes: the same on all ranks.
+            channel: purpose of the messages.
+        """
+        del nbytes, channel
+
     @abstractmethod
     def abort(self, reason: object = None) -> None:
         """Makes all waits fail, pending and to come; on the peers too, where they can be told.
