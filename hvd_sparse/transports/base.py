@@ -213,7 +213,7 @@ class Transport(ABC):
         table of its blocks' sizes, then the blocks, each padded to 8 bytes.
 
         Returns:
-            P uint8 tensors, in the order of the ranks.
+            P uint8 tensors, in the order of the ranks; nobody may change them.
         """
         P, r = self.world_size, self.rank
         if P <= DIRECT_ALLGATHER_RANKS:
