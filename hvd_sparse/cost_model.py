@@ -16,7 +16,7 @@ follows from its `WireBytes`.
 | ssar_split_allgather (TopkDSA) | P - 1 + log P | from 4k (P-1)/P to 2kP or (2k + n) (P-1)/P |
 | dsar_split_allgather | P - 1 + log P | from n (P-1)/P to (2k + n) (P-1)/P |
 | gtopk | 2 log P | 4k log P |
-| oktopk | 2P + 2 log P; above 16 ranks log P more | from 2k (P-1)/P to 6k (P-1)/P |
+| oktopk | 2P + 2 log P | from 2k (P-1)/P to 6k (P-1)/P |
 
 Algorithms have the names of `collectives/registry.py`. Both papers give intervals where a cost
 depends on how far the ranks' indices coincide. In between, `expected` takes them as drawn
@@ -35,7 +35,6 @@ from hvd_sparse.topology import (
     allgather_in_flight,
     allgather_messages,
     cube_positions,
-    doubling_messages,
     in_flight,
 )
 
@@ -243,37 +242,26 @@ def gtopk(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     return CostRange(Cost(rounds), cost, cost)
 
 
-def oktopk(
-    P: int, n: int, k: int, wire: WireBytes, *, levels: int, gathered_ranks: int
-) -> CostRange:
+def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostRange:
     """Ok-Topk: (2P + 2 log P) α, then from 2k (P-1)/P β to 6k (P-1)/P β.
 
-    Expected are k entries for each phase, and no balancing: the boundaries have seen to it.
-    `levels` and `gathered_ranks` are those of `oktopk_control`.
+    Expected are k entries for each phase, and no balancing: the boundaries have seen to it. The
+    shares are asked for only after an imbalance; `head_bytes` come with each gathered payload.
     """
-    share, gathers = (P - 1) / P, 2 * allgather_messages(P)
-    control = oktopk_control(P, levels, gathered_ranks)
-    hidden = in_flight(P - 1) + 2 * allgather_in_flight(P)
-    usual = Cost(P - 1 + gathers, entries=2 * k * share, in_flight=hidden)
+    share, gather = (P - 1) / P, allgather_messages(P)
+    control = oktopk_control(P, head_bytes)
+    hidden = in_flight(P - 1) + allgather_in_flight(P)
+    usual = Cost(P - 1 + gather, entries=2 * k * share, in_flight=hidden)
     return CostRange(
-        Cost(P - 1 + gathers, entries=k * share),
+        Cost(P - 1 + gather, entries=k * share),
         _in_turn([usual, control]),
-        _in_turn([Cost(2 * (P - 1) + gathers, entries=3 * k * share), control]),
+        _in_turn([Cost(2 * (P - 1) + 2 * gather, entries=3 * k * share), control]),
     )
 
 
-def oktopk_control(P: int, levels: int, gathered_ranks: int) -> Cost:
-    """What moving the threshold costs beside the gathering of the ranks' shares.
-
-    Args:
-        P: Ranks.
-        levels: Levels that the threshold may move to; the ranks count what passes each of them.
-        gathered_ranks: Up to so many ranks, the counts are gathered; beyond, they are summed.
-    """
-    if gathered_ranks >= P:
-        return Cost(0, plain_words=levels * (P - 1))
-    rounds = doubling_messages(P)
-    return Cost(rounds, plain_words=2 * levels * rounds + P - 1)
+def oktopk_control(P: int, head_bytes: int) -> Cost:
+    """What the ranks tell each other for the next step: the counts at all levels."""
+    return Cost(0, plain_words=head_bytes / WORD_BYTES * (P - 1))
 
 
 def _sum_of_streams(n: int, k: int, ranks: float, wire: WireBytes, share: float = 1.0) -> Cost:

@@ -143,7 +143,7 @@ def simulate(
     if stretch is None:
         stretch = automatic_stretch(algorithm, world_size, workload)
     entry = BY_NAME[algorithm]
-    world = SimulatedWorld(world_size, network, stretch, pick, entry.control_channels)
+    world = SimulatedWorld(world_size, network, stretch, pick, entry.control_bytes)
     numel, k = round(workload.numel / stretch), round(workload.k / stretch)
     k = max(k, min(1, workload.k))
 

@@ -20,7 +20,7 @@ PAPERS = {
     "ssar_split_allgather": 2 * (P - 1),
     "dsar_split_allgather": 2 * (P - 1),
     "gtopk": 2,  # of 2 log P that follow one another a rank sends half
-    "oktopk": 3 * (P - 1),
+    "oktopk": 2 * (P - 1),
     "index_union": 3 * (P - 1),
     "exdyna": 4 * (P - 1),
     "clt_k": 3 * (P - 1),
