@@ -14,12 +14,21 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
-from hvd_sparse.streams import SUM, Operation, Part, SparseStream, combine, uniform_regions
+from hvd_sparse.streams import (
+    SUM,
+    Operation,
+    Part,
+    SparseStream,
+    combine,
+    sum_of_parts,
+    uniform_regions,
+)
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
 
-PartsAllreduce = Callable[[Part, Transport, Packer, Operation], Part]
-"""Combines the ranks' parts, each of the whole vector; every rank gets the same bits."""
+PartsAllreduce = Callable[[Part, Transport, Packer, Operation], list[Part]]
+"""Combines the ranks' parts, each of the whole vector, to adjacent parts that cover it; every rank
+gets the same bits."""
 
 
 class SparcmlCollective(Collective):
@@ -29,14 +38,14 @@ class SparcmlCollective(Collective):
         combine_parts: The algorithm, on the ranks' parts of one vector, by any operation.
     """
 
-    combine_parts: ClassVar[staticmethod[[Part, Transport, Packer, Operation], Part]]
+    combine_parts: ClassVar[staticmethod[[Part, Transport, Packer, Operation], list[Part]]]
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""
         packer = self.packer()
-        total = self.combine_parts(Part.of(stream), self.transport, packer, SUM)
+        parts = self.combine_parts(Part.of(stream), self.transport, packer, SUM)
         self.step += 1
-        return Reduction(total.to_stream(self.numel), packer.lost(self.numel))
+        return Reduction(sum_of_parts(parts, self.numel), packer.lost(self.numel))
 
 
 def split_and_reduce(

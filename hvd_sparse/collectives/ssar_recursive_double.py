@@ -25,8 +25,8 @@ from hvd_sparse.wire import Packer, PlainWire
 
 def ssar_recursive_double(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
-) -> Part:
-    """Combine the ranks' parts of one vector; every rank gets the same bits.
+) -> list[Part]:
+    """Combine the ranks' parts of one vector; every rank gets the same bits, as one part.
 
     Args:
         part: This rank's, of the whole vector.
@@ -47,7 +47,7 @@ def ssar_recursive_double(
         theirs = packer.unpack(message, part.start, part.stop)
         ordered = [own, theirs] if transport.rank < peer else [theirs, own]
         part = combine(ordered, operation)
-    return _unfold(part, cube, transport)
+    return [_unfold(part, cube, transport)]
 
 
 class SsarRecursiveDouble(SparcmlCollective):

@@ -14,7 +14,7 @@ from hvd_sparse.collectives.registry import name_of
 from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import BucketStats, StepStats
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.streams import Sum
 from hvd_sparse.transports import Transport
 
 
@@ -73,7 +73,7 @@ class Bucket:
         self.stats = BucketStats(names=names, numel=self.numel, k=self.collective.k)
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
-        self.reduced: SparseStream | None = None
+        self.reduced: Sum | None = None
         self.poisoned = False
         self.is_open = False
         self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None

@@ -20,7 +20,7 @@ class StepStats:
         nnz_selected: Entries taken out of this rank's accumulator.
         nnz_held_back: Entries that were selected beside them, and went back into the residual:
             more than four times k would have been sent.
-        nnz_applied: Entries of the reduced gradient.
+        nnz_applied: Entries of the reduced gradient: all elements, where it came in dense form.
         bytes_sent: Bytes that this rank sent for the bucket, headers included.
         bytes_received: Bytes that it received, headers included.
         messages_sent: Messages that it sent.

@@ -110,8 +110,8 @@ class SimulatedTransport(Transport):
         blocks = [flatten(payload, self._buffers)]
         while (distance := len(blocks)) < P:
             part = blocks[: P - distance]
-            nbytes = ALIGNMENT * len(part)
-            nbytes += sum(self._stretched(round_up(b.numel()), channel) for b in part)
+            blocks_bytes = sum(self._stretched(round_up(b.numel()), channel) for b in part)
+            nbytes = ALIGNMENT * len(part) + blocks_bytes
             peers = (r - distance) % P, (r + distance) % P
             blocks += self._exchange(part, nbytes, *peers, channel).content()
         return [blocks[(i - r) % P] for i in range(P)]
