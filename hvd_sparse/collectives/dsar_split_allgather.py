@@ -18,13 +18,17 @@ from hvd_sparse.collectives.sparcml import (
 from hvd_sparse.streams import SUM, Operation, Part
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
+from hvd_sparse.work import Work
 
 
 def dsar_split_allgather(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
 ) -> list[Part]:
     """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
-    region = split_and_reduce(part, transport, packer, operation).to_dense(operation)
+    region = split_and_reduce(part, transport, packer, operation)
+    if region.indices is not None:
+        transport.worked(Work(0, region.nnz, region.numel))
+        region = region.to_dense(operation)
     return allgather_regions(region, part.numel, transport, packer)
 
 

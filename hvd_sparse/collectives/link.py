@@ -1,9 +1,9 @@
 """What a transport's messages cost: measured once, by a short ping that all ranks take part in.
 
 Steps: every rank r sends to r + s and receives from r - s, for changing s, first a few bytes (α),
-then as many to several ranks at once (g), then a megabyte (β); each rank sums two streams (γ). Of
-each repetition the slowest rank's time counts, since that is whom a collective waits for; all ranks
-get the same figures.
+then as many to several ranks at once (g), then a megabyte (β); each rank does some work of each
+kind (γ): it merges, scatters, adds, scans and selects. Of each repetition the slowest rank's time
+counts, since that is whom a collective waits for; all ranks get the same figures.
 
 Large messages have a channel of their own, whose room is agreed on beforehand, so that none is cut
 in two. What has been measured is remembered for as long as the process lives: whoever asks again
@@ -25,14 +25,16 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.cost_model import ORDINARY_LINK, Link
-from hvd_sparse.streams import ENTRY_BYTES
+from hvd_sparse.streams import ENTRY_BYTES, DenseSum, Part
 from hvd_sparse.topology import MESSAGES_IN_FLIGHT
 from hvd_sparse.transports import Transport
+from hvd_sparse.work import Pace
 
 PINGS, LARGE_PINGS, SUMS = 15, 4, 5
 LARGE_BYTES = 1 << 20
 """Well above what a shaper lets through at once."""
-SUMMED_ENTRIES = 1 << 14
+ENTRIES, VALUES = 1 << 14, 1 << 18
+"""What work is measured on."""
 TOKEN_BYTES = 16
 
 _links: dict[tuple[bytes, ...], Link] = {}
@@ -94,11 +96,12 @@ def measure_link(transport: Transport) -> Link:
         return exchange
 
     in_flight = min(P - 1, MESSAGES_IN_FLIGHT)
+    kinds = _kinds_of_work()
     measured = [
         (ping(ENTRY_BYTES, "ping"), PINGS),
         (ping(ENTRY_BYTES, "ping", in_flight), PINGS),
         (ping(LARGE_BYTES, "ping.large"), LARGE_PINGS),
-        (_sum_of_two(), SUMS),
+        *((function, SUMS) for function, _ in kinds),
     ]
     mine = torch.cat([_times(function, repeats) for function, repeats in measured])
     gathered = torch.stack(
@@ -106,20 +109,43 @@ def measure_link(transport: Transport) -> Link:
     )
     # A round is over when its slowest rank is through.
     slowest = gathered.amax(0).split([repeats for _, repeats in measured])
-    alpha_s, burst_s, large_s, sum_s = (float(times.median()) for times in slowest)
+    alpha_s, burst_s, large_s, *work_s = (float(times.median()) for times in slowest)
+    pace = Pace(*(seconds / count for seconds, (_, count) in zip(work_s, kinds, strict=True)))
     return Link(
         alpha_s,
         max(0.0, large_s - alpha_s) / LARGE_BYTES,
-        sum_s / (SUMMED_ENTRIES * ENTRY_BYTES),
+        pace.merged_entries / ENTRY_BYTES,
         min(alpha_s, max(0.0, burst_s - alpha_s) / max(1, in_flight - 1)),
+        pace,
     )
 
 
-def _sum_of_two() -> Callable[[], object]:
-    """Sums two streams, of which one is taken to have been received."""
-    places = torch.arange(SUMMED_ENTRIES, dtype=torch.int32) * 64
-    streams = [(places + shift, torch.ones(SUMMED_ENTRIES)) for shift in (0, 7)]
-    return lambda: ops.merge_sum(streams, 64 * SUMMED_ENTRIES)
+def _kinds_of_work() -> list[tuple[Callable[[], object], int]]:
+    """Some work of each kind, in the order of `Pace`, and how many entries or values it takes."""
+    places = torch.arange(ENTRIES, dtype=torch.int32) * (VALUES // ENTRIES)
+    stream, other = ((places + shift, torch.ones(ENTRIES)) for shift in (0, 7))
+    values, out = torch.ones(VALUES), torch.empty(VALUES)
+    total = DenseSum((Part(None, values, 0, VALUES),), VALUES)
+
+    def scatter() -> None:
+        at = places.long()
+        out[at] = torch.add(out[at], stream[1])
+
+    def scan() -> None:
+        total.isfinite()
+        total.write(out, 1.0)
+
+    def select() -> None:
+        ops.threshold_stream(*stream, 0.5)
+        ops.difference(*stream, other[0])
+
+    return [
+        (lambda: ops.merge_sum([stream, other], VALUES), 2 * ENTRIES),
+        (scatter, ENTRIES),
+        (lambda: torch.add(values, values), VALUES),
+        (scan, VALUES),
+        (select, 2 * ENTRIES),
+    ]
 
 
 def _times(function: Callable[[], object], repeats: int) -> Tensor:

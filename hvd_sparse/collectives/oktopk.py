@@ -60,6 +60,7 @@ from hvd_sparse.streams import Part, SparseStream, sum_of
 from hvd_sparse.topology import allgather_loads, batches
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
+from hvd_sparse.work import Work
 
 AIM_SHARE = 0.03
 """How far above k a threshold is aimed, as a share of k: what is too much is dropped after it was
@@ -134,6 +135,7 @@ class OkTopk(Collective):
         due = self.step % self.threshold_interval == 0
         u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due)
         self.step += 1
+        self.transport.worked(Work(selected_entries=reduced_topk.nnz + stream.nnz))
         unapplied = ops.difference(stream.indices, stream.values, u.indices)
         rounding = packer.lost(self.numel).common_with(u.indices)
         return Reduction(u, sum_of([SparseStream(*unapplied, self.numel), rounding], self.numel))
@@ -196,6 +198,7 @@ class OkTopk(Collective):
         if not arrived:
             return total
         parts = [part.payload() for part in (total, *arrived)]
+        self.transport.worked(Work(sum(part.nnz for part in (total, *arrived))))
         return SparseStream(*ops.merge_sum(parts, self.numel), self.numel)
 
     # -- phase 2: balance and allgather (section 3.1.2) --------------------------------------------

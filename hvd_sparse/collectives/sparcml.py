@@ -10,12 +10,13 @@ which the dense form takes no more room, α latency, β_s time per entry, β_d p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.streams import (
     SUM,
+    DenseSum,
     Operation,
     Part,
     SparseStream,
@@ -25,6 +26,7 @@ from hvd_sparse.streams import (
 )
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
+from hvd_sparse.work import Work
 
 PartsAllreduce = Callable[[Part, Transport, Packer, Operation], list[Part]]
 """Combines the ranks' parts, each of the whole vector, to adjacent parts that cover it; every rank
@@ -45,7 +47,22 @@ class SparcmlCollective(Collective):
         packer = self.packer()
         parts = self.combine_parts(Part.of(stream), self.transport, packer, SUM)
         self.step += 1
-        return Reduction(sum_of_parts(parts, self.numel), packer.lost(self.numel))
+        total = sum_of_parts(parts, self.numel)
+        if isinstance(total, DenseSum):
+            self.transport.worked(Work(scanned_values=self.numel))
+        return Reduction(total, packer.lost(self.numel))
+
+
+def combine_on(transport: Transport, parts: Sequence[Part], operation: Operation) -> Part:
+    """Combine parts of the same stretch, in their order; the transport is told of the work."""
+    total = combine(parts, operation)
+    entries = sum(part.nnz for part in parts if part.indices is not None)
+    if total.indices is not None:
+        transport.worked(Work(entries))
+    else:
+        dense = sum(part.indices is None for part in parts)
+        transport.worked(Work(0, entries, total.numel * max(1, dense)))
+    return total
 
 
 def split_and_reduce(
@@ -68,7 +85,7 @@ def split_and_reduce(
         own if source == rank else packer.unpack(message, own.start, own.stop)
         for source, message in enumerate(messages)
     ]
-    return combine(parts, operation)
+    return combine_on(transport, parts, operation)
 
 
 def allgather_regions(region: Part, numel: int, transport: Transport, packer: Packer) -> list[Part]:

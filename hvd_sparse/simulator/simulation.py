@@ -128,7 +128,7 @@ def simulate(
             keeps no state does the same in each, and runs once.
         stretch: Simulate vectors that are shorter by this factor, and take every byte of them for
             as many (see `SimulatedTransport`); None: the least that fits into memory.
-        wire: The form of the messages; a rank reduces as many bytes as it receives.
+        wire: The form of the messages.
         pick: See `Scheduler`; makes no difference.
 
     Raises:

@@ -27,6 +27,7 @@ from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
 from hvd_sparse.transports.buffers import BufferPool
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
 from hvd_sparse.transports.position import NO_CONTEXT, Context
+from hvd_sparse.work import Work
 
 ALIGNMENT = 8
 SUMMABLE = (torch.int64, torch.float32, torch.float64)
@@ -167,6 +168,10 @@ class Transport(ABC):
             channel: purpose of the messages.
         """
         del nbytes, channel
+
+    def worked(self, work: Work) -> None:
+        """Takes note of what a collective has computed; where time is simulated, it takes some."""
+        del work
 
     @abstractmethod
     def abort(self, reason: object = None) -> None:

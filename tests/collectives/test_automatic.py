@@ -27,6 +27,7 @@ from hvd_sparse.simulator import Network, SyntheticStreams, Workload, run_simula
 from hvd_sparse.topology import MESSAGES_IN_FLIGHT, allgather_messages
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, CompactWire, Wire
+from hvd_sparse.work import KINDS
 from tests.ranks import Ranks, World, with_ranks
 from tests.workers.transport_worker import link_of_three_transports
 
@@ -48,6 +49,7 @@ def test_all_ranks_measure_the_same_link_once(world_size: int) -> None:
     assert all(link == again == first for link, again, _ in outcomes)
     assert first.alpha_s > 0
     assert first.reduction_s_per_byte > 0
+    assert all(getattr(first.computing, kind) > 0 for kind in KINDS)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
