@@ -76,9 +76,10 @@ class Pace:
         """
         by_values = value_bytes / VALUE_BYTES
         by_entries = (INDEX_BYTES + value_bytes) / (INDEX_BYTES + VALUE_BYTES)
-        return sum(
+        total: float = sum(
             getattr(work, name)
             * getattr(self, name)
             * (by_values if name.endswith("values") else by_entries)
             for name in KINDS
         )
+        return total

@@ -45,7 +45,7 @@ SEPARATOR = ","
 """Between the names of a set to choose from."""
 
 
-def check_collective(name: str, value: str) -> str:
+def check_collective(name: str, value: Any) -> Any:
     """The name of a collective, or several of those that have a formula."""
     names = value.split(SEPARATOR) if isinstance(value, str) else [value]
     choices = CHOOSABLE if len(names) > 1 else COLLECTIVES
