@@ -120,7 +120,7 @@ class AutomaticCollective(Collective):
         super().load_state_dict(state)
         for name, each in self._candidates.items():
             each.load_state_dict(state["candidates"][name])
-            each.step = self.step  # those that had not been chosen count the steps, too
+        self.chosen.step = self.step  # where another one was chosen before
 
     def _tell(self, why: str) -> None:
         logger.info(
