@@ -4,9 +4,10 @@ Sources: Table 1 of Li and Hoefler, "Near-Optimal Sparse Allreduce for Distribut
 (PPoPP '22); section 5.3 of Renggli et al., "SparCML" (SC '19).
 
 Symbols: P ranks, n elements, k entries per rank, K entries of the sum, α `alpha_s`, β
-`beta_s_per_byte`, γ `reduction_s_per_byte`, g `gap_s`. A word has four bytes; an entry is two
-words. β_s of SparCML is the time of an entry, β_d that of a word; what they are on a compact wire
-follows from its `WireBytes`.
+`beta_s_per_byte`, g `gap_s`, γ what a rank computes: by kind, `pace` (work.py), or the same for
+every byte, `reduction_s_per_byte`. A word has four bytes; an entry is two words. β_s of SparCML is
+the time of an entry, β_d that of a word; what they are on a compact wire follows from its
+`WireBytes`.
 
 | algorithm | messages of a rank, at most | words that it receives |
 |---|---|---|
@@ -16,7 +17,7 @@ follows from its `WireBytes`.
 | ssar_split_allgather (TopkDSA) | P - 1 + log P | from 4k (P-1)/P to 2kP or (2k + n) (P-1)/P |
 | dsar_split_allgather | P - 1 + log P | from n (P-1)/P to (2k + n) (P-1)/P |
 | gtopk | 2 log P | 4k log P |
-| oktopk | 2P + 2 log P; above 16 ranks log P more | from 2k (P-1)/P to 6k (P-1)/P |
+| oktopk | 2P + 2 log P | from 2k (P-1)/P to 6k (P-1)/P |
 
 Algorithms have the names of `collectives/registry.py`. Both papers give intervals where a cost
 depends on how far the ranks' indices coincide. In between, `expected` takes them as drawn
@@ -34,10 +35,11 @@ from hvd_sparse.errors import ConfigError
 from hvd_sparse.topology import (
     allgather_in_flight,
     allgather_messages,
+    batches,
     cube_positions,
-    doubling_messages,
     in_flight,
 )
+from hvd_sparse.work import NO_WORK, Pace, Work
 
 WORD_BYTES = 4
 
@@ -49,15 +51,17 @@ class Link:
     Attributes:
         alpha_s: α, seconds of a message.
         beta_s_per_byte: β, seconds of a byte on the wire.
-        reduction_s_per_byte: γ, seconds to reduce a byte that was received, as it is in memory.
+        reduction_s_per_byte: γ, seconds to reduce a byte, as it is in memory.
         gap_s: g, seconds of a message that is sent while another one is under way, in `[0, α]`;
             None: α, as the papers count.
+        pace: γ by what is done; None: `reduction_s_per_byte` for every byte.
     """
 
     alpha_s: float
     beta_s_per_byte: float
     reduction_s_per_byte: float = 0.0
     gap_s: float | None = None
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
         for name in ("alpha_s", "beta_s_per_byte", "reduction_s_per_byte"):
@@ -71,6 +75,11 @@ class Link:
     def g(self) -> float:
         """What a message in flight costs, in seconds."""
         return self.alpha_s if self.gap_s is None else self.gap_s
+
+    @property
+    def computing(self) -> Pace:
+        """Seconds of each kind of work."""
+        return Pace.of_bytes(self.reduction_s_per_byte) if self.pace is None else self.pace
 
 
 ORDINARY_LINK = Link(alpha_s=1e-4, beta_s_per_byte=8e-9, reduction_s_per_byte=1e-9)
@@ -98,10 +107,9 @@ class WireBytes:
         """Of an entry."""
         return self.index_bytes + self.value_bytes
 
-    def read(self) -> WireBytes:
-        """The same of a wire on which everything is as it is in memory."""
-        value = self.read_value_bytes
-        return WireBytes(WORD_BYTES, value, value, value)
+    def fills(self, numel: float, entries: float) -> bool:
+        """Whether so many entries take no less room in memory than `numel` dense values."""
+        return entries * (WORD_BYTES + self.read_value_bytes) >= numel * self.read_value_bytes
 
 
 PLAIN_BYTES = WireBytes()
@@ -119,6 +127,7 @@ class Cost:
         dense_words: Values of dense parts received.
         plain_entries: Entries received that every wire leaves as they are.
         plain_words: Values and counters received that every wire leaves as they are.
+        work: What the rank computes.
     """
 
     messages: float
@@ -127,6 +136,7 @@ class Cost:
     plain_entries: float = 0.0
     plain_words: float = 0.0
     in_flight: float = 0.0
+    work: Work = NO_WORK
 
     @property
     def words(self) -> float:
@@ -145,11 +155,11 @@ class Cost:
         return (self.messages - self.in_flight) * link.alpha_s + self.in_flight * link.g
 
     def seconds(self, link: Link, wire: WireBytes = PLAIN_BYTES) -> float:
-        """The time it takes: α or g a message, β a byte on the wire, γ a byte in memory."""
+        """The time it takes: α or g a message, β a byte on the wire, γ what is computed."""
         return (
             self.latency_s(link)
             + self.nbytes(wire) * link.beta_s_per_byte
-            + self.nbytes(wire.read()) * link.reduction_s_per_byte
+            + link.computing.seconds(self.work, wire.read_value_bytes)
         )
 
 
@@ -181,13 +191,14 @@ def dense(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     cube = cube_positions(P)
     folds = cube != P
     words = 2 * n * (cube - 1) / cube + 2 * folds * n
-    cost = Cost(2 * log2(cube) + 2 * folds, dense_words=words)
+    work = Work(0, k, n * (1 + (cube - 1) / cube + folds), n)
+    cost = Cost(2 * log2(cube) + 2 * folds, dense_words=words, work=work)
     return CostRange(cost, cost, cost)
 
 
 def topk_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """TopkA: α log P + 2k (P-1) β."""
-    cost = _gathered(P, Cost(1, entries=k * (P - 1)))
+    cost = _gathered(P, Cost(1, entries=k * (P - 1), work=Work(k * P)))
     return CostRange(cost, cost, cost)
 
 
@@ -200,11 +211,16 @@ def ssar_recursive_double(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     rounds = int(log2(cube))
     folds = cube != P
     sums = [P / cube * 2**t for t in range(rounds)]
-    received = [_sum_of_streams(n, k, m, wire) for m in sums]
+    received = [
+        replace(_sum_of_streams(n, k, m, wire), work=_combined_by_two(n, k, m, wire)) for m in sums
+    ]
+    ends_dense = _sum_of_streams(n, k, P, wire).dense_words > 0
+    received.append(Cost(0, work=Work(scanned_values=n * ends_dense)))
     if folds:
-        is_dense = received[-1].dense_words > 0
+        is_dense = received[-2].dense_words > 0
         result = _sum_of_streams(n, k, P, wire if is_dense else PLAIN_BYTES)
-        received += [_sum_of_streams(n, k, 1, wire), _unrounded(result)]
+        handed = replace(_sum_of_streams(n, k, 1, wire), work=Work(2 * k))
+        received += [handed, _unrounded(result)]
     most = [Cost(1, entries=k * m) for m in sums]
     most += [Cost(1, entries=k), Cost(1, plain_entries=k * P)] * folds
     return CostRange(Cost(rounds, entries=k * rounds), _in_turn(received), _in_turn(most))
@@ -221,7 +237,7 @@ def ssar_split_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     filled = Cost(messages, entries=k * share, dense_words=n * share)
     return CostRange(
         Cost(messages, entries=2 * k * share),
-        _in_turn([_split(P, n, k, wire), _gathered(P, regions)]),
+        _in_turn([_split(P, n, k, wire), _gathered(P, _scanned(regions, n))]),
         min(sparse, filled, key=lambda cost: cost.words),
     )
 
@@ -229,9 +245,12 @@ def ssar_split_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
 def dsar_split_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """SparCML 5.3.3: (P - 1 + log P) α + k β_s + n (P-1)/P β_d at most."""
     messages, share = P - 1 + allgather_messages(P), (P - 1) / P
+    dense_part = Cost(1, dense_words=n * share)
+    is_sparse = not wire.fills(n / P, k)
+    turned_dense = Cost(0, work=Work(0, expected_nnz(n, k, P) / P, n / P).times(is_sparse))
     return CostRange(
         Cost(messages, dense_words=n * share),
-        _in_turn([_split(P, n, k, wire), _gathered(P, Cost(1, dense_words=n * share))]),
+        _in_turn([_split(P, n, k, wire), turned_dense, _gathered(P, _scanned(dense_part, n))]),
         Cost(messages, entries=k, dense_words=n * share),
     )
 
@@ -239,41 +258,32 @@ def dsar_split_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
 def gtopk(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """gTopk: 2 log P α + 4k log P β, a tree up and a tree down."""
     rounds = 2 * ceil(log2(P))
-    cost = Cost(rounds, entries=k * rounds)
+    work = Work(2 * k, selected_entries=2 * k).times(rounds / 2)
+    cost = Cost(rounds, entries=k * rounds, work=work)
     return CostRange(Cost(rounds), cost, cost)
 
 
-def oktopk(
-    P: int, n: int, k: int, wire: WireBytes, *, levels: int, gathered_ranks: int
-) -> CostRange:
+def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostRange:
     """Ok-Topk: (2P + 2 log P) α, then from 2k (P-1)/P β to 6k (P-1)/P β.
 
-    Expected are k entries for each phase, and no balancing: the boundaries have seen to it.
-    `levels` and `gathered_ranks` are those of `oktopk_control`.
+    Expected are k entries for each phase, and no balancing: the boundaries have seen to it. The
+    shares are asked for only after an imbalance; `head_bytes` come with each gathered payload.
     """
-    share, gathers = (P - 1) / P, 2 * allgather_messages(P)
-    control = oktopk_control(P, levels, gathered_ranks)
-    hidden = in_flight(P - 1) + 2 * allgather_in_flight(P)
-    usual = Cost(P - 1 + gathers, entries=2 * k * share, in_flight=hidden)
+    share, gather = (P - 1) / P, allgather_messages(P)
+    control = oktopk_control(P, head_bytes)
+    hidden = in_flight(P - 1) + allgather_in_flight(P)
+    work = Work(_merged_in_batches(P, n, k), selected_entries=expected_nnz(n, k, P) / P + k)
+    usual = Cost(P - 1 + gather, entries=2 * k * share, in_flight=hidden, work=work)
     return CostRange(
-        Cost(P - 1 + gathers, entries=k * share),
+        Cost(P - 1 + gather, entries=k * share),
         _in_turn([usual, control]),
-        _in_turn([Cost(2 * (P - 1) + gathers, entries=3 * k * share), control]),
+        _in_turn([Cost(2 * (P - 1) + 2 * gather, entries=3 * k * share), control]),
     )
 
 
-def oktopk_control(P: int, levels: int, gathered_ranks: int) -> Cost:
-    """What moving the threshold costs beside the gathering of the ranks' shares.
-
-    Args:
-        P: Ranks.
-        levels: Levels that the threshold may move to; the ranks count what passes each of them.
-        gathered_ranks: Up to so many ranks, the counts are gathered; beyond, they are summed.
-    """
-    if gathered_ranks >= P:
-        return Cost(0, plain_words=levels * (P - 1))
-    rounds = doubling_messages(P)
-    return Cost(rounds, plain_words=2 * levels * rounds + P - 1)
+def oktopk_control(P: int, head_bytes: int) -> Cost:
+    """What the ranks tell each other for the next step: the counts at all levels."""
+    return Cost(0, plain_words=head_bytes / WORD_BYTES * (P - 1))
 
 
 def _sum_of_streams(n: int, k: int, ranks: float, wire: WireBytes, share: float = 1.0) -> Cost:
@@ -284,15 +294,40 @@ def _sum_of_streams(n: int, k: int, ranks: float, wire: WireBytes, share: float 
     """
     operands = expected_nnz(n, k, max(1.0, ranks / 2)) * min(2.0, ranks)
     entries = expected_nnz(n, k, ranks)
-    if 2 * operands >= n or entries * wire.entry_bytes >= n * wire.dense_value_bytes:
+    if wire.fills(n, operands) or entries * wire.entry_bytes >= n * wire.dense_value_bytes:
         return Cost(1, dense_words=n * share)
     return Cost(1, entries=entries * share)
+
+
+def _merged_in_batches(P: int, n: int, k: int) -> float:
+    """Entries that a rank merges where each batch of messages is added to the sum so far."""
+    merged, streams = 0.0, 1
+    for batch in batches(P):
+        merged += (expected_nnz(n, k, streams) + len(batch) * k) / P
+        streams += len(batch)
+    return merged
+
+
+def _combined_by_two(n: int, k: int, ranks: float, wire: WireBytes) -> Work:
+    """Combining two sums, of so many ranks' streams each."""
+    if _sum_of_streams(n, k, ranks, wire).dense_words:
+        return Work(added_values=2 * n)
+    operands = 2 * expected_nnz(n, k, ranks)
+    if wire.fills(n, operands):
+        return Work(scattered_entries=operands, added_values=n)
+    return Work(operands)
+
+
+def _scanned(regions: Cost, n: int) -> Cost:
+    """What was gathered, and a look at all of it where it is dense."""
+    return replace(regions, work=Work(scanned_values=n * (regions.dense_words > 0)))
 
 
 def _split(P: int, n: int, k: int, wire: WireBytes) -> Cost:
     """The split phase: a rank's stream goes to the owners of its regions."""
     stream = _sum_of_streams(n, k, 1, wire, (P - 1) / P)
-    return replace(stream, messages=P - 1, in_flight=in_flight(P - 1))
+    work = Work(0, k, n / P) if wire.fills(n / P, k) else Work(k)
+    return replace(stream, messages=P - 1, in_flight=in_flight(P - 1), work=work)
 
 
 def _gathered(P: int, received: Cost) -> Cost:
@@ -313,4 +348,5 @@ def _in_turn(costs: Iterable[Cost]) -> Cost:
         sum(c.plain_entries for c in every),
         sum(c.plain_words for c in every),
         sum(c.in_flight for c in every),
+        sum((c.work for c in every), NO_WORK),
     )

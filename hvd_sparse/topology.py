@@ -61,12 +61,6 @@ def cube_positions(world_size: int) -> int:
     return 1 << (world_size.bit_length() - 1)
 
 
-def doubling_messages(world_size: int) -> int:
-    """Messages that follow one another in a recursive doubling, with the fold of surplus ranks."""
-    positions = cube_positions(world_size)
-    return positions.bit_length() - 1 + 2 * (positions != world_size)
-
-
 @dataclass(frozen=True)
 class Cube:
     """A hypercube of positions over P ranks, after folding what is over a power of two.

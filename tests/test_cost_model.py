@@ -5,14 +5,16 @@ from __future__ import annotations
 from math import log2
 
 import pytest
+import torch
 
-from hvd_sparse.collectives.oktopk import LEVEL_BINS, LEVELS_GATHERED_RANKS
+from hvd_sparse.collectives.oktopk import HEAD_BYTES
 from hvd_sparse.collectives.registry import cheapest, cost
 from hvd_sparse.cost_model import Cost, Link, WireBytes, expected_nnz, oktopk_control
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.simulator import ALGORITHMS, DISTINCT, Network, SyntheticStreams, Workload, simulate
 from hvd_sparse.transports.framing import HEADER_BYTES
-from hvd_sparse.wire import WIRES, CompactWire, Wire
+from hvd_sparse.wire import WIRES, CompactWire, PlainWire, Wire
+from hvd_sparse.work import Pace, Work
 
 LINK = Link(1e-5, 1e-9, 1e-10)
 COMPACT_WIRES: dict[str, Wire] = {
@@ -88,13 +90,16 @@ def test_compact_wires_take_the_predicted_bytes(
 
 
 def oktopk_control_words(world_size: int) -> float:
-    return oktopk_control(world_size, len(LEVEL_BINS), LEVELS_GATHERED_RANKS).words
+    return oktopk_control(world_size, HEAD_BYTES).words
 
 
 def test_rows_of_table_1() -> None:
     P, n, k = 64, 1_000_000, 1_000
     share = (P - 1) / P
-    assert cost("dense", P, n, k).expected == Cost(2 * log2(P), dense_words=2 * n * share)
+    dense = cost("dense", P, n, k).expected
+    assert (dense.messages, dense.words) == (2 * log2(P), 2 * n * share)
+    assert dense.work == Work(0, k, n * (1 + share), n)
+    assert cost("topk_allgather", P, n, k).expected.work == Work(k * P)
     assert cost("topk_allgather", P, n, k).most.words == 2 * k * (P - 1)
     assert cost("topk_allgather", P, n, k).most.messages == log2(P)
     assert cost("gtopk", P, n, k).most.words == 4 * k * log2(P)
@@ -105,7 +110,7 @@ def test_rows_of_table_1() -> None:
     control = oktopk_control_words(P)
     assert oktopk.least.words == 2 * k * share
     assert oktopk.most.words - control == 6 * k * share
-    assert oktopk.most.messages <= 2 * P + 3 * log2(P)
+    assert oktopk.most.messages <= 2 * P + 2 * log2(P)
 
 
 def test_lemma_5_1_bounds_what_sums_everything() -> None:
@@ -161,10 +166,68 @@ def test_a_smaller_wire_costs_less() -> None:
     assert received.nbytes(wire) == 3250 + 250 + 80 + 28
     by_bytes = Link(0.0, 1.0)
     assert received.seconds(by_bytes, wire) == received.nbytes(wire)
+    rows = WireBytes(4, 64, 64, 64)
+    assert received.nbytes(rows) == 1000 * 68 + 500 * 64 + 10 * 68 + 7 * 64
+
+
+def test_work_takes_its_time_by_what_it_is() -> None:
+    work = Work(5, 6, 7, 8, 9)
     in_memory = Link(0.0, 0.0, 1.0)
-    assert received.seconds(in_memory, wire) == received.nbytes()
+    assert Cost(0, work=work).seconds(in_memory) == 8 * (5 + 6 + 9) + 4 * (7 + 8)
     doubles = WireBytes(4, 8, 8, 8)
-    assert received.seconds(in_memory, doubles) == received.nbytes(doubles) == 16_176
+    assert Cost(0, work=work).seconds(in_memory, doubles) == 12 * (5 + 6 + 9) + 8 * (7 + 8)
+    rows = WireBytes(4, 64, 64, 64)
+    assert Cost(0, work=work).seconds(in_memory, rows) == 68 * (5 + 6 + 9) + 64 * (7 + 8)
+    by_kind = Link(0.0, 0.0, 1.0, pace=Pace(1.0, 10.0, 100.0, 1e3, 1e4))
+    assert Cost(0, work=work).seconds(by_kind) == 98_765
+    with pytest.raises(ConfigError, match="scanned_values must be a number of at least 0"):
+        Pace(scanned_values=-1.0)
+
+
+KINDS_OF_WORK = {
+    "merged_entries": Pace(merged_entries=1e-8),
+    "scattered_entries": Pace(scattered_entries=1e-8),
+    "added_values": Pace(added_values=1e-8),
+    "scanned_values": Pace(scanned_values=1e-8),
+    "selected_entries": Pace(selected_entries=1e-8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_WORK)
+@pytest.mark.parametrize("algorithm", DISTINCT)
+@pytest.mark.parametrize(("world_size", "density"), [(4, 0.01), (8, 0.05), (8, 0.3)])
+def test_predicted_work_is_what_the_collectives_do(
+    algorithm: str, world_size: int, density: float, kind: str
+) -> None:
+    """By the simulator's clock, which a collective's own account of its work moves."""
+    numel = 60_000
+    k = round(density * numel)
+    link = Link(0.0, 0.0, pace=KINDS_OF_WORK[kind])
+    outcome = simulate(
+        algorithm, world_size, Workload(numel, k), Network(link), SyntheticStreams(), stretch=1.0
+    )
+    expected = cost(algorithm, world_size, numel, k).expected.seconds(link)
+    assert outcome.exchange_s == pytest.approx(expected, rel=0.15, abs=2e-7 * world_size)
+
+
+@pytest.mark.parametrize("value_bytes", [4, 64])
+def test_a_sum_turns_dense_by_its_values_bytes(value_bytes: int) -> None:
+    """A row of 64 bytes has one index: sparse takes less room until nearly every row is there."""
+    wire = PlainWire(torch.float32, (value_bytes // 4,)).expected_bytes(10_000, 2_000)
+    expected = cost("ssar_recursive_double", 8, 10_000, 2_000, wire).expected
+    assert (expected.dense_words > 0) == (value_bytes == 4)
+
+
+def test_merging_counts_in_the_choice() -> None:
+    """At P = 8 and density 0.05 recursive doubling sends 5 % less, and merges 70 % more."""
+    n, k = 1_000_000, 50_000
+    candidates = ("ssar_recursive_double", "topk_allgather")
+    double, gathered = (cost(name, 8, n, k).expected for name in candidates)
+    assert double.words < gathered.words
+    assert double.work.merged_entries > 1.6 * gathered.work.merged_entries
+    link = Link(1e-4, 8e-9, 1e-9, pace=Pace(1e-8, 1e-8, 1e-9, 1e-9, 1e-8))
+    assert cheapest(candidates, 8, n, k, link) == "topk_allgather"
+    assert cheapest(candidates, 8, n, k, Link(1e-4, 8e-9)) == "ssar_recursive_double"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

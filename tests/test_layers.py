@@ -24,7 +24,7 @@ FLOORS = (
     {"accumulator", "transports"},
     {"streams", "cost_model"},
     {"ops"},
-    {"topology", "optim", "options", "magnitude"},
+    {"topology", "optim", "options", "magnitude", "work"},
     {"checks"},
     {"errors", "files", "_version"},
 )

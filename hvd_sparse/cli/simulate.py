@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("network").add_argument
     add("--alpha", type=float, default=1e-4, help="seconds of a message (default: %(default)s)")
     add("--beta", type=float, default=8e-9, help="seconds of a byte (default: %(default)s)")
-    add("--gamma", type=float, default=0.0, help="seconds to reduce a byte (default: %(default)s)")
+    add(
+        "--gamma",
+        type=float,
+        default=0.0,
+        help="seconds to merge, add or scan a byte (default: %(default)s)",
+    )
     add("--gap", type=float, help="seconds that a message takes the card (default: alpha)")
     add("--ranks-per-node", type=int, default=1, help="ranks of a node (default: %(default)s)")
     add("--node-alpha", type=float, help="alpha within a node")

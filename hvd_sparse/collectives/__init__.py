@@ -1,6 +1,6 @@
 """Sparse reductions, one file per algorithm."""
 
-from hvd_sparse.collectives.automatic import automatic_collective
+from hvd_sparse.collectives.automatic import AutomaticCollective
 from hvd_sparse.collectives.base import Collective, Reduction
 from hvd_sparse.collectives.clt_k import CyclicLeader
 from hvd_sparse.collectives.dense import DenseAllreduce
@@ -14,6 +14,7 @@ from hvd_sparse.collectives.ssar_split_allgather import SsarSplitAllgather
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
 
 __all__ = [
+    "AutomaticCollective",
     "Collective",
     "CyclicLeader",
     "DenseAllreduce",
@@ -26,5 +27,4 @@ __all__ = [
     "SsarRecursiveDouble",
     "SsarSplitAllgather",
     "TopkAllgather",
-    "automatic_collective",
 ]

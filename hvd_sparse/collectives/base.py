@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hvd_sparse.accumulator import Scope
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
 
@@ -29,7 +29,7 @@ class Reduction:
             went in.
     """
 
-    reduced: SparseStream
+    reduced: Sum
     returned: SparseStream
 
 
@@ -54,6 +54,11 @@ class Collective(ABC):
         self.k = k
         self.wire = wire
         self.step = 0
+
+    @property
+    def chosen(self) -> Collective:
+        """Who does the work: this one, but where it has chosen another."""
+        return self
 
     @abstractmethod
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:

@@ -31,6 +31,7 @@ from hvd_sparse.streams import SparseStream
 from hvd_sparse.topology import Cube
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
+from hvd_sparse.work import Work
 
 
 class DenseAllreduce(Collective):
@@ -56,6 +57,7 @@ class DenseAllreduce(Collective):
         """See `Collective.reduce`."""
         vector = torch.empty(self.numel)
         ops.decode(vector, stream.indices, stream.values)
+        self.transport.worked(Work(0, stream.nnz, self.numel, self.numel))
         total = self._unfold(self._halve_and_double(self._fold(vector)))
         self.step += 1
         indices = total.view(torch.int32).nonzero().view(-1).int()
@@ -65,7 +67,10 @@ class DenseAllreduce(Collective):
     def _fold(self, x: Tensor) -> Tensor:
         """The passive ranks hand over; in place."""
         theirs = self._swap_with_partner(x, to_active=True)
-        return x if theirs is None else x.add_(theirs)
+        if theirs is None:
+            return x
+        self.transport.worked(Work(added_values=self.numel))
+        return x.add_(theirs)
 
     def _unfold(self, x: Tensor) -> Tensor:
         """They get the result."""
@@ -83,6 +88,7 @@ class DenseAllreduce(Collective):
             kept, sent = (lower, upper) if keeps_lower else (upper, lower)
             theirs = self._swap_across(mask, x[sent])
             if theirs is not None:
+                self.transport.worked(Work(added_values=theirs.numel()))
                 torch.add(*((x[kept], theirs) if keeps_lower else (theirs, x[kept])), out=x[kept])
             rounds.append((mask, kept, sent))
             start, stop = kept.start, kept.stop

@@ -15,17 +15,21 @@ from hvd_sparse.collectives.sparcml import (
     allgather_regions,
     split_and_reduce,
 )
-from hvd_sparse.streams import SUM, Operation, Part, join
+from hvd_sparse.streams import SUM, Operation, Part
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
+from hvd_sparse.work import Work
 
 
 def dsar_split_allgather(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
-) -> Part:
+) -> list[Part]:
     """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
-    region = split_and_reduce(part, transport, packer, operation).to_dense(operation)
-    return join(allgather_regions(region, part.numel, transport, packer), operation)
+    region = split_and_reduce(part, transport, packer, operation)
+    if region.indices is not None:
+        transport.worked(Work(0, region.nnz, region.numel))
+        region = region.to_dense(operation)
+    return allgather_regions(region, part.numel, transport, packer)
 
 
 class DsarSplitAllgather(SparcmlCollective):

@@ -24,6 +24,7 @@ from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.streams import Part, SparseStream, sum_of
 from hvd_sparse.wire import Packer
+from hvd_sparse.work import Work
 
 
 class GTopk(Collective):
@@ -58,6 +59,8 @@ class GTopk(Collective):
             message = self.transport.exchange(payload, dst, src, channel="gtopk.reduce").wait()
             if message is not None:
                 theirs = packer.unpack(message, 0, self.numel).to_stream(self.numel)
+                entries = total.nnz + theirs.nnz
+                self.transport.worked(Work(entries, selected_entries=entries))
                 total, rest = self._keep_largest(sum_of([total, theirs], self.numel))
                 dropped.append(rest)
             mask *= 2

@@ -12,7 +12,7 @@ Steps:
   1. every τ steps, agree on boundaries that balance the local top-k entries (`space_repartition`);
   2. send each region to its owner, who sums it (`split_and_reduce`);
   3. every τ′ steps, evaluate the global threshold exactly (`th_re_evaluate`);
-  4. level the owners' shares of what passes it where they differ much, and gather them everywhere
+  4. gather what passes it everywhere; where the owners' shares differ much, level them before
      (`balance_and_allgather`);
   5. return the local entries that are not in the result (line 14's complement).
 
@@ -21,16 +21,22 @@ Cost, at most: (2P + 2 log P) α + 6k (P-1)/P β (equation 3); at least 2k (P-1)
 Departures from the paper:
   * The exact global threshold comes from counters instead of gathered values
     (global_threshold.py).
-  * The paper reuses a global threshold as it is. Here the message that tells the owners' shares
-    has them for some 70 levels around the last threshold, and every rank picks the level that is
-    nearest to k; where none is within k (1 ± tolerance), the threshold is evaluated exactly in the
-    same step. Ties at an exact threshold are cut by rank and index. So the result holds k within
-    the tolerance in every step.
+  * The paper reuses a global threshold as it is. Here the gathered messages also tell how many
+    entries pass each of some 70 levels around it, and before the next step every rank picks the
+    level that is nearest to a few percent above k. Of a result that is above k (1 + tolerance), the
+    k largest are applied; where one is below k (1 - tolerance), or no level is near, the threshold
+    is evaluated exactly in the same step, and what is missing is gathered. Ties at an exact
+    threshold are cut by rank and index. So the result holds k within the tolerance in every step.
+  * The paper asks for the owners' shares in every step. Here the counts of the last step tell them.
+    A round of their own asks for them only after an imbalance, and where the threshold is evaluated
+    exactly. Without it no owner sends more than 1.75 k/P entries, its largest, for the bound's
+    sake. The others wait, and the counts tell of the imbalance.
   * The paper levels shares where the largest exceeds four times the average, which can never be
     with up to four ranks, although one that sends all of the result P - 1 times is over the bound
     of 6k (P-1)/P from three ranks on. Here they are levelled in that case, too.
-  * Where one owner received more than `balance_factor` times the average, the regions are drawn
-    anew in the next step: entries that move do not cost 2k (P-1) words until τ steps are over.
+  * Where one owner received more than twice the average, which is what the bound leaves to the
+    split phase, the regions are drawn anew in the next step: entries that move do not cost
+    2k (P-1) words until τ steps are over.
   * A lossy wire rounds values in both phases; whoever encodes takes the error back where the entry
     is in the result. The other entries go back whole to where they came from.
 """
@@ -39,6 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from math import sqrt
 from typing import Any
 
 import torch
@@ -47,21 +54,28 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
-from hvd_sparse.magnitude import key_magnitude, magnitude_keys, threshold_key
+from hvd_sparse.collectives.threshold_levels import LEVELS, counts_at_levels, threshold_at
+from hvd_sparse.magnitude import magnitude_keys, threshold_key
 from hvd_sparse.streams import Part, SparseStream, sum_of
 from hvd_sparse.topology import allgather_loads, batches
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
+from hvd_sparse.work import Work
 
-BIN_BITS = 12
-"""Magnitude keys are counted in bins of 2**12, or 0.05 % of the magnitude."""
-MOVES = (1.2 ** torch.arange(40)).round().long().unique()
-LEVEL_BINS = torch.cat([-MOVES.flip(0), torch.zeros(1, dtype=torch.int64), MOVES])
-"""Where a threshold may move from one step to the next, in bins, ascending: by up to 60 %, and
-finely where it moves little, since error feedback crowds entries just above the threshold."""
-LEVELS_GATHERED_RANKS = 16
-"""Up to here the counts at all levels are gathered, with a word each, in one round; beyond, where
-that would be much, they are summed, with two, and only those at the level picked are gathered."""
+AIM_SHARE = 0.03
+"""How far above k a threshold is aimed, as a share of k: what is too much is dropped after it was
+gathered, what is missing costs more rounds."""
+AIM_DEVIATIONS = 2.0
+"""The same in square roots of k, by which a count differs from what is expected by chance."""
+UNEVEN_FACTOR = 2.0
+"""Times the average that an owner may receive, so that the gathering, too, stays in the bound."""
+MOST_SHARE = 1.75
+"""Times k/P that an owner may gather without asking for the others' shares: with what it sent in
+the split phase, and some chance, it stays in the bound of 6k (P-1)/P words."""
+FEW_ENTRIES = 64
+"""A message with so many is as quick as one with fewer: they are neither levelled nor held back."""
+HEAD_BYTES = 4 * (LEVELS + 1)
+"""What comes before the entries that are gathered: counts at all levels, and what was received."""
 
 Span = tuple[int, int]
 """Elements from the first of these up to the second."""
@@ -80,6 +94,13 @@ class OkTopk(Collective):
             or a rank would send more than in levelling and gathering together.
         tolerance: How far the result's nnz may be from k, as a share of k.
         wire: See `Collective`.
+
+    Attributes:
+        global_threshold: What entries passed in the last step; 0.0 where there is none.
+        boundaries: Where regions end, but for the last, int64 `(P-1,)`.
+        regions_are_uneven: Whether one owner received far more than the others.
+        level_counts: How many reduced entries of each rank pass each level around the threshold,
+            int32 `(P, LEVELS)`; zeros where that is not known.
     """
 
     def __init__(
@@ -102,6 +123,7 @@ class OkTopk(Collective):
         self.global_threshold = 0.0
         self.boundaries = torch.zeros(transport.world_size - 1, dtype=torch.int64)
         self.regions_are_uneven = False
+        self.level_counts = torch.zeros(transport.world_size, LEVELS, dtype=torch.int32)
         self._received = 0
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
@@ -113,6 +135,7 @@ class OkTopk(Collective):
         due = self.step % self.threshold_interval == 0
         u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due)
         self.step += 1
+        self.transport.worked(Work(selected_entries=reduced_topk.nnz + stream.nnz))
         unapplied = ops.difference(stream.indices, stream.values, u.indices)
         rounding = packer.lost(self.numel).common_with(u.indices)
         return Reduction(u, sum_of([SparseStream(*unapplied, self.numel), rounding], self.numel))
@@ -175,6 +198,7 @@ class OkTopk(Collective):
         if not arrived:
             return total
         parts = [part.payload() for part in (total, *arrived)]
+        self.transport.worked(Work(sum(part.nnz for part in (total, *arrived))))
         return SparseStream(*ops.merge_sum(parts, self.numel), self.numel)
 
     # -- phase 2: balance and allgather (section 3.1.2) --------------------------------------------
@@ -183,25 +207,103 @@ class OkTopk(Collective):
         self, reduced_topk: SparseStream, packer: Packer, *, re_evaluate: bool
     ) -> SparseStream:
         """Take the global top k out of the reduced regions and bring it to every rank."""
-        shares = None if re_evaluate else self._follow_threshold(reduced_topk)
-        if shares is not None:
-            passing = ops.threshold_stream(*reduced_topk.payload(), self.global_threshold)
-            chosen = SparseStream(*passing, self.numel)
-        else:
-            chosen, shares = self._select_exactly(reduced_topk)
-        P, rank, spans = self.transport.world_size, self.transport.rank, self._spans()
+        shares = None if re_evaluate else self._follow_threshold()
+        if shares is None:
+            return self._gather_exactly(reduced_topk, packer)
+        passing = ops.threshold_stream(*reduced_topk.payload(), self.global_threshold)
+        chosen = SparseStream(*passing, self.numel)
+        most = max(FEW_ENTRIES, int(MOST_SHARE * self.k / self.transport.world_size))
+        if self.regions_are_uneven or max(shares) > most:
+            shares = self._gather_counts(chosen.nnz)
+            if not self._is_near(sum(shares)):
+                return self._gather_exactly(reduced_topk, packer)
+            return self._trimmed(self._level_and_gather(chosen, shares, reduced_topk, packer))
+        sent = largest(chosen, most)
+        u = self._gather(sent, self._spans(), reduced_topk, packer)
+        if u.nnz < (1 - self.tolerance) * self.k:
+            u = sum_of([u, self._gather_missing(sent, reduced_topk, packer)], self.numel)
+        return self._trimmed(u)
+
+    def _follow_threshold(self) -> list[int] | None:
+        """Move the threshold to where the last step's counts are nearest to a little above k.
+
+        Returns:
+            How many entries each rank had there, or None where that is too far from k.
+        """
+        if self.global_threshold == 0.0:
+            return None
+        totals = self.level_counts.sum(0)
+        level = int((totals - self._aimed()).abs().argmin())
+        if not self._is_near(int(totals[level])):
+            return None
+        self.global_threshold = threshold_at(self.global_threshold, level)
+        shares: list[int] = self.level_counts[:, level].tolist()
+        return shares
+
+    def _aimed(self) -> float:
+        """How many entries to aim at, so that hardly ever fewer than k come."""
+        return self.k + max(AIM_SHARE * self.k, AIM_DEVIATIONS * sqrt(self.k))
+
+    def _is_near(self, total: int) -> bool:
+        """Whether so many entries may be gathered, to apply k of them."""
+        return (1 - self.tolerance) * self.k <= total <= self._aimed() + self.tolerance * self.k
+
+    def _gather_exactly(self, reduced_topk: SparseStream, packer: Packer) -> SparseStream:
+        """The top k by an exact threshold."""
+        chosen, shares = self._select_exactly(reduced_topk)
+        return self._level_and_gather(chosen, shares, reduced_topk, packer)
+
+    def _gather_missing(
+        self, sent: SparseStream, reduced_topk: SparseStream, packer: Packer
+    ) -> SparseStream:
+        """What the top k by an exact threshold has beside what was sent."""
+        chosen, _ = self._select_exactly(reduced_topk)
+        missing = ops.difference(*chosen.payload(), sent.indices)
+        rest = SparseStream(*missing, self.numel)
+        return self._level_and_gather(rest, self._gather_counts(rest.nnz), reduced_topk, packer)
+
+    def _level_and_gather(
+        self,
+        chosen: SparseStream,
+        shares: Sequence[int],
+        reduced_topk: SparseStream,
+        packer: Packer,
+    ) -> SparseStream:
+        """Bring what the ranks have chosen to every rank, as much from each where it matters."""
+        spans = self._spans()
         if self._is_unbalanced(shares):
             chosen = self._balance(chosen, shares, packer)
-            spans = [(0, self.numel)] * P  # entries have left their owners' regions
+            spans = [(0, self.numel)] * len(spans)  # entries have left their owners' regions
+        return self._gather(chosen, spans, reduced_topk, packer)
+
+    def _gather(
+        self,
+        chosen: SparseStream,
+        spans: Sequence[Span],
+        reduced_topk: SparseStream,
+        packer: Packer,
+    ) -> SparseStream:
+        """Bring entries to every rank, and with them what the next step needs to know."""
+        rank = self.transport.rank
+        counts = counts_at_levels(reduced_topk.values, self.global_threshold)
+        head = torch.cat([counts, torch.tensor([self._received], dtype=torch.int32)])
         payload, own = packer.pack(_part(chosen, spans[rank]))
-        messages = self.transport.allgather(payload, channel="allgather")
+        messages = self.transport.allgather((head, *payload), channel="allgather")
+        heads = torch.stack([message[:HEAD_BYTES].view(torch.int32) for message in messages])
+        self.level_counts, received = heads[:, :-1].clone(), heads[:, -1].double()
+        even = max(self.k, FEW_ENTRIES, UNEVEN_FACTOR * float(received.mean()))
+        self.regions_are_uneven = float(received.max()) > even
         parts = [
             own.to_stream(self.numel)
             if source == rank
-            else self._read(message, packer, spans[source])
+            else self._read(message[HEAD_BYTES:], packer, spans[source])
             for source, message in enumerate(messages)
         ]
         return SparseStream.concatenate(parts, self.numel)
+
+    def _trimmed(self, u: SparseStream) -> SparseStream:
+        """The k largest, where there are too many: the same ones on every rank."""
+        return u if u.nnz <= (1 + self.tolerance) * self.k else largest(u, self.k)
 
     def _is_unbalanced(self, shares: Sequence[int]) -> bool:
         """Whether one share is far above the average, or gathering alone would pass the bound."""
@@ -210,48 +312,12 @@ class OkTopk(Collective):
             return True
         return max(allgather_loads(shares)) > 2 * total * (P - 1) / P
 
-    def _follow_threshold(self, reduced_topk: SparseStream) -> list[int] | None:
-        """Move the threshold a little, to the level that brings the result nearest to k.
-
-        Returns:
-            How many entries each rank has at that level, or None where no level near the last
-            threshold is within the tolerance.
-        """
-        if self.global_threshold == 0.0:
-            return None
-        lowest = threshold_key(self.global_threshold) + (int(LEVEL_BINS[0]) << BIN_BITS)
-        if lowest <= 0:
-            return None  # magnitudes next to zero have no room for levels below them
-        first, last = int(LEVEL_BINS[0]), int(LEVEL_BINS[-1])
-        bins = (magnitude_keys(reduced_topk.values) - lowest) >> BIN_BITS
-        counts = torch.bincount(bins.clamp_(-1, last - first) + 1, minlength=last - first + 2)
-        passing = counts.flip(0).cumsum(0).flip(0)[LEVEL_BINS - first + 1]
-        every_level = self.transport.world_size <= LEVELS_GATHERED_RANKS
-        if every_level:
-            shares = self._gather_counts(passing)
-            totals = shares.sum(0)
-        else:
-            totals = self.transport.allreduce_sum(passing, channel="levels")
-        off = (totals - self.k).abs()
-        level = int(off.argmin())
-        if off[level] > self.tolerance * self.k:
-            return None
-        self.global_threshold = key_magnitude(
-            lowest + (int(LEVEL_BINS[level] - LEVEL_BINS[0]) << BIN_BITS)
-        )
-        if every_level:
-            return [int(share) for share in shares[:, level]]
-        return [int(share) for share in self._gather_counts(passing[level : level + 1])]
-
-    def _gather_counts(self, counts: Tensor) -> Tensor:
-        """Every rank's counts, int32 `(P, m)`; the message also tells what it received."""
-        mine = torch.cat([counts, torch.tensor([self._received])]).int()
+    def _gather_counts(self, *counts: int) -> list[Any]:
+        """Every rank's count; of several counts, every rank's, in lists of their own."""
+        mine = torch.tensor(counts, dtype=torch.int64)
         gathered = self.transport.allgather((mine,), channel="shares")
-        everyone = torch.stack([message.view(torch.int32) for message in gathered])
-        received = everyone[:, -1].double()
-        even = max(self.k, self.balance_factor * float(received.mean()))
-        self.regions_are_uneven = float(received.max()) > even
-        return everyone[:, :-1]
+        columns = torch.stack([message.view(torch.int64) for message in gathered]).T.tolist()
+        return columns[0] if len(counts) == 1 else columns
 
     def _select_exactly(self, reduced_topk: SparseStream) -> tuple[SparseStream, list[int]]:
         """Evaluate the threshold anew; this rank's part of the top k, and every rank's share."""
@@ -275,8 +341,7 @@ class OkTopk(Collective):
     def _count(self, reduced_topk: SparseStream) -> tuple[list[int], list[int]]:
         """Every rank's number of entries above the global threshold, and of entries equal to it."""
         keys, key = magnitude_keys(reduced_topk.values), self._key()
-        counts = torch.stack([(keys > key).sum(), (keys == key).sum()])
-        above, ties = self._gather_counts(counts).T.tolist()
+        above, ties = self._gather_counts(int((keys > key).sum()), int((keys == key).sum()))
         return above, ties
 
     def _balance(self, chosen: SparseStream, shares: Sequence[int], packer: Packer) -> SparseStream:
@@ -322,6 +387,7 @@ class OkTopk(Collective):
             "global_threshold": self.global_threshold,
             "regions_are_uneven": self.regions_are_uneven,
             "boundaries": self.boundaries.clone(),
+            "level_counts": self.level_counts.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -331,6 +397,7 @@ class OkTopk(Collective):
             self.boundaries = state["boundaries"].clone()
             self.global_threshold = float(state["global_threshold"])
             self.regions_are_uneven = bool(state["regions_are_uneven"])
+            self.level_counts = state["level_counts"].clone()
 
 
 def _part(stream: SparseStream, span: Span) -> Part:
@@ -340,6 +407,17 @@ def _part(stream: SparseStream, span: Span) -> Part:
 
 def _length(span: Span) -> int:
     return span[1] - span[0]
+
+
+def largest(stream: SparseStream, count: int) -> SparseStream:
+    """So many entries of the largest magnitudes, ties to the lower index; all, if they are fewer.
+
+    Entries that are zero are dropped first.
+    """
+    if stream.nnz <= count:
+        return stream
+    places, values, _ = ops.accumulate_topk(ops.Accumulation(stream.values.clone()), count)
+    return SparseStream(stream.indices[places.long()], values, stream.numel)
 
 
 def _fill_in_order(room: int, wishes: Sequence[int]) -> list[int]:

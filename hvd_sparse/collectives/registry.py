@@ -8,8 +8,9 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from types import MappingProxyType
 
 from hvd_sparse import cost_model
@@ -21,7 +22,7 @@ from hvd_sparse.collectives.dsar_split_allgather import DsarSplitAllgather
 from hvd_sparse.collectives.exdyna import ExDyna
 from hvd_sparse.collectives.gtopk import GTopk
 from hvd_sparse.collectives.index_union import IndexUnion
-from hvd_sparse.collectives.oktopk import LEVEL_BINS, LEVELS_GATHERED_RANKS, OkTopk
+from hvd_sparse.collectives.oktopk import HEAD_BYTES, OkTopk
 from hvd_sparse.collectives.ssar_recursive_double import SsarRecursiveDouble
 from hvd_sparse.collectives.ssar_split_allgather import SsarSplitAllgather
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
@@ -39,11 +40,13 @@ class Algorithm:
         formula: What it costs; None where nobody has written that down.
         aliases: Names that other papers have for it.
         is_lossless: Whether it applies all entries that the ranks send.
-        is_candidate: Whether `collective="auto"` considers it.
+        is_candidate: Whether it is worth choosing; `collective="auto"` considers it where it is
+            lossless, too.
         is_selectable: Whether `collective=` may name it. What scopes selection has a method of its
             own instead.
         keeps_state: Whether a step depends on the one before.
-        control_channels: Channels of messages whose size does not grow with n or k.
+        control_bytes: Channels, and how much of each rank's payload there does not grow with n or
+            k.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Algorithm:
     is_candidate: bool = False
     is_selectable: bool = True
     keeps_state: bool = False
-    control_channels: frozenset[str] = frozenset()
+    control_bytes: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def cost(self, world_size: int, numel: int, k: int, wire: WireBytes = PLAIN_BYTES) -> CostRange:
         """What one allreduce costs a rank.
@@ -112,10 +115,10 @@ ALGORITHMS = (
     Algorithm(
         "oktopk",
         OkTopk,
-        partial(cost_model.oktopk, levels=len(LEVEL_BINS), gathered_ranks=LEVELS_GATHERED_RANKS),
+        partial(cost_model.oktopk, head_bytes=HEAD_BYTES),
         is_candidate=True,
         keeps_state=True,
-        control_channels=frozenset({"shares"}),
+        control_bytes={"shares": inf, "allgather": HEAD_BYTES},
     ),
     Algorithm("index_union", IndexUnion, is_lossless=True),
     Algorithm("exdyna", ExDyna, is_selectable=False, keeps_state=True),
@@ -143,14 +146,17 @@ COSTED = names_of(lambda entry: entry.formula is not None)
 SELECTABLE = names_of(lambda entry: entry.is_selectable, aliases=True)
 """What `collective=` may name, beside "auto"."""
 CANDIDATES = names_of(lambda entry: entry.is_candidate)
-"""What `collective="auto"` chooses from."""
+"""What may be chosen from, where it need not apply everything."""
 LOSSLESS_CANDIDATES = names_of(lambda entry: entry.is_candidate and entry.is_lossless)
-"""Those of them that apply everything. With two ranks the first two send the same."""
+"""Those of them that apply everything: what `collective="auto"` chooses from. With two ranks the
+first two send the same."""
+CHOOSABLE = names_of(lambda entry: entry.is_selectable and entry.formula is not None)
+"""What a user's own set may name."""
 
 
 def name_of(collective: Collective) -> str:
-    """The name of a collective's algorithm; "" for a stranger."""
-    return next((a.name for a in ALGORITHMS if a.collective is type(collective)), "")
+    """The name of the algorithm by which a collective works; "" for a stranger."""
+    return next((a.name for a in ALGORITHMS if a.collective is type(collective.chosen)), "")
 
 
 def cost(

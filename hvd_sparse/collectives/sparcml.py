@@ -10,16 +10,27 @@ which the dense form takes no more room, α latency, β_s time per entry, β_d p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
-from hvd_sparse.streams import SUM, Operation, Part, SparseStream, combine, uniform_regions
+from hvd_sparse.streams import (
+    SUM,
+    DenseSum,
+    Operation,
+    Part,
+    SparseStream,
+    combine,
+    sum_of_parts,
+    uniform_regions,
+)
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
+from hvd_sparse.work import Work
 
-PartsAllreduce = Callable[[Part, Transport, Packer, Operation], Part]
-"""Combines the ranks' parts, each of the whole vector; every rank gets the same bits."""
+PartsAllreduce = Callable[[Part, Transport, Packer, Operation], list[Part]]
+"""Combines the ranks' parts, each of the whole vector, to adjacent parts that cover it; every rank
+gets the same bits."""
 
 
 class SparcmlCollective(Collective):
@@ -29,14 +40,29 @@ class SparcmlCollective(Collective):
         combine_parts: The algorithm, on the ranks' parts of one vector, by any operation.
     """
 
-    combine_parts: ClassVar[staticmethod[[Part, Transport, Packer, Operation], Part]]
+    combine_parts: ClassVar[staticmethod[[Part, Transport, Packer, Operation], list[Part]]]
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""
         packer = self.packer()
-        total = self.combine_parts(Part.of(stream), self.transport, packer, SUM)
+        parts = self.combine_parts(Part.of(stream), self.transport, packer, SUM)
         self.step += 1
-        return Reduction(total.to_stream(self.numel), packer.lost(self.numel))
+        total = sum_of_parts(parts, self.numel)
+        if isinstance(total, DenseSum):
+            self.transport.worked(Work(scanned_values=self.numel))
+        return Reduction(total, packer.lost(self.numel))
+
+
+def combine_on(transport: Transport, parts: Sequence[Part], operation: Operation) -> Part:
+    """Combine parts of the same stretch, in their order; the transport is told of the work."""
+    total = combine(parts, operation)
+    entries = sum(part.nnz for part in parts if part.indices is not None)
+    if total.indices is not None:
+        transport.worked(Work(entries))
+    else:
+        dense = sum(part.indices is None for part in parts)
+        transport.worked(Work(0, entries, total.numel * max(1, dense)))
+    return total
 
 
 def split_and_reduce(
@@ -59,7 +85,7 @@ def split_and_reduce(
         own if source == rank else packer.unpack(message, own.start, own.stop)
         for source, message in enumerate(messages)
     ]
-    return combine(parts, operation)
+    return combine_on(transport, parts, operation)
 
 
 def allgather_regions(region: Part, numel: int, transport: Transport, packer: Packer) -> list[Part]:

@@ -16,8 +16,8 @@ the result goes to the surplus ranks without rounding.
 
 from __future__ import annotations
 
-from hvd_sparse.collectives.sparcml import SparcmlCollective
-from hvd_sparse.streams import SUM, Operation, Part, combine
+from hvd_sparse.collectives.sparcml import SparcmlCollective, combine_on
+from hvd_sparse.streams import SUM, Operation, Part
 from hvd_sparse.topology import Cube
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer, PlainWire
@@ -25,8 +25,8 @@ from hvd_sparse.wire import Packer, PlainWire
 
 def ssar_recursive_double(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
-) -> Part:
-    """Combine the ranks' parts of one vector; every rank gets the same bits.
+) -> list[Part]:
+    """Combine the ranks' parts of one vector; every rank gets the same bits, as one part.
 
     Args:
         part: This rank's, of the whole vector.
@@ -46,8 +46,8 @@ def ssar_recursive_double(
         message = transport.exchange(payload, peer, peer, channel="sparcml.double").received()
         theirs = packer.unpack(message, part.start, part.stop)
         ordered = [own, theirs] if transport.rank < peer else [theirs, own]
-        part = combine(ordered, operation)
-    return _unfold(part, cube, transport)
+        part = combine_on(transport, ordered, operation)
+    return [_unfold(part, cube, transport)]
 
 
 class SsarRecursiveDouble(SparcmlCollective):
@@ -67,7 +67,7 @@ def _fold(
     message = transport.exchange(payload, dst, src, channel="sparcml.fold").wait()
     if message is None:
         return part
-    return combine([part, packer.unpack(message, part.start, part.stop)], operation)
+    return combine_on(transport, [part, packer.unpack(message, part.start, part.stop)], operation)
 
 
 def _unfold(part: Part, cube: Cube, transport: Transport) -> Part:

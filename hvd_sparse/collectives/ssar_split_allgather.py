@@ -21,18 +21,18 @@ from hvd_sparse.collectives.sparcml import (
     allgather_regions,
     split_and_reduce,
 )
-from hvd_sparse.streams import SUM, Operation, Part, join
+from hvd_sparse.streams import SUM, Operation, Part
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import Packer
 
 
 def ssar_split_allgather(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
-) -> Part:
+) -> list[Part]:
     """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
     region = split_and_reduce(part, transport, packer, operation)
     settled = packer.settled(region, operation)
-    return join(allgather_regions(settled, part.numel, transport, packer), operation)
+    return allgather_regions(settled, part.numel, transport, packer)
 
 
 class SsarSplitAllgather(SparcmlCollective):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.streams import Part, SparseStream
+from hvd_sparse.work import Work
 
 
 class TopkAllgather(Collective):
@@ -33,5 +34,6 @@ class TopkAllgather(Collective):
             else packer.unpack(message, 0, self.numel).to_stream(self.numel)
             for source, message in enumerate(messages)
         ]
+        self.transport.worked(Work(sum(part.nnz for part in streams)))
         total = ops.merge_sum([part.payload() for part in streams], self.numel)
         return Reduction(SparseStream(*total, self.numel), packer.lost(self.numel))

@@ -15,7 +15,7 @@ from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.staging import Stage, Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
 
 
@@ -88,7 +88,7 @@ class Bucket:
         self.phase = Phase.COLLECTING
         self.taken: SparseStream | None = None
         self.stage: Stage | None = None
-        self.reduced: SparseStream | None = None
+        self.reduced: Sum | None = None
         self._views: list[Tensor] | None = None
         self.poisoned = False
         self.is_open = False
@@ -216,5 +216,5 @@ class Bucket:
         return [list(state["names"]), state["kind"]] == [list(self.stats.names), self._kind()]
 
     def _kind(self) -> str:
-        """The method, and the collective that it chose for this world."""
+        """The method, and what makes its exchanges."""
         return f"{self.method.description} by {type(self.collective).__name__}"

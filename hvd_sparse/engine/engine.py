@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_sparse import ops
+from hvd_sparse.collectives.registry import name_of
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.guard import Guard, warn
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
@@ -63,6 +63,7 @@ def select(bucket: Bucket) -> None:
         gradients = bucket.staged_gradients()
     with stats.timed("accumulate_select_s"):
         stage = bucket.stages.at(bucket.k, bucket.step)
+        bucket.stats.collective = name_of(stage.collective)
         scope = stage.collective.scope()
         bucket.open_step()
         accumulator = memory.accumulate(gradients, stage.k, scope)
@@ -101,8 +102,7 @@ def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
     """Write the reduced entries, times `scale`, and zeros elsewhere."""
     assert bucket.reduced is not None
     with stats.timed("decode_s"):
-        reduced = bucket.reduced.times(scale).to(bucket.decoded.device)
-        ops.decode(bucket.decoded, reduced.indices, reduced.values)
+        bucket.reduced.write(bucket.decoded, scale)
     bucket.reduced = None
 
 

@@ -20,7 +20,7 @@ class StepStats:
         nnz_selected: Entries taken out of this rank's accumulator.
         nnz_held_back: Entries that were selected beside them, and went back into the residual:
             more than four times k would have been sent.
-        nnz_applied: Entries of the reduced gradient.
+        nnz_applied: Entries of the reduced gradient: all elements, where it came in dense form.
         bytes_sent: Bytes that this rank sent for the bucket, headers included.
         bytes_received: Bytes that it received, headers included.
         messages_sent: Messages that it sent.
@@ -72,6 +72,7 @@ class BucketStats(StepStats):
         names: The bucket's parameters.
         numel: n, elements in the bucket.
         k: Entries wanted per step.
+        collective: Name of the algorithm that the last step was exchanged by; empty before it.
         steps: Steps done.
         threshold: Magnitude from which entries left in the last step; 0.0 where there is none.
         partition_nnz: k_i, entries selected in each partition in the last step; empty where the
@@ -82,6 +83,7 @@ class BucketStats(StepStats):
     names: tuple[str, ...] = ()
     numel: int = 0
     k: int = 0
+    collective: str = ""
     steps: int = 0
     threshold: float = 0.0
     partition_nnz: tuple[int, ...] = ()

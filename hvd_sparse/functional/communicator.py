@@ -16,7 +16,7 @@ from hvd_sparse.collectives.automatic import cheapest_algorithm
 from hvd_sparse.collectives.sparcml import PartsAllreduce, SparcmlCollective
 from hvd_sparse.errors import PlanError, UnsupportedError
 from hvd_sparse.functional.user_vector import Form, SparseVector, read_vector
-from hvd_sparse.streams import OPERATIONS, SUM, Operation, Part, SparseStream
+from hvd_sparse.streams import OPERATIONS, SUM, Operation, Part, SparseStream, join
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, WIRES, Packer, PlainWire, Wire
 
@@ -135,7 +135,7 @@ class Communicator:
         if algorithm == "auto":
             algorithm = cheapest_algorithm(self.transport, part.numel, k, tuple(ALGORITHMS), wire)
         packer = Packer(wire, self.transport.rank, self._calls)
-        total = ALGORITHMS[algorithm](part, self.transport, packer, op)
+        total = join(ALGORITHMS[algorithm](part, self.transport, packer, op), op)
         lost = None if wire.is_lossless else packer.lost(form.numel)
         return Outcome(form.restore(total, op), lost)
 

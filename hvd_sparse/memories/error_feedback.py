@@ -10,7 +10,7 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.clipping import Clipping
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
 
 
@@ -84,7 +84,7 @@ class ErrorFeedback:
         self._taken, self._returned = taken, returned
         self._add(returned)
 
-    def applied(self, reduced: SparseStream) -> SparseStream:
+    def applied(self, reduced: Sum) -> Sum:
         """Learn the sum that the exchange came to; returns what the optimizer is to see of it.
 
         Args:

@@ -38,7 +38,7 @@ from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.memories.error_feedback import ErrorFeedback
-from hvd_sparse.streams import SparseStream, sum_of
+from hvd_sparse.streams import SparseStream, Sum, sum_of
 from hvd_sparse.transports import Transport
 
 
@@ -83,14 +83,14 @@ class GlobalMomentum(ErrorFeedback):
         self._enter()
         return super().accumulate(gradients, k, scope)
 
-    def applied(self, reduced: SparseStream) -> SparseStream:
+    def applied(self, reduced: Sum) -> Sum:
         """See `ErrorFeedback.applied`."""
-        m, P = self.momentum, self.world_size
-        last, share = self._last_sum, reduced.finite().times(1.0 / P)
+        m, P, entries = self.momentum, self.world_size, reduced.as_stream()
+        last, share = self._last_sum, entries.finite().times(1.0 / P)
         self.share, self._last_sum = share.to(self.residual.device), share.times(P).to("cpu")
         if not self.nesterov:
             return reduced
-        return sum_of([reduced.times(1.0 + m), last.times(-m)], self.residual.numel())
+        return sum_of([entries.times(1.0 + m), last.times(-m)], self.residual.numel())
 
     def roll_back(self) -> None:
         """See `ErrorFeedback.roll_back`."""

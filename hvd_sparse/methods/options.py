@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from hvd_sparse.checks import (
     above,
     at_least,
+    check_choice,
     check_density,
     check_flag,
     check_momentum,
@@ -23,8 +24,8 @@ from hvd_sparse.checks import (
     count,
     optional,
 )
-from hvd_sparse.collectives import Collective, automatic_collective
-from hvd_sparse.collectives.registry import BY_NAME, SELECTABLE
+from hvd_sparse.collectives import AutomaticCollective, Collective
+from hvd_sparse.collectives.registry import BY_NAME, CHOOSABLE, SELECTABLE
 from hvd_sparse.engine import Method
 from hvd_sparse.engine.warmup import WARMUP_KINDS, Warmup
 from hvd_sparse.errors import ConfigError
@@ -40,6 +41,17 @@ BUCKET_NUMEL = 1 << 23
 AUTOMATIC = "auto"
 COLLECTIVES = (AUTOMATIC, *SELECTABLE)
 """Names of collectives that a user may ask for."""
+SEPARATOR = ","
+"""Between the names of a set to choose from."""
+
+
+def check_collective(name: str, value: Any) -> Any:
+    """The name of a collective, or several of those that have a formula."""
+    names = value.split(SEPARATOR) if isinstance(value, str) else [value]
+    choices = CHOOSABLE if len(names) > 1 else COLLECTIVES
+    for each in names:
+        check_choice(name, each, choices)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +180,13 @@ class AnyCollectiveOptions(MethodOptions):
     """Options of a method that goes with any collective."""
 
     collective: str = option(
-        "topk_allgather", "What exchanges the entries; see `Compression.topk`.", choice(COLLECTIVES)
+        "topk_allgather", "What exchanges the entries; see `Compression.topk`.", check_collective
     )
 
     def collective_factory(self) -> CollectiveFactory:
         """See `MethodOptions.collective_factory`."""
         if self.collective == AUTOMATIC:
-            return automatic_collective
+            return AutomaticCollective
+        if SEPARATOR in self.collective:
+            return partial(AutomaticCollective, algorithms=self.collective.split(SEPARATOR))
         return BY_NAME[self.collective].collective

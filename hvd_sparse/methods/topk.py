@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_sparse.checks import above, choice, count, optional
-from hvd_sparse.methods.options import AUTOMATIC, COLLECTIVES, AnyCollectiveOptions
+from hvd_sparse.checks import above, count, optional
+from hvd_sparse.methods.options import AUTOMATIC, AnyCollectiveOptions, check_collective
 from hvd_sparse.options import REQUIRED, option
 from hvd_sparse.selectors import ExactTopK, GroupedTopK, HardThreshold, RandomK, Selector
 
@@ -21,12 +21,13 @@ class TopkOptions(AnyCollectiveOptions):
 
     collective: str = option(
         AUTOMATIC,
-        '"auto" (the cheapest of "oktopk", "topk_allgather" and SparCML\'s three, for the world '
-        'size, k, the wire and the link, which is measured once); "oktopk" or "gtopk" (the k '
-        'largest of the sum are applied); "topk_allgather", "topk_dsa", "ssar_recursive_double", '
-        '"ssar_split_allgather" or "dsar_split_allgather" (all that was sent is); "index_union" '
-        "(all ranks' accumulators wherever one selected).",
-        choice(COLLECTIVES),
+        '"auto" (the cheapest of "topk_allgather" and SparCML\'s three, which apply all that was '
+        "sent, for the world size, k, the wire and the link, which is measured once); "
+        '"oktopk" or "gtopk" (the k largest of the sum are applied); "topk_allgather", "topk_dsa", '
+        '"ssar_recursive_double", "ssar_split_allgather" or "dsar_split_allgather" (all that was '
+        'sent is); "index_union" (all ranks\' accumulators wherever one selected). Several names, '
+        'as in "oktopk,topk_allgather": the cheapest of these.',
+        check_collective,
     )
     group_numel: int | None = option(
         None,

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from torch.nn import Module, Parameter
 
-from hvd_sparse.collectives.registry import names_of
+from hvd_sparse.collectives.registry import CHOOSABLE
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS
@@ -21,7 +21,7 @@ from hvd_sparse.policy.assignment import Condition, PolicyAssignment, Rule
 from hvd_sparse.policy.document import Document, Path, read_yaml, shown, suggestion
 from hvd_sparse.policy.schema import Match, policy_model
 
-PLANNABLE = names_of(lambda entry: entry.is_selectable and entry.formula is not None)
+PLANNABLE = CHOOSABLE
 """Collectives among which a planner chooses, where a rule names none."""
 
 

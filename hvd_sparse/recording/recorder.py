@@ -128,7 +128,7 @@ class Recorder:
                 "k": bucket.k,
                 "dtype": bucket.specs[0].dtype.removeprefix("torch."),
                 "selector": type(bucket.selector).__name__,
-                "collective": type(bucket.collective).__name__,
+                "collective": type(bucket.collective.chosen).__name__,
             }
             for bucket in buckets
         ]

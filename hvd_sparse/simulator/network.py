@@ -4,8 +4,8 @@ A LogGP model (Alexandrov et al., SPAA '95). A message of L bytes takes its send
 its receiver's, for g + Lβ each; its head needs α - g from one to the other. So alone it arrives
 α + Lβ after it was sent, as in the α-β model of the papers, and several messages through one card
 come one after the other: with g = α, the default, M of them take M α + Σ Lβ, which is how the
-papers count. A rank spends γ on every byte that it has received (the local reduction), while its
-card goes on with what is under way.
+papers count. What a rank computes takes γ, by what it is (work.py), while its card goes on with
+what is under way.
 
 A receiver's card takes messages as they come, into its first gap that is long enough. Which of
 them it is offered first follows from the order in which the rank waits for them, never from the
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from hvd_sparse.checks import check_at_least, check_count
 from hvd_sparse.cost_model import Link
+from hvd_sparse.work import Work
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,14 @@ class Clock:
         return Departure(head_s, self._sending_until_s + alpha_s - gap_s, self._sending_until_s)
 
     def receive(self, departure: Departure, nbytes: float, src: int) -> None:
-        """Wait until a message is here, then reduce it."""
+        """Wait until a message is here."""
         _, beta, gap_s = self._network.between(src, self._rank)
         here_s = self._take_card(departure.head_s, (gap_s + nbytes * beta) * self._slowness)
         self.wait_until(max(here_s, departure.tail_s))
-        self.now_s += nbytes * self._network.link.reduction_s_per_byte * self._slowness
+
+    def work(self, work: Work) -> None:
+        """Compute."""
+        self.now_s += self._network.link.computing.seconds(work) * self._slowness
 
     def wait_until(self, time_s: float) -> None:
         """Let time pass, unless it is over."""

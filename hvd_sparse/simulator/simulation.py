@@ -128,7 +128,7 @@ def simulate(
             keeps no state does the same in each, and runs once.
         stretch: Simulate vectors that are shorter by this factor, and take every byte of them for
             as many (see `SimulatedTransport`); None: the least that fits into memory.
-        wire: The form of the messages; a rank reduces as many bytes as it receives.
+        wire: The form of the messages.
         pick: See `Scheduler`; makes no difference.
 
     Raises:
@@ -143,7 +143,7 @@ def simulate(
     if stretch is None:
         stretch = automatic_stretch(algorithm, world_size, workload)
     entry = BY_NAME[algorithm]
-    world = SimulatedWorld(world_size, network, stretch, pick, entry.control_channels)
+    world = SimulatedWorld(world_size, network, stretch, pick, entry.control_bytes)
     numel, k = round(workload.numel / stretch), round(workload.k / stretch)
     k = max(k, min(1, workload.k))
 

@@ -7,13 +7,14 @@ outgrew its receiver's guess.
 A vector of a hundred million elements on each of a thousand ranks fits into no machine. So a
 simulation may `stretch` messages: vectors are shorter than those that are meant by this factor, and
 every byte of a message is counted, and takes time, as that many. What does not grow with the
-vectors counts as it is: headers, `allgather`'s tables, `allreduce_sum`, and what goes over the
-channels that an algorithm has for control.
+vectors counts as it is: headers, `allgather`'s tables, `allreduce_sum`, and what an algorithm sends
+for control.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from hvd_sparse.transports.base import (
     round_up,
 )
 from hvd_sparse.transports.framing import HEADER_BYTES, Payload, flatten
+from hvd_sparse.work import Work
 
 Result = TypeVar("Result")
 
@@ -44,7 +46,7 @@ class SimulatedWorld:
         network: What connects them.
         stretch: How many bytes a byte of a vector stands for, at least 1.
         pick: See `Scheduler`; it makes no difference to what is simulated.
-        control_channels: Channels of messages that are not stretched.
+        control_bytes: Channels, and how much of each rank's payload there is not stretched.
     """
 
     def __init__(
@@ -53,13 +55,13 @@ class SimulatedWorld:
         network: Network,
         stretch: float = 1.0,
         pick: Pick = first_come,
-        control_channels: Collection[str] = (),
+        control_bytes: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         check_at_least("stretch", stretch, 1.0)
         self.world_size = world_size
         self.network = network
         self.stretch = stretch
-        self.control_channels = frozenset(control_channels)
+        self.control_bytes = dict(control_bytes)
         self.scheduler = Scheduler(world_size, pick)
         self.transports = [SimulatedTransport(self, rank) for rank in range(world_size)]
 
@@ -99,7 +101,7 @@ class SimulatedTransport(Transport):
         content = None if dst is None else flatten(payload or (), self._buffers)
         if dst == self.rank:
             return Done(content)
-        return self._exchange(content, nbytes * self._stretch(channel), dst, src, channel)
+        return self._exchange(content, self._stretched(nbytes, channel), dst, src, channel)
 
     def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
         """See `Transport.allgather`: its messages, without a copy of every block at every rank."""
@@ -107,10 +109,10 @@ class SimulatedTransport(Transport):
         if P <= DIRECT_ALLGATHER_RANKS:
             return super().allgather(payload, channel=channel)
         blocks = [flatten(payload, self._buffers)]
-        stretch = self._stretch(channel)
         while (distance := len(blocks)) < P:
             part = blocks[: P - distance]
-            nbytes = ALIGNMENT * len(part) + stretch * sum(round_up(b.numel()) for b in part)
+            blocks_bytes = sum(self._stretched(round_up(b.numel()), channel) for b in part)
+            nbytes = ALIGNMENT * len(part) + blocks_bytes
             peers = (r - distance) % P, (r + distance) % P
             blocks += self._exchange(part, nbytes, *peers, channel).content()
         return [blocks[(i - r) % P] for i in range(P)]
@@ -123,6 +125,11 @@ class SimulatedTransport(Transport):
         finally:
             self._counts_as_is = False
 
+    def worked(self, work: Work) -> None:
+        """See `Transport.worked`: on longer vectors it is as much more, and one rank has none."""
+        if self.world_size > 1:
+            self.clock.work(work.times(self.world.stretch))
+
     def abort(self, reason: object = None) -> None:
         """See `Transport.abort`."""
         because = "no reason was given" if reason is None else reason
@@ -131,9 +138,12 @@ class SimulatedTransport(Transport):
     def close(self) -> None:
         """There is nothing to release."""
 
-    def _stretch(self, channel: str) -> float:
-        as_is = self._counts_as_is or channel in self.world.control_channels
-        return 1.0 if as_is else self.world.stretch
+    def _stretched(self, nbytes: int, channel: str) -> float:
+        """What a payload of so many bytes stands for."""
+        if self._counts_as_is:
+            return nbytes
+        control = min(nbytes, self.world.control_bytes.get(channel, 0.0))
+        return control + self.world.stretch * (nbytes - control)
 
     def _exchange(
         self, content: Any, nbytes: float, dst: int | None, src: int | None, channel: str

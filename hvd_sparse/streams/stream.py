@@ -82,6 +82,21 @@ class SparseStream:
             indices, values = indices.to(target), values.to(target)
         return SparseStream(indices, values, self.numel)
 
+    def as_stream(self) -> SparseStream:
+        """Itself; see `DenseSum.as_stream`."""
+        return self
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """Write the vector times `scale`.
+
+        Args:
+            out: float32, float16 or bfloat16 `(numel,)`, on any device, overwritten; products are
+                rounded to nearest even.
+            scale: What each value is multiplied by.
+        """
+        scaled = self.times(scale).to(out.device)
+        ops.decode(out, scaled.indices, scaled.values)
+
     def times(self, factor: float) -> SparseStream:
         """Every value multiplied by a factor."""
         return SparseStream(self.indices, self.values * factor, self.numel)

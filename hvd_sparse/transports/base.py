@@ -27,6 +27,7 @@ from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
 from hvd_sparse.transports.buffers import BufferPool
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
 from hvd_sparse.transports.position import NO_CONTEXT, Context
+from hvd_sparse.work import Work
 
 ALIGNMENT = 8
 SUMMABLE = (torch.int64, torch.float32, torch.float64)
@@ -156,6 +157,22 @@ class Transport(ABC):
             together; one on the same channel from the same rank first waits for the last arrival.
         """
 
+    def expect(self, nbytes: int, *, channel: str) -> None:
+        """Makes room for payloads of so many bytes in a channel's next message to every rank.
+
+        Where nobody has said so, the room follows from the last message, and a payload that
+        outgrows it is sent in two.
+
+        Args:
+            nbytes: the same on all ranks.
+            channel: purpose of the messages.
+        """
+        del nbytes, channel
+
+    def worked(self, work: Work) -> None:
+        """Takes note of what a collective has computed; where time is simulated, it takes some."""
+        del work
+
     @abstractmethod
     def abort(self, reason: object = None) -> None:
         """Makes all waits fail, pending and to come; on the peers too, where they can be told.
@@ -201,7 +218,7 @@ class Transport(ABC):
         table of its blocks' sizes, then the blocks, each padded to 8 bytes.
 
         Returns:
-            P uint8 tensors, in the order of the ranks.
+            P uint8 tensors, in the order of the ranks; nobody may change them.
         """
         P, r = self.world_size, self.rank
         if P <= DIRECT_ALLGATHER_RANKS:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from hvd_sparse.errors import HvdSparseError, PlanError
+from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.transports import framing
 from hvd_sparse.transports.base import Done, Handle, check_peers
 from hvd_sparse.transports.framing import HEADER_BYTES, Payload
@@ -61,6 +62,7 @@ class PointToPointTransport(SupervisedTransport):
         # way needs to know the size of this one.
         self._open: dict[int, Exchange] = {}
         self._arriving: dict[Way, Exchange] = {}
+        self._shared: SharedFrame | None = None
         self._made: deque[Call] = deque(maxlen=REMEMBERED_CALLS)
         self.awaited: Wait | None = None
 
@@ -95,6 +97,8 @@ class PointToPointTransport(SupervisedTransport):
             arrived = None if dst is None else framing.flatten(payload or (), self._buffers)
             return Done(arrived)
         handle = Exchange(self, channel, context, src, number)
+        if self._shared is not None:
+            handle.stamped = self._shared.number
         sends_up_to = 0
         try:
             # The receive goes first: a message that finds its buffer posted is not copied again.
@@ -108,6 +112,30 @@ class PointToPointTransport(SupervisedTransport):
         self._made.append(handle.call)
         self._open[number] = handle
         return handle
+
+    def expect(self, nbytes: int, *, channel: str) -> None:
+        """See `Transport.expect`."""
+        for arriving in [h for way, h in self._arriving.items() if way[0] == channel]:
+            arriving.receive()  # or its size would count instead
+        capacity = framing.next_capacity(nbytes)
+        for peer in range(self.world_size):
+            way = (channel, self.context.bucket, peer)
+            self._send_capacity[way] = self._receive_capacity[way] = capacity
+
+    def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
+        """See `Transport.allgather`; what goes to all others as it is, is framed once."""
+        P, r = self.world_size, self.rank
+        if not 1 < P <= DIRECT_ALLGATHER_RANKS:
+            return super().allgather(payload, channel=channel)
+        self._shared = shared = SharedFrame(self._calls)
+        try:
+            handles = [self._to_ring(payload, step, channel) for step in range(1, P)]
+        finally:
+            self._shared = None
+        received = [handle.received() for handle in handles]
+        assert shared.message is not None
+        own = shared.message[HEADER_BYTES:]
+        return [own if i == r else received[(r - i) % P - 1] for i in range(P)]
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -167,8 +195,7 @@ class PointToPointTransport(SupervisedTransport):
         way = (handle.channel, context.bucket, dst)
         capacity = self._send_capacity.get(way, framing.MIN_CAPACITY_BYTES)
         self._send_capacity[way] = framing.next_capacity(nbytes)
-        stamp = framing.stamp(handle.number, context.step, self.code(context.bucket))
-        message = framing.frame(payload, nbytes, self.code(handle.channel), stamp, self._buffers)
+        message = self._frame(handle, payload, nbytes)
         tag = self._tag(handle.number, capacity)
         if message.numel() <= capacity:
             handle.sending = [self._isend_first(dst, message, capacity, tag)]
@@ -181,6 +208,21 @@ class PointToPointTransport(SupervisedTransport):
         self.traffic.sent(message.numel(), len(handle.sending))
         return capacity
 
+    def _frame(self, handle: Exchange, payload: Payload, nbytes: int) -> torch.Tensor:
+        """The message of a payload; where several share one, it is made for the first of them."""
+        shared = self._shared
+        if shared is not None and shared.message is not None:
+            return shared.message
+        stamp = self._stamp(handle)
+        message = framing.frame(payload, nbytes, self.code(handle.channel), stamp, self._buffers)
+        if shared is not None:
+            shared.message = message
+        return message
+
+    def _stamp(self, handle: Exchange) -> int:
+        context = handle.context
+        return framing.stamp(handle.stamped, context.step, self.code(context.bucket))
+
     def finish_receive(self, handle: Exchange, src: int, deadline: float) -> torch.Tensor:
         """Waits for what `handle` receives, the second message included if there is one."""
         assert handle.receiving is not None
@@ -188,8 +230,7 @@ class PointToPointTransport(SupervisedTransport):
         assert buffer is not None
         nbytes, code, stamp = framing.read_header(buffer)
         context = handle.context
-        expected = framing.stamp(handle.number, context.step, self.code(context.bucket))
-        if code != self.code(handle.channel) or stamp != expected:
+        if code != self.code(handle.channel) or stamp != self._stamp(handle):
             raise PlanError(
                 f"rank {self.rank} expects a message from rank {src} in {handle.call}, but it sent "
                 f"one {self._differences(handle, code, stamp)}: the ranks make different calls"
@@ -222,13 +263,26 @@ class PointToPointTransport(SupervisedTransport):
             differences.append("for another bucket")
         if step != context.step & 0xFFFF_FFFF:
             differences.append(f"of step {step}")
-        if call != handle.number & 0xFFFF:
+        if call != handle.stamped & 0xFFFF:
             differences.append(f"of another call ({call})")
         return ", ".join(differences)
 
     def forget(self, handle: Exchange) -> None:
         """Drops a handle that has nothing more to wait for."""
         self._open.pop(handle.number, None)
+
+
+class SharedFrame:
+    """One message that goes to several ranks, in calls that follow one another.
+
+    Attributes:
+        number: The first of these calls, which all of the messages name.
+        message: Made by that call; nobody changes it any more.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.message: torch.Tensor | None = None
 
 
 class Exchange(Handle):
@@ -246,6 +300,7 @@ class Exchange(Handle):
         "receiving",
         "sending",
         "src",
+        "stamped",
     )
 
     def __init__(
@@ -263,7 +318,7 @@ class Exchange(Handle):
         self.context = context
         self.dst: int | None = None
         self.src = src
-        self.number = number
+        self.number = self.stamped = number
         self.capacity = 0
         self.receiving: Request | None = None
         self.sending: list[Request] = []

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from hvd_sparse.collectives import OkTopk, SsarRecursiveDouble, TopkAllgather
-from hvd_sparse.collectives.automatic import automatic_collective, cheapest_algorithm
-from hvd_sparse.collectives.link import link_of
-from hvd_sparse.collectives.registry import CANDIDATES, COSTED, LOSSLESS_CANDIDATES
+import pytest
+import torch
+
+import hvd_sparse
+from hvd_sparse.collectives import SsarRecursiveDouble, SsarSplitAllgather, TopkAllgather
+from hvd_sparse.collectives.automatic import AutomaticCollective, cheapest_algorithm
+from hvd_sparse.collectives.link import LARGE_PINGS, PINGS, link_of, measure_link
+from hvd_sparse.collectives.registry import (
+    BY_NAME,
+    CANDIDATES,
+    COSTED,
+    LOSSLESS_CANDIDATES,
+    name_of,
+)
 from hvd_sparse.cost_model import ORDINARY_LINK, Link
+from hvd_sparse.engine import Engine, TensorSpec
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.recording import Recorder
 from hvd_sparse.simulator import Network, SyntheticStreams, Workload, run_simulated, simulate
+from hvd_sparse.topology import MESSAGES_IN_FLIGHT, allgather_messages
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, CompactWire, Wire
+from hvd_sparse.work import KINDS
+from tests.ranks import Ranks, World, with_ranks
+from tests.workers.transport_worker import link_of_three_transports
 
 DENSE_BY_QSGD = CompactWire("float32", "gap", dense_values="qsgd2")
 
@@ -31,6 +49,30 @@ def test_all_ranks_measure_the_same_link_once(world_size: int) -> None:
     assert all(link == again == first for link, again, _ in outcomes)
     assert first.alpha_s > 0
     assert first.reduction_s_per_byte > 0
+    assert all(getattr(first.computing, kind) > 0 for kind in KINDS)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_no_ping_is_cut_in_two(world_size: int) -> None:
+    def measure(transport: Transport) -> int:
+        measure_link(transport)
+        return transport.traffic.messages_sent
+
+    at_once = min(world_size - 1, MESSAGES_IN_FLIGHT)
+    pings = (1 + at_once) * (PINGS + 1) + LARGE_PINGS + 1
+    figures = allgather_messages(world_size)
+    assert run_ranks(world_size, measure) == [pings + figures] * world_size
+
+
+@with_ranks(World(2))
+def test_a_process_measures_a_world_once(ranks: Ranks) -> None:
+    """Three transports of one world choose alike, whatever the noise; and so cost no more pings."""
+    first, *others = ranks.run(link_of_three_transports)
+    (link, messages), *again = first.result
+    assert messages > 30
+    assert [each[0] for each in again] == [link] * 2
+    assert all(each[1] == 2 for each in again)
+    assert all([each[0] for each in other.result] == [link] * 3 for other in others)
 
 
 def test_a_given_link_is_not_measured() -> None:
@@ -53,7 +95,7 @@ def test_a_world_of_one_measures_nothing() -> None:
     ("world_size", "k", "link", "expected"),
     [
         (8, 10, Link(1e-3, 1e-9), SsarRecursiveDouble),
-        (8, 50_000, Link(1e-6, 1e-8), OkTopk),
+        (8, 100_000, Link(1e-6, 1e-8), SsarSplitAllgather),
         (3, 10, Link(1e-3, 1e-8), TopkAllgather),
         (2, 50_000, Link(1e-3, 1e-8), TopkAllgather),
     ],
@@ -64,11 +106,94 @@ def test_the_collective_follows_from_world_k_and_link(
     def choose(transport: Transport) -> type:
         transport.link = link
         wire = WIRES["float16"]
-        collective = automatic_collective(transport, 1_000_000, k, wire=wire)
-        assert collective.wire is wire
-        return type(collective)
+        collective = AutomaticCollective(transport, 1_000_000, k, wire=wire)
+        assert collective.chosen.wire is wire
+        assert BY_NAME[collective.algorithm].is_lossless
+        return type(collective.chosen)
 
     assert run_ranks(world_size, choose) == [expected] * world_size
+
+
+def test_a_set_that_a_caller_names_may_lose_entries() -> None:
+    def choose(transport: Transport) -> str:
+        transport.link = Link(1e-6, 1e-8)
+        names = ("oktopk", "topk_allgather")
+        return AutomaticCollective(transport, 1_000_000, 50_000, algorithms=names).algorithm
+
+    assert run_ranks(8, choose) == ["oktopk"] * 8
+    method = hvd_sparse.Compression.topk(collective="oktopk,topk_allgather").method
+
+    def choose_by_option(transport: Transport) -> str:
+        transport.link = Link(1e-6, 1e-8)
+        return name_of(method.collective(transport, 1_000_000, 50_000))
+
+    assert run_ranks(8, choose_by_option) == ["oktopk"] * 8
+    for wrong in ("oktopk,auto", "oktopk,", "magic", "oktopk,index_union"):
+        with pytest.raises(ConfigError, match="collective must be one of"):
+            hvd_sparse.Compression.topk(collective=wrong)
+
+
+def test_the_choice_is_part_of_the_state() -> None:
+    """A restart repeats it, though it measures another link; another world chooses anew."""
+    quick, slow = Link(1e-3, 1e-12), Link(1e-9, 1e-6)
+
+    def train(transport: Transport, link: Link) -> AutomaticCollective:
+        transport.link = link
+        return AutomaticCollective(transport, 10_000, 1000)
+
+    def first(transport: Transport) -> dict[str, Any]:
+        collective = train(transport, quick)
+        stream = SyntheticStreams().stream(transport.rank, 0, 10_000, 1000)
+        collective.reduce(stream)
+        return collective.state_dict()
+
+    def again(transport: Transport) -> tuple[str, str, int]:
+        collective = train(transport, slow)
+        measured = collective.algorithm
+        collective.load_state_dict(state)
+        return measured, collective.algorithm, collective.step
+
+    state = run_ranks(8, first)[0]
+    assert state["algorithm"] == "ssar_recursive_double"
+    assert run_ranks(8, again) == [("ssar_split_allgather", "ssar_recursive_double", 1)] * 8
+    assert run_ranks(3, again) == [("topk_allgather", "topk_allgather", 1)] * 3
+    state = {**state, "algorithm": "oktopk"}
+    with pytest.raises(ConfigError, match=r"algorithm must be one of .* got 'oktopk'"):
+        run_ranks(2, again)
+
+
+def test_the_choice_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """In the log, in `stats()`, in the recording and in the state; there a restart finds it."""
+    caplog.set_level("INFO", "hvd_sparse")
+    spec = TensorSpec("weight", (2000,), "torch.float32")
+
+    def step(transport: Transport, engine: Engine) -> tuple[str, dict[str, Any]]:
+        engine.connect(transport)
+        engine.scale = 1.0
+        engine.submit(spec, torch.arange(2000.0))
+        engine.result("weight")
+        engine.settle(True)
+        return engine.stats().buckets[0].collective, engine.state_dict()
+
+    def train(transport: Transport) -> tuple[str, dict[str, Any]]:
+        transport.link = Link(1e-3, 1e-12)
+        recorder = Recorder(tmp_path / "run.jsonl")
+        told = step(transport, Engine(hvd_sparse.Compression.topk(density=0.1).method, recorder))
+        recorder.close()
+        return told
+
+    def restart(transport: Transport) -> str:
+        transport.link = Link(1e-9, 1e-6)
+        engine = Engine(hvd_sparse.Compression.topk(density=0.1).method)
+        engine.load_state_dict(told[transport.rank][1])
+        return step(transport, engine)[0]
+
+    told = run_ranks(8, train)
+    assert {name for name, _ in told} == {"ssar_recursive_double"}
+    assert "sums 200 of 2000 elements by ssar_recursive_double" in caplog.text
+    assert '"collective":"SsarRecursiveDouble"' in (tmp_path / "run.jsonl").read_text()
+    assert run_ranks(8, restart) == ["ssar_recursive_double"] * 8
+    assert "by ssar_recursive_double: as in the state" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,13 @@ from hvd_sparse.collectives import (
     SsarSplitAllgather,
     TopkAllgather,
 )
+from hvd_sparse.collectives.oktopk import HEAD_BYTES
 from hvd_sparse.streams import SparseStream
+from hvd_sparse.topology import allgather_messages
 from hvd_sparse.transports import Handle, LocalTransport, Payload, run_ranks
 from hvd_sparse.transports.framing import payload_nbytes
 from hvd_sparse.wire import WIRES
+from tests.streams import dense
 
 WORD_BYTES = 4
 MESSAGE_WORDS = 4
@@ -235,3 +238,124 @@ def test_oktopk_follows_entries_that_move() -> None:
         received = max(volume.words(1, "split", "balance", "allgather"))
         within = received <= 1.1 * 6 * k * (P - 1) / P + slack(volume, P)
         assert within == (step != 3)
+
+
+@pytest.mark.parametrize("P", [3, 4])
+def test_a_small_world_follows_entries_that_move(P: int) -> None:
+    """Into a tenth of the vector: from the next step on every rank is within its bound."""
+    k, numel = 4000, 400_000
+    volumes = [Volume(P) for _ in range(8)]
+
+    def worker(transport: LocalTransport) -> None:
+        collective = OkTopk(transport, numel, k)
+        exchange = transport.exchange
+        for step, volume in enumerate(volumes):
+            transport.exchange = exchange  # type: ignore[method-assign]
+            volume.watch(transport)
+            generator = torch.Generator().manual_seed(10 * step + transport.rank)
+            room = numel if step < 3 else numel // 10
+            places = torch.randperm(room, generator=generator)[:k].sort().values
+            collective.reduce(spread(numel, places, transport.rank))
+
+    run_ranks(P, worker, timeout_s=60.0)
+    bound = 6 * k * (P - 1) / P
+    heads = HEAD_BYTES / WORD_BYTES * (P - 1)
+    for step, volume in enumerate(volumes):
+        worst = max(max(volume.words(end, "split", "balance", "allgather")) for end in (0, 1))
+        assert (worst <= bound + heads + slack(volume, P)) == (step != 3), step
+
+
+@pytest.mark.parametrize("P", [2, 4, 8])
+def test_oktopk_asks_for_shares_only_after_an_imbalance(P: int) -> None:
+    """Two rounds a step, one to split and one to gather, as long as magnitudes are alike."""
+    k, numel = 2000, 200_000
+    volumes = [Volume(P) for _ in range(12)]
+    loud = 6  # from this step on the first quarter is
+
+    def worker(transport: LocalTransport) -> list[int]:
+        collective = OkTopk(transport, numel, k)
+        exchange = transport.exchange
+        applied = []
+        for step, volume in enumerate(volumes):
+            transport.exchange = exchange  # type: ignore[method-assign]
+            volume.watch(transport)
+            stream = independent(numel, k, 100 * step + transport.rank, P)
+            if step >= loud:
+                stream.values[stream.indices < numel // 4] *= 100.0
+            applied.append(collective.reduce(stream).reduced.nnz)
+        return applied
+
+    for nnz in run_ranks(P, worker, timeout_s=60.0)[0]:
+        assert abs(nnz - k) <= 0.1 * k
+    rounds = [{record[0] for record in volume.records} for volume in volumes]
+    assert rounds[1:loud] == [{"split", "allgather"}] * (loud - 1)
+    assert all("shares" in each for each in rounds[loud + 1 :]) == (P > 2)
+    for volume in volumes[1:loud]:
+        assert volume.messages() == P - 1 + allgather_messages(P)
+
+
+@pytest.mark.parametrize("wire", ["float32", "qsgd4+gap"])
+@pytest.mark.parametrize("scale", [1e-3, 0.7, 1.5, 1e3])
+def test_oktopk_holds_k_when_magnitudes_jump(scale: float, wire: str) -> None:
+    """The exact threshold is found in the same step; what was sent is not sent again."""
+    P, k, numel = 4, 2000, 200_000
+    volumes = [Volume(P) for _ in range(6)]
+
+    def worker(transport: LocalTransport) -> tuple[list[int], torch.Tensor, list[SparseStream]]:
+        collective = OkTopk(transport, numel, k, wire=WIRES[wire])
+        exchange = transport.exchange
+        applied, lost, reduced = [], torch.zeros(numel, dtype=torch.float64), []
+        for step, volume in enumerate(volumes):
+            transport.exchange = exchange  # type: ignore[method-assign]
+            volume.watch(transport)
+            stream = independent(numel, k, 100 * step + transport.rank, P)
+            stream = stream.times(scale if step >= 3 else 1.0)
+            reduction = collective.reduce(stream)
+            lost += dense(stream) - dense(reduction.returned)
+            applied.append(reduction.reduced.nnz)
+            reduced.append(reduction.reduced)
+        return applied, lost, reduced
+
+    ranks = run_ranks(P, worker, timeout_s=60.0)
+    applied, _, reduced = ranks[0]
+    assert all(abs(nnz - k) <= 0.1 * k for nnz in applied)
+    for other in ranks[1:]:
+        for mine, theirs in zip(reduced, other[2], strict=True):
+            assert torch.equal(mine.indices, theirs.indices)
+            assert torch.equal(mine.values, theirs.values)
+    given = sum(rank[1] for rank in ranks)
+    total = sum((dense(each) for each in reduced), torch.zeros(numel, dtype=torch.float64))
+    torch.testing.assert_close(total, given, rtol=0, atol=1e-4 * max(1.0, scale))
+    if wire == "float32":
+        for volume in volumes:
+            worst = max(max(volume.words(end, "split", "allgather")) for end in (0, 1))
+            assert worst <= 6 * k * (P - 1) / P + HEAD_BYTES + slack(volume, P)
+
+
+@pytest.mark.parametrize("P", [2, 4, 7])
+def test_oktopk_goes_on_from_its_state(P: int) -> None:
+    """Bit for bit, also in the middle between two exact thresholds, and after an imbalance."""
+    k, numel, steps = 500, 50_000, 12
+
+    def stream_of(rank: int, step: int) -> SparseStream:
+        stream = independent(numel, k, 100 * step + rank, P)
+        stream.values[stream.indices < numel // 10] *= 1.0 + 10.0 * (step % 4 == 2)
+        return stream
+
+    def worker(transport: LocalTransport) -> list[list[SparseStream]]:
+        runs: list[list[SparseStream]] = [[], []]
+        first = OkTopk(transport, numel, k, threshold_interval=7)
+        states = []
+        for step in range(steps):
+            states.append(first.state_dict())
+            runs[0].append(first.reduce(stream_of(transport.rank, step)).reduced)
+        for step in range(steps):
+            again = OkTopk(transport, numel, k, threshold_interval=7)
+            again.load_state_dict(states[step])
+            runs[1].append(again.reduce(stream_of(transport.rank, step)).reduced)
+        return runs
+
+    for one, other in run_ranks(P, worker, timeout_s=60.0):
+        for mine, theirs in zip(one, other, strict=True):
+            assert torch.equal(mine.indices, theirs.indices)
+            assert torch.equal(mine.values, theirs.values)

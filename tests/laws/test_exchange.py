@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import (
+    AutomaticCollective,
     Collective,
     OkTopk,
     TopkAllgather,
-    automatic_collective,
 )
 from hvd_sparse.memories import ErrorFeedback
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
@@ -40,7 +40,7 @@ COLLECTIVES: dict[str, Callable[..., Collective]] = {
     "oktopk": partial(OkTopk, repartition_interval=5, threshold_interval=3),
     "oktopk-always-balanced": partial(OkTopk, balance_factor=1.0, threshold_interval=3),
     "topk_allgather": TopkAllgather,
-    "auto": automatic_collective,
+    "auto": AutomaticCollective,
 }
 GRADIENTS: dict[str, Callable[[torch.Generator, int, int], Tensor]] = {
     "spread": lambda g, n, rank: torch.randint(-50, 51, (n,), generator=g).float(),

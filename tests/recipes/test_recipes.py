@@ -72,7 +72,7 @@ def test_a_collective_takes_its_file_its_formula_and_an_entry(copy: Path) -> Non
         copy,
         """
 from hvd_sparse.cli.main import main
-from hvd_sparse.collectives.automatic import automatic_collective
+from hvd_sparse.collectives.automatic import AutomaticCollective
 from hvd_sparse.collectives.parcel import Parcel
 from hvd_sparse.cost_model import Link
 from hvd_sparse.planner.measure import measure_encoding
@@ -89,7 +89,7 @@ for name in ("parcel", "bundle"):
 
 def chosen(transport):
     transport.link = Link(1e-3, 1e-9)
-    return type(automatic_collective(transport, 10_000, 10))
+    return type(AutomaticCollective(transport, 10_000, 10).chosen)
 assert run_ranks(3, chosen) == [Parcel] * 3
 
 rule = {"compress": "auto", "compressor": "topk"}

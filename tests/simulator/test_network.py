@@ -14,6 +14,7 @@ from hvd_sparse.simulator.network import Clock, Network
 from hvd_sparse.simulator.transport import SimulatedTransport, SimulatedWorld, run_simulated
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.framing import HEADER_BYTES
+from hvd_sparse.work import Work
 
 ALPHA, BETA, GAMMA = 1e-3, 1e-6, 1e-7
 NETWORK = Network(Link(ALPHA, BETA))
@@ -114,6 +115,7 @@ def test_reduction_overlaps_with_what_is_under_way() -> None:
         handles = [t.exchange(payload(1000), peer, peer, channel=c) for c in "ab"]
         for handle in handles:
             handle.wait()
+            t.worked(Work(merged_entries=125))
 
     # The second arrives while the first is reduced.
     assert seconds(2, two_messages, network) == pytest.approx([1000 * BETA * (1 + 20)] * 2)
@@ -124,6 +126,7 @@ def test_a_slow_rank_delays_those_who_wait_for_it() -> None:
 
     def ring(t: Transport) -> None:
         t.exchange(payload(1000), (t.rank + 1) % 4, (t.rank - 1) % 4, channel="a").wait()
+        t.worked(Work(added_values=250))
 
     usual, slow = ALPHA + 1000 * BETA, 3 * (ALPHA + 1000 * BETA)
     reduction = 1000 * GAMMA

@@ -12,6 +12,8 @@ import horovod.torch as hvd
 import pytest
 import torch
 
+from hvd_sparse.collectives.link import link_of
+from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import create_transport
@@ -168,6 +170,17 @@ def process_sets(name: str) -> None:
     transport.close()
     for process_set in sets:
         hvd.remove_process_set(process_set)
+
+
+def link_of_three_transports() -> list[tuple[Link, int]]:
+    """What each of three transports, one after the other, costs by its own account; messages."""
+    found = []
+    for _ in range(3):
+        transport = create_transport("gloo", HorovodBootstrap(), 60.0)
+        link = link_of(transport)
+        found.append((link, transport.traffic.messages_sent))
+        transport.close()
+    return found
 
 
 def refused(name: str) -> None:
