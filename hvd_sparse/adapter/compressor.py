@@ -353,8 +353,18 @@ class SparseCompressor:
         else:
             assert self._lookup is not None
             self._session.connect(optimizer.process_set, self._lookup, self._device())
+            self._warn_where_forgotten()
         self._stepping = True
         return True
+
+    def _warn_where_forgotten(self) -> None:
+        from hvd_sparse.adapter.elastic import is_forgotten
+
+        if is_forgotten(self):
+            self._warn_once(
+                "hvd.elastic restores the weights without the residuals, which then hold what the "
+                "repeated steps bring again: pass TorchState(..., compression=compression)"
+            )
 
     def _settle(self) -> None:
         """See what became of the last step: its results were applied, or it never happened."""

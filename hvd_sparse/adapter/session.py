@@ -21,6 +21,7 @@ from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.planner import Planner
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import Bootstrap, create_transport
+from hvd_sparse.transports.framing import Payload
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -133,6 +134,17 @@ class Session:
                 self._divergence.begin_step(self._transport)
             if self.planning is not None:
                 self.planning.begin_step()
+
+    def gather(self, mine: Payload, channel: str) -> list[Tensor] | None:
+        """Every rank's bytes, between steps; None where the ranks are not connected.
+
+        Raises:
+            HorovodInternalError: A peer is gone or did not answer; it is named.
+        """
+        if self._world is None or not self.is_current():
+            return None
+        with as_horovod_error():
+            return self._transport.allgather(mine, channel=channel)
 
     def standin(self) -> Tensor:
         """A new tensor for Horovod to reduce instead of a gradient."""

@@ -103,13 +103,14 @@ class Engine:
     Attributes:
         skipped_steps: Steps that were taken back, since nobody applied their results.
         dropped_l1: L1 norm of residuals that were let go of, since a caller said so.
+        lost_l1: L1 norm of residuals that went with other ranks, as far as a caller knows it.
     """
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
         self.assignment = assignment
         self._observer = Guard(observer)
         self.skipped_steps = 0
-        self.dropped_l1 = 0.0
+        self.dropped_l1 = self.lost_l1 = 0.0
         self._unsettled = False
         self._flushed: set[str] = set()
         self._worker = Worker(work)
@@ -347,7 +348,7 @@ class Engine:
         """What was selected, sent and waited for, per bucket and step."""
         transport = self._transport.name if self._transport is not None else ""
         buckets = [bucket.stats for bucket in self._buckets]
-        return Stats(transport, buckets, self.skipped_steps, self.dropped_l1)
+        return Stats(transport, buckets, self.skipped_steps, self.dropped_l1, self.lost_l1)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives.

@@ -109,13 +109,17 @@ class Stats:
         transport: Name of the transport, empty before the first step.
         buckets: One entry per bucket, in the order in which they are exchanged.
         skipped_steps: Steps that were taken back, since nobody applied their results.
-        dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so.
+        dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so, or since
+            it was not at the commit that `hvd.elastic` went on from.
+        lost_l1: L1 norm of the residuals of workers that are gone, under `hvd.elastic`, as of the
+            last commit. What this worker knows of: one that joined later knows less.
     """
 
     transport: str
     buckets: list[BucketStats]
     skipped_steps: int = 0
     dropped_l1: float = 0.0
+    lost_l1: float = 0.0
 
     @property
     def totals(self) -> StepStats:
