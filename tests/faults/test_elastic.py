@@ -1,4 +1,4 @@
-"""An elastic job on real processes, through deaths and changes of hosts, with books of whole numbers.
+"""An elastic job on real processes, through deaths and changes of hosts; books of whole numbers.
 
 Commits that are apart are in tests/adapter/test_elastic.py.
 """

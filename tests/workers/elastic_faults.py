@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -152,7 +153,7 @@ class Books:
     def of_the_dead(self, worlds: Sequence[dict[str, Any]]) -> tuple[dict[str, Tensor], float]:
         """What workers that are gone have brought into the weights, and the L1 norm they held."""
         applied, held = self._nothing(), 0.0
-        for before, after in zip(worlds[:-1], worlds[1:], strict=True):
+        for before, after in pairwise(worlds):
             for host in set(before["hosts"]) - set(after["hosts"]):
                 page = self._page(host, after["step"])
                 if page is None:  # it came after the last commit
