@@ -97,7 +97,7 @@ class SparseCompressor:
         self._session = Session(
             self._engine, self._transport_name, self._timeout_s, self._busy_timeout_s
         )
-        self._states = States(self._engine, self._timeout_s)
+        self._states = States(self._engine, self._session, self._timeout_s)
         if self._lookup is not None:
             self._states.know(self._lookup)
         self._optimizer: weakref.ref[Any] | None = None

@@ -16,6 +16,7 @@ from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.planning import Planning, refuse_devices
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
+from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
 from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.planner import Planner
@@ -143,8 +144,11 @@ class Session:
         """
         if self._world is None or not self.is_current():
             return None
+        transport = self._transport
         with as_horovod_error():
-            return self._transport.allgather(mine, channel=channel)
+            return interruptibly(
+                lambda: transport.allgather(mine, channel=channel), transport.abort
+            )
 
     def standin(self) -> Tensor:
         """A new tensor for Horovod to reduce instead of a gradient."""

@@ -356,9 +356,17 @@ class Engine:
         Raises:
             ConfigError: A step is under way.
         """
-        if self.error is None and any(b.phase is not Phase.COLLECTING for b in self._buckets):
-            raise ConfigError("state_dict() must be called between steps, got a call within one")
+        self.check_between_steps("state_dict()")
         return self._state().as_dict()
+
+    def check_between_steps(self, call: str) -> None:
+        """Refuse a call while a step is under way.
+
+        Raises:
+            ConfigError: One is.
+        """
+        if self.error is None and any(b.phase is not Phase.COLLECTING for b in self._buckets):
+            raise ConfigError(f"{call} must be called between steps, got a call within one")
 
     def load_state_dict(
         self,

@@ -11,6 +11,7 @@ active exception`). The thread therefore ends before Python does: `close` runs a
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -57,7 +58,7 @@ class Worker:
         """Use a transport, which `close` closes; at exit at the latest."""
         self.transport = transport
         # Horovod's exit handler was registered earlier, by hvd.init(), and so runs later.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Begin to work on the buckets of a plan."""
@@ -65,10 +66,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="hvd_sparse", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, reason: object = "it gave up an exchange under way") -> None:
         """End the thread, and forget its plan, scale and error.
 
         An exchange that is under way, and that its peers do not finish at once, is aborted.
+
+        Args:
+            reason: What the peers then report.
         """
         with self._changed:
             self._stopping = True
@@ -80,7 +84,7 @@ class Worker:
         if thread is not None:
             thread.join(GRACE_S if exchanging else None)
             if thread.is_alive() and self.transport is not None:
-                self.transport.abort()
+                self.transport.abort(reason)
             thread.join()
         self._thread = self.scale = self.error = None
         self._buckets = ()
@@ -92,7 +96,15 @@ class Worker:
         transport, self.transport = self.transport, None
         if transport is not None:
             transport.close()
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """Where an error ends the process, peers that wait for it, now or later, report that."""
+        error = getattr(sys, "last_value", None)  # set by Python for what nobody has caught
+        self.stop("its process ends" if error is None else error)
+        if error is not None and self.transport is not None:
+            self.transport.abort(error)
+        self.close()
 
     # -- for the training thread -------------------------------------------------------------------
 
