@@ -349,6 +349,7 @@ class SparseCompressor:
         self._settle()
         self._fate.begin_step()
         if self._session.is_current():
+            self._session.raise_failure()  # Horovod, which has ended, too, would name nobody
             self._session.begin_step()
         else:
             assert self._lookup is not None
