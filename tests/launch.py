@@ -33,17 +33,20 @@ class Launch:
     """A command in a session of its own, whose processes all end with it.
 
     Used as a context manager: leaving it kills what is left.
+
+    Attributes:
+        mark: What all its processes have in their environment.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.command = list(command)
-        self._id = uuid.uuid4().hex
+        self.mark = uuid.uuid4().hex
         # A file each, not pipes: a survivor that holds a pipe open would make the reader wait.
         self._files = [tempfile.TemporaryFile() for _ in ("out", "err")]  # noqa: SIM115
         self._texts: list[str] | None = None
         self.process = subprocess.Popen(
             self.command,
-            env={**env, LAUNCH_VARIABLE: self._id},
+            env={**env, LAUNCH_VARIABLE: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=self._files[0],
             stderr=self._files[1],
@@ -81,7 +84,7 @@ class Launch:
             self.process.wait()
         for other in psutil.process_iter():
             try:
-                if other.environ().get(LAUNCH_VARIABLE) == self._id:
+                if other.environ().get(LAUNCH_VARIABLE) == self.mark:
                     other.kill()
             except psutil.Error:
                 continue

@@ -97,7 +97,7 @@ class SparseCompressor:
         self._session = Session(
             self._engine, self._transport_name, self._timeout_s, self._busy_timeout_s
         )
-        self._states = States(self._engine, self._timeout_s)
+        self._states = States(self._engine, self._session, self._timeout_s)
         if self._lookup is not None:
             self._states.know(self._lookup)
         self._optimizer: weakref.ref[Any] | None = None
@@ -378,12 +378,23 @@ class SparseCompressor:
         self._settle()
         self._fate.begin_step()
         if self._session.is_current():
+            self._session.raise_failure()  # Horovod, which has ended, too, would name nobody
             self._session.begin_step()
         else:
             assert self._lookup is not None
             self._session.connect(optimizer.process_set, self._lookup, self._device())
+            self._warn_where_forgotten()
         self._stepping = True
         return True
+
+    def _warn_where_forgotten(self) -> None:
+        from hvd_sparse.adapter.elastic import is_forgotten
+
+        if is_forgotten(self):
+            self._warn_once(
+                "hvd.elastic restores the weights without the residuals, which then hold what the "
+                "repeated steps bring again: pass TorchState(..., compression=compression)"
+            )
 
     def _settle(self) -> None:
         """See what became of the last step: its results were applied, or it never happened."""

@@ -1,34 +1,214 @@
-"""Residuals as a part of `hvd.elastic.TorchState`."""
+"""Residuals as a part of `hvd.elastic.TorchState`.
+
+After a fault every rank restores its own last commit, and `sync` gives all of them the weights of
+rank 0. A death between two ranks' commits leaves one of them a commit behind. Weights of one commit
+and residuals of another must not go on together: commits are marked, and `sync` compares the marks.
+
+* where a rank stands where rank 0 does, it keeps its residuals;
+* where it holds rank 0's commit, it goes back to it: the one before the last is kept for that;
+* otherwise its residuals are dropped, with a warning and a count.
+
+The ranks also tell each other how large their residuals are, so that survivors can say what was
+lost with a rank that is gone.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import logging
+import math
+import secrets
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
+from horovod.common.elastic import State, notification_manager
 from horovod.torch.elastic import state as horovod_state
+
+from hvd_sparse.adapter.session import as_horovod_error
+from hvd_sparse.engine.state import EngineState
+
+logger = logging.getLogger("hvd_sparse")
+
+SEARCHED_FRAMES = 8
+"""From a handler's `save` up to the state's `commit`."""
+
+SYNC = "hvd_sparse.elastic.sync"
+
+
+class Mark(NamedTuple):
+    """Names a commit; the same name on two ranks means the same step of the same history.
+
+    Attributes:
+        sync: How many times the ranks had been synchronised.
+        number: How many commits there had been.
+    """
+
+    sync: int = 0
+    number: int = 0
+
+
+class Position(NamedTuple):
+    """Where a rank stands: steps done since a commit."""
+
+    mark: Mark
+    steps: int
+
+
+class Standing(NamedTuple):
+    """What a rank tells the others in `sync`.
+
+    Attributes:
+        worker: A number that this process has drawn: ranks change with the world.
+        position: Where it stands.
+        step: Steps done in all.
+        l1: L1 norm of its residuals.
+        kept: The same of each commit that it holds.
+    """
+
+    worker: int
+    position: Position
+    step: int
+    l1: float
+    kept: dict[Mark, float]
+
+    def l1_at(self, target: Position) -> float | None:
+        """L1 norm of its residuals there; None where it cannot go there."""
+        if self.position == target:
+            return self.l1
+        return self.kept.get(target.mark) if target.steps == 0 else None
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a rank can go back to.
+
+    Attributes:
+        mark: Its name.
+        state: Of the compression.
+        l1: L1 norm of its residuals.
+        dropped_l1: See `Stats`, as of then.
+        lost_l1: The same.
+        l1_of: L1 norm of each worker's residuals, as of then.
+    """
+
+    mark: Mark
+    state: dict[str, Any]
+    l1: float
+    dropped_l1: float
+    lost_l1: float
+    l1_of: dict[int, float]
 
 
 class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
-    """Commits and restores a compression that is given to `TorchState(compression=…)`.
-
-    Residuals are each rank's own, so `sync` sends nothing: a rank that is new begins with none.
-    """
+    """Commits and restores a compression that is given to `TorchState(compression=…)`."""
 
     def __init__(self, compression: Any) -> None:
         super().__init__(compression)
+        self._worker = secrets.randbits(62)
+        self._syncs = 0
+        self._mark = Mark(number=-1)
+        self._commits: list[Commit] = []
+        self._l1_of: dict[int, float] = {}
         self.save()
 
     def save(self) -> None:
-        """Keep a copy of the state."""
-        self._saved = copy.deepcopy(self.value.state_dict())
+        """Keep a copy of the state; in a commit, all ranks tell each other of theirs first.
+
+        Raises:
+            HorovodInternalError: In a commit, a peer is gone, which is named; nothing is committed.
+        """
+        state = copy.deepcopy(self.value.state_dict())
+        l1 = _l1(state)
+        if _is_called_by_commit():
+            self._tell_all(l1)
+        mark = Mark(self._syncs, self._mark.number + 1)
+        engine = self.value._engine
+        commit = Commit(mark, state, l1, engine.dropped_l1, engine.lost_l1, dict(self._l1_of))
+        before = [each for each in self._commits if each.mark == self._mark]
+        self._commits, self._mark, self._base_step = [*before, commit], mark, state["step"]
 
     def restore(self) -> None:
-        """Go back to the last copy."""
-        self.value.load_state_dict(self._saved, strict=False)  # its own; ranks may have moved
+        """Go back to the last commit of this rank; `sync` compares it with the others'."""
+        self._go_back_to(self._commits[-1])
 
     def sync(self) -> None:
-        """Make this rank's state the one to go back to."""
-        self.save()
+        """Bring the residuals to where rank 0 stands, whose weights all ranks get."""
+        from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+
+        world = HorovodBootstrap()
+        with as_horovod_error():
+            everyone = world.allgather_object((self._syncs, self._standing()), SYNC, math.inf)
+        standings: list[Standing] = [standing for _, standing in everyone]
+        mine, target = standings[world.rank], standings[0]
+        if mine.position != target.position:
+            self._follow(mine, target)
+        self._count_lost({standing.worker for standing in standings})
+        self._l1_of = {each.worker: each.l1_at(target.position) or 0.0 for each in standings}
+        self._syncs = max(syncs for syncs, _ in everyone) + 1
+        self._mark = target.position.mark
+        self._base_step = int(self.value.state_dict()["step"]) - target.position.steps
+
+    def _standing(self) -> Standing:
+        state = self.value.state_dict()
+        position = Position(self._mark, state["step"] - self._base_step)
+        kept = {commit.mark: commit.l1 for commit in self._commits}
+        return Standing(self._worker, position, state["step"], _l1(state), kept)
+
+    def _follow(self, mine: Standing, target: Standing) -> None:
+        """Go to where rank 0 stands, or drop the residuals."""
+        where = target.position
+        commit = next((each for each in self._commits if each.mark == where.mark), None)
+        if commit is not None and where.steps == 0:
+            logger.info("goes back from %s to %s, where rank 0 stands", mine.position, where)
+            self._go_back_to(commit)
+            return
+        self.value.load_state_dict(EngineState(step=target.step).as_dict(), strict=False)
+        if mine.l1 > 0:
+            self.value._engine.count_dropped(
+                mine.l1,
+                f"the residuals of commit {mine.position.mark.number} (step {mine.step}): rank 0 "
+                f"goes on from commit {where.mark.number} (step {target.step})",
+            )
+
+    def _go_back_to(self, commit: Commit) -> None:
+        self.value.load_state_dict(commit.state, strict=False)  # its own; ranks may have moved
+        engine = self.value._engine
+        engine.dropped_l1, engine.lost_l1 = commit.dropped_l1, commit.lost_l1
+        self._l1_of = dict(commit.l1_of)
+        self._mark, self._base_step = commit.mark, commit.state["step"]
+
+    def _tell_all(self, l1: float) -> None:
+        """All ranks of a connected world come here together."""
+        mine = torch.tensor([self._worker], dtype=torch.int64), torch.tensor([l1]).double()
+        received = self.value._session.gather(mine, "commit")
+        if received is None:
+            return
+        pairs = [(int(m[:8].view(torch.int64)), float(m[8:].view(torch.float64))) for m in received]
+        self._count_lost({worker for worker, _ in pairs})
+        self._l1_of = dict(pairs)
+
+    def _count_lost(self, present: set[int]) -> None:
+        """Workers that are gone took their residuals along."""
+        gone = self._l1_of.keys() - present
+        self.value._engine.lost_l1 += sum(self._l1_of[worker] for worker in gone)
+
+
+def _l1(state: dict[str, Any]) -> float:
+    return sum(float(t.norm(1, dtype=torch.float64)) for t in state["residual"].values())
+
+
+def _is_called_by_commit() -> bool:
+    """Whether all ranks are here: `State.save` may be called on one alone, `commit` may not."""
+    frame = sys._getframe(1)
+    for _ in range(SEARCHED_FRAMES):
+        if frame.f_code is State.commit.__code__:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
 
 
 def register(cls: type) -> None:
@@ -37,3 +217,11 @@ def register(cls: type) -> None:
     entry = (cls, CompressionStateHandler)
     if entry not in registry:
         horovod_state.set_handler_registry([*registry, entry])
+
+
+def is_forgotten(compression: Any) -> bool:
+    """Whether `hvd.elastic.run` runs with states of which none has the compression."""
+    listeners = notification_manager._listeners
+    states = [each for each in listeners if isinstance(each, horovod_state.TorchState)]
+    handlers = [handler for each in states for handler in each._handlers.values()]
+    return bool(states) and all(handler.value is not compression for handler in handlers)

@@ -16,11 +16,13 @@ from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.planning import Planning, refuse_devices
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
+from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
 from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.planner import Planner
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import Bootstrap, create_transport
+from hvd_sparse.transports.framing import Payload
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -138,6 +140,20 @@ class Session:
                 self._divergence.begin_step(self._transport)
             if self.planning is not None:
                 self.planning.begin_step()
+
+    def gather(self, mine: Payload, channel: str) -> list[Tensor] | None:
+        """Every rank's bytes, between steps; None where the ranks are not connected.
+
+        Raises:
+            HorovodInternalError: A peer is gone or did not answer; it is named.
+        """
+        if self._world is None or not self.is_current():
+            return None
+        transport = self._transport
+        with as_horovod_error():
+            return interruptibly(
+                lambda: transport.allgather(mine, channel=channel), transport.abort
+            )
 
     def standin(self) -> Tensor:
         """A new tensor for Horovod to reduce instead of a gradient."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from hvd_sparse.adapter.binding import ParameterLookup
 from hvd_sparse.adapter.fate import StepFate
-from hvd_sparse.adapter.session import as_horovod_error
+from hvd_sparse.adapter.session import Session, as_horovod_error
 from hvd_sparse.engine import Engine
 from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
 
@@ -26,11 +30,12 @@ class States:
 
     Args:
         engine: Has the residuals.
+        session: Connects the ranks from the first step on.
         timeout_s: Seconds after which ranks that do not come to a checkpoint are given up.
     """
 
-    def __init__(self, engine: Engine, timeout_s: float) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, session: Session, timeout_s: float) -> None:
+        self._engine, self._session = engine, session
         self._timeout_s = timeout_s
         self._fate: StepFate | None = None
         self._shapes: Shapes | None = None
@@ -65,11 +70,13 @@ class States:
 
     def save_checkpoint(self, path: str | os.PathLike[str], process_set: Any) -> None:
         """See `SparseCompressor.save_checkpoint`."""
+        self._engine.check_between_steps("save_checkpoint()")
         world, gather = self._world(process_set)
         save_checkpoint(path, self.save, world.rank, world.size, gather)
 
     def load_checkpoint(self, path: str | os.PathLike[str], process_set: Any, missing: str) -> None:
         """See `SparseCompressor.load_checkpoint`."""
+        self._engine.check_between_steps("load_checkpoint()")
         world, gather = self._world(process_set)
         loaded = load_checkpoint(path, world.rank, world.size, gather, missing, self._shapes)
         self._engine.load_state_dict(loaded.state, strict=False)
@@ -85,6 +92,9 @@ class States:
         world = HorovodBootstrap(process_set)
 
         def gather(mine: Any) -> list[Any]:
+            connected = self._session.gather(packed(mine), "checkpoint")  # it names who fails
+            if connected is not None:
+                return [pickle.loads(message.numpy().tobytes()) for message in connected]
             with as_horovod_error():
                 return world.allgather_object(mine, "hvd_sparse.checkpoint", self._timeout_s)
 
@@ -94,3 +104,8 @@ class States:
         self._loaded_unit = unit
         if self._fate is not None and unit is not None:
             self._fate.unit = unit  # what the scaler's scale differs by, the next step mends
+
+
+def packed(obj: Any) -> tuple[Tensor]:
+    """An object as the bytes that other ranks of this job read."""
+    return (torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8),)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from hvd_sparse.transports.horovod_handles import SPIN_S, WAITING
 from hvd_sparse.transports.pauses import Pauses
+
+T = TypeVar("T")
 
 CAUSE_S = 1.0
 """How long after Horovod, which names no rank, an exchange may still say what it has failed by."""
@@ -74,3 +78,30 @@ def hand_over_rest(optimizer: Any) -> None:
             handed_over.update(key if isinstance(key, tuple) else (key,))
     for parameter in optimizer._requires_update - handed_over:
         optimizer._handles[parameter] = optimizer._allreduce_grad_async(parameter)
+
+
+def interruptibly(call: Callable[[], T], abort: Callable[[BaseException], None]) -> T:
+    """Make a call that waits in native code, where Python would not see Ctrl-C until it returns.
+
+    Args:
+        call: What to do, in a thread of its own.
+        abort: Ends the call early, with the error by which this thread was interrupted.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="hvd_sparse.call", daemon=True)
+    thread.start()
+    try:
+        return outcome.result()
+    except BaseException as error:
+        if not outcome.done():
+            abort(error)
+        raise
+    finally:
+        thread.join()

@@ -135,13 +135,14 @@ class Engine:
     Attributes:
         skipped_steps: Steps that were taken back, since nobody applied their results.
         dropped_l1: L1 norm of residuals that were let go of, since a caller said so.
+        lost_l1: L1 norm of residuals that went with other ranks, as far as a caller knows it.
     """
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
         self.assignment = assignment
         self._observer = Guard(observer)
         self.skipped_steps = 0
-        self.dropped_l1 = 0.0
+        self.dropped_l1 = self.lost_l1 = 0.0
         self._unsettled = False
         self._release = Release()
         self._frozen = Frozen()
@@ -442,7 +443,14 @@ class Engine:
         buckets = [bucket.stats for bucket in self._buckets]
         waiting = [parts["residual"] for parts in self._frozen.held.values()]
         waiting += self._restored.residual.values()
-        return Stats(transport, buckets, self.skipped_steps, self.dropped_l1, l1_of(waiting))
+        return Stats(
+            transport,
+            buckets,
+            self.skipped_steps,
+            self.dropped_l1,
+            waiting_l1=l1_of(waiting),
+            lost_l1=self.lost_l1,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives.
@@ -450,9 +458,17 @@ class Engine:
         Raises:
             ConfigError: A step is under way.
         """
-        if self.error is None and any(b.phase is not Phase.COLLECTING for b in self._buckets):
-            raise ConfigError("state_dict() must be called between steps, got a call within one")
+        self.check_between_steps("state_dict()")
         return self._state().as_dict()
+
+    def check_between_steps(self, call: str) -> None:
+        """Refuse a call while a step is under way.
+
+        Raises:
+            ConfigError: One is.
+        """
+        if self.error is None and any(b.phase is not Phase.COLLECTING for b in self._buckets):
+            raise ConfigError(f"{call} must be called between steps, got a call within one")
 
     def load_state_dict(
         self,

@@ -98,7 +98,7 @@ class EngineState:
         if not isinstance(state, Mapping):
             raise refuse(f"it must be a mapping, got {type(state).__name__}")
         version = state.get("version")
-        if isinstance(version, bool) or version not in (1, VERSION):
+        if type(version) is not int or version not in (1, VERSION):
             raise refuse(f"version must be 1 or {VERSION}, got {version!r}")
         if version == 1:
             check_keys(state, KEYS - ADDED.keys(), "it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -128,7 +127,7 @@ def check_like(value: Any, model: Any, where: str) -> None:
     elif isinstance(model, int):
         check_count(f"{WHERE}: {where}", value, 0)
     elif isinstance(model, float):
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            raise refuse(f"{where} must be a number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise refuse(f"{where} must be a number of at least 0, got {value!r}")
     elif type(value) is not type(model):
         raise refuse(f"{where} must be {type(model).__name__}, got {type(value).__name__}")

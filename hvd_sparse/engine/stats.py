@@ -122,9 +122,12 @@ class Stats:
         transport: Name of the transport, empty before the first step.
         buckets: One entry per bucket, in the order in which they are exchanged.
         skipped_steps: Steps that were taken back, since nobody applied their results.
-        dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so.
+        dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so, or since
+            it was not at the commit that `hvd.elastic` went on from.
         waiting_l1: L1 norm of residuals that are in no exchange: of frozen tensors, which hold
             them, and of tensors that have become dense, which release them.
+        lost_l1: L1 norm of the residuals of workers that are gone, under `hvd.elastic`, as of the
+            last commit. What this worker knows of: one that joined later knows less.
     """
 
     transport: str
@@ -132,6 +135,7 @@ class Stats:
     skipped_steps: int = 0
     dropped_l1: float = 0.0
     waiting_l1: float = 0.0
+    lost_l1: float = 0.0
 
     @property
     def totals(self) -> StepStats:

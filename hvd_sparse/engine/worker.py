@@ -16,6 +16,7 @@ active exception`). The threads therefore end before Python does: `close` runs a
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import cycle, pairwise
@@ -72,7 +73,7 @@ class Worker:
         """Use a transport, which `close` closes; at exit at the latest."""
         self.transport = transport
         # Horovod's exit handler was registered earlier, by hvd.init(), and so runs later.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Begin to work on the buckets of a plan."""
@@ -88,10 +89,13 @@ class Worker:
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
+    def stop(self, reason: object = "it gave up an exchange under way") -> None:
         """End the threads, and forget their plan, scale and error.
 
         An exchange that is under way, and that its peers do not finish at once, is aborted.
+
+        Args:
+            reason: What the peers then report.
         """
         with self._changed:
             self._stopping = True
@@ -102,7 +106,7 @@ class Worker:
         for thread in self._threads:
             thread.join(GRACE_S if exchanging else None)
             if thread.is_alive() and self.transport is not None:
-                self.transport.abort()
+                self.transport.abort(reason)
             thread.join()
         self.scale = self.error = self._at = None
         self._threads, self._buckets = [], ()
@@ -120,7 +124,15 @@ class Worker:
         transport, self.transport = self.transport, None
         if transport is not None:
             transport.close()
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """Where an error ends the process, peers that wait for it, now or later, report that."""
+        error = getattr(sys, "last_value", None)  # set by Python for what nobody has caught
+        self.stop("its process ends" if error is None else error)
+        if error is not None and self.transport is not None:
+            self.transport.abort(error)
+        self.close()
 
     # -- for the training thread -------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from tests.workers.adapter_checkpoint import (
 )
 
 
-@with_ranks(World(3))
+@with_ranks(World(3), World(3, "mpi"))
 def test_checkpoints_go_on_and_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path)
     books = ranks.run(save_to, folder)[0].result

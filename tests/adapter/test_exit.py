@@ -74,6 +74,8 @@ def test_a_rank_that_fails_ends_by_its_own_failure(
     assert last_words in failed.stderr
     for peer in (under_gloo[case][0], under_gloo[case][2]):
         assert peer.code in (0, 1), peer  # 0: it was through with this last step
+        if last_words and peer.code:  # it could still tell why
+            assert f"rank 1 aborted the transport: {last_words[:10]}" in peer.stderr, peer
     assert_in_time(under_gloo[case], under_gloo["nothing"])
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import hvd_sparse.engine.checkpoint as module
@@ -19,6 +24,7 @@ from hvd_sparse.engine.checkpoint import Gather, Loaded, load_checkpoint, save_c
 from hvd_sparse.errors import CheckpointError, ConfigError
 from hvd_sparse.transports import Transport, run_ranks
 from tests.engine.test_state import SHAPES, engine_of, train_step
+from tests.launch import WORKERS, launch_environment
 
 Action = Callable[[Engine, Transport], Any]
 
@@ -157,6 +163,42 @@ def test_until_all_have_written_the_old_one_stands(
 
     on_ranks(3, action)
     assert sorted(path.name for path in folder.iterdir()) == names
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """At each of its operations on files; what it leaves, the next checkpoint removes."""
+    done = subprocess.run(
+        [sys.executable, str(WORKERS / "checkpoint_kills.py"), str(tmp_path / "saved")],
+        env=launch_environment(),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    killed = re.search(r"KILLED (\d+)", done.stdout)
+    assert killed, done.stdout + done.stderr
+    assert int(killed[1]) >= 12  # two ranks' files and the manifest: opened, renamed, removed
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_file_with_any_other_bytes_is_refused_by_name(folder: Path, data: st.DataObject) -> None:
+    """Cut, lengthened or with other bytes in any place: of a rank's file, or of the manifest."""
+    path = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    whole = path.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1), "place")
+    other = data.draw(st.binary(max_size=8), "bytes")
+    spoilt = whole[:place] + other + whole[place + data.draw(st.integers(0, 9), "removed") :]
+    assume(spoilt != whole)
+    path.write_bytes(spoilt)
+    try:
+        with pytest.raises(CheckpointError, match=f"load {folder}: rank 0: .*{path.name}"):
+            load_checkpoint(folder, 0, 1, lambda mine: [mine], "refuse", SHAPES)
+    finally:
+        path.write_bytes(whole)
 
 
 def test_ranks_at_different_steps_cannot_save(tmp_path: Path) -> None:

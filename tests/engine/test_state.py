@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hvd_sparse.engine import Engine, TensorSpec
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import Transport, run_ranks
 
@@ -131,6 +133,86 @@ def test_hostile_states_are_refused(
 def test_what_is_no_state_is_refused(nothing: Any) -> None:
     with pytest.raises(ConfigError, match="must be a mapping, got"):
         engine_of(None).load_state_dict(nothing)
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 9) | st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+    st.builds(
+        torch.full,
+        st.lists(st.sampled_from([0, 1, 30, 40, 257]), max_size=3).map(tuple),
+        st.floats(width=16),
+        dtype=st.sampled_from([torch.float32, torch.float64, torch.float16]),
+    ),
+    st.lists(st.integers(-2, 1300), max_size=2).map(torch.tensor).map(torch.Tensor.long),
+    st.just(object()),
+)
+
+
+def places(value: Any) -> list[tuple[Any, ...]]:
+    """The paths to everything in a state."""
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [(), *((key, *rest) for key, inner in items for rest in places(inner))]
+
+
+@pytest.fixture(scope="module")
+def two_states() -> list[dict[str, Any]]:
+    return states_of(2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_whatever_a_state_holds_it_is_refused_by_name_or_trained_on(
+    two_states: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    """On both ranks something else in the same place, a key too many, or a key that is missing."""
+    path = data.draw(st.sampled_from([place for place in places(two_states[0]) if place]))
+    what = data.draw(st.sampled_from(["replaced", "removed", "added"]))
+    value = data.draw(ANYTHING)
+    key = data.draw(st.text(max_size=3) | st.integers())
+
+    def hostile(state: dict[str, Any]) -> dict[str, Any]:
+        state = copy.deepcopy(state)
+        inner: Any = state
+        for step in path[:-1]:
+            inner = inner[step]
+        if what == "replaced":
+            inner[path[-1]] = value
+        elif what == "added" and isinstance(inner, dict):
+            inner[key] = value
+        else:
+            del inner[path[-1]]
+        return state
+
+    def worker(transport: Transport) -> str:
+        engine = engine_of(transport)
+        try:
+            engine.load_state_dict(hostile(two_states[transport.rank]), shapes=SHAPES)
+            train_step(engine, transport.rank, 3)
+            residual = engine.state_dict()["residual"]
+        except ConfigError as error:
+            transport.abort(error)  # the other rank may have nothing to refuse
+            return str(error)
+        except TransportError:
+            return ""
+        finally:
+            engine.disconnect()
+        return "" if all(t.isfinite().all() for t in residual.values()) else "it is not finite"
+
+    for outcome in run_ranks(2, worker, timeout_s=20.0):
+        assert outcome == "" or "state of the compression: " in outcome, outcome
 
 
 @pytest.mark.parametrize("key", ["residual", "momentum", "step", "buckets", "rank", "unit"])

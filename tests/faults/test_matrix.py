@@ -6,6 +6,7 @@ Where a rank ends between `backward()` and `step()`, see tests/adapter/test_exit
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import signal
@@ -30,6 +31,11 @@ EXIT_S = 10.0
 WORLDS = 3
 """Worlds at a time: most of the time they wait."""
 
+REST = ("connect", "exchange", "commit", "checkpoint")
+"""Phases of a death under MPI that only `make faults` tries."""
+
+rest = pytest.mark.skipif("HVD_SPARSE_FAULTS" not in os.environ, reason="`make faults` runs it")
+
 CASES = [f"{phase}-{fault}" for phase in PHASES for fault in FAULTS]
 
 CLEAN = ["nothing-first", "nothing-last"]
@@ -49,6 +55,9 @@ NAMED = r"HorovodInternalError: hvd_sparse: .*\brank 1\b"
 NAMING = {"forward": (0, 2), "backward": (0, 2), "between": (0, 2)}
 """Survivors that name rank 1, by phase. Others wait for Horovod alone, which names no rank, or
 come to their exchange when Horovod has ended: in "exchange" rank 2, and by it rank 0."""
+
+NAMED_BY_ONE = ("commit", "checkpoint")
+"""Phases in which a survivor names rank 1, and the other may be through with that exchange."""
 
 
 def ended(cases: list[str]) -> dict[str, list[Ending]]:
@@ -102,6 +111,8 @@ def test_all_ranks_end_in_time_and_say_why(endings: dict[str, list[Ending]], cas
         assert "HorovodInternalError" in survivor.stderr, survivor
         if rank in NAMING.get(phase, ()):
             assert re.search(NAMED, survivor.stderr), survivor
+    if phase in NAMED_BY_ONE:
+        assert any(re.search(NAMED, e.stderr) for e in survivors.values()), survivors
     if fault == "stop":  # the test itself ends the stopped one
         assert_in_time([*survivors.values()], [end for clean in CLEAN for end in endings[clean]])
     else:
@@ -109,11 +120,13 @@ def test_all_ranks_end_in_time_and_say_why(endings: dict[str, list[Ending]], cas
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
-def test_a_death_ends_a_job_under_mpi(tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["between", *(pytest.param(p, marks=rest) for p in REST)])
+def test_a_death_ends_a_job_under_mpi(tmp_path: Path, phase: str) -> None:
     """Here mpirun does so; for other failures see tests/adapter/test_exit.py."""
     folder = tmp_path / "world"
+    case = f"{phase}-kill"
     done = horovodrun(
-        3, "fault_matrix.py", "between-kill", folder, controller="mpi", timeout=190, check=False
+        3, "fault_matrix.py", case, folder, controller="mpi", timeout=190, check=False
     )
     seconds = time.time() - float((folder / "failed_at").read_text())
     assert done.returncode != 0
