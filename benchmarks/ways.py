@@ -70,9 +70,9 @@ class Way:
 
     @property
     def is_settled(self) -> bool:
-        """Whether its planner, if it has one, has decided."""
+        """Whether its planner, if it has one, has decided; it is at work from the first step on."""
         planner = None if self.compression is None else self.compression.method
-        return not isinstance(planner, Planner) or planner.steps_to_review < REVIEW_INTERVAL_STEPS
+        return not isinstance(planner, Planner) or planner.steps_to_review >= REVIEW_INTERVAL_STEPS
 
     def gradients(self) -> list[Tensor]:
         """As the optimizer has them."""
