@@ -222,7 +222,8 @@ class Cnn(BenchmarkModel):
         self.last = nn.Linear(1024, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.last(torch.relu(self.large(self.features(images)))).square().mean()
+        loss: Tensor = self.last(torch.relu(self.large(self.features(images)))).square().mean()
+        return loss
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         return (torch.randn(2, 3, 64, 64, generator=generator),)
@@ -242,7 +243,8 @@ class SmallTransformer(BenchmarkModel):
         self.head = nn.Linear(self.width, self.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layers(self.embedding(tokens))).square().mean()
+        loss: Tensor = self.head(self.layers(self.embedding(tokens))).square().mean()
+        return loss
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         return (torch.randint(0, self.vocabulary, (2, 32), generator=generator),)
@@ -259,7 +261,8 @@ class Single(BenchmarkModel):
         self.layer = nn.Linear(128, self.numel // 128, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).square().mean()
+        loss: Tensor = self.layer(x).square().mean()
+        return loss
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         return (torch.randn(1, 128, generator=generator),)
@@ -275,7 +278,8 @@ class Tiny(BenchmarkModel):
         self.layers = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         return (torch.randn(4, 64, generator=generator),)

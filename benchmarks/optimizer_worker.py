@@ -71,7 +71,8 @@ class Given(nn.Module):
         ]
 
     def forward(self, which: int) -> Tensor:
-        loss: Tensor = HandOver.apply(self.sets[which], *list(self.tensors)[::-1])
+        hand_over: Any = HandOver.apply
+        loss: Tensor = hand_over(self.sets[which], *list(self.tensors)[::-1])
         return loss
 
 

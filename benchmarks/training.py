@@ -32,12 +32,16 @@ WORKER = "benchmarks/training_worker.py"
 TIMEOUT_S = 3600.0
 FIRST_MODELS = ("transformer35", "lstm", "vgg16")
 MODELS_AT_1GBIT = (*FIRST_MODELS, "resnet50", "recommendation", "extreme")
-FEW_WAYS = ("horovod", "horovod-fp16", "ddp-bf16", "powersgd-2", "oktopk@0.01", "topk@0.01")
-FEW_WAYS += ("oktopk@0.001", "oktopk@0.01/float16+gap")
+FEW_WAYS = (
+    *("horovod", "horovod-fp16", "ddp-bf16", "powersgd-2"),
+    *("oktopk@0.01", "topk@0.01", "oktopk@0.001", "oktopk@0.01/float16+gap"),
+)
 """Where a dense step takes seconds, or a model much memory."""
 QUICK_WAYS = (*FEW_WAYS, "ddp", "asleep", "planned@0.01")
-EVERY_WAY = (*QUICK_WAYS, "ddp-fp16", "powersgd-1", "powersgd-4", "dgc@0.01", "dgc@0.001")
-EVERY_WAY += ("topk@0.001", "topk@0.01/float16+gap", "planned@0.001")
+EVERY_WAY = (
+    *(*QUICK_WAYS, "ddp-fp16", "powersgd-1", "powersgd-4", "dgc@0.01", "dgc@0.001"),
+    *("topk@0.001", "topk@0.01/float16+gap", "planned@0.001"),
+)
 SPARSE_GRADIENT_WAYS = ("horovod", "ddp", "asleep", "oktopk@0.01", "topk@0.01")
 """Hooks, fp16 and the planner take no sparse gradients."""
 SLOW_RATES = ("10mbit", "100mbit")
