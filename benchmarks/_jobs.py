@@ -74,8 +74,8 @@ class Jobs:
                 self._lines[entry["key"]] = entry
 
     @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser, *, launches: int) -> None:
-        parser.add_argument("--launches", type=int, default=launches, help="of each case")
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """The option that bounds `run`."""
         parser.add_argument(
             "--minutes",
             type=float,

@@ -128,7 +128,8 @@ def main() -> None:
     parser.add_argument("--loopback", action="store_true", help="with --netlab: loopback, too")
     parser.add_argument("--plot", type=Path, metavar="PREFIX", help="draw auto: PREFIX-RATE.png")
     Launcher.add_arguments(parser, several=True)
-    Jobs.add_arguments(parser, launches=3)
+    parser.add_argument("--launches", type=int, default=3, help="of each case")
+    Jobs.add_arguments(parser)
     options = parser.parse_args()
     places = Launcher.each_of(parser, options)
     if options.loopback and options.netlab:

@@ -150,10 +150,11 @@ class Lstm24(BenchmarkModel):
     """A language model: embedding, two layers of LSTM, output."""
 
     title = "LSTM, 24.8 M"
-    vocabulary, width = 10_000, 768
+    vocabulary = 10_000
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 768) -> None:
         super().__init__()
+        self.width = width
         self.embedding = nn.Embedding(self.vocabulary, self.width)
         self.lstm = nn.LSTM(self.width, self.width, 2, batch_first=True)
         self.head = nn.Linear(self.width, self.vocabulary)

@@ -122,13 +122,20 @@ def check_names(names: Sequence[str]) -> str:
     return ""
 
 
-def make_way(name: str, model: nn.Module, lr: float, **options: Any) -> Way:
+def make_way(
+    name: str,
+    model: nn.Module,
+    lr: float,
+    optimizer_class: Callable[..., Any] = torch.optim.SGD,
+    **options: Any,
+) -> Way:
     """Let a model train in one way.
 
     Args:
         name: As in the table of this module.
         model: The model, with the same weights on all ranks.
-        lr: Of plain SGD; `dgc` has its momentum correction.
+        lr: Learning rate.
+        optimizer_class: What takes parameters and `lr`; `dgc` has its own.
         **options: For the constructor of ours.
     """
     match = NAME.fullmatch(name)
@@ -136,11 +143,11 @@ def make_way(name: str, model: nn.Module, lr: float, **options: Any) -> Way:
     base, collective, density, wire = match.groups()
     # Horovod knows tensors by name, and remembers what it has seen of each.
     named = [(f"{name}.{key}", p) for key, p in model.named_parameters()]
+    optimizer = optimizer_class(model.parameters(), lr=lr)
     if not is_ours(name):
         opponent = opponent_of(base)
         assert opponent is not None, name
-        return opponent(name, model, named, lr)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr)
+        return opponent(name, model, named, optimizer)
     options |= {"density": float(density)}
     options |= {"collective": collective} if collective else {}
     options |= {"wire": wire} if wire else {}
@@ -161,13 +168,13 @@ def make_way(name: str, model: nn.Module, lr: float, **options: Any) -> Way:
     return way
 
 
-Maker = Callable[[str, nn.Module, list[tuple[str, Any]], float], Way]
+Maker = Callable[[str, nn.Module, list[tuple[str, Any]], Any], Way]
 
 
 def opponent_of(base: str) -> Maker | None:
     """What makes a way that is not ours, or None."""
     if match := re.fullmatch(r"powersgd-(\d+)", base):
-        return lambda name, model, named, lr: powersgd(name, model, lr, int(match[1]))
+        return lambda name, model, named, optimizer: powersgd(name, model, optimizer, int(match[1]))
     return OPPONENTS.get(base)
 
 
@@ -178,32 +185,29 @@ def through_horovod(
     return Way(name, model, wrapped)
 
 
-def alone(name: str, model: nn.Module, named: list[tuple[str, Any]], lr: float) -> Way:
-    return Way(name, model, torch.optim.SGD(model.parameters(), lr), first_error=None)
+def alone(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
+    return Way(name, model, optimizer, first_error=None)
 
 
-def horovod(name: str, model: nn.Module, named: list[tuple[str, Any]], lr: float) -> Way:
-    optimizer = torch.optim.SGD(model.parameters(), lr)
+def horovod(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
     return through_horovod(name, model, named, optimizer, hvd.Compression.none)
 
 
-def horovod_fp16(name: str, model: nn.Module, named: list[tuple[str, Any]], lr: float) -> Way:
-    optimizer = torch.optim.SGD(model.parameters(), lr)
+def horovod_fp16(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
     way = through_horovod(name, model, named, optimizer, hvd.Compression.fp16)
     way.first_error = ROUNDED
     return way
 
 
-def asleep(name: str, model: nn.Module, named: list[tuple[str, Any]], lr: float) -> Way:
-    optimizer = torch.optim.SGD(model.parameters(), lr)
+def asleep(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
     compression = hvd_sparse.Compression.topk(named, dense_below=2**31)
     way = through_horovod(name, model, named, optimizer, compression)
     way.compression = compression
     return way
 
 
-def gloo(name: str, model: nn.Module, named: list[tuple[str, Any]], lr: float) -> Way:
-    way = alone(name, model, named, lr)
+def gloo(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
+    way = alone(name, model, named, optimizer)
     way.first_error = LOSSLESS
 
     def reduce() -> None:
@@ -220,7 +224,7 @@ def gloo(name: str, model: nn.Module, named: list[tuple[str, Any]], lr: float) -
 def ddp(
     name: str,
     model: nn.Module,
-    lr: float,
+    optimizer: Any,
     hook: Callable[..., Any] | None = None,
     state: object = None,
     **options: Any,
@@ -228,7 +232,7 @@ def ddp(
     module = DistributedDataParallel(model, **options)
     if hook is not None:
         module.register_comm_hook(state, hook)
-    way = Way(name, module, torch.optim.SGD(model.parameters(), lr))
+    way = Way(name, module, optimizer)
     way.first_error = LOSSLESS if hook is None else ROUNDED
     return way
 
@@ -238,11 +242,11 @@ def bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no st
     return bf16_compress_hook(state, bucket)
 
 
-def powersgd(name: str, model: nn.Module, lr: float, rank: int) -> Way:
+def powersgd(name: str, model: nn.Module, optimizer: Any, rank: int) -> Way:
     """It begins with two dense steps."""
     state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
     hook = powerSGD_hook.powerSGD_hook
-    way = ddp(name, model, lr, hook, state, bucket_cap_mb=ONE_BUCKET_MB)
+    way = ddp(name, model, optimizer, hook, state, bucket_cap_mb=ONE_BUCKET_MB)
     way.warmup_steps = POWERSGD_WARMUP_STEPS
     return way
 
@@ -253,7 +257,9 @@ OPPONENTS: dict[str, Maker] = {
     "horovod-fp16": horovod_fp16,
     "asleep": asleep,
     "gloo": gloo,
-    "ddp": lambda name, model, named, lr: ddp(name, model, lr),
-    "ddp-fp16": lambda name, model, named, lr: ddp(name, model, lr, fp16_compress_hook),
-    "ddp-bf16": lambda name, model, named, lr: ddp(name, model, lr, bf16_hook),
+    "ddp": lambda name, model, named, optimizer: ddp(name, model, optimizer),
+    "ddp-fp16": lambda name, model, named, optimizer: ddp(
+        name, model, optimizer, fp16_compress_hook
+    ),
+    "ddp-bf16": lambda name, model, named, optimizer: ddp(name, model, optimizer, bf16_hook),
 }
