@@ -34,7 +34,7 @@ from benchmarks.ways import Way, is_ours, make_way
 
 SETS = 2
 """Different sets of gradients, used in turn."""
-VERIFIED_STEPS = 20
+VERIFIED_STEPS = 12
 """Of ours: residuals have filled, thresholds have settled."""
 FEWEST_TURNS = 4
 PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s")

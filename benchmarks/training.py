@@ -29,7 +29,7 @@ from benchmarks.ways import check_names
 from hvd_sparse.simulator.plots import load_pyplot
 
 WORKER = "benchmarks/training_worker.py"
-TIMEOUT_S = 3600.0
+TIMEOUT_S, QUICK_LIMIT_S = 3600.0, 600.0
 FIRST_MODELS = ("transformer35", "lstm", "vgg16")
 MODELS_AT_1GBIT = (*FIRST_MODELS, "resnet50", "recommendation", "extreme")
 FEW_WAYS = (
@@ -121,7 +121,7 @@ def main() -> None:
     options.seconds = options.seconds or (30.0 if options.quick else 120.0)
 
     jobs = Jobs(options.json, jobs_of(options, places))
-    jobs.run(options.minutes, timeout_s=TIMEOUT_S)
+    jobs.run(options.minutes, timeout_s=QUICK_LIMIT_S if options.quick else TIMEOUT_S)
     report(jobs, options)
     if jobs.missing:
         sys.exit(f"{len(jobs.missing)} launches are missing: the same command goes on with them")

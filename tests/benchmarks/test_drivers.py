@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.markdown import comparison, promises
 from tests.launch import REPOSITORY, launch_environment, run_in_group
 
 LIMIT_S = 240
@@ -39,8 +40,26 @@ def test_reductions_through_the_optimizer(tmp_path: Path) -> None:
     assert said.count("tiny, P = 2, loopback, launch") == 2
 
     said, again = benchmark("allreduce", tmp_path / "report.json", *arguments)
-    assert "launch" not in said
+    assert "launch" not in said  # all are done
     assert again["rows"] == report["rows"]
+
+
+def test_a_report_becomes_tables() -> None:
+    row = {"case": "vgg16, 1gbit", "metric": "step, oktopk@0.01", "value": 194.2, "unit": "ms"}
+    row |= {"ratio": 3.11, "baseline": "horovod: 604 ms", "goal": None, "met": None}
+    goal = row | {"metric": "step of the best", "goal": "at least 3 ×", "met": True}
+    goal |= {"spread": [190.0, 201.4], "launches": 3}
+    assert list(comparison([row, goal])) == [
+        "|  | vgg16, 1gbit |",
+        "| --- | --- |",
+        "| oktopk@0.01 | 194 ms, 3.1 × |",
+        "",
+    ]
+    assert list(promises([row, goal]))[2:] == [
+        "| vgg16, 1gbit | step of the best | 194 ms (190 to 201), 3.1 × | horovod: 604 ms "
+        "| at least 3 × | yes |",
+        "",
+    ]
 
 
 @pytest.mark.launches
