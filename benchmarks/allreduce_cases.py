@@ -52,6 +52,8 @@ def case_of(name: str) -> str:
         ways = ["alone", "horovod", "topk@0.01", "oktopk@0.01"]
     else:
         shapes = shapes_of(name)
+    if name == "bert-base":  # what fits into memory
+        ways = ["alone", *OPPONENTS, *(f"oktopk@{density}" for density in DENSITIES)]
     return json.dumps({"shapes": shapes, "ways": ways})
 
 

@@ -36,7 +36,7 @@ FEW_WAYS = (
     *("horovod", "horovod-fp16", "ddp-bf16", "powersgd-2"),
     *("oktopk@0.01", "topk@0.01", "oktopk@0.001", "oktopk@0.01/float16+gap"),
 )
-"""Where a dense step takes seconds, or a model much memory."""
+"""Where a dense step takes seconds."""
 QUICK_WAYS = (*FEW_WAYS, "ddp", "asleep", "planned@0.01")
 EVERY_WAY = (
     *(*QUICK_WAYS, "ddp-fp16", "powersgd-1", "powersgd-4", "dgc@0.01", "dgc@0.001"),
@@ -44,8 +44,9 @@ EVERY_WAY = (
 )
 SPARSE_GRADIENT_WAYS = ("horovod", "ddp", "asleep", "oktopk@0.01", "topk@0.01")
 """Hooks, fp16 and the planner take no sparse gradients."""
-SLOW_RATES = ("10mbit", "100mbit")
 LARGE_MODELS = ("extreme", "bert-base")
+LARGE_MODEL_WAYS = ("horovod", "powersgd-2", "oktopk@0.01")
+SLOW_RATES = ("10mbit", "100mbit")
 
 
 def ways_of(model: str, at: Launcher, options: argparse.Namespace) -> tuple[str, ...]:
@@ -54,7 +55,9 @@ def ways_of(model: str, at: Launcher, options: argparse.Namespace) -> tuple[str,
         return tuple(options.ways)
     if model == "recommendation":
         return SPARSE_GRADIENT_WAYS
-    if model in LARGE_MODELS or at.rate in SLOW_RATES:
+    if model in LARGE_MODELS:
+        return LARGE_MODEL_WAYS
+    if at.rate in SLOW_RATES:
         return FEW_WAYS
     return QUICK_WAYS if options.quick else EVERY_WAY
 
