@@ -1,7 +1,7 @@
 """Images per second of training on random images, with dense or sparse gradients.
 
     horovodrun -np 2 python examples/pytorch_synthetic_benchmark.py
-    horovodrun -np 2 python examples/pytorch_synthetic_benchmark.py --compression "topk density=0.01"
+    horovodrun -np 2 python examples/pytorch_synthetic_benchmark.py --compression "topk density=0.1"
     horovodrun -np 2 python examples/pytorch_synthetic_benchmark.py --compression policy.yaml
 
 The model is VGG-16 for images of 32 x 32, or any of torchvision's by name, where that is installed.
