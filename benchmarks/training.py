@@ -24,7 +24,7 @@ from benchmarks._jobs import Job, Jobs
 from benchmarks._launch import Launcher
 from benchmarks._report import write_report
 from benchmarks.models import MODELS
-from benchmarks.training_rows import goal_rows, plot_steps, step_rows
+from benchmarks.training_rows import MORE, goal_rows, plot_steps, step_rows
 from benchmarks.ways import check_names
 from hvd_sparse.simulator.plots import load_pyplot
 
@@ -38,28 +38,34 @@ FEW_WAYS = (
 )
 """Where a dense step takes seconds."""
 QUICK_WAYS = (*FEW_WAYS, "ddp", "asleep", "planned@0.01")
-EVERY_WAY = (
-    *(*QUICK_WAYS, "ddp-fp16", "powersgd-1", "powersgd-4", "dgc@0.01", "dgc@0.001"),
-    *("topk@0.001", "topk@0.01/float16+gap", "planned@0.001"),
+MORE_WAYS = (
+    *("horovod", "ddp-fp16", "powersgd-1", "powersgd-2", "powersgd-4"),
+    *("dgc@0.01", "dgc@0.001", "topk@0.001", "topk@0.01/float16+gap", "planned@0.001"),
 )
+"""In launches of their own: all ways at a time do not fit into the memory of one machine."""
 SPARSE_GRADIENT_WAYS = ("horovod", "ddp", "asleep", "oktopk@0.01", "topk@0.01")
 """Hooks, fp16 and the planner take no sparse gradients."""
 LARGE_MODELS = ("extreme", "bert-base")
 LARGE_MODEL_WAYS = ("horovod", "powersgd-2", "oktopk@0.01")
+LARGEST_FULL_WORLD = 2
 SLOW_RATES = ("10mbit", "100mbit")
 
 
-def ways_of(model: str, at: Launcher, options: argparse.Namespace) -> tuple[str, ...]:
-    """What is compared on one model in one place."""
+def ways_of(
+    model: str, at: Launcher, ranks: int, options: argparse.Namespace
+) -> dict[str, tuple[str, ...]]:
+    """What is compared on one model in one world: the ways of a launch, by the case's name."""
     if options.ways:
-        return tuple(options.ways)
+        return {model: tuple(options.ways)}
     if model == "recommendation":
-        return SPARSE_GRADIENT_WAYS
+        return {model: SPARSE_GRADIENT_WAYS}
     if model in LARGE_MODELS:
-        return LARGE_MODEL_WAYS
-    if at.rate in SLOW_RATES:
-        return FEW_WAYS
-    return QUICK_WAYS if options.quick else EVERY_WAY
+        return {model: LARGE_MODEL_WAYS}
+    if at.rate in SLOW_RATES or ranks > LARGEST_FULL_WORLD:
+        return {model: FEW_WAYS}
+    if options.quick:
+        return {model: QUICK_WAYS}
+    return {model: QUICK_WAYS, f"{model}{MORE}": MORE_WAYS}
 
 
 def models_of(at: Launcher, options: argparse.Namespace) -> tuple[str, ...]:
@@ -76,12 +82,13 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job
     for ranks in options.ranks:
         for at in places:
             for model in models_of(at, options):
-                arguments = ["--model", model, "--turns", str(options.turns)]
-                arguments += ["--turn-seconds", f"{options.turn_seconds:g}"]
-                arguments += ["--seconds", f"{options.seconds:g}"]
-                arguments += ["--ways", *ways_of(model, at, options)]
-                for launch in range(1, options.launches + 1):
-                    yield Job(model, at, ranks, launch, WORKER, tuple(arguments))
+                for case, ways in ways_of(model, at, ranks, options).items():
+                    arguments: tuple[str, ...] = ("--model", model)
+                    arguments += ("--turns", str(options.turns))
+                    arguments += ("--turn-seconds", f"{options.turn_seconds:g}")
+                    arguments += ("--seconds", f"{options.seconds:g}", "--ways", *ways)
+                    for launch in range(1, options.launches + 1):
+                        yield Job(case, at, ranks, launch, WORKER, arguments)
 
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:

@@ -16,6 +16,8 @@ from hvd_sparse.simulator.plots import load_pyplot
 Found = dict[str, Any]
 """What one launch's rank 0 wrote: see benchmarks/training_worker.py."""
 
+MORE = "+"
+"""Behind a model's name: further ways of the same model."""
 LEAST_OVER_HOROVOD = {"1gbit": {"vgg16": 3.0, "transformer35": 4.0, "lstm": 4.0}}
 LEAST_OVER_HOROVOD["100mbit"] = dict.fromkeys(("vgg16", "transformer35", "lstm"), 15.0)
 LEAST_OVER_RIVALS = {"1gbit": {"vgg16": 1.6, "transformer35": 2.0, "lstm": 2.0}}
@@ -31,8 +33,13 @@ def step_s(found: Found, way: str) -> float:
     return float(found["ways"][way]["step_s"])
 
 
+def title_of(model: str) -> str:
+    title = MODELS[model.removesuffix(MORE)].title
+    return f"{title}, more ways" if model.endswith(MORE) else title
+
+
 def case_of(model: str, place: str, ranks: int) -> str:
-    case = f"{MODELS[model].title}; {place}, P={ranks}"
+    case = f"{title_of(model)}; {place}, P={ranks}"
     return f"{case}, 2 cores" if ranks > 2 else case
 
 
@@ -148,7 +155,7 @@ def plot_steps(found: Mapping[str, Sequence[Found]], title: str, path: Path) -> 
         bars = axes.barh(range(len(order)), heights, xerr=errors, color=colours, ecolor="#444444")
         axes.bar_label(bars, fmt=" %.0f", fontsize=7)
         axes.set_yticks(range(len(order)), [ways[number] for number in order], fontsize=8)
-        axes.set(title=MODELS[model].title, xscale="log", xlabel="ms per training step")
+        axes.set(title=title_of(model), xscale="log", xlabel="ms per training step")
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     figure.set_layout_engine("constrained")
