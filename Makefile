@@ -69,7 +69,7 @@ build: setup ## wheel and sdist in dist/
 bench: setup ## the benchmarks; results as JSON in benchmarks/results/
 	@mkdir -p benchmarks/results
 	@$(bin)/python -m benchmarks.encode --json benchmarks/results/encode.json
-	@$(bin)/python -m benchmarks.allreduce --json benchmarks/results/allreduce.json
+	@$(bin)/python -m benchmarks.allreduce --quick --json benchmarks/results/allreduce.json
 	@$(bin)/python -m benchmarks.sparse_linear --json benchmarks/results/sparse_linear.json
 	@$(bin)/python -m benchmarks.weak_scaling --json benchmarks/results/weak_scaling.json \
 	--plot docs/weak_scaling.png

@@ -29,6 +29,8 @@ class Row:
         ratio: Baseline over ours; above 1 is better.
         goal: As the requirement states it.
         met: Whether the goal was reached.
+        spread: Least and most of `launches` launches, whose median `value` is.
+        launches: How many; 1 where a figure has no spread.
     """
 
     case: str
@@ -39,6 +41,8 @@ class Row:
     ratio: float | None = None
     goal: str | float | None = None
     met: bool | None = None
+    spread: tuple[float, float] | None = None
+    launches: int = 1
 
 
 def hardware() -> dict[str, str | int]:
@@ -81,7 +85,7 @@ def table(rows: Sequence[Row]) -> str:
             (
                 row.case,
                 row.metric,
-                f"{row.value:.4g} {row.unit}",
+                f"{row.value:.4g} {row.unit}" + _spread(row),
                 row.baseline or "",
                 "" if row.ratio is None else f"{row.ratio:.2f}",
                 "" if row.goal is None else str(row.goal),
@@ -93,6 +97,12 @@ def table(rows: Sequence[Row]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     )
+
+
+def _spread(row: Row) -> str:
+    if row.spread is None or row.launches == 1:
+        return ""
+    return f" ({row.spread[0]:.4g} to {row.spread[1]:.4g}, {row.launches} launches)"
 
 
 def _cpu_model() -> str:

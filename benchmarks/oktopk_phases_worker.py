@@ -11,7 +11,7 @@ import horovod.torch as hvd
 import torch
 import torch.distributed
 
-from benchmarks.allreduce_worker import dist, torch_gloo_allreduce
+from benchmarks._rank import dist, join_torch_group
 from benchmarks.oktopk_variants import (
     MeasuredOkTopk,
     NotOverlapped,
@@ -87,7 +87,7 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
 
-    torch_gloo_allreduce(options.interface)  # for its barrier
+    join_torch_group(options.interface)  # for its barrier
     transport = create_transport("auto", HorovodBootstrap(hvd.global_process_set), 120.0)
     k = max(1, round(options.density * options.numel))
     found = measure(transport, options.numel, k, options.repeats)

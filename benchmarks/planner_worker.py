@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -14,8 +13,9 @@ from zlib import crc32
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from benchmarks.models import MODELS, Single
 from hvd_sparse import Compression
 from hvd_sparse.planner import Planner
 from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS
@@ -24,69 +24,6 @@ DENSITY = 0.01
 WARMUP_STEPS = 5
 FEWEST_STEPS = 8
 """Steps that are timed, however long they take."""
-
-
-class Cnn(nn.Module):
-    """Many small tensors, and one large fully connected layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        widths = (3, 16, 32, 32, 64, 64, 64)
-        for number, (inputs, outputs) in enumerate(pairwise(widths)):
-            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
-            layers += [nn.MaxPool2d(2)] if number % 2 else []
-        self.features = nn.Sequential(*layers, nn.Flatten())
-        self.large = nn.Linear(64 * 8 * 8, 1024)
-        self.last = nn.Linear(1024, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.last(torch.relu(self.large(self.features(images))))
-        return scores
-
-    @staticmethod
-    def batch() -> Tensor:
-        return torch.randn(2, 3, 64, 64)
-
-
-class Transformer(nn.Module):
-    """Embedding, four layers, output."""
-
-    def __init__(self, vocabulary: int = 4000, width: int = 128) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.layers(self.embedding(tokens)))
-        return scores
-
-    @staticmethod
-    def batch() -> Tensor:
-        return torch.randint(0, 4000, (2, 32))
-
-
-class Single(nn.Module):
-    """One layer, as DRAGONN's extreme classification has it, at a size that memory allows."""
-
-    numel = 126_700_000 // 16
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(128, self.numel // 128, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.layer(x)
-        return scores
-
-    @staticmethod
-    def batch() -> Tensor:
-        return torch.randn(1, 128)
-
-
-MODELS: dict[str, Any] = {"cnn": Cnn, "transformer": Transformer, "single": Single}
 
 
 def compression_of(way: str, model: nn.Module) -> Any:
@@ -113,6 +50,7 @@ def run(model_name: str, way: str, steps: int, seconds: float) -> dict[str, Any]
     """Train, check, time: so many steps, or those that fit into so many seconds."""
     torch.manual_seed(0)
     model = MODELS[model_name]()
+    generator = torch.Generator().manual_seed(1 + hvd.rank())
     compression = compression_of(way, model)
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -120,11 +58,10 @@ def run(model_name: str, way: str, steps: int, seconds: float) -> dict[str, Any]
         compression=compression,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    torch.manual_seed(1 + hvd.rank())
 
     def training_step() -> None:
         model.zero_grad()
-        model(MODELS[model_name].batch()).square().mean().backward()
+        model(*model.batch(generator)).backward()
         optimizer.step()
 
     planner = compression.method if way == "planned" else None

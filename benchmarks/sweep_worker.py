@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -14,20 +13,18 @@ from zlib import crc32
 
 import horovod.torch as hvd
 import torch
-import torch.distributed
 from torch import Tensor
 
-from benchmarks.allreduce_worker import torch_gloo_allreduce
+from benchmarks._rank import dist, in_turns, join_torch_group, slowest_ranks
 from hvd_sparse.collectives.automatic import cheapest_algorithm
 from hvd_sparse.collectives.link import link_of
-from hvd_sparse.collectives.registry import BY_NAME, CANDIDATES
+from hvd_sparse.collectives.registry import BY_NAME
 from hvd_sparse.simulator import DISTINCT, SyntheticStreams
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import create_transport
 from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
 
-dist: Any = torch.distributed
 WARMUP_STEPS = 3
 STREAMS = SyntheticStreams()
 
@@ -51,24 +48,15 @@ def verify(name: str, reduced: SparseStream, stream: SparseStream) -> None:
 
 
 def timed(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of the slowest rank; the contenders take turns in an order that changes.
-
-    Whoever comes after a dense one finds cold caches.
-    """
+    """Median seconds of the slowest rank; the contenders take turns in an order that changes."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats):
-        order = list(functions)
-        Random(repeat).shuffle(order)  # the same on all ranks
-        for name in order:
+        for name in in_turns(list(functions), repeat):
             dist.barrier()
             start = perf_counter()
             functions[name]()
             seconds[name].append(perf_counter() - start)
-    everyone = hvd.allgather_object(seconds, name="seconds")
-    return {
-        name: median(max(each) for each in zip(*(r[name] for r in everyone), strict=True))
-        for name in functions
-    }
+    return {name: median(each) for name, each in slowest_ranks(seconds).items()}
 
 
 def measure(
@@ -76,7 +64,6 @@ def measure(
     numel: int,
     density: float,
     repeats: int,
-    gloo_allreduce: Callable[[Tensor], object],
 ) -> dict[str, Any]:
     """Every algorithm at one density, and what would be chosen."""
     k = max(1, round(density * numel))
@@ -89,16 +76,13 @@ def measure(
         verify(name, reduction.reduced, streams[-1])
         functions[name] = lambda reduce=collective.reduce: reduce(streams[-1])  # type: ignore[misc]
     vector = dense(streams[-1])
-    functions["gloo"] = lambda: gloo_allreduce(vector)
+    functions["gloo"] = lambda: dist.all_reduce(vector)
     functions["gloo"]()
     return {
         "density": density,
         "k": k,
         "seconds": timed(functions, repeats),
-        "chosen": {
-            "auto": cheapest_algorithm(transport, numel, k, CANDIDATES),
-            "auto of everything": cheapest_algorithm(transport, numel, k),
-        },
+        "chosen": cheapest_algorithm(transport, numel, k),
     }
 
 
@@ -114,12 +98,11 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
 
-    gloo_allreduce = torch_gloo_allreduce(options.interface)
+    join_torch_group(options.interface)
     transport = create_transport("auto", HorovodBootstrap(hvd.global_process_set), 120.0)
     link = link_of(transport)
     found = [
-        measure(transport, options.numel, density, options.repeats, gloo_allreduce)
-        for density in options.density
+        measure(transport, options.numel, density, options.repeats) for density in options.density
     ]
     if hvd.rank() == 0:
         facts = {"alpha_s": link.alpha_s, "beta_s_per_byte": link.beta_s_per_byte}

@@ -13,13 +13,12 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
+from benchmarks._rank import join_torch_group, make_gradients
 from benchmarks.allreduce_worker import (
     GRADIENTS,
     SparseReduction,
     bytes_per_step,
-    make_gradients,
     timed,
-    torch_gloo_allreduce,
     verify,
 )
 from hvd_sparse.collectives import OkTopk
@@ -66,8 +65,8 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
 
-    torch_gloo_allreduce(options.interface)  # for its barrier
-    gradients = make_gradients(options.numel)
+    join_torch_group(options.interface)  # for its barrier
+    gradients = make_gradients(options.numel, GRADIENTS)
     found = measure(options.wire, gradients, options.density, options.repeats)
     if hvd.rank() == 0:
         options.out.write_text(json.dumps(found))

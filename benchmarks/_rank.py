@@ -1,0 +1,94 @@
+"""What the ranks of a benchmark share: torch's group, turns, bytes, medians."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from socket import gethostbyname, gethostname
+from typing import Any
+from zlib import crc32
+
+import horovod.torch as hvd
+import torch
+import torch.distributed
+from torch import Tensor
+
+dist: Any = torch.distributed  # its type hints leave out what is used here
+
+
+def join_torch_group(interface: str | None) -> None:
+    """Make torch's default group, over gloo: for DDP, and for its barrier, which sleeps.
+
+    Horovod's barrier spins: on few cores the ranks that wait in it slow down those that still work.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = interface or "lo"
+    store_host = gethostbyname(gethostname()) if interface else "127.0.0.1"
+    store = dist.TCPStore(store_host, 0, is_master=True) if hvd.rank() == 0 else None
+    meeting = (store_host, store.port) if store else None
+    host, port = hvd.broadcast_object(meeting, 0, name="benchmark.store")
+    store = store or dist.TCPStore(host, port)
+    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
+
+
+def interface_bytes(interface: str | None) -> int:
+    """Bytes that a network interface has sent; 0 for none."""
+    if interface is None:
+        return 0
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def in_turns(names: Sequence[str], turn: int) -> list[str]:
+    """The names in an order that changes with every turn, the same on all ranks.
+
+    What comes after a dense reduction finds cold caches.
+    """
+    order = list(names)
+    Random(turn).shuffle(order)
+    return order
+
+
+def slowest_ranks(mine: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """For every name and turn what the slowest rank took."""
+    everyone = hvd.allgather_object(dict(mine), name="benchmark.figures")
+    return {
+        name: [max(each) for each in zip(*(rank[name] for rank in everyone), strict=True)]
+        for name in mine
+    }
+
+
+def make_gradients(numel: int, count: int) -> list[Tensor]:
+    """Heavy-tailed gradients whose large entries the ranks partly share, as in data parallelism."""
+    shared = torch.Generator().manual_seed(1)
+    scale = torch.randn(numel, generator=shared).exp_()
+    own = torch.Generator().manual_seed(2 + hvd.rank())
+    return [torch.randn(numel, generator=own).mul_(scale) for _ in range(count)]
+
+
+def everywhere(values: object, name: str) -> list[Any]:
+    """What every rank has, by rank."""
+    found: list[Any] = hvd.allgather_object(values, name=name)
+    return found
+
+
+def check_replicas(tensors: Sequence[Tensor], what: str) -> None:
+    """Ends the benchmark unless all ranks hold the same, bit for bit."""
+    mine = [crc32(tensor.detach().contiguous().numpy().data) for tensor in tensors]
+    for rank, theirs in enumerate(everywhere(mine, "benchmark.checksums")):
+        if theirs != mine:
+            raise SystemExit(f"{what}: ranks {hvd.rank()} and {rank} have different tensors")
+
+
+def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Norm of the difference over the norm of what was expected."""
+    wrong = sum(float((a - e).square().sum()) for a, e in zip(actual, expected, strict=True))
+    whole = sum(float(e.square().sum()) for e in expected)
+    return float((wrong / whole) ** 0.5)
+
+
+def say(message: str) -> None:
+    """Progress, by rank 0."""
+    if hvd.rank() == 0:
+        print(message, file=sys.stderr, flush=True)

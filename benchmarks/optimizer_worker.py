@@ -1,0 +1,241 @@
+"""One rank of `benchmarks.allreduce`: reductions through the optimizer, verified, then timed.
+
+A model whose backward hands over gradients that were made before stands for a real one. What is
+timed is backward with the optimizer's `synchronize`, from which the time of such a backward by
+itself is subtracted: from gradients that are ready to the optimizer that has the averages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+from benchmarks._rank import (
+    check_replicas,
+    dist,
+    everywhere,
+    in_turns,
+    interface_bytes,
+    join_torch_group,
+    make_gradients,
+    relative_error,
+    say,
+    slowest_ranks,
+)
+from benchmarks.ways import Way, is_ours, make_way
+
+SETS = 2
+"""Different sets of gradients, used in turn."""
+VERIFIED_STEPS = 12
+"""Of ours: residuals have filled, thresholds have settled."""
+FEWEST_TURNS = 4
+PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s")
+
+
+class HandOver(torch.autograd.Function):
+    """A loss of 0 whose gradients are given."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+class Given(nn.Module):
+    """Parameters of given shapes, and a loss that has given gradients.
+
+    The parameters of all such modules share memory: nobody changes them, since the learning rate
+    is 0. The last one has its gradient first, as in real models.
+    """
+
+    def __init__(self, shapes: list[list[int]], weights: Tensor, sets: list[Tensor]) -> None:
+        super().__init__()
+        numels = [torch.Size(shape).numel() for shape in shapes]
+        views = zip(weights.split(numels), shapes, strict=True)
+        self.tensors = nn.ParameterList(nn.Parameter(part.view(shape)) for part, shape in views)
+        self.sets = [
+            [p.view(s) for p, s in zip(flat.split(numels), shapes, strict=True)][::-1]
+            for flat in sets
+        ]
+
+    def forward(self, which: int) -> Tensor:
+        hand_over: Any = HandOver.apply
+        loss: Tensor = hand_over(self.sets[which], *list(self.tensors)[::-1])
+        return loss
+
+
+def make_ways(case: dict[str, Any], sets: list[Tensor]) -> dict[str, Way]:
+    """All that a case compares; `name#B` is a way whose vector comes in B equal tensors."""
+    weights = torch.zeros_like(sets[0])
+    ways = {}
+    for name in case["ways"]:
+        base, _, buckets = name.partition("#")
+        shapes, options = case["shapes"], {}
+        if buckets:
+            [(rows, columns)] = shapes
+            shapes = [[rows // int(buckets), columns]] * int(buckets)
+            options = {"bucket_numel": rows // int(buckets) * columns}
+        elif is_ours(base) and len(shapes) == 1:
+            options = {"bucket_numel": sets[0].numel()}
+        ways[name] = make_way(base, Given(shapes, weights, sets), 0.0, **options)
+    return ways
+
+
+def reduce(way: Way, turn: int) -> tuple[float, float]:
+    """Seconds of a reduction, backward included: by the clock, and of the main thread's own."""
+    way.module.zero_grad()
+    loss = way.module(turn % SETS)
+    dist.barrier()
+    start, own = time.perf_counter(), time.thread_time()
+    loss.backward()
+    way.synchronize()
+    taken = time.perf_counter() - start, time.thread_time() - own
+    dist.barrier()
+    return taken
+
+
+def flat_gradients(way: Way) -> Tensor:
+    """What the optimizer has, as one vector."""
+    return torch.cat([gradient.reshape(-1) for gradient in way.gradients()])
+
+
+def verify_dense(way: Way, means: list[Tensor]) -> None:
+    """Ranks agree, and the mean is right as far as the way promises it."""
+    assert way.first_error is not None
+    for step in range(way.warmup_steps):
+        reduce(way, step)
+        if step == 0:
+            error = relative_error([flat_gradients(way)], [means[0]])
+            if error > way.first_error:
+                raise SystemExit(f"{way.name}: the mean is wrong by {error:g} of its norm")
+        way.update()
+    check_replicas(way.gradients(), way.name)
+
+
+def verify_ours(way: Way, sets: list[Tensor], means: list[Tensor]) -> None:
+    """Ranks agree on every bit, and what was given is what was applied or kept."""
+    applied, given = torch.zeros_like(sets[0]), torch.zeros_like(sets[0])
+    for step in range(VERIFIED_STEPS):
+        reduce(way, step)
+        applied += flat_gradients(way)
+        given += means[step % SETS]
+        way.update()
+        if step in (0, VERIFIED_STEPS - 1):
+            check_replicas(way.gradients(), way.name)
+    residual = way.compression.state_dict()["residual"]
+    parts = [
+        residual[f"{way.name}.{key}"].reshape(-1) if f"{way.name}.{key}" in residual
+        else torch.zeros(p.numel())
+        for key, p in way.module.named_parameters()
+    ]  # fmt: skip
+    kept = torch.cat(parts)
+    dist.all_reduce(kept)
+    error = relative_error([applied + kept / hvd.size()], [given])
+    if error > 1e-3:
+        raise SystemExit(f"{way.name}: applied and kept miss what was given by {error:g}")
+
+
+def verify(ways: dict[str, Way], sets: list[Tensor]) -> None:
+    """Ends the benchmark where a way does not do what it is for."""
+    means = [flat.clone() for flat in sets]
+    for mean in means:
+        dist.all_reduce(mean)
+        mean.div_(hvd.size())
+    for name, way in ways.items():
+        say(f"  verifying {name}")
+        if is_ours(name.partition("#")[0]):
+            verify_ours(way, sets, means)
+        elif name == "alone":
+            reduce(way, 0)
+        else:
+            verify_dense(way, means)
+        way.module.zero_grad()
+
+
+def measure(ways: dict[str, Way], options: argparse.Namespace) -> dict[str, Any]:
+    """Turn by turn, every way once, in an order that changes."""
+    clock: dict[str, list[float]] = {name: [] for name in ways}
+    own: dict[str, list[float]] = {name: [] for name in ways}
+    sent = dict.fromkeys(ways, 0)
+    start = time.perf_counter()
+    turns = 0
+    while turns < options.repeats:
+        for name in in_turns(list(ways), turns):
+            before = interface_bytes(options.interface)
+            seconds, thread_seconds = reduce(ways[name], turns)
+            sent[name] += interface_bytes(options.interface) - before
+            clock[name].append(seconds)
+            own[name].append(thread_seconds)
+            ways[name].update()
+            ways[name].module.zero_grad()
+        turns += 1
+        passed = time.perf_counter() - start
+        over = turns >= FEWEST_TURNS and passed * (turns + 1) / turns > options.seconds
+        say(f"  turn {turns} of {options.repeats}, {passed:.0f} s")
+        if hvd.broadcast_object(over, 0, name="benchmark.over"):
+            break
+    slowest, threads = slowest_ranks(clock), slowest_ranks(own)
+    return {
+        "turns": turns,
+        "seconds": {name: median(each) for name, each in slowest.items()},
+        "thread_seconds": {name: median(each) for name, each in threads.items()},
+        "phases_s": {
+            name: phases_of(way, turns)
+            for name, way in ways.items()
+            if is_ours(name.partition("#")[0])
+        },
+        "interface_bytes": [
+            {name: sent_bytes / turns for name, sent_bytes in rank.items()}
+            for rank in everywhere(sent, "benchmark.sent")
+        ],
+    }
+
+
+def phases_of(way: Way, steps: int) -> dict[str, float]:
+    """Rank 0's median seconds of each phase, summed over buckets."""
+    buckets = way.compression.stats().buckets
+    histories = [list(bucket.history)[-steps:] for bucket in buckets]
+    return {
+        phase: median(sum(getattr(s, phase) for s in each) for each in zip(*histories, strict=True))
+        for phase in PHASES
+    }
+
+
+def main() -> None:
+    """Verify, time, and write rank 0's findings."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--case", type=json.loads, required=True, help="shapes, and names of ways")
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="for which turns go on")
+    parser.add_argument("--interface")
+    options = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    join_torch_group(options.interface)
+    sets = make_gradients(sum(torch.Size(shape).numel() for shape in options.case["shapes"]), SETS)
+    ways = make_ways(options.case, sets)
+    verify(ways, sets)
+    found = measure(ways, options)
+    if hvd.rank() == 0:
+        options.out.write_text(json.dumps(found))
+    for way in ways.values():
+        way.close()
+    hvd.barrier()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""One rank of `benchmarks.training`: trains a model in many ways, which take turns, and times them.
+
+All ways begin with the same weights and get the same batches. The first averaged gradient of every
+dense way is compared with the mean, and in the end every way's weights with the other ranks'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from benchmarks._rank import (
+    check_replicas,
+    dist,
+    everywhere,
+    in_turns,
+    interface_bytes,
+    join_torch_group,
+    relative_error,
+    say,
+    slowest_ranks,
+)
+from benchmarks.models import MODELS, BenchmarkModel
+from benchmarks.ways import Way, make_way
+from hvd_sparse.planner import Planner
+
+LEARNING_RATE = 1e-3
+MOST_STEPS = 12
+"""Of a turn."""
+FEWEST_TURNS = 3
+PLANNING_LIMIT_S = 240.0
+
+
+class Trained:
+    """A way, its model and its place in the batches.
+
+    Attributes:
+        way: What trains.
+        turn_steps: Steps of a turn.
+        turn_s: Seconds per step, for every turn.
+        sent_bytes: What the interface sent, for every turn, per step.
+    """
+
+    def __init__(self, name: str, model: str) -> None:
+        torch.manual_seed(0)
+        self.model: BenchmarkModel = MODELS[model]()
+        self.way: Way = make_way(name, self.model, LEARNING_RATE)
+        self.generator = torch.Generator().manual_seed(1 + hvd.rank())
+        self.turn_steps = 1
+        self.turn_s: list[float] = []
+        self.sent_bytes: list[float] = []
+
+    def step(self) -> None:
+        self.way.step(*self.model.batch(self.generator))
+
+    def warm_up(self, turn_seconds: float) -> None:
+        """Steps until nothing is new any more, of which the last one tells how long they take."""
+        start = time.perf_counter()
+        for _ in range(1, self.way.warmup_steps):
+            self.step()
+        while not self.way.is_settled:
+            self.step()
+            late = time.perf_counter() - start > PLANNING_LIMIT_S
+            if hvd.broadcast_object(late, 0, name="benchmark.late"):
+                raise SystemExit(f"{self.way.name}: no plan after {PLANNING_LIMIT_S:g} s")
+        dist.barrier()
+        start = time.perf_counter()
+        self.step()
+        last_s = time.perf_counter() - start
+        fitting = hvd.broadcast_object(int(turn_seconds / last_s), 0, name="benchmark.fitting")
+        self.turn_steps = min(max(fitting, 1), MOST_STEPS)
+
+    def turn(self, interface: str | None) -> None:
+        """Some steps in a row, as in training."""
+        dist.barrier()
+        before, start = interface_bytes(interface), time.perf_counter()
+        for _ in range(self.turn_steps):
+            self.step()
+        self.turn_s.append((time.perf_counter() - start) / self.turn_steps)
+        self.sent_bytes.append((interface_bytes(interface) - before) / self.turn_steps)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What a planner has decided."""
+        planner = None if self.way.compression is None else self.way.compression.method
+        if not isinstance(planner, Planner) or planner.trial is None or not self.way.is_settled:
+            return {}
+        return {"sparse_tensors": len(planner.trial.winner.plan.placements)}
+
+
+def first_step(trained: Trained, mean: list[Tensor] | None) -> list[Tensor]:
+    """Train one step, compare its gradients with the mean of all ranks, and return that.
+
+    Args:
+        trained: What takes the step; without `mean` it is the way that averages nothing.
+        mean: The mean of the ranks' gradients.
+    """
+    way = trained.way
+    way.step(*trained.model.batch(trained.generator))
+    gradients = way.gradients()
+    if mean is None:
+        mean = [gradient.to_dense().clone() for gradient in gradients]
+        for gradient in mean:
+            dist.all_reduce(gradient)
+            gradient.div_(hvd.size())
+    elif way.first_error is not None:
+        error = relative_error([gradient.to_dense() for gradient in gradients], mean)
+        if error > way.first_error:
+            raise SystemExit(f"{way.name}: the mean is wrong by {error:g} of its norm")
+    return mean
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Verify, warm up, take turns, compare the replicas."""
+    ways: dict[str, Trained] = {}
+    mean: list[Tensor] | None = None
+    for name in ["alone", *options.ways]:
+        say(f"  {name}: verified, warmed up …")
+        ways[name] = Trained(name, options.model)
+        mean = first_step(ways[name], mean)
+        ways[name].warm_up(options.turn_seconds)
+    mean = None
+
+    start = time.perf_counter()
+    for turn in range(options.turns):
+        for name in in_turns(list(ways), turn):
+            ways[name].turn(options.interface)
+        passed = time.perf_counter() - start
+        say(f"  turn {turn + 1} of {options.turns}, {passed:.0f} s")
+        over = turn + 1 >= FEWEST_TURNS and passed * (turn + 2) / (turn + 1) > options.seconds
+        if hvd.broadcast_object(over, 0, name="benchmark.over"):
+            break
+    for name, trained in ways.items():
+        if name != "alone":
+            check_replicas(list(trained.model.parameters()), name)
+
+    slowest = slowest_ranks({name: trained.turn_s for name, trained in ways.items()})
+    sent = {name: median(trained.sent_bytes) for name, trained in ways.items()}
+    everyone = everywhere(sent, "benchmark.sent")
+    found = {
+        name: {
+            "step_s": median(slowest[name]),
+            "turn_s": slowest[name],
+            "turn_steps": trained.turn_steps,
+            "host_bytes": max(rank[name] for rank in everyone),
+            **trained.described,
+        }
+        for name, trained in ways.items()
+    }
+    for trained in ways.values():
+        trained.way.close()
+    return {"numel": sum(p.numel() for p in ways["alone"].model.parameters()), "ways": found}
+
+
+def main() -> None:
+    """Run, and write what rank 0 found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--ways", nargs="+", required=True)
+    parser.add_argument("--turns", type=int, required=True)
+    parser.add_argument("--turn-seconds", type=float, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="for which turns go on")
+    parser.add_argument("--interface")
+    options = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    join_torch_group(options.interface)
+    found = run(options)
+    if hvd.rank() == 0:
+        options.out.write_text(json.dumps(found))
+    hvd.barrier()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""The ways to average gradients that benchmarks compare: ours, and what a user would pick instead.
+
+A way is named as this:
+
+| name | what it is |
+|---|---|
+| `alone` | nothing is averaged: what computing takes |
+| `horovod`, `horovod-fp16` | Horovod's optimizer, uncompressed or with its fp16 compression |
+| `asleep` | the same with this package, which compresses nothing, but sleeps while it waits |
+| `gloo` | torch's allreduce of every gradient after backward |
+| `ddp`, `ddp-fp16`, `ddp-bf16` | DistributedDataParallel, by itself or with torch's hooks |
+| `powersgd-2` | its PowerSGD hook at rank 2, with a single bucket: several cross on gloo |
+| `planned@0.01` | a policy with `compress: auto` |
+| `oktopk@0.01`, `dgc@0.001`, … | a constructor of `Compression` at a density |
+| `topk:oktopk@0.01/float16+gap` | the same with a collective and a wire |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import hvd_sparse
+from hvd_sparse.methods import METHODS
+from hvd_sparse.planner import Planner
+from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS
+
+dist: Any = torch.distributed  # its type hints leave out what is used here
+NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?")
+ONE_BUCKET_MB = 100_000
+SPARSE_WARMUP_STEPS, POWERSGD_WARMUP_STEPS, DENSE_WARMUP_STEPS = 10, 4, 2
+LOSSLESS, ROUNDED = 1e-5, 1e-2
+
+
+@dataclass
+class Way:
+    """One way, with the model that it trains.
+
+    Attributes:
+        name: As in the table of this module.
+        module: What is called with a batch.
+        optimizer: A torch optimizer, or Horovod's around it.
+        first_error: What the first averaged gradient may be wrong by, as a share of its norm; None:
+            any of it may stay behind.
+        warmup_steps: Steps before it is worth timing.
+        compression: Ours.
+        reduce: What averages gradients after backward, where no hook does.
+    """
+
+    name: str
+    module: nn.Module
+    optimizer: Any
+    first_error: float | None = LOSSLESS
+    warmup_steps: int = DENSE_WARMUP_STEPS
+    compression: Any = None
+    reduce: Callable[[], None] | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its planner, if it has one, has decided; it is at work from the first step on."""
+        planner = None if self.compression is None else self.compression.method
+        return not isinstance(planner, Planner) or planner.steps_to_review >= REVIEW_INTERVAL_STEPS
+
+    def gradients(self) -> list[Tensor]:
+        """As the optimizer has them."""
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+    def synchronize(self) -> None:
+        """Wait until the optimizer has the averaged gradients, backward being over."""
+        if hasattr(self.optimizer, "synchronize"):
+            self.optimizer.synchronize()
+        if self.reduce is not None:
+            self.reduce()
+
+    def update(self) -> None:
+        """Let the optimizer apply what `synchronize` brought."""
+        if hasattr(self.optimizer, "skip_synchronize"):
+            with self.optimizer.skip_synchronize():
+                self.optimizer.step()
+        else:
+            self.optimizer.step()
+
+    def step(self, *batch: Any) -> None:
+        """A whole step of training."""
+        self.module.zero_grad()
+        self.module(*batch).backward()
+        self.synchronize()
+        self.update()
+
+    def close(self) -> None:
+        if self.compression is not None:
+            self.compression.close()
+
+
+def is_ours(name: str) -> bool:
+    """Whether a way compresses sparsely."""
+    match = NAME.fullmatch(name)
+    return match is not None and match[1] in (*METHODS, "planned")
+
+
+def check_names(names: Sequence[str]) -> str:
+    """What is wrong with some ways' names, or an empty string."""
+    for name in names:
+        match = NAME.fullmatch(name)
+        if match is None or not (is_ours(name) or opponent_of(match[1])):
+            return f"unknown way {name!r}: benchmarks/ways.py lists them"
+        if is_ours(name) and match[3] is None:
+            return f"a density must follow {name!r}, as in {name}@0.01"
+    return ""
+
+
+def make_way(
+    name: str,
+    model: nn.Module,
+    lr: float,
+    optimizer_class: Callable[..., Any] = torch.optim.SGD,
+    **options: Any,
+) -> Way:
+    """Let a model train in one way.
+
+    Args:
+        name: As in the table of this module.
+        model: The model, with the same weights on all ranks.
+        lr: Learning rate.
+        optimizer_class: What takes parameters and `lr`; `dgc` has its own.
+        **options: For the constructor of ours.
+    """
+    match = NAME.fullmatch(name)
+    assert match is not None, name
+    base, collective, density, wire = match.groups()
+    # Horovod knows tensors by name, and remembers what it has seen of each.
+    named = [(f"{name}.{key}", p) for key, p in model.named_parameters()]
+    optimizer = optimizer_class(model.parameters(), lr=lr)
+    if not is_ours(name):
+        opponent = opponent_of(base)
+        assert opponent is not None, name
+        return opponent(name, model, named, optimizer)
+    options |= {"density": float(density)}
+    options |= {"collective": collective} if collective else {}
+    options |= {"wire": wire} if wire else {}
+    if base == "planned":
+        rule = {"compress": "auto", "compressor": "topk", **options}
+        policy = {
+            "version": 1,
+            "rules": [{"match": {"max_numel": 1024}, "compress": "never"}, rule],
+        }
+        compression: Any = hvd_sparse.Compression.from_policy(policy, named)
+    elif base == "dgc":
+        optimizer, compression = hvd_sparse.dgc_sgd(named, lr=lr, **options)
+    else:
+        compression = getattr(hvd_sparse.Compression, base)(named, **options)
+    way = through_horovod(name, model, named, optimizer, compression)
+    way.first_error, way.warmup_steps = None, SPARSE_WARMUP_STEPS
+    way.compression = compression
+    return way
+
+
+Maker = Callable[[str, nn.Module, list[tuple[str, Any]], Any], Way]
+
+
+def opponent_of(base: str) -> Maker | None:
+    """What makes a way that is not ours, or None."""
+    if match := re.fullmatch(r"powersgd-(\d+)", base):
+        return lambda name, model, named, optimizer: powersgd(name, model, optimizer, int(match[1]))
+    return OPPONENTS.get(base)
+
+
+def through_horovod(
+    name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any, compression: Any
+) -> Way:
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+    return Way(name, model, wrapped)
+
+
+def alone(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
+    return Way(name, model, optimizer, first_error=None)
+
+
+def horovod(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
+    return through_horovod(name, model, named, optimizer, hvd.Compression.none)
+
+
+def horovod_fp16(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
+    way = through_horovod(name, model, named, optimizer, hvd.Compression.fp16)
+    way.first_error = ROUNDED
+    return way
+
+
+def asleep(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
+    compression = hvd_sparse.Compression.topk(named, dense_below=2**31)
+    way = through_horovod(name, model, named, optimizer, compression)
+    way.compression = compression
+    return way
+
+
+def gloo(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
+    way = alone(name, model, named, optimizer)
+    way.first_error = LOSSLESS
+
+    def reduce() -> None:
+        gradients = way.gradients()
+        handles = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+        for gradient, handle in zip(gradients, handles, strict=True):
+            handle.wait()
+            gradient.div_(hvd.size())
+
+    way.reduce = reduce
+    return way
+
+
+def ddp(
+    name: str,
+    model: nn.Module,
+    optimizer: Any,
+    hook: Callable[..., Any] | None = None,
+    state: object = None,
+    **options: Any,
+) -> Way:
+    module = DistributedDataParallel(model, **options)
+    if hook is not None:
+        module.register_comm_hook(state, hook)
+    way = Way(name, module, optimizer)
+    way.first_error = LOSSLESS if hook is None else ROUNDED
+    return way
+
+
+def bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no strings
+    """torch's hook: DDP refuses it by its name unless there is NCCL, but gloo can do it, too."""
+    return bf16_compress_hook(state, bucket)
+
+
+def powersgd(name: str, model: nn.Module, optimizer: Any, rank: int) -> Way:
+    """It begins with two dense steps."""
+    state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
+    hook = powerSGD_hook.powerSGD_hook
+    way = ddp(name, model, optimizer, hook, state, bucket_cap_mb=ONE_BUCKET_MB)
+    way.warmup_steps = POWERSGD_WARMUP_STEPS
+    return way
+
+
+OPPONENTS: dict[str, Maker] = {
+    "alone": alone,
+    "horovod": horovod,
+    "horovod-fp16": horovod_fp16,
+    "asleep": asleep,
+    "gloo": gloo,
+    "ddp": lambda name, model, named, optimizer: ddp(name, model, optimizer),
+    "ddp-fp16": lambda name, model, named, optimizer: ddp(
+        name, model, optimizer, fp16_compress_hook
+    ),
+    "ddp-bf16": lambda name, model, named, optimizer: ddp(name, model, optimizer, bf16_hook),
+}

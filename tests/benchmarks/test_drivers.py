@@ -1,0 +1,97 @@
+"""Benchmarks in a short form: they run, report, and go on where they were stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.markdown import comparison, promises
+from tests.launch import REPOSITORY, launch_environment, run_in_group
+
+LIMIT_S = 240
+
+
+def benchmark(name: str, path: Path, *arguments: str, check: bool = True) -> tuple[str, Any]:
+    """What a benchmark says on stderr, and its report."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path), *arguments]
+    environment = launch_environment({"PWD": str(REPOSITORY)})
+    done = run_in_group(command, env=environment, timeout=LIMIT_S, check=check)
+    return done.stderr, json.loads(path.read_text())
+
+
+def metrics_of(report: Any) -> dict[str, Any]:
+    return {row["metric"]: row for row in report["rows"]}
+
+
+@pytest.mark.launches
+def test_reductions_through_the_optimizer(tmp_path: Path) -> None:
+    arguments = ("--cases", "tiny", "--ranks", "2", "--launches", "2", "--repeats", "4")
+    arguments += ("--seconds", "2")
+    said, report = benchmark("allreduce", tmp_path / "report.json", *arguments)
+    rows = metrics_of(report)
+    for way in ("horovod", "horovod-fp16", "gloo", "ddp-bf16", "powersgd-2", "oktopk@0.01"):
+        row = rows[f"{way}, through the optimizer"]
+        assert 0 < row["spread"][0] <= row["value"] <= row["spread"][1]
+        assert row["launches"] == 2
+    assert said.count("tiny, P = 2, loopback, launch") == 2
+
+    said, again = benchmark("allreduce", tmp_path / "report.json", *arguments)
+    assert "launch" not in said  # all are done
+    assert again["rows"] == report["rows"]
+
+
+def test_a_report_becomes_tables() -> None:
+    row = {"case": "vgg16, 1gbit", "metric": "step, oktopk@0.01", "value": 194.2, "unit": "ms"}
+    row |= {"ratio": 3.11, "baseline": "horovod: 604 ms", "goal": None, "met": None}
+    goal = row | {"metric": "step of the best", "goal": "at least 3 ×", "met": True}
+    goal |= {"spread": [190.0, 201.4], "launches": 3}
+    assert list(comparison([row, goal])) == [
+        "|  | vgg16, 1gbit |",
+        "| --- | --- |",
+        "| oktopk@0.01 | 194 ms, 3.1 × |",
+        "",
+    ]
+    assert list(promises([row, goal]))[2:] == [
+        "| vgg16, 1gbit | step of the best | 194 ms (190 to 201), 3.1 × | horovod: 604 ms "
+        "| at least 3 × | yes |",
+        "",
+    ]
+
+
+@pytest.mark.launches
+def test_steps_of_training(tmp_path: Path) -> None:
+    ways = ("horovod", "powersgd-2", "asleep", "dgc@0.01", "planned@0.01", "topk@0.01/float16+gap")
+    arguments = ("--models", "tiny", "--launches", "1", "--turns", "3", "--turn-seconds", "0.02")
+    arguments += ("--seconds", "2", "--plot", str(tmp_path / "plot"), "--ways", *ways)
+    _, report = benchmark("training", tmp_path / "report.json", *arguments)
+    metrics = metrics_of(report)
+    for way in ("alone", *ways):
+        assert any(metric.startswith(f"step, {way}") for metric in metrics)
+    assert any(metric.startswith("planned@0.01 over the fastest") for metric in metrics)
+    assert (tmp_path / "plot-loopback-2ranks.png").stat().st_size > 0
+
+
+@pytest.mark.launches
+@pytest.mark.netlab
+def test_a_host_counts_its_bytes(tmp_path: Path) -> None:
+    arguments = ("--models", "tiny", "--launches", "1", "--turns", "3", "--turn-seconds", "0.02")
+    arguments += ("--seconds", "2", "--netlab", "1gbit", "--ways", "horovod", "topk@0.01")
+    _, report = benchmark("training", tmp_path / "report.json", *arguments)
+    rows = metrics_of(report)
+    dense_mb = rows["sent by a host in a step, horovod"]["value"]
+    assert 4e-6 * 99_360 < dense_mb < 8e-6 * 99_360
+    assert rows["sent by a host in a step, topk@0.01"]["value"] < dense_mb / 5
+
+
+def test_an_unknown_way_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.training", "--json", str(tmp_path / "r.json")]
+    for way, why in (("ddp-fp8", "unknown way 'ddp-fp8'"), ("oktopk", "as in oktopk@0.01")):
+        done = run_in_group(
+            [*command, "--ways", way], env=launch_environment(), timeout=LIMIT_S, check=False
+        )
+        assert done.returncode == 2
+        assert why in done.stderr
