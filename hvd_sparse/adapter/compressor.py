@@ -22,6 +22,7 @@ from hvd_sparse.adapter.binding import (
 )
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.fate import StepFate
+from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.refusals import (
     refuse_double_momentum,
     refuse_unsupported,
@@ -295,7 +296,8 @@ class SparseCompressor:
         """Compress otherwise from the next step on, without losing a residual.
 
         All ranks call this between the same two steps. A tensor that was sparse and now is dense
-        has its residual added to its next gradient.
+        has its residual added to its next gradients, at most half a gradient's norm in a step.
+        Momentum goes along, between the compression and `MomentumCorrectedSGD`.
 
         Args:
             method: A `Method` for all tensors, or an `Assignment`: the `method` of another
@@ -307,9 +309,17 @@ class SparseCompressor:
         optimizer = self._bound()
         if optimizer is not None:
             self._refuse_double_momentum(optimizer, method)
-        self.method = method
         self._settle()
-        self._session.reassign(method)
+        handover = None
+        if optimizer is not None and self._lookup is not None:
+            large = [(name, p) for name, p in self._lookup if self._is_large(p)]
+            handover = Handover(optimizer, self._engine, method, large)
+        self.method = method
+        self._session.reassign(method, handover, self._unit())
+
+    def _unit(self) -> float:
+        """The loss scale that the gradients are in units of; 1 where there is none."""
+        return 1.0 if self._fate is None or self._fate.unit is None else self._fate.unit
 
     def forget(self, names: Iterable[str]) -> float:
         """Let go of what waits to be sent of some parameters, and of their momentum here.

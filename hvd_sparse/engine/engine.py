@@ -28,7 +28,7 @@ from hvd_sparse.engine.plan import (
 )
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
-from hvd_sparse.engine.transitions import Frozen, Release, cut, l1_of
+from hvd_sparse.engine.transitions import Frozen, Release, cut, l1_of, momentum_unit
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.selectors.correction import hold_back
@@ -114,6 +114,7 @@ class Engine:
         self._release = Release()
         self._frozen = Frozen()
         self._freezing: set[str] = set()
+        self._specs: dict[str, TensorSpec] = {}
         self._worker = Worker(work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
@@ -246,9 +247,48 @@ class Engine:
         their tensors; that of a tensor which now is dense becomes its `leftover`.
         """
         self._give_up_plan()
+        for name, tensor in self._restored.momentum.items():
+            if name in self._specs:
+                was, will_be = (
+                    momentum_unit(each, self._specs[name]) for each in (self.assignment, assignment)
+                )
+                if was != will_be:
+                    tensor.mul_(will_be / was)
         self.assignment = assignment
         if self._transport is not None:
             self._observer.planned(self._transport, ())  # the next step's, if it has any bucket
+
+    def take_momentum(self, shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
+        """The momenta of tensors that have none here any more, summed over the ranks.
+
+        To be called after `reassign` and `agree`, by all ranks alike.
+
+        Args:
+            shapes: Of the tensors, by name.
+
+        Returns:
+            Float32 tensors on the host: what heavy-ball SGD would have for the sum of gradients.
+        """
+        if not shapes:
+            return []
+        assert self._transport is not None
+        own = [self._restored.momentum.pop(name, torch.zeros(*shapes[name])) for name in shapes]
+        flat = torch.cat([tensor.cpu().reshape(-1) for tensor in own])
+        total = self._transport.allreduce_sum(flat, channel="momentum")
+        parts = total.split([tensor.numel() for tensor in own])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, own, strict=True)]
+
+    def give_momentum(self, name: str, share: Tensor) -> None:
+        """Begin with a momentum, between `reassign` and the next step.
+
+        Args:
+            name: The tensor's; the assignment gives it a momentum.
+            share: This rank's part of what heavy-ball SGD has for the sum of gradients: float32.
+        """
+        spec = TensorSpec(name, tuple(share.shape), str(torch.float32))
+        unit = momentum_unit(self.assignment, self._specs.get(name, spec))
+        self._restored.momentum[name] = share * unit
+        self._restored.residual.setdefault(name, torch.zeros_like(share))
 
     def agree(self) -> None:
         """Check that all ranks have the same assignment; they call this together, between steps.
@@ -361,6 +401,7 @@ class Engine:
             for bucket in self._buckets
             for place, spec in enumerate(bucket.specs)
         }
+        self._specs |= {spec.name: spec for bucket in buckets for spec in bucket.specs}
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
         self._observer.planned(self._transport, self._buckets)
@@ -389,7 +430,9 @@ class Engine:
         buckets = [bucket.stats for bucket in self._buckets]
         waiting = [parts["residual"] for parts in self._frozen.held.values()]
         waiting += self._restored.residual.values()
-        return Stats(transport, buckets, self.skipped_steps, self.dropped_l1, l1_of(waiting))
+        return Stats(
+            transport, buckets, self.skipped_steps, self.dropped_l1, waiting_l1=l1_of(waiting)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives.

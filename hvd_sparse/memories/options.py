@@ -31,6 +31,15 @@ class MemoryOptions:
     clip_norm: float | None = None
     momentum_kind: str = "local"
 
+    @property
+    def momentum_unit(self) -> float:
+        """What the memory's momentum is multiplied by, beside that of heavy-ball SGD.
+
+        DGC's form of Nesterov's momentum keeps m times it.
+        """
+        is_ahead = self.nesterov and self.momentum_kind == "local"
+        return self.momentum if is_ahead and self.momentum > 0 else 1.0
+
     def make(self, numel: int, device: torch.device, world_size: int) -> ErrorFeedback:
         """One bucket's memory."""
         clipping = None if self.clip_norm is None else Clipping(self.clip_norm, world_size)
