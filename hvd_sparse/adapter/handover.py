@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import spec_of
-from hvd_sparse.engine import Assignment, Engine
+from hvd_sparse.engine import Assignment, Engine, WithDense
+from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
 
 BUFFER = "momentum_buffer"
@@ -29,7 +30,8 @@ class Handover:
         optimizer: Has the momentum of tensors that the compression has none of.
         engine: Has that of the others.
         after: The engine's assignment to be.
-        named: Parameters that the engine may reduce.
+        named: Parameters of types that the engine can reduce.
+        dense_below: Tensors of fewer elements are dense.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Handover:
         engine: Engine,
         after: Assignment,
         named: Sequence[tuple[str, Parameter]],
+        dense_below: int,
     ) -> None:
         self._optimizer, self._engine = optimizer, engine
         self._out: list[tuple[str, Parameter]] = []
@@ -46,7 +49,8 @@ class Handover:
             return
         before = engine.assignment
         for name, parameter in named:
-            had, has = (has_momentum(each, name, parameter) for each in (before, after))
+            memories = (memory_of(a, name, parameter, dense_below) for a in (before, after))
+            had, has = (memory is not None and memory.momentum > 0 for memory in memories)
             if had != has:
                 (self._out if had else self._in).append((name, parameter))
 
@@ -77,7 +81,11 @@ class Handover:
                 self._engine.give_momentum(name, share)
 
 
-def has_momentum(assignment: Assignment, name: str, parameter: Parameter) -> bool:
-    """Whether an assignment gives a tensor's momentum to the compression."""
+def memory_of(
+    assignment: Assignment, name: str, parameter: Parameter, dense_below: int
+) -> MemoryOptions | None:
+    """The memory that an assignment gives a tensor; None where the tensor is dense."""
+    if not isinstance(assignment, WithDense) and parameter.numel() < max(1, dense_below):
+        return None
     method = assignment.choice_of(spec_of(name, parameter)).method
-    return method is not None and method.memory.momentum > 0
+    return None if method is None else method.memory

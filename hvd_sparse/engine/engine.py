@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.engine.bucket import Bucket, Phase
+from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.guard import Guard, warn
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
@@ -83,6 +84,9 @@ def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
 def work(bucket: Bucket, scale: float | None) -> None:
     """What the worker does in one step of one bucket; decodes, where that can be done already."""
     with bucket.lane.work():
+        if bucket.clipping is not None:
+            assert scale is not None  # known since the first step, before which there is no plan
+            bucket.clipping.apply(bucket, scale)
         exchange(bucket)
         if scale is not None and not bucket.decoding_would_overwrite_gradients():
             decode(bucket, scale, bucket.step_stats)
@@ -115,6 +119,8 @@ class Engine:
         self._frozen = Frozen()
         self._freezing: set[str] = set()
         self._specs: dict[str, TensorSpec] = {}
+        self._unit = 1.0
+        self._clipping: StepClipping | None = None
         self._worker = Worker(work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
@@ -134,6 +140,17 @@ class Engine:
     @scale.setter
     def scale(self, scale: float) -> None:
         self._worker.scale = scale
+
+    @property
+    def unit(self) -> float:
+        """The loss scale that gradients are multiplied by, for clipping; 1 where there is none."""
+        return self._unit
+
+    @unit.setter
+    def unit(self, unit: float) -> None:
+        self._unit = unit
+        if self._clipping is not None:
+            self._clipping.unit = unit
 
     @property
     def error(self) -> BaseException | None:
@@ -410,7 +427,12 @@ class Engine:
         for name, (bucket, place) in self._places.items():
             bucket.put(place, self._arrivals[name][1])
         self._arrivals = {}
-        self._worker.start(self._buckets)
+        clipping = StepClipping(buckets, self._transport.world_size)
+        clipping.unit = self._unit
+        for bucket in buckets:
+            bucket.clipping = clipping if clipping.is_on else None
+        self._clipping = clipping
+        self._worker.start(self._buckets, together=clipping.is_on)
 
     def _rank_0_observes(self) -> bool:
         assert self._transport is not None

@@ -45,7 +45,7 @@ class Worker:
         self._buckets: Sequence[Bucket] = ()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._stopping = self._together = False
         self._num_threads = torch.get_num_threads()
 
     @property
@@ -59,9 +59,14 @@ class Worker:
         # Horovod's exit handler was registered earlier, by hvd.init(), and so runs later.
         atexit.register(self.close)
 
-    def start(self, buckets: Sequence[Bucket]) -> None:
-        """Begin to work on the buckets of a plan."""
-        self._buckets = buckets
+    def start(self, buckets: Sequence[Bucket], together: bool = False) -> None:
+        """Begin to work on the buckets of a plan.
+
+        Args:
+            buckets: In their order.
+            together: Whether a step begins only once the gradients of all of them are there.
+        """
+        self._buckets, self._together = buckets, together
         self._thread = threading.Thread(target=self._run, name="hvd_sparse", daemon=True)
         self._thread.start()
 
@@ -143,11 +148,14 @@ class Worker:
     def _wait_until_ready(self, bucket: Bucket) -> bool:
         """Wait for a bucket's gradients; false where there is no more to do."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: bucket.phase is Phase.READY or self._stopping or self.error
-            )
+            self._changed.wait_for(lambda: self._is_due(bucket) or self._stopping or self.error)
             if self._stopping or self.error:
                 return False
         if torch.get_num_threads() != self._num_threads:  # a new thread does not inherit it
             torch.set_num_threads(self._num_threads)
         return True
+
+    def _is_due(self, bucket: Bucket) -> bool:
+        if self._together and any(b.phase is Phase.COLLECTING for b in self._buckets):
+            return False
+        return bucket.phase is Phase.READY

@@ -1,6 +1,5 @@
 """Memories: how gradients enter the accumulator, and what stays there."""
 
-from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.memories.error_feedback import ErrorFeedback
 from hvd_sparse.memories.global_momentum import GlobalMomentum
 from hvd_sparse.memories.momentum_correction import MomentumCorrection
@@ -8,7 +7,6 @@ from hvd_sparse.memories.options import MOMENTUM_KINDS, MemoryOptions
 
 __all__ = [
     "MOMENTUM_KINDS",
-    "Clipping",
     "ErrorFeedback",
     "GlobalMomentum",
     "MemoryOptions",

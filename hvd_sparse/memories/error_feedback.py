@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
-from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 
@@ -29,16 +28,14 @@ class ErrorFeedback:
     Args:
         numel: n.
         device: Where the gradients are.
-        clipping: Limits the gradients before they are added, in place; None: as they are.
 
     Attributes:
         residual: float32 `(n,)`, on the gradients' device; always finite between steps. Another
             tensor in every step: ask for it anew.
     """
 
-    def __init__(self, numel: int, device: torch.device, clipping: Clipping | None = None) -> None:
+    def __init__(self, numel: int, device: torch.device) -> None:
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
-        self.clipping = clipping
         self._spare: tuple[Tensor, ...] | None = None
         self._may_roll_back = False
         self._forget()
@@ -56,8 +53,6 @@ class ErrorFeedback:
         """
         del k
         self._may_roll_back = False
-        if self.clipping is not None:
-            self.clipping.apply(gradients)
         self._forget()
         before = ops.Before(*self._state())
         self._change_places()

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
-from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.memories.error_feedback import ErrorFeedback
 from hvd_sparse.streams import SparseStream, sum_of
 from hvd_sparse.transports import Transport
@@ -51,7 +50,6 @@ class GlobalMomentum(ErrorFeedback):
         world_size: P.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        clipping: See `ErrorFeedback`.
 
     Attributes:
         share: s, on the residual's device; always finite.
@@ -64,9 +62,8 @@ class GlobalMomentum(ErrorFeedback):
         world_size: int,
         momentum: float,
         nesterov: bool = False,
-        clipping: Clipping | None = None,
     ) -> None:
-        super().__init__(numel, device, clipping)
+        super().__init__(numel, device)
         self.world_size = world_size
         self.momentum = momentum
         self.nesterov = nesterov

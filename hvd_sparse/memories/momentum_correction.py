@@ -29,7 +29,6 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
-from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.memories.error_feedback import ErrorFeedback
 from hvd_sparse.streams import SparseStream
 
@@ -44,7 +43,6 @@ class MomentumCorrection(ErrorFeedback):
         device: Where the gradients are.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        clipping: See `ErrorFeedback`.
 
     Attributes:
         momentum_buffer: u, float32 `(n,)`; masked only when the next step begins, or by `tensors`.
@@ -57,9 +55,8 @@ class MomentumCorrection(ErrorFeedback):
         device: torch.device,
         momentum: float,
         nesterov: bool = False,
-        clipping: Clipping | None = None,
     ) -> None:
-        super().__init__(numel, device, clipping)
+        super().__init__(numel, device)
         self.momentum = momentum
         self.nesterov = nesterov
         self.momentum_buffer = torch.zeros_like(self.residual)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.memories.error_feedback import ErrorFeedback
 from hvd_sparse.memories.global_momentum import GlobalMomentum
 from hvd_sparse.memories.momentum_correction import MomentumCorrection
@@ -21,7 +20,8 @@ class MemoryOptions:
     Attributes:
         momentum: m, in [0, 1); 0: plain error feedback.
         nesterov: Whether that momentum is Nesterov's.
-        clip_norm: Limit on the norm of a bucket's summed gradient; None: none.
+        clip_norm: Limit on the norm of the whole gradient that the optimizer sees, of which each
+            rank clips its own (engine/clipping.py); None: none.
         momentum_kind: "local": each rank's own, by DGC's momentum correction; "global": that of
             what all ranks applied.
     """
@@ -42,9 +42,8 @@ class MemoryOptions:
 
     def make(self, numel: int, device: torch.device, world_size: int) -> ErrorFeedback:
         """One bucket's memory."""
-        clipping = None if self.clip_norm is None else Clipping(self.clip_norm, world_size)
         if self.momentum == 0.0:
-            return ErrorFeedback(numel, device, clipping)
+            return ErrorFeedback(numel, device)
         if self.momentum_kind == "global":
-            return GlobalMomentum(numel, device, world_size, self.momentum, self.nesterov, clipping)
-        return MomentumCorrection(numel, device, self.momentum, self.nesterov, clipping)
+            return GlobalMomentum(numel, device, world_size, self.momentum, self.nesterov)
+        return MomentumCorrection(numel, device, self.momentum, self.nesterov)

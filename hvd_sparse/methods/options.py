@@ -72,8 +72,9 @@ class MethodOptions(ABC):
     nesterov: bool = option(False, "Whether that momentum is Nesterov's.", check_flag)
     clip_norm: float | None = option(
         None,
-        "Limit on the L2 norm of a bucket's summed gradient, above 0: each of P ranks clips its "
-        "own to P^(-1/2) times it before it is accumulated. None: no limit.",
+        "Limit on the L2 norm of the gradient that the optimizer sees, of all tensors together, "
+        "above 0: each of P ranks clips its own to P^(-1/2) times it before it is accumulated. No "
+        "exchange begins before the last gradient is there. None: no limit.",
         optional(above(0)),
     )
     warmup: str = option(
