@@ -118,6 +118,7 @@ class Engine:
         self._release = Release()
         self._frozen = Frozen()
         self._freezing: set[str] = set()
+        self._let_go_l1 = 0.0
         self._specs: dict[str, TensorSpec] = {}
         self._unit = 1.0
         self._clipping: StepClipping | None = None
@@ -330,6 +331,7 @@ class Engine:
         """Stop the background thread, and keep the state for the next plan."""
         self._worker.stop()  # before the state is read, which it changes
         self._restored = self._state()
+        self._let_go_l1 += sum(bucket.memory.let_go_l1 for bucket in self._buckets)
         self._frozen = Frozen()
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
 
@@ -450,10 +452,16 @@ class Engine:
         """What was selected, sent and waited for, per bucket and step."""
         transport = self._transport.name if self._transport is not None else ""
         buckets = [bucket.stats for bucket in self._buckets]
+        let_go = self._let_go_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
         waiting = [parts["residual"] for parts in self._frozen.held.values()]
         waiting += self._restored.residual.values()
         return Stats(
-            transport, buckets, self.skipped_steps, self.dropped_l1, waiting_l1=l1_of(waiting)
+            transport,
+            buckets,
+            self.skipped_steps,
+            self.dropped_l1,
+            waiting_l1=l1_of(waiting),
+            let_go_l1=let_go,
         )
 
     def state_dict(self) -> dict[str, Any]:

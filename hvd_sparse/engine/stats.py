@@ -112,6 +112,8 @@ class Stats:
         dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so.
         waiting_l1: L1 norm of residuals that are in no exchange: of frozen tensors, which hold
             them, and of tensors that have become dense, which release them.
+        let_go_l1: L1 norms of what `low_pass` and `residual_decay` took out of residuals or put in,
+            over the steps.
     """
 
     transport: str
@@ -119,6 +121,7 @@ class Stats:
     skipped_steps: int = 0
     dropped_l1: float = 0.0
     waiting_l1: float = 0.0
+    let_go_l1: float = 0.0
 
     @property
     def totals(self) -> StepStats:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
-from hvd_sparse.memories.error_feedback import ErrorFeedback
+from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
 from hvd_sparse.streams import SparseStream, sum_of
 from hvd_sparse.transports import Transport
 
@@ -50,6 +50,7 @@ class GlobalMomentum(ErrorFeedback):
         world_size: P.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
+        fading: See `ErrorFeedback`; m s has entered by then, and is in ε.
 
     Attributes:
         share: s, on the residual's device; always finite.
@@ -62,8 +63,9 @@ class GlobalMomentum(ErrorFeedback):
         world_size: int,
         momentum: float,
         nesterov: bool = False,
+        fading: Fading | None = None,
     ) -> None:
-        super().__init__(numel, device)
+        super().__init__(numel, device, fading)
         self.world_size = world_size
         self.momentum = momentum
         self.nesterov = nesterov

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_sparse.memories.error_feedback import ErrorFeedback
+from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
 from hvd_sparse.memories.global_momentum import GlobalMomentum
 from hvd_sparse.memories.momentum_correction import MomentumCorrection
 
@@ -24,12 +24,16 @@ class MemoryOptions:
             rank clips its own (engine/clipping.py); None: none.
         momentum_kind: "local": each rank's own, by DGC's momentum correction; "global": that of
             what all ranks applied.
+        low_pass: β of ScaleCom's filter, in (0, 1]; 1: none.
+        residual_decay: What a residual is multiplied by in each step, in (0, 1].
     """
 
     momentum: float = 0.0
     nesterov: bool = False
     clip_norm: float | None = None
     momentum_kind: str = "local"
+    low_pass: float = 1.0
+    residual_decay: float = 1.0
 
     @property
     def momentum_unit(self) -> float:
@@ -42,8 +46,9 @@ class MemoryOptions:
 
     def make(self, numel: int, device: torch.device, world_size: int) -> ErrorFeedback:
         """One bucket's memory."""
+        fading = Fading(self.low_pass, self.residual_decay)
         if self.momentum == 0.0:
-            return ErrorFeedback(numel, device)
+            return ErrorFeedback(numel, device, fading)
         if self.momentum_kind == "global":
-            return GlobalMomentum(numel, device, world_size, self.momentum, self.nesterov)
-        return MomentumCorrection(numel, device, self.momentum, self.nesterov)
+            return GlobalMomentum(numel, device, world_size, self.momentum, self.nesterov, fading)
+        return MomentumCorrection(numel, device, self.momentum, self.nesterov, fading)
