@@ -128,7 +128,7 @@ def train_step(engine: Engine, rank: int, step: int, device: torch.device = CPU)
 @pytest.mark.parametrize("kind", ["local", "global"])
 def test_momentum_at_density_one_is_momentum_sgd(kind: str, name: str) -> None:
     for nesterov in (False, True):
-        changes = {"momentum": 0.5, "momentum_kind": kind, "nesterov": nesterov}
+        changes: dict[str, Any] = {"momentum": 0.5, "momentum_kind": kind, "nesterov": nesterov}
         method = method_of(name, density=1.0, **changes)
 
         def worker(transport: Transport, method: Method = method) -> list[Tensor]:
