@@ -24,8 +24,8 @@ enum HvdsStatus : int32_t {
 // What is accumulated. `segments`: `segment_count` triples (address, numel, dtype code) whose
 // numels add up to n; none: there is nothing to add. `buffer`: that of a momentum with factor
 // `factor`, or null. `before_residual` and, with a buffer, `before_buffer` are what
-// there was before, which is only read: what `residual` and `buffer` hold then is overwritten. Null:
-// the call works in place.
+// there was before, which is only read: what `residual` and `buffer` hold then is overwritten.
+// Null: the call works in place.
 struct HvdsAccumulation {
   float* residual;
   int64_t n;

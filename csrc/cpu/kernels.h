@@ -20,8 +20,8 @@ enum Rule : int32_t { kPlain = 0, kMomentum = 1, kNesterov = 2, kRules = 3 };
 
 // `n` consecutive elements of an accumulator, from flat position `first_index` on.
 //
-// What was before is read from `before` and `buffer_before`; sums go to `residual` and `buffer`. The
-// two are the same where a pass works in place, as it always does with kNoGradient.
+// What was before is read from `before` and `buffer_before`; sums go to `residual` and `buffer`.
+// The two are the same where a pass works in place, as it always does with kNoGradient.
 struct Span {
   float* residual;
   const float* before;

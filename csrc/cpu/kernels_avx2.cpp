@@ -110,8 +110,8 @@ HVDS_AVX2 size_t Pass(const Span& span_in, uint32_t key, int32_t* indices, float
       line[j].Load(span, at);
       hit[j] = AtLeast(line[j].sum, below);
       if constexpr (kDtype != kNoGradient) {
-        Store<streamed.value>(
-            span.residual + at, kTake ? _mm256_andnot_ps(hit[j], line[j].sum) : line[j].sum);
+        Store<streamed.value>(span.residual + at,
+                              kTake ? _mm256_andnot_ps(hit[j], line[j].sum) : line[j].sum);
       }
       if constexpr (kRule != kPlain) Store<streamed.value>(span.buffer + at, line[j].buffer);
     }

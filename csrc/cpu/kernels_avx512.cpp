@@ -1,8 +1,7 @@
 // AVX-512 (F, BW, DQ, VL): sixteen elements to a register, selections as mask registers.
-#include "kernels.h"
-
 #include <type_traits>
 
+#include "kernels.h"
 #include "pivot_loop.h"
 
 #if HVDS_X86

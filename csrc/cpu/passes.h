@@ -48,8 +48,8 @@ class Cursor {
 };
 
 // What is accumulated: gradients into a residual, directly or through a momentum. Where `before` is
-// not null, the first pass reads from there (and from `buffer_before`), and writes everything to the
-// residual and the buffer: what was before stays as it is.
+// not null, the first pass reads from there (and from `buffer_before`), and writes everything to
+// the residual and the buffer: what was before stays as it is.
 struct Accumulation {
   float* residual;
   Gradients gradients;

@@ -67,6 +67,7 @@ class ParameterLookup:
             )
         self._parameters = dict(self._named)
         self._names_by_id = {id(p): name for name, p in self._named}
+        self._specs: dict[str, tuple[torch.Size, torch.dtype, TensorSpec]] = {}
         self._following: dict[int, int] = {}
         self._last = -1
 
@@ -76,6 +77,14 @@ class ParameterLookup:
     def sparse_specs(self) -> list[TensorSpec]:
         """The parameters of types that can be exchanged sparsely, in the order of their naming."""
         return [spec_of(name, p) for name, p in self._named if p.dtype in SPARSE_DTYPES]
+
+    def spec_of(self, name: str, gradient: Tensor) -> TensorSpec:
+        """A gradient as the engine knows it: one object, as long as it looks the same."""
+        known = self._specs.get(name)
+        if known is None or known[0] != gradient.shape or known[1] is not gradient.dtype:
+            known = (gradient.shape, gradient.dtype, spec_of(name, gradient))
+            self._specs[name] = known
+        return known[2]
 
     def __iter__(self) -> Iterator[tuple[str, Parameter]]:
         return iter(self._named)

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from hvd_sparse.adapter.binding import (
     ParameterLookup,
     calling_optimizer,
     calling_parameter,
-    spec_of,
 )
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.fate import StepFate
@@ -28,7 +27,7 @@ from hvd_sparse.adapter.refusals import (
     refuse_unsupported,
     warn_of_slow_settings,
 )
-from hvd_sparse.adapter.session import Session, as_horovod_error
+from hvd_sparse.adapter.session import Session, as_horovod_error, horovod_error
 from hvd_sparse.adapter.states import States
 from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.checks import check_choice
@@ -42,7 +41,7 @@ from hvd_sparse.engine import (
     WithDense,
     with_dense,
 )
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.functional.communicator import ALGORITHMS
 from hvd_sparse.methods import METHODS
 
@@ -60,8 +59,7 @@ class Dense:
     flushed: str | None = None
 
 
-@dataclass(frozen=True)
-class Sparse:
+class Sparse(NamedTuple):
     """Context of a gradient that the engine reduces while Horovod reduces its stand-in."""
 
     name: str
@@ -146,8 +144,8 @@ class SparseCompressor:
             return tensor, Dense(tensor.dtype)
         if self._session.planning is not None:
             self._session.planning.arrived(name)
-        spec = spec_of(name, tensor)
-        if not self._is_sparse(spec, tensor):
+        spec = self._lookup.spec_of(name, tensor)
+        if not (self._engine.awaits(spec) or self._is_sparse(spec, tensor)):
             return self._hand_to_horovod(name, tensor)
         frozen = self._is_frozen(name)
         gradient = tensor.detach().zero_() if frozen else tensor.detach()
@@ -185,8 +183,10 @@ class SparseCompressor:
                 self._engine.flushed(ctx.flushed)
             return tensor.to(ctx.dtype)
         self._session.learn_scale(tensor)
-        with as_horovod_error():
+        try:
             result = self._engine.result(ctx.name)
+        except TransportError as error:
+            raise horovod_error(error) from error
         if result.shape != ctx.shape:
             raise RuntimeError(f"{ctx.name}: shape {tuple(result.shape)} is not {tuple(ctx.shape)}")
         return result
@@ -431,6 +431,7 @@ class SparseCompressor:
         self._optimizer = weakref.ref(optimizer)
         self._fate = StepFate(optimizer)
         self._states.bind(self._fate)
+        let_go_after_steps(optimizer, self._engine)
         synchronize_asleep(optimizer, self._session.raise_failure)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
@@ -495,6 +496,18 @@ class SparseCompressor:
 def clipped_dense_method(clip_norm: float) -> Method:
     """How tensors are reduced that would be Horovod's, but must be clipped first."""
     return METHODS["topk"](density=1.0, clip_norm=clip_norm).make()
+
+
+def let_go_after_steps(optimizer: Any, engine: Engine) -> None:
+    """Let an engine drop its gradients once the optimizer has read the results in their place."""
+    reference = weakref.ref(engine)  # an optimizer may outlive its compression
+
+    def let_go(*_: object) -> None:
+        engine = reference()
+        if engine is not None:
+            engine.let_go()
+
+    optimizer.register_step_post_hook(let_go)
 
 
 def as_horovod_takes_it(tensor: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ from hvd_sparse.transports.choose import Bootstrap, create_transport
 
 logger = logging.getLogger("hvd_sparse")
 
+STANDINS = 64
+"""Stand-ins that are made at once: what a call of torch costs is spread over so many tensors."""
+
 
 class Session:
     """Connects an engine to the other ranks, and again whenever Horovod is started anew.
@@ -54,16 +57,17 @@ class Session:
         self._connecting = False
         self._exit = BoundedExit(self)
         self._world: object | None = None
+        self._mpi_ops: Any = None
         self._process_set: Any = None
         self._parameters: ParameterLookup
         self._transport: Transport
         self._standin: Tensor
+        self._standins: list[Tensor]
 
     def is_current(self) -> bool:
         """Whether Horovod is still the one that the transport was built beside."""
-        from horovod.torch import mpi_ops
-
-        return self._world is mpi_ops._handle_map  # a new hvd.init() makes a new map
+        # A new hvd.init() makes a new map.
+        return self._world is not None and self._world is self._mpi_ops._handle_map
 
     def connect(
         self, process_set: Any, parameters: ParameterLookup, device: torch.device | None
@@ -91,8 +95,9 @@ class Session:
         with as_horovod_error():
             self._join(world, process_set, parameters, device)
         self._connecting = False
-        self._world, self.world_size = mpi_ops._handle_map, world.size
-        self._standin = make_standin(world.rank)
+        self._mpi_ops, self._world = mpi_ops, mpi_ops._handle_map
+        self.world_size = world.size
+        self._standin, self._standins = make_standin(world.rank), []
         logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
 
     def _new_transport(self, world: Bootstrap, device: torch.device | None) -> Transport:
@@ -150,7 +155,9 @@ class Session:
 
     def standin(self) -> Tensor:
         """A new tensor for Horovod to reduce instead of a gradient."""
-        return self._standin.clone()
+        if not self._standins:
+            self._standins.extend(self._standin.repeat(STANDINS, 1).unbind())
+        return self._standins.pop()
 
     def learn_scale(self, reduced: Tensor) -> None:
         """Check what Horovod made of a stand-in; the first one tells the scale.
@@ -159,14 +166,15 @@ class Session:
             UnsupportedError: It is no sum over all ranks, or the scale has changed.
         """
         engine = self._engine
+        known = engine.scale
         try:
-            if engine.scale is None:
+            if known is None:
                 engine.scale = scale_of(reduced, self.world_size)
             elif reduced.device.type == "cpu":  # elsewhere, reading it would wait for the device
                 scale = scale_of(reduced, self.world_size)
-                if abs(scale - engine.scale) > TOLERANCE * engine.scale:
+                if abs(scale - known) > TOLERANCE * known:
                     raise UnsupportedError(
-                        f"the optimizer's scale changed from {engine.scale:g} to {scale:g}: "
+                        f"the optimizer's scale changed from {known:g} to {scale:g}: "
                         "op and process set must stay as they are, and hvd.join() cannot be used"
                     )
         except HvdSparseError as error:
@@ -219,6 +227,12 @@ def as_horovod_error() -> Iterator[None]:
     try:
         yield
     except TransportError as error:
-        from horovod.common.exceptions import HorovodInternalError
+        raise horovod_error(error) from error
 
-        raise HorovodInternalError(f"hvd_sparse: {error}") from error
+
+def horovod_error(error: TransportError) -> Exception:
+    """The same error as Horovod's own, which `hvd.elastic` recovers from."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    internal_error: Exception = HorovodInternalError(f"hvd_sparse: {error}")
+    return internal_error

@@ -10,18 +10,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hvd_sparse import ops
 from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
-from hvd_sparse.engine.staging import Stages
+from hvd_sparse.engine.staging import Stage, Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 
 
 class Clips(Protocol):
-    """Limits a bucket's gradients in place, by the scale of the sums over the ranks."""
+    """Limits a bucket's gradients in place."""
 
-    def apply(self, bucket: Bucket, scale: float) -> None:
+    def apply(self, bucket: Bucket) -> None:
         """See `clipping.StepClipping`."""
 
 
@@ -31,9 +32,18 @@ class Phase(Enum):
     COLLECTING = auto()
     """Gradients are awaited; the last step's result is there until then."""
     READY = auto()
-    """All gradients are there: the exchange is due, or under way."""
+    """All gradients are there, and nobody has begun to select."""
+    SELECTING = auto()
+    """Gradients are being accumulated, and entries selected."""
+    SELECTED = auto()
+    """The entries to send are there: their exchange is due, or under way."""
     EXCHANGED = auto()
     """The sum is there; whether the step counts is for all buckets to say."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is work to do, or under way."""
+        return self in (Phase.READY, Phase.SELECTING, Phase.SELECTED)
 
 
 class Bucket:
@@ -51,6 +61,8 @@ class Bucket:
             gradients that the optimizer sees are views of it, as of any flat gradient bucket; it
             is written again only after all of the bucket's next gradients have come.
         phase: How far the step has come.
+        taken: The entries to send, between selection and exchange; else None.
+        stage: How they are exchanged.
         reduced: The step's result before it is decoded, then None again.
         poisoned: Whether the step's result is non-finite somewhere.
         is_open: Whether the last step has begun to change the bucket's state, and nobody has said
@@ -75,15 +87,17 @@ class Bucket:
         self.collective = method.collective(transport, self.numel, method.k(self.numel))
         self.stages = Stages(self.collective, self.selector)
         self.memory = method.memory.make(self.numel, device, transport.world_size)
-        self.decoded = torch.zeros(
-            self.numel, dtype=getattr(torch, specs[0].dtype.removeprefix("torch.")), device=device
-        )
+        dtype = getattr(torch, specs[0].dtype.removeprefix("torch."))
+        self.decoded = ops.zero_vector(self.numel, dtype, device)
         self.lane = Lane(device)
         names = tuple(spec.name for spec in specs)
         self.stats = BucketStats(names=names, numel=self.numel, k=self.collective.k)
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
+        self.taken: SparseStream | None = None
+        self.stage: Stage | None = None
         self.reduced: SparseStream | None = None
+        self._views: list[Tensor] | None = None
         self.poisoned = False
         self.is_open = False
         self.clipping: Clips | None = None
@@ -98,6 +112,11 @@ class Bucket:
         """Magnitude from which entries left in the last step; 0.0 where the selector has none."""
         return float(getattr(self.selector, "threshold", 0.0))
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a gradient of the step has come, or its result is not taken yet."""
+        return self.phase is not Phase.COLLECTING or self._missing < len(self.specs)
+
     def missing(self) -> list[str]:
         """Names of the tensors whose gradients have not come."""
         pairs = zip(self.specs, self._gradients, strict=True)
@@ -109,7 +128,7 @@ class Bucket:
         if self._gradients[place] is None:
             self._missing -= 1
         self._gradients[place] = gradient
-        if self._missing == 0:
+        if self._missing == 0 and self.phase is Phase.COLLECTING:
             self.phase = Phase.READY
 
     @property
@@ -162,17 +181,24 @@ class Bucket:
         self.step_stats = StepStats()
         self.phase = Phase.EXCHANGED
 
-    def close_step(self) -> None:
-        """Let go of the step's gradients and streams, and collect the next ones."""
-        self._gradients = [None] * len(self.specs)
+    def close_step(self) -> list[Tensor | None]:
+        """Let go of the step's gradients, and collect the next ones.
+
+        Returns:
+            The gradients: who lets go of them last gives their memory back.
+        """
+        gradients, self._gradients = self._gradients, [None] * len(self.specs)
         self._missing = len(self.specs)
         self._step_gradients = None
         self.phase = Phase.COLLECTING
+        return gradients
 
     def view(self, place: int) -> Tensor:
-        """The decoded gradient of one tensor."""
-        spec = self.specs[place]
-        return self.decoded[self.starts[place] : self.starts[place + 1]].view(spec.shape)
+        """The decoded gradient of one tensor; the same object in every step."""
+        if self._views is None:
+            parts = self.decoded.split([spec.numel for spec in self.specs])
+            self._views = [x.view(s.shape) for x, s in zip(parts, self.specs, strict=True)]
+        return self._views[place]
 
     def split(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, dict[str, Tensor]]]:
         """Each tensor's part of vectors `(n,)`: views in its shape, by name."""

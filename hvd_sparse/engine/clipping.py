@@ -13,6 +13,7 @@ a rank's part is ‖g‖ s / U ≤ limit / √P.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,7 @@ class StepClipping:
         world_size: P.
 
     Attributes:
+        scale: s, what Horovod multiplies sums over the ranks by.
         unit: U, the loss scale that gradients are multiplied by; 1 where there is none.
         norm: L2 norm of this rank's gradients in the step under way, as the optimizer would see it
             if they were alone.
@@ -78,24 +80,29 @@ class StepClipping:
     def __init__(self, buckets: Sequence[Bucket], world_size: int) -> None:
         self._buckets = tuple(buckets)
         self._world_size = world_size
+        self.scale: float | None = None
         self.unit = 1.0
         self.norm = 0.0
+        self._clipped: set[int] = set()
+        self._lock = threading.Lock()  # two threads select
 
     @property
     def is_on(self) -> bool:
         """Whether any bucket is clipped; all gradients of a step must be there before the first."""
         return any(bucket.method.memory.clip_norm is not None for bucket in self._buckets)
 
-    def apply(self, bucket: Bucket, scale: float) -> None:
+    def apply(self, bucket: Bucket) -> None:
         """Scale a bucket's gradients in place where all are too long; non-finite ones stay.
 
-        Args:
-            bucket: The next one.
-            scale: s, what Horovod multiplies sums over the ranks by.
+        The first call of a step measures all of them.
         """
-        if bucket is self._buckets[0]:
-            squares = math.fsum(self._square(each) for each in self._buckets)
-            self.norm = math.sqrt(squares) * scale / self.unit
+        with self._lock:
+            if id(bucket) in self._clipped or not self._clipped:
+                assert self.scale is not None  # the first results bring it, and then the plan
+                squares = math.fsum(self._square(each) for each in self._buckets)
+                self.norm = math.sqrt(squares) * self.scale / self.unit
+                self._clipped.clear()
+            self._clipped.add(id(bucket))
         clip_norm = bucket.method.memory.clip_norm
         if clip_norm is None or not math.isfinite(self.norm):
             return

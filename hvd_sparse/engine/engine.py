@@ -42,13 +42,24 @@ COMPARISON_INTERVAL = 64
 def exchange(bucket: Bucket) -> None:
     """One step of one bucket: accumulate, select, reduce, give back.
 
-    Leaves the sum over the ranks in `bucket.reduced`. What a selector takes beyond a few times k
-    waits in the residual for the next steps. Until the step is settled, or where the exchange
-    fails, `bucket.roll_back` takes all of it back.
+    Leaves the sum over the ranks in `bucket.reduced`. Until the step is settled, or where the
+    exchange fails, `bucket.roll_back` takes all of it back.
     """
-    memory, transport = bucket.memory, bucket.collective.transport
-    transport.context = Context(bucket.specs[0].name, bucket.step)
-    stats, traffic = bucket.step_stats, transport.traffic.snapshot()
+    select(bucket)
+    reduce(bucket)
+
+
+def select(bucket: Bucket) -> None:
+    """The first half of a bucket's step: accumulate and select, without a message.
+
+    Leaves the entries to send in `bucket.taken`. What a selector takes beyond a few times k waits
+    in the residual for the next steps.
+
+    It may run while another bucket is exchanged. What it reads and writes is the bucket's own: its
+    memory, its selector, and of its collective what the bucket's last step has left (ExDyna's
+    partition, CLT-k's leader, an agreed threshold). The transport is not touched.
+    """
+    memory, stats = bucket.memory, bucket.step_stats
     with stats.timed("stage_s"):
         gradients = bucket.staged_gradients()
     with stats.timed("accumulate_select_s"):
@@ -57,7 +68,23 @@ def exchange(bucket: Bucket) -> None:
         bucket.open_step()
         accumulator = memory.accumulate(gradients, stage.k, scope)
         selected = stage.select(bucket.selector, accumulator)
-        taken = hold_back(accumulator, selected, stage.k)
+        bucket.taken = hold_back(accumulator, selected, stage.k)
+    bucket.stage = stage
+    stats.nnz_held_back = selected.nnz - bucket.taken.nnz
+
+
+def reduce(bucket: Bucket) -> None:
+    """The second half: reduce what was selected, and give back what had no part.
+
+    All ranks reduce their buckets one after the other, in one order.
+    """
+    taken, bucket.taken = bucket.taken, None
+    stage, bucket.stage = bucket.stage, None
+    assert taken is not None
+    assert stage is not None
+    memory, transport, stats = bucket.memory, bucket.collective.transport, bucket.step_stats
+    transport.context = Context(bucket.specs[0].name, bucket.step)
+    traffic = transport.traffic.snapshot()
     with stats.timed("exchange_s"):
         reduction = stage.collective.reduce(taken.to("cpu"), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
@@ -67,7 +94,6 @@ def exchange(bucket: Bucket) -> None:
 
     spent = transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
-    stats.nnz_held_back = selected.nnz - taken.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
 
@@ -81,13 +107,18 @@ def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
     bucket.reduced = None
 
 
-def work(bucket: Bucket, scale: float | None) -> None:
-    """What the worker does in one step of one bucket; decodes, where that can be done already."""
+def work_ahead(bucket: Bucket) -> None:
+    """What the worker may do in one step of one bucket while it exchanges another one."""
     with bucket.lane.work():
         if bucket.clipping is not None:
-            assert scale is not None  # known since the first step, before which there is no plan
-            bucket.clipping.apply(bucket, scale)
-        exchange(bucket)
+            bucket.clipping.apply(bucket)
+        select(bucket)
+
+
+def work(bucket: Bucket, scale: float | None) -> None:
+    """What it does then, in its turn; decodes, where that can be done already."""
+    with bucket.lane.work():
+        reduce(bucket)
         if scale is not None and not bucket.decoding_would_overwrite_gradients():
             decode(bucket, scale, bucket.step_stats)
 
@@ -122,9 +153,10 @@ class Engine:
         self._specs: dict[str, TensorSpec] = {}
         self._unit = 1.0
         self._clipping: StepClipping | None = None
-        self._worker = Worker(work)
+        self._worker = Worker(work_ahead, work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
+        self._spent: list[list[Tensor | None]] = []
         self._buckets: list[Bucket] = []
         self._places: dict[str, tuple[Bucket, int]] = {}
         self._taken: dict[TensorSpec, bool] = {}  # asked for every tensor in every step
@@ -141,6 +173,8 @@ class Engine:
     @scale.setter
     def scale(self, scale: float) -> None:
         self._worker.scale = scale
+        if self._clipping is not None:
+            self._clipping.scale = scale
 
     @property
     def unit(self) -> float:
@@ -176,6 +210,11 @@ class Engine:
     def expects(self, name: str) -> bool:
         """Whether there is no plan yet, or the tensor is in it."""
         return not self.planned or name in self._places
+
+    def awaits(self, spec: TensorSpec) -> bool:
+        """Whether just this tensor is in the plan; it needs no further question then."""
+        place = self._places.get(spec.name)
+        return place is not None and place[0].specs[place[1]] is spec
 
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the assignment gives the tensor to the engine, and not to Horovod."""
@@ -213,6 +252,7 @@ class Engine:
         Args:
             counts: Whether its results were applied; None: if all of them are finite.
         """
+        self._spent = []
         if not (self._unsettled or self._release.is_due):
             return
         self._unsettled = False
@@ -226,6 +266,15 @@ class Engine:
             else:
                 bucket.roll_back()
         self._release.settle(self._restored.residual, counts)
+
+    def let_go(self) -> None:
+        """Let go of the last step's gradients, since nobody else refers to them any more.
+
+        A background thread does it: giving the memory of large gradients back to the system takes
+        milliseconds. Without this call `settle` does it.
+        """
+        spent, self._spent = self._spent, []
+        self._worker.let_go(spent)
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals and momenta by a factor, between steps.
@@ -348,11 +397,11 @@ class Engine:
         if self._unsettled:
             self.settle()
         (self._freezing.add if frozen else self._freezing.discard)(spec.name)
-        if not self.planned:
+        if not self._buckets:
             self._arrivals[spec.name] = (spec, gradient)
             return
         bucket, place = self._places[spec.name]
-        if bucket.specs[place] != spec:
+        if bucket.specs[place] is not spec and bucket.specs[place] != spec:
             raise PlanError(f"gradient changed from {bucket.specs[place]} to {spec}")
         if frozen:
             self._frozen.freeze(spec.name, (bucket, place))
@@ -367,10 +416,10 @@ class Engine:
             TransportError: A peer is gone or did not answer.
             PlanError: Ranks disagree, or not all tensors' gradients were submitted.
         """
-        if not self.planned:
+        if not self._buckets:
             self._make_plan()
         bucket, place = self._places[name]
-        if bucket.phase is not Phase.COLLECTING or len(bucket.missing()) < len(bucket.specs):
+        if bucket.is_begun:
             self._finish_step()
         return bucket.view(place)
 
@@ -389,7 +438,7 @@ class Engine:
                 assert self.scale is not None
                 decode(bucket, self.scale, stats)
             bucket.stats.amend(stats)
-            bucket.close_step()
+            self._spent.append(bucket.close_step())
         if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
             self._compare_ranks()
         self._observer.stepped(self._buckets)
@@ -430,7 +479,7 @@ class Engine:
             bucket.put(place, self._arrivals[name][1])
         self._arrivals = {}
         clipping = StepClipping(buckets, self._transport.world_size)
-        clipping.unit = self._unit
+        clipping.scale, clipping.unit = self.scale, self._unit
         for bucket in buckets:
             bucket.clipping = clipping if clipping.is_on else None
         self._clipping = clipping

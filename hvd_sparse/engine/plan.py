@@ -187,11 +187,9 @@ def agree_on_plan(
     for rank, other in enumerate(theirs):
         _check_same(theirs[0], other, rank)
     methods = {bucket.method.description: bucket.method for bucket in plan}
+    specs = {spec.name: spec for spec in arrivals}  # the same as rank 0's, as was just checked
     return [
-        BucketPlan(
-            tuple(TensorSpec(s["name"], tuple(s["shape"]), s["dtype"]) for s in bucket["specs"]),
-            methods[bucket["method"]],
-        )
+        BucketPlan(tuple(specs[s["name"]] for s in bucket["specs"]), methods[bucket["method"]])
         for bucket in theirs[0]["plan"]
     ]
 

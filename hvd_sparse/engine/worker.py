@@ -1,11 +1,16 @@
-"""The background thread of an engine, and what it shares with the training thread.
+"""The background threads of an engine, and what they share with the training thread.
 
-The thread knows nothing of the engine, so that an engine which nobody refers to is collected, and
+One thread exchanges the buckets, in the plan's order. Where there are several, a second one selects
+ahead: out of the buckets whose gradients are there while the first one waits for peers. Selecting
+touches nothing but its own bucket, and the first thread takes the next bucket itself where nobody
+has begun with it. So who selects changes when things happen, and never what comes out.
+
+The threads know nothing of the engine, so that an engine which nobody refers to is collected, and
 closes its worker.
 
 Python ends a thread that comes back from native code while the interpreter shuts down, by unwinding
 its stack; a C++ frame that must not throw then ends the process (`terminate called without an
-active exception`). The thread therefore ends before Python does: `close` runs at exit.
+active exception`). The threads therefore end before Python does: `close` runs at exit.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Sequence
+from itertools import cycle, pairwise
 
 import torch
 from torch import Tensor
@@ -28,8 +34,9 @@ class Worker:
     """Works on the buckets of a plan, in the plan's order, each as soon as its gradients are there.
 
     Args:
-        work: One step of one bucket, without the reports; is given the bucket and the scale. Runs
-            on the background thread.
+        select: The first half of a bucket's step, which sends nothing. Runs on either thread.
+        exchange: The second half, without the reports; is given the bucket and the scale. Runs on
+            the first thread.
 
     Attributes:
         transport: Connects the ranks; None before `connect` and after `close`.
@@ -37,21 +44,29 @@ class Worker:
         error: What the step under way failed by, or None.
     """
 
-    def __init__(self, work: Callable[[Bucket, float | None], None]) -> None:
+    def __init__(
+        self,
+        select: Callable[[Bucket], None],
+        exchange: Callable[[Bucket, float | None], None],
+    ) -> None:
         self.transport: Transport | None = None
         self.scale: float | None = None
         self.error: BaseException | None = None
-        self._work = work
+        self._select, self._exchange = select, exchange
         self._buckets: Sequence[Bucket] = ()
+        self._at: Bucket | None = None  # what the first thread is at, or waits for
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._spent: list[object] = []
         self._stopping = self._together = False
+        self._exchanging = False  # whether the first thread runs
+        self._orphaned = False  # whether it is to close the transport when it ends
         self._num_threads = torch.get_num_threads()
 
     @property
     def at_rest(self) -> bool:
         """Whether nothing has failed, and no bucket is due or under way."""
-        return self.error is None and all(b.phase is not Phase.READY for b in self._buckets)
+        return self.error is None and not any(b.phase.is_due for b in self._buckets)
 
     def connect(self, transport: Transport) -> None:
         """Use a transport, which `close` closes; at exit at the latest."""
@@ -66,34 +81,47 @@ class Worker:
             buckets: In their order.
             together: Whether a step begins only once the gradients of all of them are there.
         """
-        self._buckets, self._together = buckets, together
-        self._thread = threading.Thread(target=self._run, name="hvd_sparse", daemon=True)
-        self._thread.start()
+        self._buckets, self._at, self._together = buckets, buckets[0], together
+        tasks = {"hvd_sparse": self._exchange_and_end}
+        if len(buckets) > 1:
+            tasks["hvd_sparse.ahead"] = self._select_ahead
+        self._threads = [
+            threading.Thread(target=self._until_it_fails, args=(task,), name=name, daemon=True)
+            for name, task in tasks.items()
+        ]
+        self._exchanging = True
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """End the thread, and forget its plan, scale and error.
+        """End the threads, and forget their plan, scale and error.
 
         An exchange that is under way, and that its peers do not finish at once, is aborted.
         """
         with self._changed:
             self._stopping = True
-            exchanging = any(bucket.phase is Phase.READY for bucket in self._buckets)
+            exchanging = any(bucket.phase.is_due for bucket in self._buckets)
             self._changed.notify_all()
-        thread = self._thread
-        if thread is threading.current_thread():
-            return  # the engine was collected in this thread, which ends after what it is at
-        if thread is not None:
+        if threading.current_thread() in self._threads:
+            return  # the engine was collected in a thread, which ends after what it is at
+        for thread in self._threads:
             thread.join(GRACE_S if exchanging else None)
             if thread.is_alive() and self.transport is not None:
                 self.transport.abort()
             thread.join()
-        self._thread = self.scale = self.error = None
-        self._buckets = ()
+        self.scale = self.error = self._at = None
+        self._threads, self._buckets = [], ()
         self._stopping = False
 
     def close(self) -> None:
         """Stop, and close the transport; may be called again."""
         self.stop()
+        with self._changed:
+            self._orphaned = self._exchanging and threading.current_thread() in self._threads[1:]
+        if not self._orphaned:  # else the first thread does it, once it needs the transport no more
+            self._close_transport()
+
+    def _close_transport(self) -> None:
         transport, self.transport = self.transport, None
         if transport is not None:
             transport.close()
@@ -129,33 +157,105 @@ class Worker:
         if self.transport is not None:
             self.transport.abort(error)
 
-    # -- the background thread ---------------------------------------------------------------------
+    def let_go(self, spent: list[object]) -> None:
+        """Drop references on a background thread, if there is one."""
+        with self._changed:
+            if self._exchanging:
+                self._spent.append(spent)
+                self._changed.notify_all()
 
-    def _run(self) -> None:
-        buckets = self._buckets
+    # -- the background threads --------------------------------------------------------------------
+
+    def _until_it_fails(self, task: Callable[[], None]) -> None:
         try:
-            while True:
-                for bucket in buckets:
-                    if not self._wait_until_ready(bucket):
-                        return
-                    self._work(bucket, self.scale)
-                    with self._changed:
-                        bucket.end_exchange()
-                        self._changed.notify_all()
+            task()
         except BaseException as error:
             self.fail(error)
 
-    def _wait_until_ready(self, bucket: Bucket) -> bool:
-        """Wait for a bucket's gradients; false where there is no more to do."""
+    def _exchange_and_end(self) -> None:
+        """The first thread."""
+        try:
+            self._exchange_all()
+        finally:
+            with self._changed:
+                self._exchanging = False
+            if self._orphaned:
+                self._close_transport()
+
+    def _exchange_all(self) -> None:
+        """Every bucket in its turn, step by step."""
+        for bucket, following in pairwise(cycle(self._buckets)):
+            if not self._wait_while(bucket, Phase.COLLECTING, Phase.EXCHANGED):
+                return
+            self._take_over_thread_count()
+            if self._claim(bucket):
+                self._select_now(bucket)
+            elif not self._wait_while(bucket, Phase.SELECTING):
+                return
+            self._exchange(bucket, self.scale)
+            with self._changed:
+                bucket.end_exchange()
+                self._at = following
+                self._changed.notify_all()
+
+    def _select_ahead(self) -> None:
+        """The second thread: what can be selected while the first one exchanges or waits."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over or self._next_ahead() is not None)
+                bucket = None if self._is_over else self._next_ahead()
+                if bucket is None:
+                    return
+                bucket.phase = Phase.SELECTING
+            self._take_over_thread_count()
+            self._select_now(bucket)
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether all gradients are there that a step waits for before its first bucket."""
+        return not (self._together and any(b.phase is Phase.COLLECTING for b in self._buckets))
+
+    @property
+    def _is_over(self) -> bool:
+        return self._stopping or self.error is not None
+
+    def _next_ahead(self) -> Bucket | None:
+        """A bucket to select from; None while the first thread selects itself."""
+        assert self._at is not None
+        if self._at.phase is Phase.SELECTING or not self._may_begin:
+            return None
+        ready = (b for b in self._buckets if b.phase is Phase.READY and b is not self._at)
+        return next(ready, None)
+
+    def _claim(self, bucket: Bucket) -> bool:
+        """Take a bucket to select from; false where the other thread has it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_due(bucket) or self._stopping or self.error)
-            if self._stopping or self.error:
-                return False
+            is_mine = bucket.phase is Phase.READY
+            if is_mine:
+                bucket.phase = Phase.SELECTING
+            return is_mine
+
+    def _take_over_thread_count(self) -> None:
         if torch.get_num_threads() != self._num_threads:  # a new thread does not inherit it
             torch.set_num_threads(self._num_threads)
-        return True
 
-    def _is_due(self, bucket: Bucket) -> bool:
-        if self._together and any(b.phase is Phase.COLLECTING for b in self._buckets):
-            return False
-        return bucket.phase is Phase.READY
+    def _select_now(self, bucket: Bucket) -> None:
+        self._select(bucket)
+        with self._changed:
+            bucket.phase = Phase.SELECTED
+            self._changed.notify_all()
+
+    def _wait_while(self, bucket: Bucket, *phases: Phase) -> bool:
+        """Wait until a bucket is in no such phase; false where there is no more to do."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._spent or self._has_left(bucket, phases) or self._is_over
+                )
+                spent, self._spent = self._spent, []
+                if self._has_left(bucket, phases) or self._is_over:
+                    return not self._is_over
+            del spent  # without the lock: memory goes back to the system
+
+    def _has_left(self, bucket: Bucket, phases: Sequence[Phase]) -> bool:
+        return bucket.phase not in phases and self._may_begin

@@ -59,12 +59,11 @@ class ErrorFeedback:
     """
 
     def __init__(self, numel: int, device: torch.device, fading: Fading | None = None) -> None:
-        self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.residual = ops.zero_vector(numel, torch.float32, device)
         self.fading = fading or Fading()
         self.let_go_l1 = self._let_go_before = 0.0
         self._spare: tuple[Tensor, ...] | None = None
         self._may_roll_back = False
-        self._let_go_before = self.let_go_l1
         self._forget()
 
     def accumulate(
@@ -80,6 +79,7 @@ class ErrorFeedback:
         """
         del k
         self._may_roll_back = False
+        self._let_go_before = self.let_go_l1
         self._forget()
         before = ops.Before(*self._state())
         self._change_places()
@@ -105,7 +105,6 @@ class ErrorFeedback:
         """
         self._taken, self._returned = taken, returned
         self._add(returned)
-        self._let_go_before = self.let_go_l1
         self.let_go_l1 += self._fade()
 
     def applied(self, reduced: SparseStream) -> SparseStream:
@@ -196,7 +195,9 @@ class ErrorFeedback:
     def _change_places(self) -> None:
         """Swap the state and the spare tensors: a step is about to write those, or is undone."""
         state, spare = self._state(), self._spare
-        self._set_state(*(map(torch.empty_like, state) if spare is None else spare))
+        if spare is None:
+            spare = tuple(ops.new_vector(x.numel(), x.dtype, x.device) for x in state)
+        self._set_state(*spare)
         self._spare = state
 
     def _add(self, stream: SparseStream) -> None:

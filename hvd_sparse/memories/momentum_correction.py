@@ -61,7 +61,7 @@ class MomentumCorrection(ErrorFeedback):
         super().__init__(numel, device, fading)
         self.momentum = momentum
         self.nesterov = nesterov
-        self.momentum_buffer = torch.zeros_like(self.residual)
+        self.momentum_buffer = ops.zero_vector(numel, torch.float32, device)
         self._lossless = False
 
     def accumulate(

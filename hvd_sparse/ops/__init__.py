@@ -18,6 +18,7 @@ from hvd_sparse.ops._dispatch import backend
 from hvd_sparse.ops._layout import GAP_BLOCK
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
 from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
+from hvd_sparse.ops.pages import new_vector, zero_vector
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
     accumulate_select,
@@ -52,6 +53,7 @@ __all__ = [
     "hash_select",
     "kth_magnitude",
     "merge_sum",
+    "new_vector",
     "partition_select",
     "qsgd_dequantize",
     "qsgd_quantize",
@@ -60,4 +62,5 @@ __all__ = [
     "take_at",
     "threshold_stream",
     "zero_at",
+    "zero_vector",
 ]

@@ -58,8 +58,8 @@ class SparseStream:
         """The entries whose index is among `indices`, int32 `(m,)` ascending."""
         if self.nnz == 0 or indices.numel() == 0:
             return SparseStream.empty(self.numel)
-        places = torch.searchsorted(indices, self.indices).clamp_(max=indices.numel() - 1)
-        return self.where(indices[places] == self.indices)
+        others, _ = ops.difference(*self.payload(), indices)
+        return SparseStream(*ops.difference(*self.payload(), others), self.numel)
 
     def to(self, device: torch.device | str) -> SparseStream:
         """The same stream on a device; itself, where it is there.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
-from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.plan import form_buckets
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import PlanError
@@ -129,15 +129,15 @@ def test_no_mass_is_lost_over_changes_of_the_assignment(world_size: int) -> None
 def test_a_background_thread_that_is_slow_to_end_costs_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ready = Worker._wait_until_ready
+    wait_while = Worker._wait_while
 
-    def slow_to_end(worker: Worker, bucket: Bucket) -> bool:
-        goes_on = ready(worker, bucket)
+    def slow_to_end(worker: Worker, bucket: Bucket, *phases: Phase) -> bool:
+        goes_on = wait_while(worker, bucket, *phases)
         if not goes_on:
             time.sleep(0.3)
         return goes_on
 
-    monkeypatch.setattr(Worker, "_wait_until_ready", slow_to_end)
+    monkeypatch.setattr(Worker, "_wait_while", slow_to_end)
 
     def worker(transport: Transport) -> None:
         engine = Engine(SMALL)
