@@ -159,7 +159,12 @@ def test_results_are_those_of_one_bucket_after_the_other(name: str) -> None:
                 bucket.is_open = False
                 bucket.close_step()
             found.append({b.specs[0].name: b.view(0).clone() for b in buckets})
-        return [found, {b.specs[0].name: b.memory_of(0)["residual"] for b in buckets}]
+        held = {
+            spec.name: tensors["residual"]
+            for b in buckets
+            for spec, tensors in b.split(b.memory.tensors())
+        }
+        return [found, held]
 
     ours, theirs = (run_ranks(3, worker, timeout_s=60.0) for worker in (overlapped, in_turn))
     assert [flattened(each) for each in ours] == [flattened(each) for each in theirs]
