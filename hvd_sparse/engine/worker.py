@@ -157,7 +157,7 @@ class Worker:
         if self.transport is not None:
             self.transport.abort(error)
 
-    def let_go(self, spent: list[object]) -> None:
+    def let_go(self, spent: object) -> None:
         """Drop references on a background thread, if there is one."""
         with self._changed:
             if self._exchanging:

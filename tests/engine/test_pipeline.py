@@ -267,14 +267,17 @@ def test_spent_gradients_go_on_a_background_thread() -> None:
     """Giving large ones back to the system takes milliseconds, which the optimizer waited for."""
     ended_on: list[str] = []
 
+    def note() -> None:
+        ended_on.append(threading.current_thread().name)
+
+    def all_over(ends: list[weakref.finalize[[], Tensor]]) -> bool:
+        return not any(end.alive for end in ends)
+
     def worker(transport: Transport) -> None:
         engine = connected(transport, method())
         for asked in (False, True, True):
             given = gradients(transport.rank, 0)
-            ends = [
-                weakref.finalize(g, lambda: ended_on.append(threading.current_thread().name))
-                for g in given.values()
-            ]
+            ends = [weakref.finalize(g, note) for g in given.values()]
             submit(engine, given)
             del given
             results(engine)
@@ -283,7 +286,7 @@ def test_spent_gradients_go_on_a_background_thread() -> None:
                 engine.let_go()
             else:
                 engine.settle(counts=True)
-            until(lambda ends=ends: not any(end.alive for end in ends))
+            until(partial(all_over, ends))
         engine.disconnect()
 
     run_ranks(1, worker, timeout_s=DEADLINE_S)
