@@ -19,10 +19,10 @@ from hvd_sparse.adapter.binding import (
     calling_optimizer,
     calling_parameter,
     name_in,
-    spec_of,
 )
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.fate import StepFate
+from hvd_sparse.adapter.handover import Handover, memory_of
 from hvd_sparse.adapter.refusals import (
     refuse_double_momentum,
     refuse_unsupported,
@@ -32,9 +32,19 @@ from hvd_sparse.adapter.session import Session, as_horovod_error, horovod_error
 from hvd_sparse.adapter.states import States
 from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.checks import check_choice
-from hvd_sparse.engine import Assignment, Engine, Observer, Stats, TensorSpec
+from hvd_sparse.engine import (
+    Assignment,
+    Engine,
+    Method,
+    Observer,
+    Stats,
+    TensorSpec,
+    WithDense,
+    with_dense,
+)
 from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.functional.communicator import ALGORITHMS
+from hvd_sparse.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class SparseCompressor:
         self._start()
 
     def _start(self) -> None:
-        self._engine = Engine(self.method, self.observer)
+        self._engine = Engine(self._whole(self.method), self.observer)
         self._session = Session(
             self._engine, self._transport_name, self._timeout_s, self._busy_timeout_s
         )
@@ -298,7 +308,8 @@ class SparseCompressor:
         """Compress otherwise from the next step on, without losing a residual.
 
         All ranks call this between the same two steps. A tensor that was sparse and now is dense
-        has its residual added to its next gradient.
+        has its residual added to its next gradients, at most half a gradient's norm in a step.
+        Momentum goes along, between the compression and `MomentumCorrectedSGD`.
 
         Args:
             method: A `Method` for all tensors, or an `Assignment`: the `method` of another
@@ -307,12 +318,24 @@ class SparseCompressor:
         Raises:
             PlanError: On every rank, where they want different ones.
         """
-        optimizer = self._bound()
+        optimizer, assignment = self._bound(), self._whole(method)
         if optimizer is not None:
-            self._refuse_double_momentum(optimizer, method)
-        self.method = method
+            self._refuse_double_momentum(optimizer, assignment)
         self._settle()
-        self._session.reassign(method)
+        handover = None
+        if optimizer is not None and self._lookup is not None:
+            named = [(name, p) for name, p in self._lookup if p.dtype in SPARSE_DTYPES]
+            handover = Handover(optimizer, self._engine, assignment, named, self._dense_below)
+        self.method = method
+        self._session.reassign(assignment, handover, self._unit())
+
+    def _whole(self, method: Assignment) -> Assignment:
+        """As the engine gets it: with dense tensors, too, where gradients are clipped."""
+        return with_dense(method, clipped_dense_method, self._dense_below)
+
+    def _unit(self) -> float:
+        """The loss scale that the gradients are in units of; 1 where there is none."""
+        return 1.0 if self._fate is None or self._fate.unit is None else self._fate.unit
 
     def forget(self, names: Iterable[str]) -> float:
         """Let go of what waits to be sent of some parameters, and of their momentum here.
@@ -377,6 +400,7 @@ class SparseCompressor:
         assert self._fate is not None
         self._settle()
         self._fate.begin_step()
+        self._engine.unit = self._unit()
         if self._session.is_current():
             self._session.raise_failure()  # Horovod, which has ended, too, would name nobody
             self._session.begin_step()
@@ -416,7 +440,7 @@ class SparseCompressor:
         if self._lookup is None:
             self._lookup = ParameterLookup((n, p) for p, n in optimizer._parameter_names.items())
             self._states.know(self._lookup)
-        self._refuse_double_momentum(optimizer, self.method)
+        self._refuse_double_momentum(optimizer, self._engine.assignment)
         self._optimizer = weakref.ref(optimizer)
         self._fate = StepFate(optimizer)
         self._states.bind(self._fate)
@@ -427,14 +451,18 @@ class SparseCompressor:
         assert self._lookup is not None
         corrected = {}
         for name, parameter in self._lookup:
-            method = assignment.choice_of(spec_of(name, parameter)).method
-            if method is not None and method.memory.momentum > 0 and self._is_large(parameter):
-                corrected[parameter] = method.memory
+            if parameter.dtype not in SPARSE_DTYPES:
+                continue
+            memory = memory_of(assignment, name, parameter, self._dense_below)
+            if memory is not None and memory.momentum > 0:
+                corrected[parameter] = memory
         refuse_double_momentum(optimizer, corrected)
 
     def _is_large(self, tensor: Tensor) -> bool:
         """Whether a tensor's type and size allow for a sparse exchange."""
-        return tensor.dtype in SPARSE_DTYPES and tensor.numel() >= max(1, self._dense_below)
+        clips = isinstance(self._engine.assignment, WithDense)
+        least = 1 if clips else max(1, self._dense_below)
+        return tensor.dtype in SPARSE_DTYPES and tensor.numel() >= least
 
     def _device(self) -> torch.device | None:
         """Where the gradients are that the engine exchanges; None where there are none."""
@@ -476,6 +504,11 @@ class SparseCompressor:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
+
+
+def clipped_dense_method(clip_norm: float) -> Method:
+    """How tensors are reduced that would be Horovod's, but must be clipped first."""
+    return METHODS["topk"](density=1.0, clip_norm=clip_norm).make()
 
 
 def let_go_after_steps(optimizer: Any, engine: Engine) -> None:

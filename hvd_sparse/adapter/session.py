@@ -13,6 +13,7 @@ from torch import Tensor
 from hvd_sparse.adapter.binding import ParameterLookup
 from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
+from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.planning import Planning, refuse_devices
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
@@ -126,12 +127,25 @@ class Session:
         self._agree()
         self._divergence = Divergence(parameters)
 
-    def reassign(self, assignment: Assignment) -> None:
-        """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""
+    def reassign(
+        self, assignment: Assignment, handover: Handover | None = None, unit: float = 1.0
+    ) -> None:
+        """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`.
+
+        Args:
+            assignment: The new one.
+            handover: Momenta that change sides; None: none.
+            unit: The loss scale that the gradients are in units of.
+        """
+        scale = self._engine.scale
         self._engine.reassign(assignment)
-        if self._world is not None:
-            with as_horovod_error():
-                self._agree()
+        if self._world is None:
+            return
+        with as_horovod_error():
+            self._agree()
+            if handover is not None:
+                scale = handover.scale_of_op(self.world_size) if scale is None else scale
+                handover.carry_out(scale / unit, self.world_size)
 
     def begin_step(self) -> None:
         """Compare the ranks' weights, and review the plan, where that is due."""

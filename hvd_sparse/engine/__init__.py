@@ -1,5 +1,6 @@
 """The engine: from gradients as they become ready to reduced gradients."""
 
+from hvd_sparse.engine.clipping import WithDense, with_dense
 from hvd_sparse.engine.engine import Engine
 from hvd_sparse.engine.observer import Observer
 from hvd_sparse.engine.plan import Assignment, Choice, Method, TensorSpec
@@ -15,4 +16,6 @@ __all__ = [
     "Stats",
     "StepStats",
     "TensorSpec",
+    "WithDense",
+    "with_dense",
 ]

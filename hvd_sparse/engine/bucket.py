@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from hvd_sparse.engine.staging import Stage, Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
 from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
+
+
+class Clips(Protocol):
+    """Limits a bucket's gradients in place."""
+
+    def apply(self, bucket: Bucket) -> None:
+        """See `clipping.StepClipping`."""
 
 
 class Phase(Enum):
@@ -60,6 +67,7 @@ class Bucket:
         poisoned: Whether the step's result is non-finite somewhere.
         is_open: Whether the last step has begun to change the bucket's state, and nobody has said
             yet whether it counts.
+        clipping: What limits the step's gradients, with those of the other buckets; None: nothing.
     """
 
     def __init__(
@@ -92,6 +100,7 @@ class Bucket:
         self._views: list[Tensor] | None = None
         self.poisoned = False
         self.is_open = False
+        self.clipping: Clips | None = None
         self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None
         self._gradients: list[Tensor | None] = [None] * len(specs)
         self._staged: dict[int, Tensor] = {}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hvd_sparse.collectives.registry import name_of
 from hvd_sparse.engine.bucket import Bucket, Phase
+from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.guard import Guard, warn
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
@@ -28,7 +29,7 @@ from hvd_sparse.engine.plan import (
 )
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
-from hvd_sparse.engine.transitions import Frozen, Release, cut, l1_of
+from hvd_sparse.engine.transitions import Frozen, Release, cut, l1_of, momentum_unit
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.selectors.correction import hold_back
@@ -109,6 +110,8 @@ def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
 def work_ahead(bucket: Bucket) -> None:
     """What the worker may do in one step of one bucket while it exchanges another one."""
     with bucket.lane.work():
+        if bucket.clipping is not None:
+            bucket.clipping.apply(bucket)
         select(bucket)
 
 
@@ -147,6 +150,10 @@ class Engine:
         self._release = Release()
         self._frozen = Frozen()
         self._freezing: set[str] = set()
+        self._let_go_l1 = 0.0
+        self._specs: dict[str, TensorSpec] = {}
+        self._unit = 1.0
+        self._clipping: StepClipping | None = None
         self._worker = Worker(work_ahead, work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
@@ -167,6 +174,19 @@ class Engine:
     @scale.setter
     def scale(self, scale: float) -> None:
         self._worker.scale = scale
+        if self._clipping is not None:
+            self._clipping.scale = scale
+
+    @property
+    def unit(self) -> float:
+        """The loss scale that gradients are multiplied by, for clipping; 1 where there is none."""
+        return self._unit
+
+    @unit.setter
+    def unit(self, unit: float) -> None:
+        self._unit = unit
+        if self._clipping is not None:
+            self._clipping.unit = unit
 
     @property
     def error(self) -> BaseException | None:
@@ -295,9 +315,48 @@ class Engine:
         their tensors; that of a tensor which now is dense becomes its `leftover`.
         """
         self._give_up_plan()
+        for name, tensor in self._restored.momentum.items():
+            if name in self._specs:
+                was, will_be = (
+                    momentum_unit(each, self._specs[name]) for each in (self.assignment, assignment)
+                )
+                if was != will_be:
+                    tensor.mul_(will_be / was)
         self.assignment = assignment
         if self._transport is not None:
             self._observer.planned(self._transport, ())  # the next step's, if it has any bucket
+
+    def take_momentum(self, shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
+        """The momenta of tensors that have none here any more, summed over the ranks.
+
+        To be called after `reassign` and `agree`, by all ranks alike.
+
+        Args:
+            shapes: Of the tensors, by name.
+
+        Returns:
+            Float32 tensors on the host: what heavy-ball SGD would have for the sum of gradients.
+        """
+        if not shapes:
+            return []
+        assert self._transport is not None
+        own = [self._restored.momentum.pop(name, torch.zeros(*shapes[name])) for name in shapes]
+        flat = torch.cat([tensor.cpu().reshape(-1) for tensor in own])
+        total = self._transport.allreduce_sum(flat, channel="momentum")
+        parts = total.split([tensor.numel() for tensor in own])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, own, strict=True)]
+
+    def give_momentum(self, name: str, share: Tensor) -> None:
+        """Begin with a momentum, between `reassign` and the next step.
+
+        Args:
+            name: The tensor's; the assignment gives it a momentum.
+            share: This rank's part of what heavy-ball SGD has for the sum of gradients: float32.
+        """
+        spec = TensorSpec(name, tuple(share.shape), str(torch.float32))
+        unit = momentum_unit(self.assignment, self._specs.get(name, spec))
+        self._restored.momentum[name] = share * unit
+        self._restored.residual.setdefault(name, torch.zeros_like(share))
 
     def agree(self) -> None:
         """Check that all ranks have the same assignment; they call this together, between steps.
@@ -322,6 +381,7 @@ class Engine:
         """Stop the background thread, and keep the state for the next plan."""
         self._worker.stop()  # before the state is read, which it changes
         self._restored = self._state()
+        self._let_go_l1 += sum(bucket.memory.let_go_l1 for bucket in self._buckets)
         self._frozen = Frozen()
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
 
@@ -415,6 +475,7 @@ class Engine:
             for bucket in self._buckets
             for place, spec in enumerate(bucket.specs)
         }
+        self._specs |= {spec.name: spec for bucket in buckets for spec in bucket.specs}
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
         self._observer.planned(self._transport, self._buckets)
@@ -423,7 +484,12 @@ class Engine:
         for name, (bucket, place) in self._places.items():
             bucket.put(place, self._arrivals[name][1])
         self._arrivals = {}
-        self._worker.start(self._buckets)
+        clipping = StepClipping(buckets, self._transport.world_size)
+        clipping.scale, clipping.unit = self.scale, self._unit
+        for bucket in buckets:
+            bucket.clipping = clipping if clipping.is_on else None
+        self._clipping = clipping
+        self._worker.start(self._buckets, together=clipping.is_on)
 
     def _rank_0_observes(self) -> bool:
         assert self._transport is not None
@@ -441,6 +507,7 @@ class Engine:
         """What was selected, sent and waited for, per bucket and step."""
         transport = self._transport.name if self._transport is not None else ""
         buckets = [bucket.stats for bucket in self._buckets]
+        let_go = self._let_go_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
         waiting = [parts["residual"] for parts in self._frozen.held.values()]
         waiting += self._restored.residual.values()
         return Stats(
@@ -450,6 +517,7 @@ class Engine:
             self.dropped_l1,
             waiting_l1=l1_of(waiting),
             lost_l1=self.lost_l1,
+            let_go_l1=let_go,
         )
 
     def state_dict(self) -> dict[str, Any]:

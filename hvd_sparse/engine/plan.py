@@ -73,6 +73,11 @@ class Method:
             density = self.warmup.density_at(step, density)
         return min(numel, max(1, round(density * numel)))
 
+    @property
+    def clip_norm(self) -> float | None:
+        """See `Assignment.clip_norm`."""
+        return self.memory.clip_norm
+
     def choice_of(self, spec: TensorSpec) -> Choice:
         """A method is the assignment that gives all tensors to itself."""
         return Choice(self)

@@ -128,6 +128,8 @@ class Stats:
             them, and of tensors that have become dense, which release them.
         lost_l1: L1 norm of the residuals of workers that are gone, under `hvd.elastic`, as of the
             last commit. What this worker knows of: one that joined later knows less.
+        let_go_l1: L1 norms of what `low_pass` and `residual_decay` took out of residuals or put in,
+            over the steps.
     """
 
     transport: str
@@ -136,6 +138,7 @@ class Stats:
     dropped_l1: float = 0.0
     waiting_l1: float = 0.0
     lost_l1: float = 0.0
+    let_go_l1: float = 0.0
 
     @property
     def totals(self) -> StepStats:

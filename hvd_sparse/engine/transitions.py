@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.engine.plan import Assignment, TensorSpec
 
 RELEASED_SHARE = 0.5
 """Norm of what is released in a step, at most, in units of the norm of this rank's gradient."""
@@ -104,6 +105,12 @@ def cut(place: Place) -> dict[str, Tensor]:
     bucket, number = place
     parts = bucket.memory.take_out(*bucket.starts[number : number + 2])
     return {kind: part.view(bucket.specs[number].shape) for kind, part in parts.items()}
+
+
+def momentum_unit(assignment: Assignment, spec: TensorSpec) -> float:
+    """What an assignment's momentum of a tensor is multiplied by; see `MemoryOptions`."""
+    method = assignment.choice_of(spec).method
+    return 1.0 if method is None else method.memory.momentum_unit
 
 
 def l1_of(tensors: Iterable[Tensor]) -> float:

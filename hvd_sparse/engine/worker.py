@@ -59,7 +59,7 @@ class Worker:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._spent: list[object] = []
-        self._stopping = False
+        self._stopping = self._together = False
         self._exchanging = False  # whether the first thread runs
         self._orphaned = False  # whether it is to close the transport when it ends
         self._num_threads = torch.get_num_threads()
@@ -75,9 +75,14 @@ class Worker:
         # Horovod's exit handler was registered earlier, by hvd.init(), and so runs later.
         atexit.register(self._close_at_exit)
 
-    def start(self, buckets: Sequence[Bucket]) -> None:
-        """Begin to work on the buckets of a plan."""
-        self._buckets, self._at = buckets, buckets[0]
+    def start(self, buckets: Sequence[Bucket], together: bool = False) -> None:
+        """Begin to work on the buckets of a plan.
+
+        Args:
+            buckets: In their order.
+            together: Whether a step begins only once the gradients of all of them are there.
+        """
+        self._buckets, self._at, self._together = buckets, buckets[0], together
         tasks = {"hvd_sparse": self._exchange_and_end}
         if len(buckets) > 1:
             tasks["hvd_sparse.ahead"] = self._select_ahead
@@ -164,7 +169,7 @@ class Worker:
         if self.transport is not None:
             self.transport.abort(error)
 
-    def let_go(self, spent: list[object]) -> None:
+    def let_go(self, spent: object) -> None:
         """Drop references on a background thread, if there is one."""
         with self._changed:
             if self._exchanging:
@@ -218,13 +223,18 @@ class Worker:
             self._select_now(bucket)
 
     @property
+    def _may_begin(self) -> bool:
+        """Whether all gradients are there that a step waits for before its first bucket."""
+        return not (self._together and any(b.phase is Phase.COLLECTING for b in self._buckets))
+
+    @property
     def _is_over(self) -> bool:
         return self._stopping or self.error is not None
 
     def _next_ahead(self) -> Bucket | None:
         """A bucket to select from; None while the first thread selects itself."""
         assert self._at is not None
-        if self._at.phase is Phase.SELECTING:
+        if self._at.phase is Phase.SELECTING or not self._may_begin:
             return None
         ready = (b for b in self._buckets if b.phase is Phase.READY and b is not self._at)
         return next(ready, None)
@@ -252,9 +262,12 @@ class Worker:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._spent or bucket.phase not in phases or self._is_over
+                    lambda: self._spent or self._has_left(bucket, phases) or self._is_over
                 )
                 spent, self._spent = self._spent, []
-                if bucket.phase not in phases or self._is_over:
+                if self._has_left(bucket, phases) or self._is_over:
                     return not self._is_over
             del spent  # without the lock: memory goes back to the system
+
+    def _has_left(self, bucket: Bucket, phases: Sequence[Phase]) -> bool:
+        return bucket.phase not in phases and self._may_begin

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
-from hvd_sparse.memories.clipping import Clipping
 from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
+
+
+@dataclass(frozen=True)
+class Fading:
+    """What a residual loses with time, beside what is sent.
+
+    Attributes:
+        low_pass: β, in (0, 1]; 1: nothing is filtered.
+        decay: In (0, 1]; 1: nothing decays.
+    """
+
+    low_pass: float = 1.0
+    decay: float = 1.0
 
 
 class ErrorFeedback:
@@ -26,19 +39,29 @@ class ErrorFeedback:
     before, and writes to a second set of tensors, with which it then changes places. That costs
     no pass, and as much memory again.
 
+    `fading` departs from that law by intent, and counts by how much. With ε the residual before the
+    step and ε' what plain error feedback would keep of it,
+
+      ε = decay ((1 - β) ε + β ε').
+
+    β below 1 is ScaleCom's low-pass filter (Chen et al., NeurIPS 2020, algorithm 1), against noise
+    of large learning rates; a decay below 1 is SparseLoCo's, against residuals that are stale.
+
     Args:
         numel: n.
         device: Where the gradients are.
-        clipping: Limits the gradients before they are added, in place; None: as they are.
+        fading: β and the decay.
 
     Attributes:
+        let_go_l1: Σ ‖ε' - what was kept‖₁ over the steps, as far as each counted.
         residual: float32 `(n,)`, on the gradients' device; always finite between steps. Another
             tensor in every step: ask for it anew.
     """
 
-    def __init__(self, numel: int, device: torch.device, clipping: Clipping | None = None) -> None:
+    def __init__(self, numel: int, device: torch.device, fading: Fading | None = None) -> None:
         self.residual = ops.zero_vector(numel, torch.float32, device)
-        self.clipping = clipping
+        self.fading = fading or Fading()
+        self.let_go_l1 = self._let_go_before = 0.0
         self._spare: tuple[Tensor, ...] | None = None
         self._may_roll_back = False
         self._forget()
@@ -56,8 +79,7 @@ class ErrorFeedback:
         """
         del k
         self._may_roll_back = False
-        if self.clipping is not None:
-            self.clipping.apply(gradients)
+        self._let_go_before = self.let_go_l1
         self._forget()
         before = ops.Before(*self._state())
         self._change_places()
@@ -83,6 +105,7 @@ class ErrorFeedback:
         """
         self._taken, self._returned = taken, returned
         self._add(returned)
+        self.let_go_l1 += self._fade()
 
     def applied(self, reduced: Sum) -> Sum:
         """Learn the sum that the exchange came to; returns what the optimizer is to see of it.
@@ -97,6 +120,7 @@ class ErrorFeedback:
         if self._may_roll_back:  # else nothing has changed
             self._change_places()
             self._may_roll_back = False
+            self.let_go_l1 = self._let_go_before
         self._forget()
 
     def rescale(self, factor: float) -> None:
@@ -136,6 +160,19 @@ class ErrorFeedback:
 
     def agree(self, transport: Transport) -> None:
         """Learn from the other ranks what a loaded state does not tell; all ranks call this."""
+
+    def _fade(self) -> float:
+        """Let go of a part of what stays; its L1 norm."""
+        low_pass, decay, let_go = self.fading.low_pass, self.fading.decay, 0.0
+        if low_pass < 1.0:
+            assert self._spare is not None  # has what was before the step
+            before = self._spare[0]
+            let_go += (1.0 - low_pass) * float(torch.dist(self.residual, before, p=1))
+            torch.lerp(before, self.residual, low_pass, out=self.residual)
+        if decay < 1.0:
+            let_go += (1.0 - decay) * float(torch.linalg.vector_norm(self.residual, ord=1))
+            self.residual.mul_(decay)
+        return let_go
 
     def _forget(self) -> None:
         """Let go of what the last step took: nothing will be put back, or masked."""

@@ -36,8 +36,7 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
-from hvd_sparse.memories.clipping import Clipping
-from hvd_sparse.memories.error_feedback import ErrorFeedback
+from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
 from hvd_sparse.streams import SparseStream, Sum, sum_of
 from hvd_sparse.transports import Transport
 
@@ -51,7 +50,7 @@ class GlobalMomentum(ErrorFeedback):
         world_size: P.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        clipping: See `ErrorFeedback`.
+        fading: See `ErrorFeedback`; m s has entered by then, and is in ε.
 
     Attributes:
         share: s, on the residual's device; always finite.
@@ -64,9 +63,9 @@ class GlobalMomentum(ErrorFeedback):
         world_size: int,
         momentum: float,
         nesterov: bool = False,
-        clipping: Clipping | None = None,
+        fading: Fading | None = None,
     ) -> None:
-        super().__init__(numel, device, clipping)
+        super().__init__(numel, device, fading)
         self.world_size = world_size
         self.momentum = momentum
         self.nesterov = nesterov

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
-from hvd_sparse.memories.clipping import Clipping
-from hvd_sparse.memories.error_feedback import ErrorFeedback
+from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
 from hvd_sparse.streams import SparseStream
 
 
@@ -44,7 +43,7 @@ class MomentumCorrection(ErrorFeedback):
         device: Where the gradients are.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        clipping: See `ErrorFeedback`.
+        fading: See `ErrorFeedback`; u is left alone.
 
     Attributes:
         momentum_buffer: u, float32 `(n,)`; masked only when the next step begins, or by `tensors`.
@@ -57,9 +56,9 @@ class MomentumCorrection(ErrorFeedback):
         device: torch.device,
         momentum: float,
         nesterov: bool = False,
-        clipping: Clipping | None = None,
+        fading: Fading | None = None,
     ) -> None:
-        super().__init__(numel, device, clipping)
+        super().__init__(numel, device, fading)
         self.momentum = momentum
         self.nesterov = nesterov
         self.momentum_buffer = ops.zero_vector(numel, torch.float32, device)

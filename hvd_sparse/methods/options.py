@@ -82,10 +82,23 @@ class MethodOptions(ABC):
         choice(MOMENTUM_KINDS),
     )
     nesterov: bool = option(False, "Whether that momentum is Nesterov's.", check_flag)
+    low_pass: float = option(
+        1.0,
+        "β of ScaleCom's low-pass filter, in (0, 1]: of what would stay, the residual takes in β "
+        "times the change. 1 is no filter.",
+        check_share,
+    )
+    residual_decay: float = option(
+        1.0,
+        "What the residual is multiplied by after each step, in (0, 1]. Below 1 a part of the "
+        "gradient is lost, and counted in `stats().let_go_l1`.",
+        check_share,
+    )
     clip_norm: float | None = option(
         None,
-        "Limit on the L2 norm of a bucket's summed gradient, above 0: each of P ranks clips its "
-        "own to P^(-1/2) times it before it is accumulated. None: no limit.",
+        "Limit on the L2 norm of the gradient that the optimizer sees, of all tensors together, "
+        "above 0: each of P ranks clips its own to P^(-1/2) times it before it is accumulated. No "
+        "exchange begins before the last gradient is there. None: no limit.",
         optional(above(0)),
     )
     warmup: str = option(
@@ -142,7 +155,14 @@ class MethodOptions(ABC):
 
     def make(self) -> Method:
         """The method, which an engine or a plan can use."""
-        memory = MemoryOptions(self.momentum, self.nesterov, self.clip_norm, self.momentum_kind)
+        memory = MemoryOptions(
+            self.momentum,
+            self.nesterov,
+            self.clip_norm,
+            self.momentum_kind,
+            self.low_pass,
+            self.residual_decay,
+        )
         warmup = self._warmup()
         told = {item.name: getattr(self, item.name) for item in self.own_fields()}
         told |= {"density": self.density, "bucket_numel": self.bucket_numel, "wire": self.wire}

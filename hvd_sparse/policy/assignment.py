@@ -119,6 +119,11 @@ class PolicyAssignment:
         """Whether any rule leaves its tensors to a planner."""
         return any(rule.planned for rule in self.rules)
 
+    @property
+    def clip_norm(self) -> float | None:
+        """The limit that all methods have."""
+        return next((m.clip_norm for rule in self.rules for m in rule.methods), None)
+
     def idle_rules(self, specs: Iterable[TensorSpec]) -> list[tuple[Rule, str]]:
         """Rules that decide on none of a model's tensors, with the reason."""
         tensors = [(spec, self.rule_of(spec), self.modules.get(spec.name)) for spec in specs]

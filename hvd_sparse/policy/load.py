@@ -77,6 +77,12 @@ def check_policy(document: Document) -> Policy:
         raise _located(document, error, model) from None
     defaults = policy.defaults.model_dump(exclude_unset=True)
     rules = tuple(_rule(document, place, rule, defaults) for place, rule in enumerate(policy.rules))
+    limits = {m.clip_norm: rule.place for rule in rules for m in rule.methods}
+    if len(limits) > 1:
+        (one, _), (other, place) = list(limits.items())[:2]
+        raise document.error(
+            ("rules", place), f"clip_norm must be the same in all rules, got {one} and {other}"
+        )
     if not policy.timeout_s > 0:
         raise document.error(("timeout_s",), f"must be a number above 0, got {policy.timeout_s!r}")
     busy_timeout_s = policy.busy_timeout_s
@@ -176,6 +182,10 @@ def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -
         raise document.error(
             (*path, "compress"),
             "auto is not for momentum correction: tensors that are left dense would have none",
+        )
+    if planned and any(method.clip_norm is not None for method in methods):
+        raise document.error(
+            (*path, "compress"), "auto is not for clip_norm: dense tensors would not be clipped"
         )
     return Rule(place, condition, tuple(methods), bucket, planned)
 

@@ -15,6 +15,7 @@ from tests.workers.adapter_join import join_in_the_middle
 from tests.workers.adapter_ledger import keep_the_books
 from tests.workers.adapter_refusals import refuse_a_second_optimizer, refuse_operations
 from tests.workers.adapter_strangers import train_with_a_stranger
+from tests.workers.adapter_transitions import clip_all_tensors, freeze_a_layer
 from tests.workers.adapter_uncalled import train_by_defaults
 from tests.workers.adapter_waiting import cpu_shares
 
@@ -46,6 +47,19 @@ def test_a_skipped_step_costs_no_gradient(ranks: Ranks, place: str, scaled: bool
 @pytest.mark.parametrize("transport", [pytest.param("horovod", marks=pytest.mark.slow), "gloo"])
 def test_every_transport_can_be_asked_for(ranks: Ranks, scenario: str, transport: str) -> None:
     ranks.run(check, scenario, "topk", env={"HVD_SPARSE_TRANSPORT": transport})
+
+
+@with_ranks(World(2), World(3))
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_clipping_is_over_all_tensors_of_a_rank(ranks: Ranks, op: str) -> None:
+    for limit in (0.5, 1e6):
+        ranks.run(clip_all_tensors, limit, op)
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_a_frozen_layer_stays_where_it_is(ranks: Ranks, kind: str) -> None:
+    ranks.run(freeze_a_layer, kind)
 
 
 @with_ranks(World(2), World(2, "mpi"))

@@ -159,7 +159,12 @@ def test_results_are_those_of_one_bucket_after_the_other(name: str) -> None:
                 bucket.is_open = False
                 bucket.close_step()
             found.append({b.specs[0].name: b.view(0).clone() for b in buckets})
-        return [found, {b.specs[0].name: b.memory.residual for b in buckets}]
+        held = {
+            spec.name: tensors["residual"]
+            for b in buckets
+            for spec, tensors in b.split(b.memory.tensors())
+        }
+        return [found, held]
 
     ours, theirs = (run_ranks(3, worker, timeout_s=60.0) for worker in (overlapped, in_turn))
     assert [flattened(each) for each in ours] == [flattened(each) for each in theirs]
@@ -262,14 +267,17 @@ def test_spent_gradients_go_on_a_background_thread() -> None:
     """Giving large ones back to the system takes milliseconds, which the optimizer waited for."""
     ended_on: list[str] = []
 
+    def note() -> None:
+        ended_on.append(threading.current_thread().name)
+
+    def all_over(ends: list[weakref.finalize[[], Tensor]]) -> bool:
+        return not any(end.alive for end in ends)
+
     def worker(transport: Transport) -> None:
         engine = connected(transport, method())
         for asked in (False, True, True):
             given = gradients(transport.rank, 0)
-            ends = [
-                weakref.finalize(g, lambda: ended_on.append(threading.current_thread().name))
-                for g in given.values()
-            ]
+            ends = [weakref.finalize(g, note) for g in given.values()]
             submit(engine, given)
             del given
             results(engine)
@@ -278,7 +286,7 @@ def test_spent_gradients_go_on_a_background_thread() -> None:
                 engine.let_go()
             else:
                 engine.settle(counts=True)
-            until(lambda ends=ends: not any(end.alive for end in ends))
+            until(partial(all_over, ends))
         engine.disconnect()
 
     run_ranks(1, worker, timeout_s=DEADLINE_S)

@@ -10,6 +10,7 @@ import torch
 
 from hvd_sparse.collectives import Collective, IndexUnion
 from hvd_sparse.collectives.registry import ALGORITHMS
+from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.selectors import (
     BisectionTopK,
     ExactTopK,
@@ -29,6 +30,7 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from hvd_sparse.wire import WIRES
 from tests.devices import in_worlds
+from tests.laws.steps import one_step
 from tests.laws.test_exchange import (
     GRADIENTS,
     SIZES,
@@ -121,6 +123,54 @@ def test_what_a_wire_rounds_off_stays_in_the_residual(name: str, wire: str) -> N
             for other in outcomes[1:]:
                 assert torch.equal(outcomes[0].reduced.indices, other.reduced.indices)
                 assert torch.equal(outcomes[0].reduced.values, other.reduced.values)
+
+
+MEMORIES = {
+    "plain": MemoryOptions(),
+    "local": MemoryOptions(0.5, momentum_kind="local"),
+    "local nesterov": MemoryOptions(0.5, nesterov=True, momentum_kind="local"),
+    "global": MemoryOptions(0.5, momentum_kind="global"),
+    "global nesterov": MemoryOptions(0.5, nesterov=True, momentum_kind="global"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", [*COLLECTIVES])
+@pytest.mark.parametrize("memory_name", MEMORIES)
+def test_any_memory_selector_collective_and_wire_keep_the_law(
+    memory_name: str, collective: str
+) -> None:
+    """Summed over the ranks: residual before + what entered = applied + residual after."""
+    numel, k, m = 300, 15, 0.5
+    options = MEMORIES[memory_name]
+
+    def worker(transport: Transport, selector: str, wire: str) -> list[tuple[torch.Tensor, ...]]:
+        memory = options.make(numel, torch.device("cpu"), transport.world_size)
+        chooser = SELECTORS[selector]()
+        reducer = COLLECTIVES[collective](transport, numel, k, wire=WIRES[wire])
+        seen: list[tuple[torch.Tensor, ...]] = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + transport.rank)
+            g = torch.randn(numel, generator=generator) * 30.0
+            before, u = memory.residual.double(), memory.tensors().get("momentum", 0.0 * g).double()
+            entered = g.double()
+            if options.nesterov and options.momentum_kind == "local":
+                entered += m * (u + g)
+            elif options.momentum:
+                entered += m * u
+            _, reduction = one_step(memory, chooser, reducer, [g], k)
+            seen.append((before + entered, memory.residual.double(), dense(reduction.reduced)))
+        return seen
+
+    for wire in ("float32", "float16+gap", "qsgd4") if collective != "dense" else ("float32",):
+        for selector in SELECTORS:
+            each = partial(worker, selector=selector, wire=wire)
+            for outcomes in zip(*run_ranks(3, each, timeout_s=20.0), strict=True):
+                came, left = (sum(o[i] for o in outcomes) for i in (0, 1))
+                assert all(torch.equal(o[2], outcomes[0][2]) for o in outcomes)
+                torch.testing.assert_close(
+                    left + outcomes[0][2], came, rtol=0, atol=2e-3, msg=f"{selector} over {wire}"
+                )
 
 
 def exchanged_over(

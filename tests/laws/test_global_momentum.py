@@ -26,8 +26,13 @@ def gradient(rank: int, step: int) -> Tensor:
 
 
 def method_of(kind: str, nesterov: bool = False, density: float = 1.0) -> Method:
-    options = {"density": density, "momentum": 0.5, "momentum_kind": kind, "nesterov": nesterov}
-    return METHODS["topk"](collective="topk_allgather", **options).make()
+    options: dict[str, Any] = {
+        "density": density,
+        "momentum": 0.5,
+        "momentum_kind": kind,
+        "nesterov": nesterov,
+    }
+    return METHODS["topk"](**options).make()
 
 
 def train_step(engine: Engine, rank: int, step: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.collectives import ExDyna, IndexUnion
 from hvd_sparse.engine import Engine, Method, TensorSpec
-from hvd_sparse.memories import Clipping, ErrorFeedback, GlobalMomentum, MomentumCorrection
+from hvd_sparse.memories import ErrorFeedback, GlobalMomentum, MomentumCorrection
 from hvd_sparse.methods import METHODS
 from hvd_sparse.selectors import ExactTopK, OnlineThreshold
 from hvd_sparse.streams import SparseStream
@@ -29,12 +29,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEMORIES: dict[str, dict[str, Any]] = {
     "plain": {"momentum": 0.0},
     "momentum": {"momentum": 0.9, "momentum_kind": "local"},
-    "nesterov, clipped": {
-        "momentum": 0.9,
-        "momentum_kind": "local",
-        "nesterov": True,
-        "clip_norm": 20.0,
-    },
+    "nesterov": {"momentum": 0.9, "momentum_kind": "local", "nesterov": True},
     "global": {"momentum": 0.9, "momentum_kind": "global"},
     "global nesterov": {"momentum": 0.9, "momentum_kind": "global", "nesterov": True},
 }
@@ -75,7 +70,7 @@ def test_nothing_is_lost_in_200_steps(
             if isinstance(memory, GlobalMomentum):
                 given += memory.momentum * memory.tensors()["momentum"].double().cpu()
             _, reduction = one_step(memory, selector, collective, gradients, k)
-            g = torch.cat([gradient.double() for gradient in gradients]).cpu()  # as it was clipped
+            g = torch.cat([gradient.double() for gradient in gradients]).cpu()
             if isinstance(memory, MomentumCorrection):
                 given += memory.momentum_buffer.double().cpu()  # not masked before the next step
                 given += g if memory.nesterov else 0.0
@@ -133,7 +128,7 @@ def train_step(engine: Engine, rank: int, step: int, device: torch.device = CPU)
 @pytest.mark.parametrize("kind", ["local", "global"])
 def test_momentum_at_density_one_is_momentum_sgd(kind: str, name: str) -> None:
     for nesterov in (False, True):
-        changes = {"momentum": 0.5, "momentum_kind": kind, "nesterov": nesterov}
+        changes: dict[str, Any] = {"momentum": 0.5, "momentum_kind": kind, "nesterov": nesterov}
         method = method_of(name, density=1.0, **changes)
 
         def worker(transport: Transport, method: Method = method) -> list[Tensor]:
@@ -260,17 +255,6 @@ def test_a_step_that_fails_early_goes_back_to_its_own_beginning(
             assert torch.equal(tensor, before[name])
 
     run_ranks(1, worker, timeout_s=10.0)
-
-
-def test_clipping_is_by_the_ranks_share_of_the_norm() -> None:
-    gradients = [torch.full((8,), 3.0), torch.full((8,), -3.0, dtype=torch.float16)]
-    Clipping(max_norm=6.0, world_size=4).apply(gradients)  # 12 long together; 3 are allowed
-    torch.testing.assert_close(gradients[0], torch.full((8,), 0.75))
-    assert torch.equal(gradients[1].float(), torch.full((8,), -0.75))
-    short = [torch.tensor([0.5, float("nan")]), torch.tensor([1e-3])]
-    Clipping(max_norm=1e-9, world_size=1).apply(short)  # a non-finite gradient stays as it is
-    assert short[0][0] == 0.5
-    Clipping(1.0, 1).apply([])
 
 
 def test_methods_change_in_mid_training() -> None:

@@ -61,7 +61,8 @@ def test_a_residual_that_becomes_dense_is_no_jump() -> None:
         return normal(rank, step, "w", (numel,)) + 1.0  # a part that all steps have in common
 
     def worker(transport: Transport) -> tuple[list[float], float, Tensor, Tensor]:
-        engine = Engine(METHODS["topk"](density=0.001, collective="topk_allgather").make())
+        options: dict[str, Any] = {"density": 0.001, "collective": "topk_allgather"}
+        engine = Engine(METHODS["topk"](**options).make())
         engine.connect(transport)
         given = applied = torch.zeros(numel).double()
         for step in range(before):

@@ -1,0 +1,91 @@
+"""Momentum changes sides with its tensor: between the optimizer and the compression.
+
+The optimizer has the momentum of gradients as it sees them: averaged or summed, and of the unscaled
+loss. The compression has that of sums over the ranks, each rank its share. Only
+`MomentumCorrectedSGD` has momentum on both sides; under any other optimizer there is nothing to
+hand over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvd_sparse.adapter.binding import spec_of
+from hvd_sparse.engine import Assignment, Engine, WithDense
+from hvd_sparse.memories import MemoryOptions
+from hvd_sparse.optim import MomentumCorrectedSGD
+
+BUFFER = "momentum_buffer"
+
+
+class Handover:
+    """What is to change sides, seen before the engine gets another assignment.
+
+    Args:
+        optimizer: Has the momentum of tensors that the compression has none of.
+        engine: Has that of the others.
+        after: The engine's assignment to be.
+        named: Parameters of types that the engine can reduce.
+        dense_below: Tensors of fewer elements are dense.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        engine: Engine,
+        after: Assignment,
+        named: Sequence[tuple[str, Parameter]],
+        dense_below: int,
+    ) -> None:
+        self._optimizer, self._engine = optimizer, engine
+        self._out: list[tuple[str, Parameter]] = []
+        self._in: list[tuple[str, Parameter]] = []
+        if not isinstance(optimizer, MomentumCorrectedSGD):
+            return
+        before = engine.assignment
+        for name, parameter in named:
+            memories = (memory_of(a, name, parameter, dense_below) for a in (before, after))
+            had, has = (memory is not None and memory.momentum > 0 for memory in memories)
+            if had != has:
+                (self._out if had else self._in).append((name, parameter))
+
+    def scale_of_op(self, world_size: int) -> float:
+        """The scale of an optimizer of whose gradients none has been reduced by the compression."""
+        import horovod.torch as hvd
+
+        return 1.0 / world_size if self._optimizer.op == hvd.Average else 1.0
+
+    def carry_out(self, scale: float, world_size: int) -> None:
+        """Move momenta; all ranks call this, once they have agreed on the new assignment.
+
+        Args:
+            scale: What the optimizer sees, in units of the sums over the ranks.
+            world_size: P.
+        """
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._out}
+        for (_, parameter), total in zip(
+            self._out, self._engine.take_momentum(shapes), strict=True
+        ):
+            state = self._optimizer.state[parameter]
+            handed = (total * scale).to(parameter)
+            state[BUFFER] = handed + state[BUFFER] if BUFFER in state else handed
+        for name, parameter in self._in:
+            buffer: Tensor | None = self._optimizer.state[parameter].pop(BUFFER, None)
+            if buffer is not None:
+                share = buffer.detach().to(torch.float32) / (scale * world_size)
+                self._engine.give_momentum(name, share)
+
+
+def memory_of(
+    assignment: Assignment, name: str, parameter: Parameter, dense_below: int
+) -> MemoryOptions | None:
+    """The memory that an assignment gives a tensor; None where the tensor is dense."""
+    if not isinstance(assignment, WithDense) and parameter.numel() < max(1, dense_below):
+        return None
+    method = assignment.choice_of(spec_of(name, parameter)).method
+    return None if method is None else method.memory
