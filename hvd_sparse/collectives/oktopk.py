@@ -60,6 +60,7 @@ from hvd_sparse.streams import Part, SparseStream, sum_of
 from hvd_sparse.topology import allgather_loads, batches
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
+from hvd_sparse.wire.checks import check_bytes
 from hvd_sparse.work import Work
 
 AIM_SHARE = 0.03
@@ -289,6 +290,8 @@ class OkTopk(Collective):
         head = torch.cat([counts, torch.tensor([self._received], dtype=torch.int32)])
         payload, own = packer.pack(_part(chosen, spans[rank]))
         messages = self.transport.allgather((head, *payload), channel="allgather")
+        for message in messages:
+            check_bytes(self.wire.name, "counts at levels", message[:HEAD_BYTES], HEAD_BYTES)
         heads = torch.stack([message[:HEAD_BYTES].view(torch.int32) for message in messages])
         self.level_counts, received = heads[:, :-1].clone(), heads[:, -1].double()
         even = max(self.k, FEW_ENTRIES, UNEVEN_FACTOR * float(received.mean()))
@@ -397,7 +400,8 @@ class OkTopk(Collective):
             self.boundaries = state["boundaries"].clone()
             self.global_threshold = float(state["global_threshold"])
             self.regions_are_uneven = bool(state["regions_are_uneven"])
-            self.level_counts = state["level_counts"].clone()
+            if state["level_counts"].shape == self.level_counts.shape:
+                self.level_counts = state["level_counts"].clone()
 
 
 def _part(stream: SparseStream, span: Span) -> Part:

@@ -25,6 +25,7 @@ from hvd_sparse.collectives import (
     TopkAllgather,
 )
 from hvd_sparse.collectives.oktopk import HEAD_BYTES
+from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.topology import allgather_messages
 from hvd_sparse.transports import Handle, LocalTransport, Payload, run_ranks
@@ -359,3 +360,20 @@ def test_oktopk_goes_on_from_its_state(P: int) -> None:
         for mine, theirs in zip(one, other, strict=True):
             assert torch.equal(mine.indices, theirs.indices)
             assert torch.equal(mine.values, theirs.values)
+
+
+def test_oktopk_refuses_a_message_without_its_counts() -> None:
+    def worker(transport: LocalTransport) -> None:
+        gather = transport.allgather
+
+        def damaged(payload: Payload, *, channel: str) -> list[torch.Tensor]:
+            return [message[: HEAD_BYTES - 8] for message in gather(payload, channel=channel)]
+
+        collective = OkTopk(transport, 1000, 20)
+        stream = independent(1000, 20, transport.rank, 2)
+        collective.reduce(stream)
+        transport.allgather = damaged  # type: ignore[method-assign]
+        with pytest.raises(MessageError, match=r"counts at levels must have 288 bytes .* got 280"):
+            collective.reduce(stream)
+
+    run_ranks(2, worker)
