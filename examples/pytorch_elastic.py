@@ -66,7 +66,7 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = args.lr * hvd.size()
 
-    @hvd.elastic.run
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
     def train(state: Any) -> None:
         while state.epoch < args.epochs:
             for batch, (data, target) in enumerate(loader, 1):

@@ -225,8 +225,8 @@ SELECTOR_FAULTS = [
     ({}, "selector: missing or unknown keys"),
     ({"step": "x", "threshold": 1.0}, "selector: step must be a whole number"),
     ({"step": -1, "threshold": 1.0}, "selector: step must be a whole number"),
-    ({"step": 1, "threshold": math.nan}, "selector: threshold must be a number, got nan"),
-    ({"step": 1, "threshold": None}, "selector: threshold must be a number, got None"),
+    ({"step": 1, "threshold": math.nan}, "threshold must be a number of at least 0, got nan"),
+    ({"step": 1, "threshold": None}, "threshold must be a number of at least 0, got None"),
 ]
 
 
