@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -118,19 +118,34 @@ def memories_of(method: str, density: float) -> tuple[str, ...]:
 
 
 def cases() -> Iterator[Case]:
-    """All trainings, the most telling first: one seed of everything before the others' first."""
+    """All trainings, the most telling first; the large model's, which take hours, at the end."""
+    small, large = [task for task in TASKS if task != "sources"], ["sources"]
     for seed in SEEDS:
-        for task in TASKS:
-            for density in DENSITIES:
-                yield Case(task, "dense", "plain", density, "float32", seed)
-                for place in range(3):
-                    for method in PROMISED:
-                        memories = memories_of(method, density)
-                        if place < len(memories):
-                            yield Case(task, method, memories[place], density, "float32", seed)
-            if task != "sources":
-                yield from lossy(task, seed)
-    for task in TASKS:
+        for task in small:
+            yield from promised(task, seed)
+        for task in small:
+            yield from lossy(task, seed)
+    yield from others(small)
+    for seed in SEEDS:
+        for task in large:
+            yield from promised(task, seed)
+    yield from others(large)
+
+
+def promised(task: str, seed: int) -> Iterator[Case]:
+    """The compressors that must come near to dense, by all memories, and dense."""
+    for density in DENSITIES:
+        yield Case(task, "dense", "plain", density, "float32", seed)
+        for place in range(3):
+            for method in PROMISED:
+                memories = memories_of(method, density)
+                if place < len(memories):
+                    yield Case(task, method, memories[place], density, "float32", seed)
+
+
+def others(tasks: Sequence[str]) -> Iterator[Case]:
+    """The other compressors, for one seed."""
+    for task in tasks:
         for density in DENSITIES:
             for method in OTHERS:
                 memory = "plain" if method == "randomk" else TRIED_MEMORIES[density][0]
