@@ -31,7 +31,7 @@ from benchmarks.convergence_cases import (
     Case,
     cases,
 )
-from benchmarks.convergence_report import plot, rows_of
+from benchmarks.convergence_report import markdown, plot, rows_of
 from benchmarks.convergence_run import Run, train
 from benchmarks.convergence_tasks import Task
 
@@ -41,18 +41,23 @@ class Runs:
 
     Args:
         path: The file; need not be there.
+
+    Attributes:
+        cases: What the file had, by any recipe.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._tasks: dict[str, Task] = {}
         self._saved: dict[tuple[str, str], Run] = {}
+        self.cases: list[Case] = []
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
         if whole != text:  # the process ended in the middle of a line
             path.write_text(whole, encoding="utf-8")
         for line in whole.splitlines():
             saved = json.loads(line)
+            self.cases.append(Case(**saved["case"]))
             self._saved[_key(saved["case"]), _key(saved["recipe"])] = Run(**saved["run"])
 
     def task(self, name: str) -> Task:
@@ -99,9 +104,8 @@ def run_all(chosen: Sequence[Case], runs: Runs) -> None:
         )
 
 
-def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
-    """What the arguments choose. Seeds other than those reported, and memories other than those
-    of the list, are for tuning."""
+def chosen_of(candidates: Iterable[Case], arguments: argparse.Namespace) -> list[Case]:
+    """What the arguments choose."""
 
     def takes(case: Case) -> bool:
         return (
@@ -112,11 +116,11 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
             and (case.method == "dense" or case.memory in arguments.memories)
         )
 
-    return [case for case in (*cases(), *tuning_cases(arguments)) if takes(case)]
+    return [case for case in candidates if takes(case)]
 
 
 def tuning_cases(arguments: argparse.Namespace) -> Iterable[Case]:
-    """Every memory on seeds that are not reported."""
+    """Every memory, on seeds that are not reported."""
     for seed in sorted(set(arguments.seeds) - set(SEEDS)):
         for task in arguments.tasks:
             for density in arguments.densities:
@@ -136,14 +140,19 @@ def main() -> None:
     add("--seeds", nargs="+", type=int, default=list(SEEDS))
     add("--report", type=Path, help="where to write the report, as JSON")
     add("--plot", type=Path, help="where to write the learning curves, as PNG")
+    add("--table", type=Path, help="where to write the table of docs/convergence.md")
     add("--only-report", action="store_true", help="report what is there; train nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    chosen, runs = chosen_cases(arguments), Runs(arguments.json)
+    runs = Runs(arguments.json)
+    chosen = chosen_of((*cases(), *tuning_cases(arguments)), arguments)
     if not arguments.only_report:
         run_all(chosen, runs)
-    found = {case: run for case in chosen if (run := runs.get(case)) is not None}
+    there = (*chosen, *chosen_of(runs.cases, arguments))
+    found = {case: run for case in there if (run := runs.get(case)) is not None}
     write_report("convergence", rows_of(found), arguments.report)
+    if arguments.table:
+        arguments.table.write_text(markdown(found) + "\n", encoding="utf-8")
     if arguments.plot:
         plot(found, arguments.plot)
 

@@ -123,6 +123,34 @@ def seeds_of(values: list[float]) -> str:
     return f"mean of {len(values)} seeds (± {stdev(values):.2g})"
 
 
+def markdown(found: Found) -> str:
+    """The trainings as a table: a row for each task, density, method, memory and wire."""
+    lines = [
+        "| task | density | method | memory | wire | seeds | metric | worse by | mean density "
+        "| last quarter | updates | bytes, share of dense |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[Case, list[Case]] = {}
+    for case in found:
+        if case.method != "dense" and case.dense in found:
+            groups.setdefault(case._replace(seed=0), []).append(case)
+    for group, members in groups.items():
+        task, runs = TASKS[group.task], [found[case] for case in members]
+        gaps = [task.gap(found[case].final, found[case.dense].final) for case in members]
+        cells = [
+            *(group.task, f"{group.density:g}", group.method, group.memory, group.wire),
+            str(len(runs)),
+            f"{mean(run.final for run in runs):.4g} {task.unit}",
+            f"{mean(gaps):+.2f} {task.gap_unit}",
+            f"{mean(run.applied for run in runs):.4f}",
+            f"{mean(run.late_applied for run in runs):.4f}",
+            f"{mean(run.updates for run in runs):.1f}",
+            f"{mean(run.mbytes / run.dense_mbytes for run in runs):.3f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def plot(found: Found, path: Path) -> None:
     """Learning curves: the test metric along a run, a panel for each task and density."""
     from matplotlib.figure import Figure

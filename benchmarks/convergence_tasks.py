@@ -224,8 +224,8 @@ class PythonHelp(Text):
     limits: ClassVar[Mapping[float, float]] = {0.01: 1.0, 0.001: 4.0}
     recipe = Recipe(batch=8, lr_warmup_steps=50, momentum=0.9, clip_norm=1.0)
     budgets: ClassVar[Mapping[float, Budget]] = {
-        0.01: Budget(steps=4000, lr=2.0, dense_steps=80, warmup_steps=200),
-        0.001: Budget(steps=8000, lr=1.0, dense_steps=60, warmup_steps=400),
+        0.01: Budget(steps=6000, lr=2.0, dense_steps=100, warmup_steps=250),
+        0.001: Budget(steps=8000, lr=3.0, dense_steps=100, warmup_steps=400),
     }
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
     length = 20

@@ -14,10 +14,11 @@ from benchmarks.convergence_cases import (
     PROMISED,
     SEEDS,
     TASKS,
+    TRIED_MEMORIES,
     Case,
     cases,
 )
-from benchmarks.convergence_report import plot, rows_of
+from benchmarks.convergence_report import markdown, plot, rows_of
 from benchmarks.convergence_sources import Sources
 from benchmarks.convergence_tasks import Budget, Digits
 from hvd_sparse.memories import ErrorFeedback, GlobalMomentum, MomentumCorrection
@@ -48,7 +49,7 @@ def test_every_promised_method_is_trained_with_its_papers_memory_and_the_best() 
     for task in TASKS:
         for density in DENSITIES:
             for method in PROMISED:
-                for memory in {PAPER_MEMORY.get(method, "plain"), "global"}:
+                for memory in (PAPER_MEMORY.get(method, "plain"), *TRIED_MEMORIES[density]):
                     assert Case(task, method, memory, density, "float32", 0) in done
 
 
@@ -117,6 +118,7 @@ def test_rows_say_schedule_densities_updates_and_bytes(short: None, tmp_path: Pa
         "megabytes sent by a rank",
     ):
         assert metric in rows
+    assert "| digits | 0.001 | dgc | local | qsgd4 | 1 | " in markdown(found)
     plot(found, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
