@@ -75,7 +75,7 @@ class Method:
 
     @property
     def clip_norm(self) -> float | None:
-        """See `Assignment.clip_norm`."""
+        """Limit on the norm of the whole gradient that the optimizer sees; None: none."""
         return self.memory.clip_norm
 
     def choice_of(self, spec: TensorSpec) -> Choice:
