@@ -53,7 +53,9 @@ def measure(transport: Transport, numel: int, k: int, repeats: int) -> dict[str,
     collectives = {name: variant(transport, numel, k) for name, variant in VARIANTS.items()}
     for step in range(WARMUP_STEPS):
         stream = streams[step % STREAMS]
-        verify({name: each.reduce(stream).reduced for name, each in collectives.items()})
+        verify(
+            {name: each.reduce(stream).reduced.as_stream() for name, each in collectives.items()}
+        )
     seconds: list[dict[str, dict[str, float]]] = []
     for repeat in range(repeats):
         taken = {}

@@ -73,7 +73,7 @@ def measure(
         collective = BY_NAME[name].collective(transport, numel, k)
         for stream in streams:
             reduction = collective.reduce(stream)
-        verify(name, reduction.reduced, streams[-1])
+        verify(name, reduction.reduced.as_stream(), streams[-1])
         functions[name] = lambda reduce=collective.reduce: reduce(streams[-1])  # type: ignore[misc]
     vector = dense(streams[-1])
     functions["gloo"] = lambda: dist.all_reduce(vector)
