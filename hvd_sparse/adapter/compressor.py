@@ -149,7 +149,7 @@ class SparseCompressor:
         spec = self._lookup.spec_of(name, tensor)
         if not (self._engine.awaits(spec) or self._is_sparse(spec, tensor)):
             return self._hand_to_horovod(name, tensor)
-        frozen = self._is_frozen(name)
+        frozen = not self._lookup.requires_grad(name)  # Horovod reduces it all the same
         gradient = tensor.detach().zero_() if frozen else tensor.detach()
         self._engine.submit(spec, gradient, frozen=frozen)
         return self._session.standin(), Sparse(name, tensor.shape)
@@ -483,8 +483,9 @@ class SparseCompressor:
 
     def _hand_to_horovod(self, name: str, tensor: Tensor) -> tuple[Tensor, Dense]:
         """A dense gradient, and with it what was not sent while it was exchanged sparsely."""
+        assert self._lookup is not None
         leftover = self._engine.leftover(name)
-        if leftover is None or self._is_frozen(name):
+        if leftover is None or not self._lookup.requires_grad(name):
             return as_horovod_takes_it(tensor), Dense(tensor.dtype)
         if leftover.shape != tensor.shape:
             raise ConfigError(
@@ -494,11 +495,6 @@ class SparseCompressor:
         released = self._engine.release(name, tensor)
         assert released is not None
         return released.to(tensor.device) + tensor, Dense(tensor.dtype, name)  # float32, or 64
-
-    def _is_frozen(self, name: str) -> bool:
-        """Whether a parameter has ceased to require a gradient; Horovod reduces it all the same."""
-        assert self._lookup is not None
-        return not self._lookup.requires_grad(name)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

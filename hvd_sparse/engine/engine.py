@@ -411,7 +411,7 @@ class Engine:
             )
         if frozen:
             self._frozen.freeze(spec.name, (bucket, place))
-        else:
+        elif self._frozen.held:
             self._frozen.thaw(spec.name, (bucket, place))
         self._worker.put(bucket, place, gradient)
 

@@ -22,7 +22,7 @@ PAPERS = {
     "gtopk": 2,  # of 2 log P that follow one another a rank sends half
     "oktopk": 2 * (P - 1),
     "index_union": 3 * (P - 1),
-    "exdyna": 4 * (P - 1),
+    "exdyna": 3 * (P - 1),
     "clt_k": 3 * (P - 1),
 }
 """Messages of a rank in a step at P = 4, where an allgather is P - 1 of them at once."""

@@ -181,6 +181,13 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_p
     assert int(killed[1]) >= 12  # two ranks' files and the manifest: opened, renamed, removed
 
 
+def json_or_bytes(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data
+
+
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -192,7 +199,7 @@ def test_a_file_with_any_other_bytes_is_refused_by_name(folder: Path, data: st.D
     place = data.draw(st.integers(0, len(whole) - 1), "place")
     other = data.draw(st.binary(max_size=8), "bytes")
     spoilt = whole[:place] + other + whole[place + data.draw(st.integers(0, 9), "removed") :]
-    assume(spoilt != whole)
+    assume(json_or_bytes(spoilt) != json_or_bytes(whole))  # white space changes no manifest
     path.write_bytes(spoilt)
     try:
         with pytest.raises(CheckpointError, match=f"load {folder}: rank 0: .*{path.name}"):
