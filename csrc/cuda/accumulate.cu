@@ -11,15 +11,16 @@ __device__ __forceinline__ u32 LeastKey(u32 key, const u32* key_at) {
 }
 
 template <bool kMomentum>
-__device__ __forceinline__ void SelectTile(f32* residual, const Momentum& momentum,
-                                           const Segment* segments, i32 segment_count, u32 least,
-                                           i64 start, i64 stop, i64 first_tile, u64 capacity,
-                                           Header* header, i32* indices, f32* values) {
+__device__ __forceinline__ void SelectTile(const f32* before, f32* residual,
+                                           const Momentum& momentum, const Segment* segments,
+                                           i32 segment_count, u32 least, i64 start, i64 stop,
+                                           i64 first_tile, u64 capacity, Header* header,
+                                           i32* indices, f32* values) {
   const u32 ticket = TakeTicket(header);
   const Tile tile = FindTile(segments, segment_count, first_tile + ticket);
-  const bool is_wide = IsWide(tile, residual, kMomentum ? momentum.buffer : nullptr);
+  const bool is_wide = IsWideIn<kMomentum>(before, residual, momentum, tile);
   Sums<kMomentum> sums;
-  sums.Load(residual, momentum, tile, is_wide);
+  sums.Load(before, momentum, tile, is_wide);
   u32 hits;
   if (start <= tile.begin && tile.begin + tile.numel <= stop) {
     hits = sums.Where(tile, [=](u32 key, i64) { return key >= least; });
@@ -30,10 +31,10 @@ __device__ __forceinline__ void SelectTile(f32* residual, const Momentum& moment
   }
   u32 rank[kRounds];
   const u32 count = RankHits(hits, rank);
-  const u64 before = SumBefore(header, ticket, count);
-  if (!Fits(header, ticket, before, count, capacity)) return;
+  const u64 found = SumBefore(header, ticket, count);
+  if (!Fits(header, ticket, found, count, capacity)) return;
 
-  Emit(tile, hits, rank, before, sums.sum, indices, values);
+  Emit(tile, hits, rank, found, sums.sum, indices, values);
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
 #pragma unroll
@@ -43,8 +44,8 @@ __device__ __forceinline__ void SelectTile(f32* residual, const Momentum& moment
         sums.sum[round][i] = 0.0f;
       } else {
         const i64 at = tile.begin + PlaceOf(round, i);
-        sums.sum[round][i] = Kept(residual[at]);
-        if (kMomentum) sums.MomentumOf(round, i) = Kept(momentum.buffer[at]);
+        sums.sum[round][i] = Kept(before[at]);
+        if (kMomentum) sums.MomentumOf(round, i) = Kept(momentum.before[at]);
       }
     }
   }
@@ -52,30 +53,31 @@ __device__ __forceinline__ void SelectTile(f32* residual, const Momentum& moment
 }
 
 // Adds the gradients, over all elements; entries in [start, stop) that reach the key leave, and
-// non-finite ones wherever they are.
+// non-finite ones wherever they are. Sums go from `before` to `residual`, which may be the same.
 //
 // The grid has one block per tile, from `first_tile` on. `indices` and `values` have room for
 // `capacity` entries; compact.cuh says what happens where that is too little.
-KERNEL accumulate_select(f32* residual, const Segment* segments, i32 segment_count, u32 key,
-                         const u32* key_at, i64 start, i64 stop, i64 first_tile, u64 capacity,
-                         Header* header, i32* indices, f32* values) {
-  SelectTile<false>(residual, Momentum{}, segments, segment_count, LeastKey(key, key_at), start,
-                    stop, first_tile, capacity, header, indices, values);
+KERNEL accumulate_select(const f32* before, f32* residual, const Segment* segments,
+                         i32 segment_count, u32 key, const u32* key_at, i64 start, i64 stop,
+                         i64 first_tile, u64 capacity, Header* header, i32* indices, f32* values) {
+  SelectTile<false>(before, residual, Momentum{}, segments, segment_count, LeastKey(key, key_at),
+                    start, stop, first_tile, capacity, header, indices, values);
 }
 
 // The same with momentum. u is not masked where entries leave.
-KERNEL accumulate_momentum_select(f32* residual, f32* buffer, f32 factor, i32 nesterov,
-                                  const Segment* segments, i32 segment_count, u32 key,
-                                  const u32* key_at, i64 start, i64 stop, i64 first_tile,
-                                  u64 capacity, Header* header, i32* indices, f32* values) {
-  SelectTile<true>(residual, Momentum{buffer, factor, nesterov != 0}, segments, segment_count,
-                   LeastKey(key, key_at), start, stop, first_tile, capacity, header, indices,
-                   values);
+KERNEL accumulate_momentum_select(const f32* before, const f32* buffer_before, f32* residual,
+                                  f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
+                                  i32 segment_count, u32 key, const u32* key_at, i64 start,
+                                  i64 stop, i64 first_tile, u64 capacity, Header* header,
+                                  i32* indices, f32* values) {
+  SelectTile<true>(before, residual, Momentum{buffer_before, buffer, factor, nesterov != 0},
+                   segments, segment_count, LeastKey(key, key_at), start, stop, first_tile,
+                   capacity, header, indices, values);
 }
 
 // Magnitudes of the sums at start + stride * j + r for r in [0, run), one thread per sample;
 // nothing is changed. `buffer` is null without momentum.
-KERNEL sample_accumulator(const f32* residual, f32* buffer, f32 factor, i32 nesterov,
+KERNEL sample_accumulator(const f32* residual, const f32* buffer, f32 factor, i32 nesterov,
                           const Segment* segments, i32 segment_count, i64 start, i64 stride,
                           i64 run, i64 samples, f32* magnitudes) {
   const i64 sample = ThreadInGrid();
@@ -83,7 +85,7 @@ KERNEL sample_accumulator(const f32* residual, f32* buffer, f32 factor, i32 nest
   const i64 at = start + sample / run * stride + sample % run;
   const Tile whole = TileOf(FindSegment(segments, segment_count, &Segment::begin, at), 0);
   const f32 g = GradientAt(whole, static_cast<u32>(at - whole.begin));
-  const Momentum momentum{buffer, factor, nesterov != 0};
+  const Momentum momentum{buffer, nullptr, factor, nesterov != 0};
   f32 u = buffer == nullptr ? 0.0f : buffer[at];
   const f32 sum = buffer == nullptr ? SumOf<false>(residual[at], g, u, momentum)
                                     : SumOf<true>(residual[at], g, u, momentum);

@@ -10,8 +10,10 @@
 
 #include "compact.cuh"
 
-// Where u lies; unused without momentum.
+// Where u is read, and where it is written: in place, or in another vector. Unused without
+// momentum.
 struct Momentum {
+  const f32* before;
   f32* buffer;
   f32 factor;
   bool nesterov;
@@ -29,6 +31,16 @@ __device__ __forceinline__ f32 SumOf(f32 v, f32 g, f32& u, const Momentum& momen
   return Add(v, u);
 }
 
+// Whether a tile is wide, and with it its places in all the flat vectors.
+template <bool kMomentum>
+__device__ __forceinline__ bool IsWideIn(const f32* before, const f32* residual,
+                                         const Momentum& momentum, const Tile& tile) {
+  return IsWide(tile) && IsAligned(before + tile.begin, 16) &&
+         IsAligned(residual + tile.begin, 16) &&
+         (!kMomentum || (IsAligned(momentum.before + tile.begin, 16) &&
+                         IsAligned(momentum.buffer + tile.begin, 16)));
+}
+
 // A thread's share of a tile: sums, and the new u.
 template <bool kMomentum>
 struct Sums {
@@ -40,23 +52,23 @@ struct Sums {
   }
 
   // All loads come before the first use of any. Items that do not exist become zero.
-  __device__ __forceinline__ void Load(const f32* residual, const Momentum& momentum,
+  __device__ __forceinline__ void Load(const f32* before, const Momentum& momentum,
                                        const Tile& tile, bool is_wide) {
     f32 gradient[kRounds][kQuad];
     if (is_wide) {
 #pragma unroll
       for (u32 round = 0; round < kRounds; ++round) {
-        LoadWide(residual + tile.begin + PlaceOf(round, 0), sum[round]);
-        if (kMomentum) LoadWide(momentum.buffer + tile.begin + PlaceOf(round, 0), u[round]);
+        LoadWide(before + tile.begin + PlaceOf(round, 0), sum[round]);
+        if (kMomentum) LoadWide(momentum.before + tile.begin + PlaceOf(round, 0), u[round]);
       }
       LoadWideGradients(tile, gradient);
     } else {
 #pragma unroll
       for (u32 round = 0; round < kRounds; ++round) {
         const u32 place = PlaceOf(round, 0), left = LeftOf(tile, place);
-        LoadQuad(residual + tile.begin + place, left, sum[round]);
+        LoadQuad(before + tile.begin + place, left, sum[round]);
         LoadGradient(tile, place, left, gradient[round]);
-        if (kMomentum) LoadQuad(momentum.buffer + tile.begin + place, left, u[round]);
+        if (kMomentum) LoadQuad(momentum.before + tile.begin + place, left, u[round]);
       }
     }
 #pragma unroll

@@ -79,12 +79,11 @@ __device__ __forceinline__ bool IsAligned(const void* address, u32 bytes) {
   return reinterpret_cast<u64>(address) % bytes == 0;
 }
 
-// Whether the four elements of every quad exist and are aligned, in the gradient and in the flat
-// vectors that go with it; the same for all threads of a block. `buffer` may be null.
-__device__ __forceinline__ bool IsWide(const Tile& tile, const f32* residual, const f32* buffer) {
-  return tile.numel == kTile && IsAligned(residual + tile.begin, 16) &&
-         (tile.dtype == kNoGradient || IsAligned(tile.gradient, kQuad * ItemBytes(tile.dtype))) &&
-         (buffer == nullptr || IsAligned(buffer + tile.begin, 16));
+// Whether the four elements of every quad exist, and the gradient's are aligned; the same for all
+// threads of a block.
+__device__ __forceinline__ bool IsWide(const Tile& tile) {
+  return tile.numel == kTile &&
+         (tile.dtype == kNoGradient || IsAligned(tile.gradient, kQuad * ItemBytes(tile.dtype)));
 }
 
 // Four floats at an aligned place.

@@ -42,14 +42,15 @@ __device__ inline bool Holds(const u64* bucket, u32 slots_per_bucket, i64 index)
 }
 
 template <bool kMomentum>
-__device__ __forceinline__ void ClaimTile(f32* residual, const Momentum& momentum,
-                                          const Segment* segments, i32 segment_count, u32 key,
-                                          u32 buckets, u32 slots_per_bucket, u64 a, u64 b,
-                                          u64* table, u32* marks) {
+__device__ __forceinline__ void ClaimTile(const f32* before, f32* residual,
+                                          const Momentum& momentum, const Segment* segments,
+                                          i32 segment_count, u32 key, u32 buckets,
+                                          u32 slots_per_bucket, u64 a, u64 b, u64* table,
+                                          u32* marks) {
   const Tile tile = FindTile(segments, segment_count, blockIdx.x);
-  const bool is_wide = IsWide(tile, residual, kMomentum ? momentum.buffer : nullptr);
+  const bool is_wide = IsWideIn<kMomentum>(before, residual, momentum, tile);
   Sums<kMomentum> sums;
-  sums.Load(residual, momentum, tile, is_wide);
+  sums.Load(before, momentum, tile, is_wide);
   const u32 hits =
       sums.Where(tile, [=](u32 found, i64) { return found >= key && found < kNonFiniteKey; });
   const u32 spoiled = sums.Where(tile, [=](u32 found, i64) { return found >= kNonFiniteKey; });
@@ -66,8 +67,8 @@ __device__ __forceinline__ void ClaimTile(f32* residual, const Momentum& momentu
     for (u32 i = 0; i < kQuad; ++i) {
       // Hits and spoiled elements stay for hash_take to add up.
       const i64 at = tile.begin + PlaceOf(round, i);
-      if (Has(hits | spoiled, round, i)) sums.sum[round][i] = residual[at];
-      if (kMomentum && Has(spoiled, round, i)) sums.MomentumOf(round, i) = momentum.buffer[at];
+      if (Has(hits | spoiled, round, i)) sums.sum[round][i] = before[at];
+      if (kMomentum && Has(spoiled, round, i)) sums.MomentumOf(round, i) = momentum.before[at];
     }
   }
   sums.Store(residual, momentum, tile, is_wide);
@@ -125,18 +126,18 @@ __device__ __forceinline__ void TakeTile(f32* residual, const Momentum& momentum
 }
 
 // Adds the gradients; what reaches `key` claims a slot. One block per tile. `table` has `buckets`
-// times `slots_per_bucket` slots, kEmpty at first; `marks` a word per thread of the grid.
-// `buffer` is null without momentum.
-KERNEL hash_claim(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
-                  i32 segment_count, u32 key, u32 buckets, u32 slots_per_bucket, u64 a, u64 b,
-                  u64* table, u32* marks) {
-  const Momentum momentum{buffer, factor, nesterov != 0};
+// times `slots_per_bucket` slots, kEmpty at first; `marks` a word per thread of the grid. Sums go
+// from `before` to `residual`, which may be the same. `buffer` is null without momentum.
+KERNEL hash_claim(const f32* before, const f32* buffer_before, f32* residual, f32* buffer,
+                  f32 factor, i32 nesterov, const Segment* segments, i32 segment_count, u32 key,
+                  u32 buckets, u32 slots_per_bucket, u64 a, u64 b, u64* table, u32* marks) {
+  const Momentum momentum{buffer_before, buffer, factor, nesterov != 0};
   if (buffer == nullptr) {
-    ClaimTile<false>(residual, momentum, segments, segment_count, key, buckets, slots_per_bucket, a,
-                     b, table, marks);
+    ClaimTile<false>(before, residual, momentum, segments, segment_count, key, buckets,
+                     slots_per_bucket, a, b, table, marks);
   } else {
-    ClaimTile<true>(residual, momentum, segments, segment_count, key, buckets, slots_per_bucket, a,
-                    b, table, marks);
+    ClaimTile<true>(before, residual, momentum, segments, segment_count, key, buckets,
+                    slots_per_bucket, a, b, table, marks);
   }
 }
 
@@ -146,7 +147,7 @@ KERNEL hash_take(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Seg
                  i32 segment_count, u32 buckets, u32 slots_per_bucket, u64 a, u64 b, u64* table,
                  const u32* marks, i64 first_tile, u64 capacity, Header* header, i32* indices,
                  f32* values) {
-  const Momentum momentum{buffer, factor, nesterov != 0};
+  const Momentum momentum{buffer, buffer, factor, nesterov != 0};
   if (buffer == nullptr) {
     TakeTile<false>(residual, momentum, segments, segment_count, buckets, slots_per_bucket, a, b,
                     table, marks, first_tile, capacity, header, indices, values);

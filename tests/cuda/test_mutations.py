@@ -77,7 +77,7 @@ MUTATIONS = {
     ),
     "store past the end": Mutation("accumulate", "void StoreQuad(", "i < left", "true"),
     "spoiled residual": Mutation(
-        "accumulate", "sums.sum[round][i] = 0.0f;", "Kept(residual[at])", "sums.sum[round][i]"
+        "accumulate", "sums.sum[round][i] = 0.0f;", "Kept(before[at])", "sums.sum[round][i]"
     ),
     "wide tile that is cut": Mutation("accumulate", "bool IsWide(", "tile.numel == kTile", "true"),
     "wide tile that is not aligned": Mutation(

@@ -36,7 +36,9 @@ class AccumulationInputs:
     """An accumulation as the kernels of accumulate.cuh take it.
 
     Attributes:
-        residual: Changed in place.
+        residual: Where the sums go.
+        before: What they are added to, and with momentum its buffer before: the same tensors, where
+            the accumulation is in place.
         tiles: How many tiles there are.
         table: The segments' table and their number.
         momentum: Buffer (None without momentum), factor, and whether it is Nesterov's.
@@ -44,6 +46,8 @@ class AccumulationInputs:
 
     def __init__(self, accumulation: Accumulation) -> None:
         self.residual = accumulation.residual
+        kept = accumulation.before
+        self.before: Tensor = accumulation.residual if kept is None else kept.residual
         segments = [gradient for gradient in accumulation.gradients if gradient.numel() > 0]
         rows: list[tuple[int, ...]] = []
         tensors: list[tuple[int, Tensor]] = []
@@ -63,8 +67,11 @@ class AccumulationInputs:
             np.int32(len(rows)),
         )
         self.momentum: tuple[Argument, Argument, Argument] = (None, np.float32(0), np.int32(0))
+        self.buffer_before: Tensor | None = None
         momentum = accumulation.momentum
         if momentum is not None and segments:  # without gradients u stands still
+            buffer = None if kept is None else kept.buffer
+            self.buffer_before = momentum.buffer if buffer is None else buffer
             self.momentum = (
                 momentum.buffer,
                 np.float32(momentum.factor),

@@ -54,9 +54,7 @@ class CudaEstimation(KernelFamily):
         """Magnitudes of some of the sums."""
         whole_runs, left = divmod(max(0, accumulation.numel - start), stride)
         samples = whole_runs * run + min(left, run)
-        return self._sample(
-            AccumulationInputs(accumulation.unchanged()), start, stride, run, samples
-        )
+        return self._sample(AccumulationInputs(accumulation), start, stride, run, samples)
 
     def _sample(
         self, inputs: AccumulationInputs, start: int, stride: int, run: int, samples: int
@@ -66,8 +64,9 @@ class CudaEstimation(KernelFamily):
         self._launch(
             "sample_accumulator",
             thread_blocks(samples),
-            inputs.residual,
-            *inputs.momentum,
+            inputs.before,
+            inputs.buffer_before,
+            *inputs.momentum[1:],
             *inputs.table,
             np.int64(start),
             np.int64(stride),

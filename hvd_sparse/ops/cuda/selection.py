@@ -51,7 +51,7 @@ class CudaSelection(CudaEstimation):
         self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> Entries:
         """Moves out what reaches the threshold in `[start, stop)`."""
-        inputs, numel = _begin(accumulation), accumulation.numel
+        inputs, numel = AccumulationInputs(accumulation), accumulation.numel
         key = threshold_key(threshold)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
@@ -77,7 +77,7 @@ class CudaSelection(CudaEstimation):
             self.accumulate_select(accumulation, math.inf)  # spoiled ones only
             return *empty_stream(0, device), math.inf if k == 0 else 0.0
         wanted = min(k, numel)
-        inputs = _begin(accumulation)
+        inputs = AccumulationInputs(accumulation)
         key = pivot_key(pivot)
         key_at = None if key else self._sampled_pivot(inputs, wanted)
 
@@ -110,7 +110,7 @@ class CudaSelection(CudaEstimation):
         b: int,
     ) -> Entries:
         """Moves out what reaches the threshold and wins a slot."""
-        inputs, device = _begin(accumulation), accumulation.device
+        inputs, device = AccumulationInputs(accumulation), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),
             np.uint32(slots_per_bucket),
@@ -123,6 +123,8 @@ class CudaSelection(CudaEstimation):
         self._launch(
             "hash_claim",
             inputs.tiles,
+            inputs.before,
+            inputs.buffer_before,
             *arguments,
             np.uint32(threshold_key(threshold)),
             *hashing,
@@ -148,7 +150,7 @@ class CudaSelection(CudaEstimation):
         groups = -(-numel // group_numel)
         if groups <= FEW_GROUPS:
             return self._topk_of_each(accumulation, k, group_numel)
-        inputs = _begin(accumulation)
+        inputs = AccumulationInputs(accumulation.in_place())
         header, entries = new_header(groups, device), empty_stream(min(numel, groups * k), device)
         self._launch(
             "accumulate_group_topk",
@@ -185,12 +187,15 @@ class CudaSelection(CudaEstimation):
         stop: int,
     ) -> None:
         """Launches one pass that accumulates and selects."""
-        momentum = inputs.momentum if inputs.has_momentum else ()
+        if inputs.has_momentum:
+            kernel = "accumulate_momentum_select"
+            vectors = (inputs.before, inputs.buffer_before, inputs.residual, *inputs.momentum)
+        else:
+            kernel, vectors = "accumulate_select", (inputs.before, inputs.residual)
         self._launch(
-            "accumulate_momentum_select" if momentum else "accumulate_select",
+            kernel,
             step.tiles,
-            inputs.residual,
-            *momentum,
+            *vectors,
             *inputs.table,
             np.uint32(key),
             key_at,
@@ -269,11 +274,6 @@ class CudaSelection(CudaEstimation):
         residual[spoiled] = kept
         indices, order = torch.cat([indices, more[0]]).sort()
         return (indices, torch.cat([values, more[1]])[order]), threshold
-
-
-def _begin(accumulation: Accumulation) -> AccumulationInputs:
-    """What the kernels take, of an accumulation that they are about to change."""
-    return AccumulationInputs(accumulation.in_place())
 
 
 def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:
