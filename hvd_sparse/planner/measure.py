@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvd_sparse.collectives.registry import name_of
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.engine import decode, exchange
+from hvd_sparse.engine.exchange import decode, exchange
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import StepStats
 from hvd_sparse.planner.profile import (

@@ -10,7 +10,7 @@ import torch
 
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.engine import exchange
+from hvd_sparse.engine.exchange import exchange
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import LocalWorld
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hvd_sparse.engine import Choice, Engine, TensorSpec, with_dense
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.clipping import StepClipping
-from hvd_sparse.engine.engine import exchange
+from hvd_sparse.engine.exchange import exchange
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.policy import load_policy

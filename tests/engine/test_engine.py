@@ -14,7 +14,7 @@ from torch import Tensor
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.engine import decode, exchange
+from hvd_sparse.engine.exchange import decode, exchange
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.errors import ConfigError, PlanError, TransportError
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold

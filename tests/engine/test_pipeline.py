@@ -18,7 +18,7 @@ from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.collectives import OkTopk
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.engine.bucket import Bucket, Phase
-from hvd_sparse.engine.engine import decode, exchange
+from hvd_sparse.engine.exchange import decode, exchange
 from hvd_sparse.errors import TransportError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.selectors import ReusedThreshold
