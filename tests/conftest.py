@@ -23,6 +23,12 @@ LARGEST_QUICK_WORLD = 2
 QUICK_RANKS = World(2)
 """The one launch of ranks that is not slow."""
 
+LAUNCHING = re.compile(
+    r"^from tests\.(ranks import|launch import .*(horovodrun|run_in_group|launch_command))",
+    re.MULTILINE,
+)
+"""What files import whose tests have ranks. Such files had better hold nothing else."""
+
 SLOW_S = 10.0
 """About what a test must take to be marked as slow."""
 
@@ -83,7 +89,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def group_of(file: Path) -> str:
     """A group for each file, but one for all that have ranks, and one for what builds kernels."""
-    if re.search(r"^from tests\.(ranks|launch) import", file.read_text(), re.MULTILINE):
+    if LAUNCHING.search(file.read_text()):
         return "ranks"
     return "cuda" if file.parent.name == "cuda" else str(file)
 

@@ -28,8 +28,6 @@ from hvd_sparse.topology import MESSAGES_IN_FLIGHT, allgather_messages
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, CompactWire, Wire
 from hvd_sparse.work import KINDS
-from tests.ranks import Ranks, World, with_ranks
-from tests.workers.transport_worker import link_of_three_transports
 
 DENSE_BY_QSGD = CompactWire("float32", "gap", dense_values="qsgd2")
 
@@ -62,17 +60,6 @@ def test_no_ping_is_cut_in_two(world_size: int) -> None:
     pings = (1 + at_once) * (PINGS + 1) + LARGE_PINGS + 1
     figures = allgather_messages(world_size)
     assert run_ranks(world_size, measure) == [pings + figures] * world_size
-
-
-@with_ranks(World(2))
-def test_a_process_measures_a_world_once(ranks: Ranks) -> None:
-    """Three transports of one world choose alike, whatever the noise; and so cost no more pings."""
-    first, *others = ranks.run(link_of_three_transports)
-    (link, messages), *again = first.result
-    assert messages > 30
-    assert [each[0] for each in again] == [link] * 2
-    assert all(each[1] == 2 for each in again)
-    assert all([each[0] for each in other.result] == [link] * 3 for other in others)
 
 
 def test_a_given_link_is_not_measured() -> None:

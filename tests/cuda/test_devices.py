@@ -17,7 +17,6 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from tests.devices import ON_CUDA
 from tests.ops.cases import assert_same, generator, stream
-from tests.ranks import Ranks, World, with_ranks
 
 DEVICES = ("cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if ON_CUDA else []))
 SHAPES = {"a": (70, 60), "b": (7,), "c": (200,), "d": (40, 10)}
@@ -80,11 +79,3 @@ def test_engine(device: str, collective: type[OkTopk]) -> None:
     }
     for results in outcomes[device]:
         assert_same(results, outcomes["cpu"][0])
-
-
-@with_ranks(World(2))
-def test_ranks_that_share_a_device(device: str, ranks: Ranks) -> None:
-    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
-    from tests.workers.training_on import train_on
-
-    ranks.run(train_on, device, timeout=240)

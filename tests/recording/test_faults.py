@@ -29,8 +29,6 @@ from hvd_sparse.recording.log import Recording, read_runs
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
-from tests.ranks import Ranks, World, with_ranks
-from tests.workers.recorder_full_disk import same_weights_on_a_full_disk
 
 NUMEL, STEPS, RANKS = 500, 9, 3
 SPECS = [TensorSpec(f"layer{i}.weight", (NUMEL,), "torch.float32") for i in range(2)]
@@ -253,11 +251,6 @@ def test_a_closed_recorder_goes_on(tmp_path: Path) -> None:
     results(recorders.__getitem__, close)
     recording = last_run(tmp_path / "run.jsonl")
     assert [line["step"] for line in recording.steps] == list(range(1, STEPS + 1))
-
-
-@with_ranks(World(2))
-def test_a_full_disk_under_horovodrun(ranks: Ranks) -> None:
-    ranks.run(same_weights_on_a_full_disk)
 
 
 # -- what else may raise ---------------------------------------------------------------------------

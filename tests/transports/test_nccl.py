@@ -18,7 +18,6 @@ from hvd_sparse.transports.device_group import DeviceGroup
 from hvd_sparse.transports.framing import next_capacity
 from hvd_sparse.transports.meeting import dist, join_store, serve_store
 from hvd_sparse.transports.nccl import DIRECT_BYTES, NcclTransport, connect_nccl
-from tests.ranks import DYNAMIC_SETS, Ranks, World, with_ranks
 from tests.transports.failures import (
     aborts_from_another_thread,
     times_out_and_tells_the_others,
@@ -294,17 +293,3 @@ def test_messages_through_one_device() -> None:
             assert time.monotonic() < deadline
         assert torch.equal(buffer[: message.numel()], message)
     group.shutdown()
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(240)
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="one CUDA device; NCCL needs one for each rank"
-)
-@with_ranks(World(max(1, min(torch.cuda.device_count(), 5)), env=DYNAMIC_SETS))
-@pytest.mark.parametrize("scenario", ["conformance", "process_sets"])
-def test_processes_with_a_device_each(ranks: Ranks, scenario: str) -> None:
-    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
-    from tests.workers import transport_worker
-
-    ranks.run(getattr(transport_worker, scenario), "nccl", timeout=200.0)

@@ -19,7 +19,8 @@ def run(results: Results) -> None:
     """Run pytest with this module as a plugin."""
     jobs = ["-n", str(JOBS)] if find_spec("xdist") is not None else []
     places = [f"tests/{place}" for place in PLACES]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", *jobs, *places]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", *jobs]
+    command += ["--continue-on-collection-errors", *places]
     plugin = ["-p", "tools.gpu_lease.suite", "--lease-rows", str(results.folder)]
     subprocess.run([*command, *plugin], check=False)
 

@@ -1,0 +1,17 @@
+"""What processes measure of the link between them."""
+
+from __future__ import annotations
+
+from tests.ranks import Ranks, World, with_ranks
+from tests.workers.transport_worker import link_of_three_transports
+
+
+@with_ranks(World(2))
+def test_a_process_measures_a_world_once(ranks: Ranks) -> None:
+    """Three transports of one world choose alike, whatever the noise; and so cost no more pings."""
+    first, *others = ranks.run(link_of_three_transports)
+    (link, messages), *again = first.result
+    assert messages > 30
+    assert [each[0] for each in again] == [link] * 2
+    assert all(each[1] == 2 for each in again)
+    assert all([each[0] for each in other.result] == [link] * 3 for other in others)
