@@ -155,7 +155,7 @@ def plot_steps(found: Mapping[str, Sequence[Found]], title: str, path: Path) -> 
         bars = axes.barh(range(len(order)), heights, xerr=errors, color=colours, ecolor="#444444")
         axes.bar_label(bars, fmt=" %.0f", fontsize=7)
         axes.set_yticks(range(len(order)), [ways[number] for number in order], fontsize=8)
-        axes.set(title=title_of(model), xscale="log", xlabel="ms per training step")
+        axes.set(title=title_of(model), xlabel="ms per training step")
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     figure.set_layout_engine("constrained")

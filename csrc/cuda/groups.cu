@@ -127,7 +127,7 @@ __device__ __forceinline__ void TakeOfGroup(f32* residual, const Momentum& momen
 KERNEL accumulate_group_topk(f32* residual, f32* buffer, f32 factor, i32 nesterov,
                              const Segment* segments, i32 segment_count, i64 numel, i64 group_numel,
                              u32 k, Header* header, i32* indices, f32* values) {
-  const Momentum momentum{buffer, factor, nesterov != 0};
+  const Momentum momentum{buffer, buffer, factor, nesterov != 0};
   if (buffer == nullptr) {
     TakeOfGroup<false>(residual, momentum, segments, segment_count, numel, group_numel, k, header,
                        indices, values);
