@@ -17,7 +17,7 @@ from hvd_sparse.magnitude import (
     threshold_key,
 )
 from hvd_sparse.ops.accumulation import Accumulation
-from hvd_sparse.ops.cuda._launcher import THREADS
+from hvd_sparse.ops.cuda._launcher import THREADS, Argument
 from hvd_sparse.ops.cuda._passes import (
     AccumulationInputs,
     Entries,
@@ -187,6 +187,7 @@ class CudaSelection(CudaEstimation):
         stop: int,
     ) -> None:
         """Launches one pass that accumulates and selects."""
+        vectors: tuple[Argument, ...]
         if inputs.has_momentum:
             kernel = "accumulate_momentum_select"
             vectors = (inputs.before, inputs.buffer_before, inputs.residual, *inputs.momentum)
