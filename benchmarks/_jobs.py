@@ -121,6 +121,11 @@ class Jobs:
     def missing(self) -> list[Job]:
         return [job for job in self.jobs if job.key not in self._lines]
 
+    def exit_where_missing(self, what: str = "launches") -> None:
+        """End the program with status 1 where not all is done."""
+        if self.missing:
+            sys.exit(f"{len(self.missing)} {what} are missing: the same command goes on with them")
+
     def _expected_s(self, job: Job) -> float:
         """What a launch of the same world took."""
         same = [other for other in self.jobs if other.world == job.world]

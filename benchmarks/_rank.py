@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -16,7 +18,41 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from hvd_sparse.transports import Transport
+
 dist: Any = torch.distributed  # its type hints leave out what is used here
+
+
+def start_rank(parser: ArgumentParser) -> Namespace:
+    """Begin as a rank of a benchmark: Horovod, torch's group, and one thread.
+
+    Args:
+        parser: Has the arguments that are the benchmark's own. `--out` and `--interface`, which
+            every launch gives, are added.
+    """
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--interface")
+    options = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    join_torch_group(options.interface)
+    return options
+
+
+def end_rank(out: Path, found: object, *transports: Transport) -> None:
+    """Write what rank 0 found, and leave when all have come this far.
+
+    Args:
+        out: The file.
+        found: What can be JSON.
+        transports: What is to be closed then.
+    """
+    if hvd.rank() == 0:
+        out.write_text(json.dumps(found))
+    hvd.barrier()
+    for transport in transports:
+        transport.close()
+    hvd.shutdown()
 
 
 def join_torch_group(interface: str | None) -> None:

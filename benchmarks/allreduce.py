@@ -26,7 +26,6 @@ that are done are kept beside the report, so that the same command goes on where
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,8 +152,7 @@ def main() -> None:
     jobs = Jobs(options.json, jobs_of(options, places))
     jobs.run(options.minutes, timeout_s=QUICK_LIMIT_S if options.quick else TIMEOUT_S)
     report(jobs, options)
-    if jobs.missing:
-        sys.exit(f"{len(jobs.missing)} launches are missing: the same command goes on with them")
+    jobs.exit_where_missing()
 
 
 if __name__ == "__main__":

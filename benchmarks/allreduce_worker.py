@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 from zlib import crc32
@@ -14,7 +12,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from benchmarks._rank import dist, interface_bytes, join_torch_group, make_gradients
+from benchmarks._rank import dist, end_rank, interface_bytes, make_gradients, start_rank
 from hvd_sparse.collectives import Collective, OkTopk
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.selectors import ReusedThreshold
@@ -103,21 +101,12 @@ def count_bytes(gradients: list[Tensor], options: argparse.Namespace) -> dict[st
 def main() -> None:
     """Count, and write rank 0's findings."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--numel", type=int, required=True)
     parser.add_argument("--density", type=float, required=True)
-    parser.add_argument("--interface")
-    options = parser.parse_args()
-    hvd.init()
-    torch.set_num_threads(1)
-
+    options = start_rank(parser)
     gradients = make_gradients(options.numel, GRADIENTS)
-    join_torch_group(options.interface)
     report = count_bytes(gradients, options)
-    if hvd.rank() == 0:
-        options.out.write_text(json.dumps(report))
-    hvd.barrier()
-    hvd.shutdown()
+    end_rank(options.out, report)
 
 
 if __name__ == "__main__":

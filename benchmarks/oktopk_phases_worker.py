@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from statistics import median
 
 import horovod.torch as hvd
 import torch
 import torch.distributed
 
-from benchmarks._rank import dist, join_torch_group
+from benchmarks._rank import dist, end_rank, start_rank
 from benchmarks.oktopk_variants import (
     MeasuredOkTopk,
     NotOverlapped,
@@ -80,24 +78,14 @@ def measure(transport: Transport, numel: int, k: int, repeats: int) -> dict[str,
 def main() -> None:
     """Measure, and write rank 0's findings."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--numel", type=int, required=True)
     parser.add_argument("--density", type=float, required=True)
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--interface")
-    options = parser.parse_args()
-    hvd.init()
-    torch.set_num_threads(1)
-
-    join_torch_group(options.interface)  # for its barrier
+    options = start_rank(parser)
     transport = create_transport("auto", HorovodBootstrap(hvd.global_process_set), 120.0)
     k = max(1, round(options.density * options.numel))
     found = measure(transport, options.numel, k, options.repeats)
-    if hvd.rank() == 0:
-        options.out.write_text(json.dumps(found))
-    hvd.barrier()
-    transport.close()
-    hvd.shutdown()
+    end_rank(options.out, found, transport)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,14 +20,15 @@ from torch import Tensor, nn
 from benchmarks._rank import (
     check_replicas,
     dist,
+    end_rank,
     everywhere,
     in_turns,
     interface_bytes,
-    join_torch_group,
     make_gradients,
     relative_error,
     say,
     slowest_ranks,
+    start_rank,
 )
 from benchmarks.ways import Way, is_ours, make_way
 
@@ -216,25 +216,17 @@ def phases_of(way: Way, steps: int) -> dict[str, float]:
 def main() -> None:
     """Verify, time, and write rank 0's findings."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--case", type=json.loads, required=True, help="shapes, and names of ways")
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="for which turns go on")
-    parser.add_argument("--interface")
-    options = parser.parse_args()
-    hvd.init()
-    torch.set_num_threads(1)
-    join_torch_group(options.interface)
+    options = start_rank(parser)
     sets = make_gradients(sum(torch.Size(shape).numel() for shape in options.case["shapes"]), SETS)
     ways = make_ways(options.case, sets)
     verify(ways, sets)
     found = measure(ways, options)
-    if hvd.rank() == 0:
-        options.out.write_text(json.dumps(found))
     for way in ways.values():
         way.close()
-    hvd.barrier()
-    hvd.shutdown()
+    end_rank(options.out, found)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -15,6 +14,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from benchmarks._rank import end_rank
 from benchmarks.models import MODELS, Single
 from hvd_sparse import Compression
 from hvd_sparse.planner import Planner
@@ -124,10 +124,7 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     found = run(options.model, options.way, options.steps, options.seconds)
-    if hvd.rank() == 0:
-        options.out.write_text(json.dumps(found))
-    hvd.barrier()
-    hvd.shutdown()
+    end_rank(options.out, found)
 
 
 if __name__ == "__main__":

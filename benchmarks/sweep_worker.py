@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -15,7 +13,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from benchmarks._rank import dist, in_turns, join_torch_group, slowest_ranks
+from benchmarks._rank import dist, end_rank, in_turns, slowest_ranks, start_rank
 from hvd_sparse.collectives.automatic import cheapest_algorithm
 from hvd_sparse.collectives.link import link_of
 from hvd_sparse.collectives.registry import BY_NAME
@@ -89,28 +87,18 @@ def measure(
 def main() -> None:
     """Measure every density, and write rank 0's findings."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--numel", type=int, required=True)
     parser.add_argument("--density", type=float, nargs="+", required=True)
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--interface")
-    options = parser.parse_args()
-    hvd.init()
-    torch.set_num_threads(1)
-
-    join_torch_group(options.interface)
+    options = start_rank(parser)
     transport = create_transport("auto", HorovodBootstrap(hvd.global_process_set), 120.0)
     link = link_of(transport)
     found = [
         measure(transport, options.numel, density, options.repeats) for density in options.density
     ]
-    if hvd.rank() == 0:
-        facts = {"alpha_s": link.alpha_s, "beta_s_per_byte": link.beta_s_per_byte}
-        facts |= {"reduction_s_per_byte": link.reduction_s_per_byte, "gap_s": link.g}
-        options.out.write_text(json.dumps({"link": facts, "densities": found}))
-    hvd.barrier()
-    transport.close()
-    hvd.shutdown()
+    facts = {"alpha_s": link.alpha_s, "beta_s_per_byte": link.beta_s_per_byte}
+    facts |= {"reduction_s_per_byte": link.reduction_s_per_byte, "gap_s": link.g}
+    end_rank(options.out, {"link": facts, "densities": found}, transport)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -176,10 +175,8 @@ def main() -> None:
     jobs = Jobs(options.json, jobs_of(options, places))
     jobs.run(options.minutes, timeout_s=BESIDE_TRAINING * options.seconds + 300.0)
     report(jobs, options)
-    if not jobs.missing:
-        shutil.rmtree(checkpoints_of(options), ignore_errors=True)
-    else:
-        sys.exit(f"{len(jobs.missing)} trainings are missing: the same command goes on with them")
+    jobs.exit_where_missing("trainings")
+    shutil.rmtree(checkpoints_of(options), ignore_errors=True)
 
 
 if __name__ == "__main__":

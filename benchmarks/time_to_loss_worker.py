@@ -7,7 +7,6 @@ everything is saved, both off the clock. A launch that was stopped goes on from 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
-from benchmarks._rank import check_replicas, dist, everywhere, join_torch_group, say
+from benchmarks._rank import check_replicas, dist, end_rank, everywhere, say, start_rank
 from benchmarks.corpus import MOST_BYTES, Vocabulary, python_sources, windows
 from benchmarks.models import Lstm24
 from benchmarks.ways import Way, is_ours, make_way
@@ -172,7 +171,6 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Train, and write what rank 0 found."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--way", required=True)
     parser.add_argument("--seed", type=int, required=True)
@@ -184,16 +182,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--warmup-steps", type=int, default=50, help="of our density")
     parser.add_argument("--corpus-bytes", type=int, default=MOST_BYTES)
-    parser.add_argument("--interface")
-    options = parser.parse_args()
-    hvd.init()
-    torch.set_num_threads(1)
-    join_torch_group(options.interface)
+    options = start_rank(parser)
     found = train(options)
-    if hvd.rank() == 0:
-        options.out.write_text(json.dumps(found))
-    hvd.barrier()
-    hvd.shutdown()
+    end_rank(options.out, found)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ dense way is compared with the mean, and in the end every way's weights with the
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,13 +18,14 @@ from torch import Tensor
 from benchmarks._rank import (
     check_replicas,
     dist,
+    end_rank,
     everywhere,
     in_turns,
     interface_bytes,
-    join_torch_group,
     relative_error,
     say,
     slowest_ranks,
+    start_rank,
 )
 from benchmarks.models import MODELS, BenchmarkModel
 from benchmarks.ways import Way, make_way
@@ -163,22 +162,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run, and write what rank 0 found."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--ways", nargs="+", required=True)
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--turn-seconds", type=float, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="for which turns go on")
-    parser.add_argument("--interface")
-    options = parser.parse_args()
-    hvd.init()
-    torch.set_num_threads(1)
-    join_torch_group(options.interface)
+    options = start_rank(parser)
     found = run(options)
-    if hvd.rank() == 0:
-        options.out.write_text(json.dumps(found))
-    hvd.barrier()
-    hvd.shutdown()
+    end_rank(options.out, found)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import horovod.torch as hvd
-import torch
 from torch import Tensor
 
-from benchmarks._rank import join_torch_group, make_gradients
+from benchmarks._rank import end_rank, make_gradients, start_rank
 from benchmarks.allreduce_worker import (
     GRADIENTS,
     SparseReduction,
@@ -55,23 +52,14 @@ def measure(
 def main() -> None:
     """Measure, and write rank 0's findings."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--numel", type=int, required=True)
     parser.add_argument("--density", type=float, required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--wire", nargs="+", required=True)
-    parser.add_argument("--interface")
-    options = parser.parse_args()
-    hvd.init()
-    torch.set_num_threads(1)
-
-    join_torch_group(options.interface)  # for its barrier
+    options = start_rank(parser)
     gradients = make_gradients(options.numel, GRADIENTS)
     found = measure(options.wire, gradients, options.density, options.repeats)
-    if hvd.rank() == 0:
-        options.out.write_text(json.dumps(found))
-    hvd.barrier()
-    hvd.shutdown()
+    end_rank(options.out, found)
 
 
 if __name__ == "__main__":
