@@ -95,7 +95,8 @@ class Bucket:
         self.hosts = hosts
         self.inside = None if hosts is None else hosts.exchange_of(self.numel, specs[0].dtype)
         self.shard = slice(0, self.numel) if self.inside is None else self.inside.shard
-        numel, peers = self.shard.stop - self.shard.start, transport if hosts is None else hosts.across
+        numel = self.shard.stop - self.shard.start
+        peers = transport if hosts is None else hosts.across
         self.collective = method.collective(peers, numel, method.k(numel))
         self.stages = Stages(self.collective, self.selector, takes_all=self._is_alone)
         self.memory = method.memory.make(numel, device, peers.world_size)

@@ -55,6 +55,7 @@ class Engine:
         skipped_steps: Steps that were taken back, since nobody applied their results.
         dropped_l1: L1 norm of residuals that were let go of, since a caller said so.
         lost_l1: L1 norm of residuals that went with other ranks, as far as a caller knows it.
+        hosts: Two levels among the ranks, or None; to be set after `connect`, before a step.
     """
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
@@ -70,7 +71,7 @@ class Engine:
         self._specs: dict[str, TensorSpec] = {}
         self._unit = 1.0
         self._clipping: StepClipping | None = None
-        self._hosts: Hosts | None = None
+        self.hosts: Hosts | None = None
         self._worker = Worker(work_ahead, work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
@@ -293,13 +294,13 @@ class Engine:
         """
         self.disconnect()
         self._worker.connect(transport)
-        self._hosts = hosts
+        self.hosts = hosts
 
     def disconnect(self) -> None:
         """Stop the background thread and close the transport, if there are any; keep the state."""
         self._give_up_plan()
         self._worker.close()
-        self._hosts = None
+        self.hosts = None
 
     def _give_up_plan(self) -> None:
         """Stop the background thread, and keep the state for the next plan."""
@@ -424,7 +425,7 @@ class Engine:
     def _new_bucket(self, plan: BucketPlan) -> Bucket:
         assert self._transport is not None
         device = self._arrivals[plan.specs[0].name][1].device
-        return Bucket(plan.specs, plan.method, self._transport, device, hosts=self._hosts)
+        return Bucket(plan.specs, plan.method, self._transport, device, hosts=self.hosts)
 
     # -- reports and state -------------------------------------------------------------------------
 

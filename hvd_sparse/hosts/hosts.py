@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hvd_sparse.hosts.grid import Grid
 from hvd_sparse.hosts.inside import SHARDS, InsideHost, OverTransport, scattered
-from hvd_sparse.hosts.shared import SharedHost
+from hvd_sparse.hosts.shared import SharedHost, SharingError, share
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 
@@ -36,6 +36,16 @@ class Hosts:
         self.inside = GroupTransport(transport, grid.inside, INSIDE)
         self._transport = transport
         self._shares_memory = shares_memory
+
+    def problem(self) -> str:
+        """Why the ranks of this host cannot share memory, or nothing; all of them ask together."""
+        if not self._shares_memory:
+            return ""
+        try:
+            share(self.inside, 0)
+        except SharingError as error:
+            return str(error)
+        return ""
 
     @property
     def kind(self) -> str:

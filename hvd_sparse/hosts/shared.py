@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ GRADIENTS = 4096
 STREAM_HEADER_BYTES = 8
 
 
+class SharingError(TransportError):
+    """The ranks of a host cannot share memory; on each of them."""
+
+
 class SharedHost(InsideHost):
     """Through shared memory, one bucket's; see `InsideHost`. Collective over the host.
 
@@ -51,7 +56,7 @@ class SharedHost(InsideHost):
         dtype: The gradients' type, as `torch.float32` is spelled.
 
     Raises:
-        TransportError: On every rank of the host, where any of them cannot share memory.
+        SharingError: On every rank of the host, where any of them cannot share memory.
     """
 
     needs_order = False
@@ -66,7 +71,7 @@ class SharedHost(InsideHost):
         self._nbytes = numel * self._dtype.itemsize
         self._streams_at = GRADIENTS + -(-self._nbytes // LINE_BYTES) * LINE_BYTES
         shards = shard_bounds(numel, inside.world_size)
-        longest = max(stop - start for start, stop in zip(shards, shards[1:], strict=False))
+        longest = max(stop - start for start, stop in pairwise(shards))
         room = STREAM_HEADER_BYTES + longest * torch.float32.itemsize
         self._segments = share(inside, self._streams_at + room)
         self._sum = ops.new_vector(self.shard_numel, torch.float32, torch.device("cpu"))
@@ -137,7 +142,9 @@ class SharedHost(InsideHost):
                         f"rank {transport.rank}: rank {', '.join(late)} of its host did not answer "
                         f"within {transport.timeout_s:g} s"
                     )
-                    transport.raise_first(error, None, f"it has waited {now - began:.2f} s for {told}")
+                    transport.raise_first(
+                        error, None, f"it has waited {now - began:.2f} s for {told}"
+                    )
                 pauses.pause()
         finally:
             del transport.awaited_beside[id(pauses)]
@@ -151,7 +158,7 @@ def share(inside: GroupTransport, nbytes: int) -> list[Segment]:
         nbytes: Bytes of each one's `data`, at least.
 
     Raises:
-        TransportError: On all of them, where any cannot map another's.
+        SharingError: On all of them, where any cannot map another's.
     """
     problem = ""
     own: OwnSegment | None = None
@@ -171,11 +178,9 @@ def share(inside: GroupTransport, nbytes: int) -> list[Segment]:
     problems = _told(inside, problem)
     if own is not None:
         own.hide()
-    wrong = [
-        f"rank {rank} {why}" for rank, why in zip(inside.ranks, problems, strict=True) if why
-    ]
+    wrong = [f"rank {rank} {why}" for rank, why in zip(inside.ranks, problems, strict=True) if why]
     if wrong:
-        raise TransportError(f"the ranks of a host must share memory: {'; '.join(wrong)}")
+        raise SharingError(f"the ranks of a host must share memory: {'; '.join(wrong)}")
     return segments
 
 

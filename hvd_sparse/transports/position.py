@@ -55,7 +55,9 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         """As messages say it."""
-        return f"call {self.number % (1 << NUMBER_BITS)} on channel {self.channel!r} ({self.context})"
+        return (
+            f"call {self.number % (1 << NUMBER_BITS)} on channel {self.channel!r} ({self.context})"
+        )
 
 
 @dataclass(frozen=True)

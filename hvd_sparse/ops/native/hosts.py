@@ -41,9 +41,7 @@ class NativeHosts(NativeLibrary):
     def posted(self, places: Sequence[Tensor], number: int) -> bool:
         """Whether all places have a number of at least `number`."""
         found = c_int32()
-        check(
-            self._library.hvds_posted(_addresses(places), len(places), number, byref(found))
-        )
+        check(self._library.hvds_posted(_addresses(places), len(places), number, byref(found)))
         return bool(found.value)
 
 
