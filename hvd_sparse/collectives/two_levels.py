@@ -36,8 +36,8 @@ FARTHEST_FIRST = ("dense",)
 NEAREST_FIRST = ("ssar_recursive_double", "gtopk")
 """Hypercubes and trees that begin with the nearest partner."""
 TREES = ("gtopk",)
-"""Where one rank of a host goes abroad for all; `flat` gives it no more than its share of the card,
-and so predicts the most that it takes."""
+"""Where on the way up one rank of a host goes abroad, and on the way down all of them do; `flat`
+takes them to share the card on both."""
 GATHERING = {
     "topk_allgather": 0,
     "ssar_split_allgather": 1,
@@ -81,8 +81,8 @@ class Prediction:
     Attributes:
         seconds: Until the last rank has the sum.
         inside_s: What of that goes to messages inside the hosts.
-        card_bytes: What a host's card receives, without headers; of gTopk's root, what it sends,
-            too.
+        card_bytes: What a host's card receives, without headers. Where hosts are no equals (gTopk,
+            and cubes over no power of two), what the busiest receives and sends is a bound for it.
     """
 
     seconds: float
@@ -120,7 +120,8 @@ def flat(
     between_s = _on_the_way(leaving, hosts.between, wire)
     work = whole.work + encoding(numel)
     seconds = inside_s + between_s + _computing_s(work, hosts, wire)
-    at_once = 1 if BY_NAME[algorithm].name in TREES else hosts.local_size
+    L = hosts.local_size
+    at_once = (1 + L) / 2 if BY_NAME[algorithm].name in TREES else L
     return Prediction(seconds, inside_s, at_once * leaving.nbytes(wire))
 
 
