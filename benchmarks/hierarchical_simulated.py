@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks._report import Row, write_report
 from hvd_sparse.collectives.registry import CANDIDATES
-from hvd_sparse.collectives.two_levels import Hosts, flat, shared, two_levels
+from hvd_sparse.collectives.two_levels import Levels, flat, shared, two_levels
 from hvd_sparse.cost_model import Link
 from hvd_sparse.files import replacing
 from hvd_sparse.simulator import Network, Outcome, SyntheticStreams, Workload, simulate_all
@@ -45,9 +45,9 @@ CARDS_GBIT_S = (1.0, 10.0, 25.0, 100.0, 400.0)
 INSIDES = {"300 GB/s inside": INSIDE, "5 GB/s inside": Link(1e-5, 1 / 5e9)}
 
 
-def hosts_of(count: int, card: Link = BETWEEN, inside: Link = INSIDE) -> Hosts:
+def levels_of(count: int, card: Link = BETWEEN, inside: Link = INSIDE) -> Levels:
     """Hosts of eight ranks."""
-    return Hosts(count, LOCAL_SIZE, shared(card, LOCAL_SIZE), inside)
+    return Levels(count, LOCAL_SIZE, shared(card, LOCAL_SIZE), inside)
 
 
 def ring(count: int, card: Link = BETWEEN) -> tuple[float, float]:
@@ -91,9 +91,9 @@ def model_rows(count: int) -> Iterator[Row]:
     """By the cost model: the quickest of each form, for other cards and slower insides."""
     for words, inside in INSIDES.items():
         for gbit_s in CARDS_GBIT_S:
-            hosts = hosts_of(count, replace(BETWEEN, beta_s_per_byte=8 / (gbit_s * 1e9)), inside)
+            levels = levels_of(count, replace(BETWEEN, beta_s_per_byte=8 / (gbit_s * 1e9)), inside)
             one, other = (
-                min((form(name, hosts, NUMEL, K).seconds, name) for name in CANDIDATES)
+                min((form(name, levels, NUMEL, K).seconds, name) for name in CANDIDATES)
                 for form in (flat, two_levels)
             )
             yield Row(

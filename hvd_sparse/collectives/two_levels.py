@@ -49,29 +49,29 @@ algorithm that is not named here is taken to send to all others alike."""
 
 
 @dataclass(frozen=True)
-class Hosts:
+class Levels:
     """Equal hosts, each with one network card.
 
     Attributes:
-        count: H, at least 1.
+        hosts: H, at least 1.
         local_size: L, ranks of a host, at least 1.
         between: α, g, γ, and β of a rank's share of the card (see `shared`).
         inside: α and β between two ranks of a host; its γ is not used.
     """
 
-    count: int
+    hosts: int
     local_size: int
     between: Link
     inside: Link
 
     def __post_init__(self) -> None:
-        check_count("count", self.count, 1)
+        check_count("hosts", self.hosts, 1)
         check_count("local_size", self.local_size, 1)
 
     @property
     def world_size(self) -> int:
         """P."""
-        return self.count * self.local_size
+        return self.hosts * self.local_size
 
 
 @dataclass(frozen=True)
@@ -107,45 +107,45 @@ def encoding(numel: float) -> Work:
 
 
 def flat(
-    algorithm: str, hosts: Hosts, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
+    algorithm: str, levels: Levels, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
 ) -> Prediction:
     """All P ranks select k of n, and exchange as if each were a host.
 
     Raises:
         ConfigError: See `Algorithm.cost`.
     """
-    whole = cost(algorithm, hosts.world_size, numel, k, wire).expected
-    leaving, staying = _parted(algorithm, hosts, numel, k, wire)
-    inside_s = _on_the_way(staying, hosts.inside, wire)
-    between_s = _on_the_way(leaving, hosts.between, wire)
+    whole = cost(algorithm, levels.world_size, numel, k, wire).expected
+    leaving, staying = _parted(algorithm, levels, numel, k, wire)
+    inside_s = _on_the_way(staying, levels.inside, wire)
+    between_s = _on_the_way(leaving, levels.between, wire)
     work = whole.work + encoding(numel)
-    seconds = inside_s + between_s + _computing_s(work, hosts, wire)
-    L = hosts.local_size
+    seconds = inside_s + between_s + _computing_s(work, levels, wire)
+    L = levels.local_size
     at_once = (1 + L) / 2 if BY_NAME[algorithm].name in TREES else L
     return Prediction(seconds, inside_s, at_once * leaving.nbytes(wire))
 
 
 def two_levels(
-    algorithm: str, hosts: Hosts, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
+    algorithm: str, levels: Levels, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
 ) -> Prediction:
     """Dense sums inside a host, the algorithm between hosts on L shards, a gather inside.
 
     Raises:
         ConfigError: See `Algorithm.cost`.
     """
-    H, L = hosts.count, hosts.local_size
+    H, L = levels.hosts, levels.local_size
     shard, share = -(-numel // L), -(-k // L)
     between = cost(algorithm, H, shard, share, wire).expected
-    summed, gathered = inside_costs(hosts, numel, applied_entries(algorithm, H, shard, share))
-    inside_s = sum(_on_the_way(each, hosts.inside) for each in (summed, gathered))
+    summed, gathered = inside_costs(levels, numel, applied_entries(algorithm, H, shard, share))
+    inside_s = sum(_on_the_way(each, levels.inside) for each in (summed, gathered))
     work = summed.work + encoding(shard) + between.work
-    between_s = _on_the_way(between, hosts.between, wire)
-    seconds = inside_s + between_s + _computing_s(work, hosts, wire)
+    between_s = _on_the_way(between, levels.between, wire)
+    seconds = inside_s + between_s + _computing_s(work, levels, wire)
     return Prediction(seconds, inside_s, L * between.nbytes(wire))
 
 
 def two_levels_pays(
-    algorithms: Iterable[str], hosts: Hosts, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
+    algorithms: Iterable[str], levels: Levels, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
 ) -> bool:
     """Whether the cheapest of some algorithms takes less time in two levels than the cheapest flat.
 
@@ -153,16 +153,16 @@ def two_levels_pays(
 
     Args:
         algorithms: Names that have a formula; at least one.
-        hosts: With one rank on each, or one host alone, there is nothing to gain.
+        levels: With one rank on each, or one host alone, there is nothing to gain.
         numel: n.
         k: Entries of a rank, in `[0, numel]`.
         wire: What an entry takes.
     """
-    if hosts.local_size == 1 or hosts.count == 1:
+    if levels.local_size == 1 or levels.hosts == 1:
         return False
     names = tuple(algorithms)
     least = [
-        min(form(name, hosts, numel, k, wire).seconds for name in names)
+        min(form(name, levels, numel, k, wire).seconds for name in names)
         for form in (flat, two_levels)
     ]
     return least[1] < least[0]
@@ -175,18 +175,18 @@ def applied_entries(algorithm: str, ranks: int, numel: int, k: int) -> float:
     return expected_nnz(numel, k, ranks)
 
 
-def inside_costs(hosts: Hosts, numel: int, applied: float) -> tuple[Cost, Cost]:
+def inside_costs(levels: Levels, numel: int, applied: float) -> tuple[Cost, Cost]:
     """What a rank pays inside its host: the dense sum of its shard, and the gather in the end.
 
     Args:
-        hosts: The hosts.
+        levels: The hosts.
         numel: n.
         applied: Entries of a reduced shard.
     """
-    others = hosts.local_size - 1
+    others = levels.local_size - 1
     if others == 0:
         return NOTHING.expected, NOTHING.expected
-    shard, hidden = -(-numel // hosts.local_size), in_flight(others)
+    shard, hidden = -(-numel // levels.local_size), in_flight(others)
     words = min(2 * applied, shard)  # what fills up is gathered dense
     added = Work(added_values=others * shard)
     return (
@@ -195,8 +195,8 @@ def inside_costs(hosts: Hosts, numel: int, applied: float) -> tuple[Cost, Cost]:
     )
 
 
-def _computing_s(work: Work, hosts: Hosts, wire: WireBytes) -> float:
-    return hosts.between.computing.seconds(work, wire.read_value_bytes)
+def _computing_s(work: Work, levels: Levels, wire: WireBytes) -> float:
+    return levels.between.computing.seconds(work, wire.read_value_bytes)
 
 
 def _on_the_way(cost: Cost, link: Link, wire: WireBytes = PLAIN_BYTES) -> float:
@@ -204,15 +204,17 @@ def _on_the_way(cost: Cost, link: Link, wire: WireBytes = PLAIN_BYTES) -> float:
     return cost.latency_s(link) + cost.nbytes(wire) * link.beta_s_per_byte
 
 
-def _parted(algorithm: str, hosts: Hosts, numel: int, k: int, wire: WireBytes) -> tuple[Cost, Cost]:
+def _parted(
+    algorithm: str, levels: Levels, numel: int, k: int, wire: WireBytes
+) -> tuple[Cost, Cost]:
     """A rank's messages in the flat form: what goes to other hosts, and what stays inside."""
-    P, L, name = hosts.world_size, hosts.local_size, BY_NAME[algorithm].name
+    P, L, name = levels.world_size, levels.local_size, BY_NAME[algorithm].name
     whole = cost(name, P, numel, k, wire).expected
-    if L == 1 or hosts.count == 1:
+    if L == 1 or levels.hosts == 1:
         return (whole, NOTHING.expected) if L == 1 else (NOTHING.expected, whole)
     is_cube = cube_positions(P) == P  # and so are H and L
     if is_cube and name in FARTHEST_FIRST:
-        leaving = cost(name, hosts.count, numel, k, wire).expected
+        leaving = cost(name, levels.hosts, numel, k, wire).expected
         return leaving, _difference(whole, leaving)
     if is_cube and name in NEAREST_FIRST:
         staying = cost(name, L, numel, k, wire).expected

@@ -10,7 +10,7 @@ from hvd_sparse.collectives.two_levels import (
     GATHERING,
     NEAREST_FIRST,
     TREES,
-    Hosts,
+    Levels,
     encoding,
     flat,
     shared,
@@ -27,33 +27,33 @@ QUICK = Link(1e-6, 1e-12)
 N, K = 1_000_000, 10_000
 
 
-def hosts_of(count: int, local_size: int, card: Link = CARD, inside: Link = QUICK) -> Hosts:
-    return Hosts(count, local_size, shared(card, local_size), inside)
+def levels_of(count: int, local_size: int, card: Link = CARD, inside: Link = QUICK) -> Levels:
+    return Levels(count, local_size, shared(card, local_size), inside)
 
 
 def test_bytes_of_a_card_on_two_by_two() -> None:
-    hosts = hosts_of(2, 2)
+    levels = levels_of(2, 2)
     # Each of 2 ranks gets 2 foreign streams of k; or 1 stream of k/2.
-    assert flat("topk_allgather", hosts, N, K).card_bytes == pytest.approx(2 * 2 * 8 * K)
-    assert two_levels("topk_allgather", hosts, N, K).card_bytes == 2 * 8 * K / 2
+    assert flat("topk_allgather", levels, N, K).card_bytes == pytest.approx(2 * 2 * 8 * K)
+    assert two_levels("topk_allgather", levels, N, K).card_bytes == 2 * 8 * K / 2
     # Halving leaves the host in one round of n/2, there and back; then the shard of n/2 does so.
-    assert flat("dense", hosts, N, K).card_bytes == 2 * 4 * N
-    assert two_levels("dense", hosts, N, K).card_bytes == 2 * 4 * N / 2
+    assert flat("dense", levels, N, K).card_bytes == 2 * 4 * N
+    assert two_levels("dense", levels, N, K).card_bytes == 2 * 4 * N / 2
     # Doubling goes abroad in its second round, with the sum of two streams.
     union = expected_nnz(N, K, 2)
-    assert flat("ssar_recursive_double", hosts, N, K).card_bytes == pytest.approx(2 * 8 * union)
+    assert flat("ssar_recursive_double", levels, N, K).card_bytes == pytest.approx(2 * 8 * union)
 
 
 def test_bruck_reaches_other_hosts_by_its_distance() -> None:
     """P = 8, L = 4: at distance 1 one of four ranks goes abroad, at 2 two of them, at 4 all."""
     foreign_blocks = 1 * 1 / 4 + 2 * 2 / 4 + 4
-    predicted = flat("topk_allgather", hosts_of(2, 4), N, K)
+    predicted = flat("topk_allgather", levels_of(2, 4), N, K)
     assert predicted.card_bytes == pytest.approx(4 * 8 * K * foreign_blocks)
 
 
 def test_seconds_by_hand() -> None:
-    hosts = hosts_of(2, 4, Link(1e-4, 1e-9), Link(1e-6, 1e-12, gap_s=5e-7))
-    predicted = two_levels("topk_allgather", hosts, N, K)
+    levels = levels_of(2, 4, Link(1e-4, 1e-9), Link(1e-6, 1e-12, gap_s=5e-7))
+    predicted = two_levels("topk_allgather", levels, N, K)
     entries = expected_nnz(N // 4, K // 4, 2)
     # Three messages there and three back; those in flight take the gap.
     inside = 2 * (1e-6 + 2 * 5e-7) + (3 * 4 * N / 4 + 3 * 8 * entries) * 1e-12
@@ -64,43 +64,43 @@ def test_seconds_by_hand() -> None:
 def test_work_of_both_forms() -> None:
     """Two levels add L - 1 shards, and select in one of them."""
     computing = Link(0.0, 0.0, pace=Pace(added_values=1e-9, scanned_values=1e-10))
-    hosts = hosts_of(2, 4, computing, Link(0.0, 0.0))
+    levels = levels_of(2, 4, computing, Link(0.0, 0.0))
     assert encoding(N).added_values == encoding(N).scanned_values == N
-    assert flat("topk_allgather", hosts, N, K).seconds == pytest.approx(1.1e-9 * N)
+    assert flat("topk_allgather", levels, N, K).seconds == pytest.approx(1.1e-9 * N)
     expected = 1e-9 * N * 3 / 4 + 1.1e-9 * N / 4
-    assert two_levels("topk_allgather", hosts, N, K).seconds == pytest.approx(expected)
+    assert two_levels("topk_allgather", levels, N, K).seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("algorithm", COSTED)
 def test_one_level_is_the_flat_cost(algorithm: str) -> None:
     expected = cost(algorithm, 8, N, K).expected
-    for hosts in (hosts_of(8, 1), hosts_of(1, 8)):
-        predicted = flat(algorithm, hosts, N, K)
-        link = CARD if hosts.local_size == 1 else QUICK
+    for levels in (levels_of(8, 1), levels_of(1, 8)):
+        predicted = flat(algorithm, levels, N, K)
+        link = CARD if levels.local_size == 1 else QUICK
         assert predicted.seconds == pytest.approx(expected.seconds(link))
-        assert predicted.card_bytes == (expected.nbytes() if hosts.local_size == 1 else 0)
-    alone = two_levels(algorithm, hosts_of(8, 1), N, K)
-    assert alone == flat(algorithm, hosts_of(8, 1), N, K)
-    assert two_levels(algorithm, hosts_of(1, 8), N, K).card_bytes == 0
+        assert predicted.card_bytes == (expected.nbytes() if levels.local_size == 1 else 0)
+    alone = two_levels(algorithm, levels_of(8, 1), N, K)
+    assert alone == flat(algorithm, levels_of(8, 1), N, K)
+    assert two_levels(algorithm, levels_of(1, 8), N, K).card_bytes == 0
 
 
 @pytest.mark.parametrize("algorithm", COSTED)
 @pytest.mark.parametrize(("count", "local_size"), [(2, 2), (3, 2), (2, 3), (4, 8), (32, 8)])
 def test_fewer_bytes_leave_a_host(algorithm: str, count: int, local_size: int) -> None:
     for wire in (WireBytes(), WireBytes(1.25, 2, 2)):
-        hosts = hosts_of(count, local_size)
-        one, other = (form(algorithm, hosts, N, K, wire) for form in (flat, two_levels))
+        levels = levels_of(count, local_size)
+        one, other = (form(algorithm, levels, N, K, wire) for form in (flat, two_levels))
         assert 0 < other.card_bytes <= (0.7 if algorithm in TREES else 0.55) * one.card_bytes
         assert 0 < other.inside_s < other.seconds
 
 
 def test_it_pays_where_the_card_is_slow() -> None:
     slow, quick = Link(1e-4, 8e-9, 1e-10), Link(1e-6, 1e-12, 1e-10)
-    assert two_levels_pays(LOSSLESS_CANDIDATES, hosts_of(4, 4, slow), N, K)
+    assert two_levels_pays(LOSSLESS_CANDIDATES, levels_of(4, 4, slow), N, K)
     inside = Link(1e-4, 1e-8)  # slower than the card
-    assert not two_levels_pays(LOSSLESS_CANDIDATES, hosts_of(4, 4, quick, inside), N, K)
-    assert two_levels_pays(("oktopk",), hosts_of(32, 8, slow), N, K)
-    for one_level in (hosts_of(4, 1, slow), hosts_of(1, 4, slow)):
+    assert not two_levels_pays(LOSSLESS_CANDIDATES, levels_of(4, 4, quick, inside), N, K)
+    assert two_levels_pays(("oktopk",), levels_of(32, 8, slow), N, K)
+    for one_level in (levels_of(4, 1, slow), levels_of(1, 4, slow)):
         assert not two_levels_pays(LOSSLESS_CANDIDATES, one_level, N, K)
 
 
@@ -117,6 +117,6 @@ def test_all_named_algorithms_are_known() -> None:
 
 def test_bad_hosts_are_named() -> None:
     with pytest.raises(ConfigError, match="local_size must be a whole number of at least 1, got 0"):
-        Hosts(2, 0, CARD, QUICK)
-    with pytest.raises(ConfigError, match="count"):
-        Hosts(0, 2, CARD, QUICK)
+        Levels(2, 0, CARD, QUICK)
+    with pytest.raises(ConfigError, match="hosts"):
+        Levels(0, 2, CARD, QUICK)

@@ -13,7 +13,7 @@ import torch
 from hvd_sparse.cli.main import main
 from hvd_sparse.collectives import two_levels
 from hvd_sparse.collectives.registry import COSTED
-from hvd_sparse.collectives.two_levels import Hosts, shared
+from hvd_sparse.collectives.two_levels import Levels, shared
 from hvd_sparse.cost_model import Link
 from hvd_sparse.simulator import (
     Network,
@@ -54,9 +54,9 @@ def test_a_card_carries_what_is_predicted(
     algorithm: str, count: int, local_size: int, levels: bool
 ) -> None:
     outcome = simulated(algorithm, count, local_size, levels)
-    hosts = Hosts(count, local_size, shared(CARD, local_size), INSIDE)
+    world = Levels(count, local_size, shared(CARD, local_size), INSIDE)
     form = two_levels.two_levels if levels else two_levels.flat
-    predicted = form(algorithm, hosts, NUMEL, K)
+    predicted = form(algorithm, world, NUMEL, K)
     headers = (HEADER_BYTES + 4 * count) * outcome.messages.worst * local_size
     is_odd = count == 3 and algorithm in CUBES
     if algorithm == "gtopk" or is_odd:
