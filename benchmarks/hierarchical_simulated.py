@@ -26,12 +26,11 @@ from pathlib import Path
 
 from benchmarks._report import Row, write_report
 from hvd_sparse.collectives.registry import CANDIDATES
-from hvd_sparse.collectives.two_levels import Levels, flat, shared, two_levels
+from hvd_sparse.collectives.two_levels import Levels, dense_ring, flat, shared, two_levels
 from hvd_sparse.cost_model import Link
 from hvd_sparse.files import replacing
 from hvd_sparse.simulator import Network, Outcome, SyntheticStreams, Workload, simulate_all
 from hvd_sparse.simulator.plots import load_pyplot
-from hvd_sparse.work import VALUE_BYTES
 
 NUMEL, DENSITY, LOCAL_SIZE = 133_547_324, 0.01, 8
 K = round(DENSITY * NUMEL)
@@ -48,17 +47,6 @@ INSIDES = {"300 GB/s inside": INSIDE, "5 GB/s inside": Link(1e-5, 1 / 5e9)}
 def levels_of(count: int, card: Link = BETWEEN, inside: Link = INSIDE) -> Levels:
     """Hosts of eight ranks."""
     return Levels(count, LOCAL_SIZE, shared(card, LOCAL_SIZE), inside)
-
-
-def ring(count: int, card: Link = BETWEEN) -> tuple[float, float]:
-    """Seconds and bytes of a card in a dense ring allreduce; each of 2 (P-1) steps has n/P values.
-
-    One edge of the ring enters a host, and has the card for itself.
-    """
-    P = count * LOCAL_SIZE
-    nbytes = 2 * NUMEL * VALUE_BYTES * (P - 1) / P
-    seconds = 2 * (P - 1) * card.alpha_s + nbytes * card.beta_s_per_byte
-    return seconds + nbytes / 2 * card.reduction_s_per_byte, nbytes
 
 
 def case_of(count: int) -> str:
@@ -82,9 +70,9 @@ def simulated_rows(outcomes: Sequence[Outcome]) -> Iterator[Row]:
                 ratio=baseline / figure if o.is_hierarchical else None,
             )
     for count in sorted({o.world_size // LOCAL_SIZE for o in outcomes}):
-        seconds, nbytes = ring(count)
-        yield Row(case_of(count), f"{RING}: reduction", seconds * 1e3, "ms")
-        yield Row(case_of(count), f"{RING}: received by a card", nbytes * 1e-6, "MB")
+        dense = dense_ring(levels_of(count), NUMEL)
+        yield Row(case_of(count), f"{RING}: reduction", dense.seconds * 1e3, "ms")
+        yield Row(case_of(count), f"{RING}: received by a card", dense.card_bytes * 1e-6, "MB")
 
 
 def model_rows(count: int) -> Iterator[Row]:
@@ -131,7 +119,9 @@ def plot(outcomes: Sequence[Outcome], path: Path) -> None:
                     linestyle="-" if levels else "--",
                     label=f"{name}, {'two levels' if levels else 'flat'}",
                 )
-        axes.plot(counts, [scale * ring(c)[part] for c in counts], color="black", label=RING)
+        rings = [dense_ring(levels_of(count), NUMEL) for count in counts]
+        dense = [scale * (each.seconds, each.card_bytes)[part] for each in rings]
+        axes.plot(counts, dense, color="black", label=RING)
         axes.set(xscale="log", yscale="log", xlabel="hosts of 8 ranks", ylabel=label)
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.minorticks_off()

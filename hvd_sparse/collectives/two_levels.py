@@ -20,7 +20,7 @@ sends to all others alike. In Bruck's allgather d of L ranks reach another host 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from hvd_sparse.checks import check_count
 from hvd_sparse.collectives.registry import BY_NAME, cost
@@ -31,6 +31,10 @@ from hvd_sparse.work import VALUE_BYTES, Work
 INSIDE_ALPHA_S = 1e-5
 """Seconds in which processes of one host meet, where nothing is measured."""
 
+RECEIVED = tuple(
+    item.name for item in fields(Cost) if item.name not in ("messages", "in_flight", "work")
+)
+"""The parts of a cost that are bytes."""
 FARTHEST_FIRST = ("dense",)
 """Hypercubes whose bytes fall from round to round, and begin with the farthest partner."""
 NEAREST_FIRST = ("ssar_recursive_double", "gtopk")
@@ -144,6 +148,22 @@ def two_levels(
     return Prediction(seconds, inside_s, L * between.nbytes(wire))
 
 
+def dense_ring(levels: Levels, numel: int) -> Prediction:
+    """Horovod's dense allreduce: a ring over all ranks, of which one edge enters each host.
+
+    That one has the card to itself. Each of 2 (P-1) steps has n/P values.
+    """
+    P, L = levels.world_size, levels.local_size
+    received = Cost(2 * (P - 1), dense_words=2 * numel * (P - 1) / P)
+    card = replace(levels.between, beta_s_per_byte=levels.between.beta_s_per_byte / L)
+    slowest = card if levels.hosts > 1 else levels.inside
+    computing_s = _computing_s(Work(added_values=numel * (P - 1) / P), levels, PLAIN_BYTES)
+    on_the_way_s = _on_the_way(received, slowest)
+    if levels.hosts == 1:
+        return Prediction(on_the_way_s + computing_s, on_the_way_s, 0.0)
+    return Prediction(on_the_way_s + computing_s, 0.0, received.nbytes())
+
+
 def two_levels_pays(
     algorithms: Iterable[str], levels: Levels, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
 ) -> bool:
@@ -242,23 +262,12 @@ def _gather_share(P: int, L: int) -> float:
 
 def _scaled(cost: Cost, share: float, messages: float) -> Cost:
     """A share of the bytes, with so many of the messages."""
-    return Cost(
-        messages,
-        share * cost.entries,
-        share * cost.dense_words,
-        share * cost.plain_entries,
-        share * cost.plain_words,
-        cost.in_flight if messages else 0.0,
-    )
+    parts = {name: share * getattr(cost, name) for name in RECEIVED}
+    hidden = cost.in_flight if messages else 0.0
+    return Cost(messages=messages, in_flight=hidden, **parts)
 
 
 def _difference(whole: Cost, part: Cost) -> Cost:
     """What is left of the messages."""
-    return Cost(
-        whole.messages - part.messages,
-        whole.entries - part.entries,
-        whole.dense_words - part.dense_words,
-        whole.plain_entries - part.plain_entries,
-        whole.plain_words - part.plain_words,
-        whole.in_flight - part.in_flight,
-    )
+    names = ("messages", "in_flight", *RECEIVED)
+    return Cost(**{name: getattr(whole, name) - getattr(part, name) for name in names})

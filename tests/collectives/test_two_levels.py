@@ -11,6 +11,7 @@ from hvd_sparse.collectives.two_levels import (
     NEAREST_FIRST,
     TREES,
     Levels,
+    dense_ring,
     encoding,
     flat,
     shared,
@@ -59,6 +60,16 @@ def test_seconds_by_hand() -> None:
     inside = 2 * (1e-6 + 2 * 5e-7) + (3 * 4 * N / 4 + 3 * 8 * entries) * 1e-12
     assert predicted.inside_s == pytest.approx(inside)
     assert predicted.seconds == pytest.approx(inside + 1e-4 + 8 * K / 4 * 4e-9)
+
+
+def test_a_dense_ring_enters_each_host_once() -> None:
+    nbytes = 2 * 4 * N * 7 / 8
+    predicted = dense_ring(levels_of(2, 4, Link(1e-4, 1e-9, 1e-10)), N)
+    assert predicted.card_bytes == nbytes
+    assert predicted.seconds == pytest.approx(14e-4 + nbytes * 1e-9 + nbytes / 2 * 1e-10)
+    alone = dense_ring(levels_of(1, 8), N)
+    assert alone.card_bytes == 0
+    assert alone.seconds == alone.inside_s == pytest.approx(14e-6 + nbytes * 1e-12)
 
 
 def test_work_of_both_forms() -> None:
