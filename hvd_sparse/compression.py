@@ -105,6 +105,7 @@ class Compression:
             transport=checked.transport,
             timeout_s=checked.timeout_s,
             busy_timeout_s=checked.busy_timeout_s,
+            hierarchical=checked.hierarchical,
             dense_below=0,
             observer=recorder_of(record),
         )

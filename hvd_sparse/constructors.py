@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_sparse.adapter import SparseCompressor, calling_optimizer
+from hvd_sparse.adapter.levels import Hierarchical, check_hierarchical
 from hvd_sparse.checks import at_least, choice, count, optional
 from hvd_sparse.methods import MethodOptions
 from hvd_sparse.options import check_options, option
@@ -40,6 +41,13 @@ class RunOptions:
         '"auto", "gloo", "mpi", "nccl" or "horovod"; the environment variable HVD_SPARSE_TRANSPORT '
         'takes the place of "auto".',
         choice(TRANSPORT_NAMES),
+    )
+    hierarchical: Hierarchical = option(
+        False,
+        "True: workers of a host sum their gradients densely in shared memory, and each exchanges "
+        'one shard of them, sparsely, with its like on other hosts. "auto": so where all hosts '
+        "have the same number of workers, and more than one.",
+        check_hierarchical,
     )
     dense_below: int = option(
         1024,
@@ -85,6 +93,7 @@ def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]
             transport=run.transport,
             timeout_s=run.timeout_s,
             busy_timeout_s=run.busy_timeout_s,
+            hierarchical=run.hierarchical,
             dense_below=run.dense_below,
             observer=recorder_of(run.record),
         )

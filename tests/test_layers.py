@@ -19,7 +19,7 @@ FLOORS = (
     {"planner", "policy"},
     {"methods", "recording", "simulator", "functional"},
     {"engine"},
-    {"collectives", "memories", "selectors"},
+    {"collectives", "hosts", "memories", "selectors"},
     {"wire"},
     {"accumulator", "transports"},
     {"streams", "cost_model"},

@@ -23,6 +23,7 @@ from hvd_sparse.adapter.binding import (
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.fate import StepFate
 from hvd_sparse.adapter.handover import Handover, memory_of
+from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.refusals import (
     refuse_double_momentum,
     refuse_unsupported,
@@ -79,6 +80,7 @@ class SparseCompressor:
         transport: Name of a transport, or "auto".
         timeout_s: Seconds without a sign of life after which a peer is given up.
         busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
+        hierarchical: Whether to exchange on two levels, inside hosts and between them.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce.
         observer: Is told of plans and steps, or None.
     """
@@ -91,6 +93,7 @@ class SparseCompressor:
         transport: str,
         timeout_s: float,
         busy_timeout_s: float | None = None,
+        hierarchical: Hierarchical = False,
         dense_below: int,
         observer: Observer | None = None,
     ) -> None:
@@ -98,6 +101,7 @@ class SparseCompressor:
         self.observer = observer
         self._transport_name = transport
         self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
+        self._hierarchical: Hierarchical = hierarchical
         self._dense_below = dense_below
         self._lookup = None if named_parameters is None else ParameterLookup(named_parameters)
         self._start()
@@ -105,7 +109,11 @@ class SparseCompressor:
     def _start(self) -> None:
         self._engine = Engine(self._whole(self.method), self.observer)
         self._session = Session(
-            self._engine, self._transport_name, self._timeout_s, self._busy_timeout_s
+            self._engine,
+            self._transport_name,
+            self._timeout_s,
+            self._busy_timeout_s,
+            self._hierarchical,
         )
         self._states = States(self._engine, self._session, self._timeout_s)
         if self._lookup is not None:
@@ -380,6 +388,7 @@ class SparseCompressor:
             "_transport_name": self._transport_name,
             "_timeout_s": self._timeout_s,
             "_busy_timeout_s": self._busy_timeout_s,
+            "_hierarchical": self._hierarchical,
             "_dense_below": self._dense_below,
         }
 

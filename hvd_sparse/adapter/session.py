@@ -15,6 +15,7 @@ from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
+from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, place_of_this_rank
 from hvd_sparse.adapter.planning import Planning, refuse_devices
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.adapter.waiting import interruptibly
@@ -39,6 +40,7 @@ class Session:
         transport: Name of a transport, or "auto".
         timeout_s: Seconds without a sign of life after which a peer is given up.
         busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
+        hierarchical: Whether to exchange on two levels, inside hosts and between them.
 
     Attributes:
         world_size: P.
@@ -47,7 +49,12 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, transport: str, timeout_s: float, busy_timeout_s: float | None = None
+        self,
+        engine: Engine,
+        transport: str,
+        timeout_s: float,
+        busy_timeout_s: float | None = None,
+        hierarchical: Hierarchical = False,
     ) -> None:
         self.world_size = 1
         self.embeddings: EmbeddingExchange | None = None
@@ -55,6 +62,7 @@ class Session:
         self._engine = engine
         self._transport_name = transport
         self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
+        self._hierarchical = hierarchical
         self._divergence: Divergence | None = None
         self._connecting = False
         self._exit = BoundedExit(self)
@@ -223,7 +231,7 @@ class Session:
         self._world = None
 
     def _agree(self) -> None:
-        """Let a planner decide, and check that all ranks have one assignment."""
+        """Let a planner decide; check that all ranks have one assignment, and what levels."""
         self.planning = None
         if isinstance(self._engine.assignment, Planner):
             refuse_devices(self._parameters)
@@ -235,6 +243,9 @@ class Session:
                 self._process_set,
             )
         self._engine.agree()
+        self._engine.hosts = agree_on_levels(
+            self._hierarchical, place_of_this_rank(), self._engine.assignment, self._transport
+        )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 from hvd_sparse.checks import check_count
 from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of, short
 from hvd_sparse.cli.command import Command, Output, table
+from hvd_sparse.cli.hosts import add_host_arguments, levels_of, profiles_of_hosts
 from hvd_sparse.cli.model import load_model
 from hvd_sparse.cli.units import bytes_per_s, seconds, shown_s
 from hvd_sparse.cost_model import Link
@@ -46,48 +47,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="how long backward takes, which hides reductions (default: hides nothing)",
     )
+    add_host_arguments(parser)
     add_candidate_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> Output:
     """Plan, and say why."""
+    if options.hosts is not None:
+        options.ranks = levels_of(options).world_size
     check_count("--ranks", options.ranks, 2)
     model = load_model(options.model)
     rules = PolicyAssignment(policy_of(options).rules, {})
     owners = owning_modules(model)
     rules.modules = {name: owners[id(p)] for name, p in model.named_parameters()}
-    profile = profile_of(options, rules)
+    profiles = profiles_of(options, rules)
     specs = [
         TensorSpec(name, tuple(p.shape), str(p.dtype))
         for name, p in reversed(list(model.named_parameters()))
         if p.requires_grad
     ]
     tensors = as_they_come(specs, rules, options.backward)
-    plan = choose_plan(profile, tensors)
+    plans = [choose_plan(each, tensors) for each in profiles]
+    plan, profile = min(zip(plans, profiles, strict=True), key=lambda pair: pair[0].predicted_s)
     rows = [row_of(tensor, rules, profile, plan) for tensor in reversed(tensors)]
     report = {
         "costs": profile.source,
         "ranks": options.ranks,
         "dense_s": plan.dense_s,
         "predicted_s": plan.predicted_s,
+        "forms": {p.source: each.predicted_s for p, each in zip(profiles, plans, strict=True)},
         "buckets": len(set(plan.placements.values())),
         "tensors": rows,
     }
     return Output(report, text_of(report, options.backward))
 
 
-def profile_of(options: argparse.Namespace, rules: PolicyAssignment) -> Profile:
-    """Costs: measured ones, or modelled ones with the encoding measured here."""
+def profiles_of(options: argparse.Namespace, rules: PolicyAssignment) -> list[Profile]:
+    """Costs: measured ones, or modelled ones with the encoding measured here; of each form."""
     if options.profile is not None:
+        if options.hosts is not None:
+            raise ConfigError("--hosts takes no --profile: it was measured without them")
         measured = Profile.load(options.profile)
-        return measured.carried_over(replace(measured.place, world_size=options.ranks))
+        return [measured.carried_over(replace(measured.place, world_size=options.ranks))]
     methods = candidates_of(rules)
     if not methods:
         raise ConfigError(f"{options.policy}: no rule with compress: auto, nothing to plan")
     print(f"measuring how {len(methods)} methods encode and decode here …", file=sys.stderr)
     costs = measure_encoding(LocalWorld(1).transport(0), methods)
+    if options.hosts is not None:
+        return profiles_of_hosts(levels_of(options), costs)
     link = Link(options.latency, 1 / options.bandwidth)
-    return modelled(place_of("modelled", options.ranks, options.ranks), link, costs)
+    return [modelled(place_of("modelled", options.ranks, options.ranks), link, costs)]
 
 
 def as_they_come(
@@ -161,10 +171,15 @@ def text_of(report: dict[str, Any], backward_s: float) -> str:
         )
     beside = f", beside a backward of {shown_s(backward_s)}" if backward_s else ""
     gain = report["dense_s"] / report["predicted_s"]
+    others = [
+        f"\n{source}: {shown_s(seconds)}"
+        for source, seconds in report["forms"].items()
+        if source != report["costs"]
+    ]
     return (
         f"{report['ranks']} ranks; costs: {report['costs']}\n\n{table(rows)}\n\n"
         f"all reductions{beside}: {shown_s(report['predicted_s'])} as planned, "
-        f"{shown_s(report['dense_s'])} dense ({gain:.2f} ×)"
+        f"{shown_s(report['dense_s'])} dense ({gain:.2f} ×)" + "".join(others)
     )
 
 
@@ -173,6 +188,8 @@ PLAN = Command(
     summary="show what the planner would compress in a model, and why",
     examples=(
         "hvd-sparse plan torchvision.models:vgg16 --ranks 64 --bandwidth 25gbit --latency 30us",
+        "hvd-sparse plan torchvision.models:vgg16 --hosts 32 --local 8 --bandwidth 25gbit "
+        "--local-bandwidth 300gbyte",
         "hvd-sparse plan models:make --policy policy.yaml --profile profile.json --backward 80ms",
     ),
     add_arguments=add_arguments,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hvd_sparse.checks import check_choice, check_count, check_density
 from hvd_sparse.cli.command import Command, Output, table
+from hvd_sparse.collectives.two_levels import shared
 from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.simulator import (
@@ -27,7 +28,7 @@ from hvd_sparse.simulator.streams import StreamSource
 
 COLUMNS = (
     *("algorithm", "ranks", "sent, worst", "mean", "received, worst", "mean"),
-    *("messages", "exchange", "step", "efficiency"),
+    *("card received", "messages", "exchange", "step", "efficiency"),
 )
 
 
@@ -50,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("network").add_argument
     add("--alpha", type=float, default=1e-4, help="seconds of a message (default: %(default)s)")
-    add("--beta", type=float, default=8e-9, help="seconds of a byte (default: %(default)s)")
+    add(
+        "--beta",
+        type=float,
+        default=8e-9,
+        help="seconds of a byte of a card (default: %(default)s)",
+    )
     add(
         "--gamma",
         type=float,
@@ -58,9 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to merge, add or scan a byte (default: %(default)s)",
     )
     add("--gap", type=float, help="seconds that a message takes the card (default: alpha)")
-    add("--ranks-per-node", type=int, default=1, help="ranks of a node (default: %(default)s)")
-    add("--node-alpha", type=float, help="alpha within a node")
-    add("--node-beta", type=float, help="beta within a node")
+    add("--local", type=int, default=1, help="ranks of a host (default: %(default)s)")
+    add("--local-alpha", type=float, default=1e-5, help="alpha in a host (default: %(default)s)")
+    add("--local-beta", type=float, default=1e-10, help="beta in a host (default: %(default)s)")
+    add(
+        "--hierarchical",
+        action="store_true",
+        help="two levels, too: dense sums inside the hosts, the algorithm between them",
+    )
     add("--slow-rank", type=int, help="a rank that takes longer")
     add("--slow-factor", type=float, default=2.0, help="by how much (default: %(default)s)")
 
@@ -87,6 +98,7 @@ def run(options: argparse.Namespace) -> Output:
         steps=options.steps,
         stretch=options.stretch,
         jobs=options.jobs,
+        hierarchical=(False, True) if options.hierarchical else (False,),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     title = (
@@ -111,9 +123,10 @@ def outcome_table(outcomes: Sequence[Outcome]) -> str:
         words = (o.sent_words, o.received_words)
         rows.append(
             (
-                o.algorithm,
+                o.label,
                 str(o.world_size),
                 *(f"{figure:,.0f}" for w in words for figure in (w.worst, w.mean)),
+                f"{o.card_words.worst:,.0f}",
                 f"{o.messages.worst:,.0f}",
                 f"{o.exchange_s * 1e3:.4g} ms",
                 f"{o.step_s * 1e3:.4g} ms",
@@ -124,16 +137,13 @@ def outcome_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _network(options: argparse.Namespace) -> Network:
-    inside = None
-    if (options.node_alpha is None) != (options.node_beta is None):
-        raise ConfigError("--node-alpha and --node-beta go together")
-    if options.node_alpha is not None:
-        gap_s = None if options.gap is None else min(options.gap, options.node_alpha)
-        inside = Link(options.node_alpha, options.node_beta, gap_s=gap_s)
+    local_size = check_count("--local", options.local, 1)
+    gap_s = None if options.gap is None else min(options.gap, options.local_alpha)
+    inside = Link(options.local_alpha, options.local_beta, gap_s=gap_s)
     return Network(
-        Link(options.alpha, options.beta, options.gamma, options.gap),
-        options.ranks_per_node,
-        inside,
+        shared(Link(options.alpha, options.beta, options.gamma, options.gap), local_size),
+        local_size,
+        inside if local_size > 1 else None,
         options.slow_rank,
         options.slow_factor,
     )
@@ -141,6 +151,8 @@ def _network(options: argparse.Namespace) -> Network:
 
 def _workload(options: argparse.Namespace) -> tuple[Workload, StreamSource]:
     if options.streams is not None:
+        if options.hierarchical:
+            raise ConfigError("--hierarchical takes no --streams: a host's sum was not recorded")
         recorded = RecordedStreams.load(options.streams)
         if options.stretch is None:
             options.stretch = 1.0
@@ -149,7 +161,7 @@ def _workload(options: argparse.Namespace) -> tuple[Workload, StreamSource]:
     synthetic = SyntheticStreams(
         options.overlap, options.skew, options.region, options.loud, options.seed
     )
-    return Workload(options.numel, k, options.compute), synthetic
+    return Workload(options.numel, k, options.compute, options.hierarchical), synthetic
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -167,6 +179,7 @@ SIMULATE = Command(
         "hvd-sparse simulate --ranks 2,4,8,16,32 --numel 14700000 --density 0.001",
         "hvd-sparse simulate --ranks 32,64,128,256 --numel 133547324 --density 0.01 "
         "--alpha 1.5e-6 --beta 1e-9 --compute 0.25 --plot scaling.png --json scaling.json",
+        "hvd-sparse simulate --ranks 64 --local 8 --hierarchical --algorithms oktopk,topk_dsa",
     ),
     add_arguments=add_arguments,
     run=run,

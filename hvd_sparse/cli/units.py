@@ -7,6 +7,7 @@ import re
 
 TIME_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 RATE_BIT_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+RATE_BIT_PER_S |= {"kbyte": 8e3, "mbyte": 8e6, "gbyte": 8e9, "tbyte": 8e12}
 
 
 def _parse(text: str, units: dict[str, float], example: str) -> float:
@@ -24,7 +25,7 @@ def seconds(text: str) -> float:
 
 
 def bytes_per_s(text: str) -> float:
-    """`25gbit` in bytes per second."""
+    """`25gbit`, or `300gbyte`, in bytes per second."""
     return _parse(text, RATE_BIT_PER_S, "25gbit") / 8
 
 

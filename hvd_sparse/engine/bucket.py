@@ -15,6 +15,7 @@ from hvd_sparse.engine.lane import Lane
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.staging import Stage, Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
+from hvd_sparse.hosts import Hosts, ShardedSum
 from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
 
@@ -49,9 +50,15 @@ class Phase(Enum):
 class Bucket:
     """The flat state of one bucket, and the step that is under way in it.
 
+    Under two levels, what it accumulates, selects and exchanges is one shard of the vector: that of
+    this rank among those of its host.
+
     Attributes:
         specs: Its tensors, side by side in this order.
         numel: n, elements of all of them.
+        hosts: The two levels; None: all ranks are alike.
+        inside: The bucket's exchange inside this host, or None.
+        shard: What of the vector is here: all of it without two levels.
         method: How it is compressed and exchanged.
         step: Steps done; the position in the warm-up.
         stages: How it is exchanged at each density of the warm-up.
@@ -77,6 +84,7 @@ class Bucket:
         transport: Transport,
         device: torch.device,
         step: int = 0,
+        hosts: Hosts | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.starts = [0, *accumulate(spec.numel for spec in specs)]
@@ -84,19 +92,24 @@ class Bucket:
         self.method = method
         self.step = step
         self.selector = method.selector()
-        self.collective = method.collective(transport, self.numel, method.k(self.numel))
-        self.stages = Stages(self.collective, self.selector)
-        self.memory = method.memory.make(self.numel, device, transport.world_size)
+        self.hosts = hosts
+        self.inside = None if hosts is None else hosts.exchange_of(self.numel, specs[0].dtype)
+        self.shard = slice(0, self.numel) if self.inside is None else self.inside.shard
+        numel = self.shard.stop - self.shard.start
+        peers = transport if hosts is None else hosts.across
+        self.collective = method.collective(peers, numel, method.k(numel))
+        self.stages = Stages(self.collective, self.selector, takes_all=self._is_alone)
+        self.memory = method.memory.make(numel, device, peers.world_size)
         dtype = getattr(torch, specs[0].dtype.removeprefix("torch."))
         self.decoded = ops.zero_vector(self.numel, dtype, device)
         self.lane = Lane(device)
         names = tuple(spec.name for spec in specs)
-        self.stats = BucketStats(names=names, numel=self.numel, k=self.collective.k)
+        self.stats = BucketStats(names=names, numel=self.numel, k=method.k(self.numel))
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
         self.taken: SparseStream | None = None
         self.stage: Stage | None = None
-        self.reduced: Sum | None = None
+        self.reduced: Sum | ShardedSum | None = None
         self._views: list[Tensor] | None = None
         self.poisoned = False
         self.is_open = False
@@ -137,8 +150,26 @@ class Bucket:
 
     @property
     def k(self) -> int:
-        """Entries wanted in the step that comes, or is under way."""
-        return self.method.k(self.numel, self.step)
+        """Entries wanted in the step that comes, or is under way: of the shard that is here."""
+        numel = int(self.shard.stop - self.shard.start)
+        return numel if self._is_alone else self.method.k(numel, self.step)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is no other host: what the ranks of this one sum is exchanged no more."""
+        return self.hosts is not None and self.hosts.grid.hosts == 1
+
+    def gradients(self) -> list[Tensor]:
+        """What is accumulated in the step: this rank's gradients, or its host's sum of the shard.
+
+        Raises:
+            TransportError: A rank of the host is gone or did not answer.
+        """
+        if self.inside is None:
+            return self.staged_gradients()
+        if self._step_gradients is None:
+            return [self.inside.reduce_scatter([g for g in self._gradients if g is not None])]
+        return [self.inside.reduce_scatter(self._step_gradients)]
 
     def open_step(self) -> None:
         """Keep what the step is about to change; the memory does so with its tensors."""
@@ -211,6 +242,50 @@ class Bucket:
         for spec, (start, stop) in zip(self.specs, pairwise(self.starts), strict=True):
             yield spec, {name: each[start:stop].view(spec.shape) for name, each in flat.items()}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The memory's state over the whole vector, `(n,)` by name: zero outside the shard."""
+        held = self.memory.tensors()
+        return held if self.inside is None else {k: self._whole(t) for k, t in held.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put a state in the place of this one, between steps; a host's ranks do so together.
+
+        Args:
+            tensors: Like those of `tensors`. What the ranks of a host bring is added up, and each
+                keeps its shard.
+        """
+        if self.hosts is not None and self.inside is not None:
+            inside = self.inside
+            tensors = {name: self.hosts.shard_of(t, inside) for name, t in tensors.items()}
+        self.memory.load(tensors)
+
+    def take_out(self, place: int) -> dict[str, Tensor]:
+        """Take what is here of one tensor out of the memory: by kind, in the tensor's shape."""
+        start, stop = self._in_shard(place)
+        spec, held = self.specs[place], self.memory.take_out(start, stop)
+        if self.inside is not None:
+            offset = start + self.shard.start - self.starts[place]
+            held = {name: _padded(part, offset, spec.numel) for name, part in held.items()}
+        return {name: part.view(spec.shape) for name, part in held.items()}
+
+    def put_in(self, place: int, parts: Mapping[str, Tensor]) -> None:
+        """Add what `take_out` returned for the same tensor."""
+        start, stop = self._in_shard(place)
+        offset = start + self.shard.start - self.starts[place]
+        mine = {name: part.view(-1)[offset : offset + stop - start] for name, part in parts.items()}
+        self.memory.put_in(start, mine)
+
+    def _in_shard(self, place: int) -> tuple[int, int]:
+        """Where one tensor lies in the shard, as far as it does."""
+        first, last = (
+            min(max(at, self.shard.start), self.shard.stop) - self.shard.start
+            for at in self.starts[place : place + 2]
+        )
+        return first, last
+
+    def _whole(self, part: Tensor) -> Tensor:
+        return _padded(part, self.shard.start, self.numel)
+
     def state_dict(self) -> dict[str, Any]:
         """Selector and collective; residuals are kept by parameter."""
         return {
@@ -226,4 +301,12 @@ class Bucket:
 
     def _kind(self) -> str:
         """The method, and what makes its exchanges."""
-        return f"{self.method.description} by {type(self.collective).__name__}"
+        kind = f"{self.method.description} by {type(self.collective).__name__}"
+        return kind if self.hosts is None else f"{kind} on {self.hosts.kind}"
+
+
+def _padded(part: Tensor, start: int, numel: int) -> Tensor:
+    """A vector of zeros but for a part of it."""
+    whole = part.new_zeros(numel)
+    whole[start : start + part.numel()] = part
+    return whole

@@ -32,6 +32,7 @@ from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.engine.transitions import Frozen, Release, cut, l1_of, momentum_unit
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import ConfigError, PlanError
+from hvd_sparse.hosts import Hosts
 from hvd_sparse.transports import Transport
 
 COMPARISON_INTERVAL = 64
@@ -54,6 +55,7 @@ class Engine:
         skipped_steps: Steps that were taken back, since nobody applied their results.
         dropped_l1: L1 norm of residuals that were let go of, since a caller said so.
         lost_l1: L1 norm of residuals that went with other ranks, as far as a caller knows it.
+        hosts: Two levels among the ranks, or None; to be set after `connect`, before a step.
     """
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
@@ -69,6 +71,7 @@ class Engine:
         self._specs: dict[str, TensorSpec] = {}
         self._unit = 1.0
         self._clipping: StepClipping | None = None
+        self.hosts: Hosts | None = None
         self._worker = Worker(work_ahead, work)
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
@@ -282,15 +285,22 @@ class Engine:
         assert self._transport is not None
         agree_on_assignment(self.assignment, self._transport)
 
-    def connect(self, transport: Transport) -> None:
-        """Use a transport from the next step on; the plan is made anew, residuals are kept."""
+    def connect(self, transport: Transport, hosts: Hosts | None = None) -> None:
+        """Use a transport from the next step on; the plan is made anew, residuals are kept.
+
+        Args:
+            transport: Connects the ranks.
+            hosts: Two levels among them; None: all ranks exchange with each other.
+        """
         self.disconnect()
         self._worker.connect(transport)
+        self.hosts = hosts
 
     def disconnect(self) -> None:
         """Stop the background thread and close the transport, if there are any; keep the state."""
         self._give_up_plan()
         self._worker.close()
+        self.hosts = None
 
     def _give_up_plan(self) -> None:
         """Stop the background thread, and keep the state for the next plan."""
@@ -404,7 +414,8 @@ class Engine:
         for bucket in buckets:
             bucket.clipping = clipping if clipping.is_on else None
         self._clipping = clipping
-        self._worker.start(self._buckets, together=clipping.is_on)
+        in_order = any(b.inside is not None and b.inside.needs_order for b in buckets)
+        self._worker.start(self._buckets, together=clipping.is_on, in_order=in_order)
 
     def _rank_0_observes(self) -> bool:
         assert self._transport is not None
@@ -414,7 +425,7 @@ class Engine:
     def _new_bucket(self, plan: BucketPlan) -> Bucket:
         assert self._transport is not None
         device = self._arrivals[plan.specs[0].name][1].device
-        return Bucket(plan.specs, plan.method, self._transport, device)
+        return Bucket(plan.specs, plan.method, self._transport, device, hosts=self.hosts)
 
     # -- reports and state -------------------------------------------------------------------------
 

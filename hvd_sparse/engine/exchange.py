@@ -22,6 +22,9 @@ def exchange(bucket: Bucket) -> None:
 def select(bucket: Bucket) -> None:
     """The first half of a bucket's step: accumulate and select, without a message.
 
+    Under two levels, what is accumulated is the host's sum of this rank's shard. Where that takes
+    messages, nothing may be selected ahead (`InsideHost.needs_order`).
+
     Leaves the entries to send in `bucket.taken`. What a selector takes beyond a few times k waits
     in the residual for the next steps.
 
@@ -31,7 +34,7 @@ def select(bucket: Bucket) -> None:
     """
     memory, stats = bucket.memory, bucket.step_stats
     with stats.timed("stage_s"):
-        gradients = bucket.staged_gradients()
+        gradients = bucket.gradients()
     with stats.timed("accumulate_select_s"):
         stage = bucket.stages.at(bucket.k, bucket.step)
         bucket.stats.collective = name_of(stage.collective)
@@ -47,6 +50,8 @@ def select(bucket: Bucket) -> None:
 def reduce(bucket: Bucket) -> None:
     """The second half: reduce what was selected, and give back what had no part.
 
+    Under two levels, the shards' sums are then gathered from the ranks of the host.
+
     All ranks reduce their buckets one after the other, in one order.
     """
     taken, bucket.taken = bucket.taken, None
@@ -59,12 +64,14 @@ def reduce(bucket: Bucket) -> None:
     with stats.timed("exchange_s"):
         reduction = stage.collective.reduce(taken.to("cpu"), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
-        bucket.reduced = memory.applied(reduction.reduced)
+        applied = memory.applied(reduction.reduced)
+        bucket.reduced = applied if bucket.inside is None else bucket.inside.gather(applied)
     bucket.step += 1
-    bucket.poisoned = not reduction.reduced.isfinite()
+    of_all = reduction.reduced if bucket.inside is None else bucket.reduced
+    bucket.poisoned = not of_all.isfinite()
 
     spent = transport.traffic.since(traffic)
-    stats.nnz_selected, stats.nnz_applied = taken.nnz, reduction.reduced.nnz
+    stats.nnz_selected, stats.nnz_applied = taken.nnz, of_all.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
 

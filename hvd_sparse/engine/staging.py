@@ -49,10 +49,14 @@ class Stages:
     Args:
         collective: The one that its method names.
         selector: Says how many more than k entries may have to be sent.
+        takes_all: Whether nothing is selected at any k, as there is nobody to send it to.
     """
 
-    def __init__(self, collective: Collective, selector: Selector) -> None:
+    def __init__(
+        self, collective: Collective, selector: Selector, *, takes_all: bool = False
+    ) -> None:
         self._own = collective
+        self._takes_all = takes_all
         self._most_times_k = min(float(MOST_TIMES_K), 1.0 + selector.tolerance)
         self._others: dict[str, Collective] = {}
         self._last: Stage | None = None
@@ -77,7 +81,7 @@ class Stages:
         own, P, n = self._own, self._own.transport.world_size, self._own.numel
         algorithm = BY_NAME.get(name_of(own))
         if P == 1 or algorithm is None:
-            return Stage(own, k)
+            return Stage(own, k, self._takes_all)
         wire = own.wire.expected_bytes(n, k)
         most = min(n, round(k * self._most_times_k))
         if bytes_of(algorithm, P, n, most, wire) <= 2 * n * (P - 1) / P * wire.dense_value_bytes:

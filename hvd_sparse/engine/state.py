@@ -63,7 +63,7 @@ class EngineState:
         memories: dict[str, dict[str, Tensor]] = {"residual": {}, "momentum": {}}
         memories["residual"] = {name: tensor.clone() for name, tensor in leftover.items()}
         for bucket in buckets:
-            for spec, tensors in bucket.split(bucket.memory.tensors()):
+            for spec, tensors in bucket.split(bucket.tensors()):
                 for kind, tensor in tensors.items():
                     memories[kind][spec.name] = tensor.clone()
         step = max((bucket.step for bucket in buckets), default=0)
@@ -171,12 +171,12 @@ class EngineState:
         _check_together(theirs)
         left = self._restore_memories(buckets)
         for bucket in buckets:
-            bucket.memory.agree(transport)
+            bucket.memory.agree(bucket.collective.transport)
             bucket.step = max(their["step"] for their in theirs)
         digests = torch.stack([_digest(state) for state in matching])
+        peers = buckets[0].collective.transport  # those that exchange with this rank
         everywhere = [
-            message.view(digests.shape)
-            for message in transport.allgather((digests,), channel="state")
+            message.view(digests.shape) for message in peers.allgather((digests,), channel="state")
         ]
         for place, (bucket, state) in enumerate(zip(buckets, matching, strict=True)):
             if state is None:
@@ -226,13 +226,13 @@ class EngineState:
     def _restore_memories(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         left = {"residual": dict(self.residual), "momentum": dict(self.momentum)}
         for bucket in buckets:
-            flat = bucket.memory.tensors()
+            flat = bucket.tensors()
             for spec, tensors in bucket.split(flat):
                 for kind, tensor in tensors.items():
                     saved = left[kind].pop(spec.name, None)
                     if saved is not None:
                         tensor.copy_(saved)
-            bucket.memory.load(flat)
+            bucket.load(flat)
         return {name: tensor for name, tensor in left["residual"].items() if tensor.any()}
 
     def _state_for(self, bucket: Bucket) -> dict[str, Any] | None:

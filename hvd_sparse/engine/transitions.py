@@ -82,10 +82,7 @@ class Frozen:
         parts = self.held.pop(name, None)
         if parts is not None:
             bucket, number = place
-            start, stop = bucket.starts[number : number + 2]
-            bucket.memory.put_in(
-                start, {kind: part.view(stop - start) for kind, part in parts.items()}
-            )
+            bucket.put_in(number, parts)
 
     def rescale(self, factor: float) -> None:
         """Multiply all of it by a factor."""
@@ -103,8 +100,7 @@ class Frozen:
 def cut(place: Place) -> dict[str, Tensor]:
     """Take what a bucket holds of one tensor out of it: by kind, in the tensor's shape."""
     bucket, number = place
-    parts = bucket.memory.take_out(*bucket.starts[number : number + 2])
-    return {kind: part.view(bucket.specs[number].shape) for kind, part in parts.items()}
+    return bucket.take_out(number)
 
 
 def momentum_unit(assignment: Assignment, spec: TensorSpec) -> float:

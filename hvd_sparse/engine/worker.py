@@ -75,16 +75,19 @@ class Worker:
         # Horovod's exit handler was registered earlier, by hvd.init(), and so runs later.
         atexit.register(self._close_at_exit)
 
-    def start(self, buckets: Sequence[Bucket], together: bool = False) -> None:
+    def start(
+        self, buckets: Sequence[Bucket], together: bool = False, in_order: bool = False
+    ) -> None:
         """Begin to work on the buckets of a plan.
 
         Args:
             buckets: In their order.
             together: Whether a step begins only once the gradients of all of them are there.
+            in_order: Whether selecting takes messages, so that nothing is selected ahead.
         """
         self._buckets, self._at, self._together = buckets, buckets[0], together
         tasks = {"hvd_sparse": self._exchange_and_end}
-        if len(buckets) > 1:
+        if len(buckets) > 1 and not in_order:
             tasks["hvd_sparse.ahead"] = self._select_ahead
         self._threads = [
             threading.Thread(target=self._until_it_fails, args=(task,), name=name, daemon=True)

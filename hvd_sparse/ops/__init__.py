@@ -18,6 +18,7 @@ from hvd_sparse.ops._dispatch import backend
 from hvd_sparse.ops._layout import GAP_BLOCK
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
 from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
+from hvd_sparse.ops.hosts import post, posted, sum_vectors
 from hvd_sparse.ops.pages import new_vector, zero_vector
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
@@ -55,10 +56,13 @@ __all__ = [
     "merge_sum",
     "new_vector",
     "partition_select",
+    "post",
+    "posted",
     "qsgd_dequantize",
     "qsgd_quantize",
     "sample_accumulator",
     "scatter_add",
+    "sum_vectors",
     "take_at",
     "threshold_stream",
     "zero_at",

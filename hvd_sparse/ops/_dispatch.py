@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from hvd_sparse.ops import reference
-from hvd_sparse.ops._interface import Ops
+from hvd_sparse.ops._interface import HostOps, Ops
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
 from hvd_sparse.ops.native import NativeOps
 
@@ -54,6 +54,11 @@ def implementation(device: torch.device) -> Ops:
     if device.type == "cuda" and os.environ.get("HVD_SPARSE_NATIVE") != "0":
         return _on_cuda(device.index)
     return reference
+
+
+def on_the_host() -> HostOps:
+    """The operations that are for the host alone."""
+    return reference if _native is None else _native
 
 
 @cache

@@ -88,5 +88,15 @@ class WireOps(Protocol):
     ) -> Tensor: ...
 
 
+class HostOps(Protocol):
+    """What the ranks of one host do in memory that they share; on the CPU only."""
+
+    def sum_vectors(self, out: Tensor, vectors: Sequence[Tensor]) -> None: ...
+
+    def post(self, place: Tensor, number: int) -> None: ...
+
+    def posted(self, places: Sequence[Tensor], number: int) -> bool: ...
+
+
 class Ops(SelectionOps, EstimationOps, StreamOps, WireOps, Protocol):
-    """All of them."""
+    """All of them that tensors on any device are for."""

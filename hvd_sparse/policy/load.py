@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 from torch.nn import Module, Parameter
@@ -35,6 +35,7 @@ class Policy:
         transport: As `Compression`'s constructors take it.
         timeout_s: The same.
         busy_timeout_s: The same.
+        hierarchical: The same.
         profile: Path of the planner's profile, or None.
     """
 
@@ -43,6 +44,7 @@ class Policy:
     transport: str
     timeout_s: float
     busy_timeout_s: float | None
+    hierarchical: bool | Literal["auto"]
     profile: str | None
 
 
@@ -91,7 +93,13 @@ def check_policy(document: Document) -> Policy:
             ("busy_timeout_s",), f"must be a number above 0, got {busy_timeout_s!r}"
         )
     return Policy(
-        document, rules, policy.transport, policy.timeout_s, busy_timeout_s, policy.profile
+        document,
+        rules,
+        policy.transport,
+        policy.timeout_s,
+        busy_timeout_s,
+        policy.hierarchical,
+        policy.profile,
     )
 
 

@@ -75,6 +75,14 @@ def policy_model() -> type[BaseModel]:
             Literal[TRANSPORT_NAMES],
             Field(default="auto", description="What carries the messages"),
         ),
+        "hierarchical": (
+            bool | Literal["auto"],
+            Field(
+                default=False,
+                description="Whether workers of a host sum their gradients densely, before hosts "
+                "exchange sparsely; auto: where all hosts have the same number of them, above one",
+            ),
+        ),
         "profile": (
             str | None,
             _key("File of hvd-sparse profile; without it, the planner measures at the start"),

@@ -24,25 +24,25 @@ from hvd_sparse.work import Work
 
 @dataclass(frozen=True)
 class Network:
-    """A network of equal cards, with up to two levels and one slow rank.
+    """A network of equal hosts with a card each, with up to two levels and one slow rank.
 
     Attributes:
-        link: α, β, γ and g between any two nodes. A node's card serves its ranks at a fixed share
-            each: β is that of a share.
-        ranks_per_node: Ranks that follow one another share a node.
-        inside: α, β and g between ranks of one node; None: as between nodes. Its γ is not used.
+        link: α, β, γ and g between any two hosts. A host's card serves its ranks at a fixed share
+            each, as ranks get that do the same at the same time: β is that of a share.
+        local_size: L, ranks of a host; they follow one another.
+        inside: α, β and g between ranks of one host; None: as between hosts. Its γ is not used.
         slow_rank: A rank whose card and processor take `slow_factor` times as long, or None.
         slow_factor: At least 1.
     """
 
     link: Link
-    ranks_per_node: int = 1
+    local_size: int = 1
     inside: Link | None = None
     slow_rank: int | None = None
     slow_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        check_count("ranks_per_node", self.ranks_per_node, 1)
+        check_count("local_size", self.local_size, 1)
         check_at_least("slow_factor", self.slow_factor, 1.0)
         if self.slow_rank is not None:
             check_count("slow_rank", self.slow_rank, 0)
@@ -51,10 +51,14 @@ class Network:
         """How many times as long as usual a rank takes."""
         return self.slow_factor if rank == self.slow_rank else 1.0
 
+    def is_inside(self, one: int, other: int) -> bool:
+        """Whether two ranks are on one host."""
+        return one // self.local_size == other // self.local_size
+
     def between(self, one: int, other: int) -> tuple[float, float, float]:
         """α, β and g between two ranks."""
         link = self.link
-        if self.inside is not None and one // self.ranks_per_node == other // self.ranks_per_node:
+        if self.inside is not None and self.is_inside(one, other):
             link = self.inside
         return link.alpha_s, link.beta_s_per_byte, link.g
 

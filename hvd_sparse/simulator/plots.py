@@ -43,9 +43,9 @@ def plot_outcomes(outcomes: Sequence[Outcome], title: str, path: Path | str) -> 
     figure, every = pyplot.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4))
     ranks = sorted({o.world_size for o in outcomes})
     for axes, (label, is_log, figure_of) in zip(every, CURVES, strict=True):
-        for algorithm in dict.fromkeys(o.algorithm for o in outcomes):
-            points = [(o.world_size, figure_of(o)) for o in outcomes if o.algorithm == algorithm]
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=algorithm)
+        for label in dict.fromkeys(o.label for o in outcomes):
+            points = [(o.world_size, figure_of(o)) for o in outcomes if o.label == label]
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(r) for r in ranks])
         axes.set_xlabel("ranks")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,7 +12,9 @@ from typing import Any
 
 from hvd_sparse.checks import check_at_least, check_choice, check_count
 from hvd_sparse.collectives.registry import BY_NAME, COSTED, cost, names_of
+from hvd_sparse.collectives.two_levels import applied_entries
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.simulator.forms import Flat, TwoLevels, check_hosts
 from hvd_sparse.simulator.network import Clock, Network
 from hvd_sparse.simulator.scheduler import Pick, first_come
 from hvd_sparse.simulator.streams import StreamSource
@@ -42,11 +43,13 @@ class Workload:
         numel: n.
         k: Entries of a rank's stream, in `[0, numel]`.
         compute_s: Seconds that a rank computes before the exchange.
+        encodes: Whether what a rank computes to select its entries counts, too (`encoding`).
     """
 
     numel: int
     k: int
     compute_s: float = 0.0
+    encodes: bool = False
 
     def __post_init__(self) -> None:
         check_count("numel", self.numel, 1)
@@ -78,6 +81,8 @@ class Outcome:
         exchange_s: The same without the computing.
         first_step_s: The first step, in which Ok-Topk finds its regions and threshold.
         result_nnz: Entries of the sum.
+        card_words: Words that a host's card receives, headers included.
+        is_hierarchical: Whether the algorithm ran between hosts, on shards.
         efficiency: Parallel efficiency in weak scaling, against the smallest world simulated with
             the same algorithm; None before `with_efficiency`, and where that takes no time.
     """
@@ -92,12 +97,30 @@ class Outcome:
     exchange_s: float
     first_step_s: float
     result_nnz: float
+    card_words: Spread
+    is_hierarchical: bool = False
     efficiency: float | None = None
 
+    @property
+    def label(self) -> str:
+        """What ran, in words."""
+        return f"{self.algorithm}, two levels" if self.is_hierarchical else self.algorithm
 
-def automatic_stretch(algorithm: str, world_size: int, workload: Workload) -> float:
-    """The least stretch with which all that the ranks receive fits into memory."""
-    words = cost(algorithm, world_size, workload.numel, workload.k).expected.words
+
+def automatic_stretch(
+    algorithm: str, world_size: int, workload: Workload, shards: int = 1
+) -> float:
+    """The least stretch with which all that the ranks receive fits into memory.
+
+    Args:
+        algorithm: Its name.
+        world_size: P.
+        workload: What every rank brings.
+        shards: L for two levels: what the ranks of a host gather counts, too.
+    """
+    ranks, numel, k = world_size // shards, workload.numel // shards, workload.k // shards
+    words = cost(algorithm, ranks, numel, k).expected.words
+    words += 2 * (shards - 1) * min(numel / 2, applied_entries(algorithm, ranks, numel, k))
     fitting = ceil(words * world_size / WORLD_WORDS)
     return float(max(1, min(fitting, workload.numel)))
 
@@ -113,6 +136,7 @@ def simulate(
     stretch: float | None = None,
     wire: Wire = PLAIN,
     pick: Pick = first_come,
+    hierarchical: bool = False,
 ) -> Outcome:
     """Run some steps of an algorithm, and measure the last one.
 
@@ -130,6 +154,8 @@ def simulate(
             as many (see `SimulatedTransport`); None: the least that fits into memory.
         wire: The form of the messages.
         pick: See `Scheduler`; makes no difference.
+        hierarchical: In two levels: dense sums inside the network's hosts, the algorithm between
+            them on a shard for each local rank, a gather inside.
 
     Raises:
         ConfigError: An argument is out of its range.
@@ -140,26 +166,26 @@ def simulate(
     check_count("steps", steps, 1)
     if network.slow_rank is not None and network.slow_rank >= world_size:
         raise ConfigError(f"slow_rank must be below {world_size}, got {network.slow_rank}")
+    if hierarchical:
+        check_hosts(world_size, network.local_size)
+    shards = network.local_size if hierarchical else 1
     if stretch is None:
-        stretch = automatic_stretch(algorithm, world_size, workload)
+        stretch = automatic_stretch(algorithm, world_size, workload, shards)
     entry = BY_NAME[algorithm]
     world = SimulatedWorld(world_size, network, stretch, pick, entry.control_bytes)
     numel, k = round(workload.numel / stretch), round(workload.k / stretch)
     k = max(k, min(1, workload.k))
 
     def one_rank(transport: SimulatedTransport) -> list[_Step]:
-        collective = entry.collective(transport, numel, k, wire=wire)
+        form = (TwoLevels if hierarchical else Flat)(transport, entry, numel, k, wire, streams)
         begin_s = workload.compute_s * network.slowness(transport.rank)
         done = []
         for step in range(steps if entry.keeps_state else 1):
-            stream = streams.stream(transport.rank, step, numel, k)
             transport.clock = Clock(network, transport.rank, begin_s)
-            before = transport.traffic.snapshot()
-            reduced = collective.reduce(stream).reduced
-            digest = zlib.crc32(reduced.indices.numpy().tobytes())
-            digest = zlib.crc32(reduced.values.numpy().tobytes(), digest)
-            spent = transport.traffic.since(before)
-            done.append(_Step(transport.clock.now_s, spent, reduced.nnz, digest))
+            before, abroad = transport.traffic.snapshot(), transport.abroad.snapshot()
+            nnz, digest = form.take_step(step, encodes=workload.encodes)
+            spent = transport.traffic.since(before), transport.abroad.since(abroad)
+            done.append(_Step(transport.clock.now_s, *spent, nnz, digest))
         return done
 
     ranks = world.run(one_rank)
@@ -178,7 +204,9 @@ def simulate(
         step_s,
         step_s - slowest_s,
         max(done[0].end_s for done in ranks),
-        last[0].nnz * stretch,
+        sum(step.nnz for step in last[:shards]) * stretch,
+        _spread(_by_host([step.abroad.bytes_received / 4 for step in last], network.local_size)),
+        hierarchical,
     )
 
 
@@ -193,6 +221,7 @@ def simulate_all(
     stretch: float | None = None,
     jobs: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    hierarchical: Sequence[bool] = (False,),
 ) -> list[Outcome]:
     """Every algorithm on every world, with its parallel efficiency; arguments as in `simulate`.
 
@@ -207,18 +236,24 @@ def simulate_all(
         jobs: Simulations that run at a time, each in a process; None: one for each core where a
             world is large, else one in this process. Makes no difference to what is simulated.
         progress: Is told of each simulation that is done.
+        hierarchical: False for the flat form, True for two levels; or both.
     """
     if jobs is None:
         jobs = (os.cpu_count() or 1) if max(world_sizes, default=0) >= LARGE_WORLD else 1
-    cases = [(name, world_size) for world_size in world_sizes for name in algorithms]
+    cases = [
+        (name, world_size, levels)
+        for world_size in world_sizes
+        for name in algorithms
+        for levels in hierarchical
+    ]
 
     def finished(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         for outcome in outcomes:
-            progress(f"simulated {outcome.algorithm} on {outcome.world_size} ranks")
+            progress(f"simulated {outcome.label} on {outcome.world_size} ranks")
             yield outcome
 
     shared = (workload, network, streams, steps, stretch)
-    tasks = [(*case, *shared) for case in cases]
+    tasks = [(name, world_size, *shared, levels) for name, world_size, levels in cases]
     if check_count("jobs", jobs, 1) == 1:
         return with_efficiency(list(finished(map(_simulate_task, tasks))))
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
@@ -226,18 +261,18 @@ def simulate_all(
 
 
 def _simulate_task(task: tuple[Any, ...]) -> Outcome:
-    *arguments, steps, stretch = task
-    return simulate(*arguments, steps=steps, stretch=stretch)
+    *arguments, steps, stretch, levels = task
+    return simulate(*arguments, steps=steps, stretch=stretch, hierarchical=levels)
 
 
 def with_efficiency(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The outcomes with their parallel efficiency: the smallest world's time over theirs."""
     base_s: dict[str, float] = {}
     for outcome in sorted(outcomes, key=lambda o: o.world_size):
-        base_s.setdefault(outcome.algorithm, outcome.step_s)
+        base_s.setdefault(outcome.label, outcome.step_s)
     return [
-        replace(o, efficiency=base_s[o.algorithm] / o.step_s)
-        if base_s[o.algorithm] > 0
+        replace(o, efficiency=base_s[o.label] / o.step_s)
+        if base_s[o.label] > 0
         else replace(o, efficiency=None)
         for o in outcomes
     ]
@@ -247,8 +282,14 @@ def with_efficiency(outcomes: Sequence[Outcome]) -> list[Outcome]:
 class _Step:
     end_s: float
     spent: Traffic
+    abroad: Traffic
     nnz: int
     digest: int
+
+
+def _by_host(values: list[float], local_size: int) -> list[float]:
+    """Sums over the ranks of each host."""
+    return [sum(values[i : i + local_size]) for i in range(0, len(values), local_size)]
 
 
 def _spread(values: list[float]) -> Spread:

@@ -13,7 +13,7 @@ for control.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -21,18 +21,20 @@ import torch
 
 from hvd_sparse.checks import check_at_least
 from hvd_sparse.errors import PlanError
-from hvd_sparse.simulator.network import Clock, Departure, Network
+from hvd_sparse.simulator.network import Clock, Network
 from hvd_sparse.simulator.scheduler import Pick, Scheduler, first_come
+from hvd_sparse.simulator.station import SimulatedExchange, Station
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.transports.base import (
     ALIGNMENT,
     Done,
     Handle,
+    Traffic,
     Transport,
     check_peers,
     round_up,
 )
-from hvd_sparse.transports.framing import HEADER_BYTES, Payload, flatten
+from hvd_sparse.transports.framing import Payload, flatten
 from hvd_sparse.work import Work
 
 Result = TypeVar("Result")
@@ -63,7 +65,10 @@ class SimulatedWorld:
         self.stretch = stretch
         self.control_bytes = dict(control_bytes)
         self.scheduler = Scheduler(world_size, pick)
-        self.transports = [SimulatedTransport(self, rank) for rank in range(world_size)]
+        stations: list[Station] = []
+        for rank in range(world_size):
+            stations.append(Station(rank, network, self.scheduler, stations))
+        self.transports = [SimulatedTransport(self, station) for station in stations]
 
     def run(self, fn: Callable[[SimulatedTransport], Result]) -> list[Result]:
         """Run `fn(transport)` on every rank, once; returns the results in order.
@@ -75,23 +80,59 @@ class SimulatedWorld:
 
 
 class SimulatedTransport(Transport):
-    """One rank of a `SimulatedWorld`.
+    """One rank of a `SimulatedWorld`, among all of its ranks or among a group of them.
 
-    Attributes:
-        clock: This rank's virtual time; put a new one in its place to begin a measurement.
+    Args:
+        world: The world.
+        station: The rank.
+        members: The ranks of the group, in order; None: all.
+        kind: What tells groups with this rank in common apart. A group's calls are counted by
+            themselves, since another group may make more of them.
     """
 
     name = "simulated"
 
-    def __init__(self, world: SimulatedWorld, rank: int) -> None:
-        super().__init__(rank, world.world_size, timeout_s=float("inf"))
+    def __init__(
+        self,
+        world: SimulatedWorld,
+        station: Station,
+        members: Sequence[int] | None = None,
+        kind: str = "",
+    ) -> None:
         self.world = world
+        self.members = tuple(range(world.world_size) if members is None else members)
+        super().__init__(
+            self.members.index(station.rank), len(self.members), timeout_s=float("inf")
+        )
+        self.traffic = station.traffic
         self.link = world.network.link
-        self.clock = Clock(world.network, rank)
+        self._station = station
+        self._kind = kind
         self._calls = 0
-        self._arrived: dict[tuple[int, int], _Message] = {}  # by sender and number of the call
-        self._awaited: tuple[int, int] | None = None
         self._counts_as_is = False
+
+    @property
+    def clock(self) -> Clock:
+        """This rank's virtual time; put a new one in its place to begin a measurement."""
+        return self._station.clock
+
+    @clock.setter
+    def clock(self, clock: Clock) -> None:
+        self._station.clock = clock
+
+    @property
+    def abroad(self) -> Traffic:
+        """What of this rank's traffic went through its host's card."""
+        return self._station.abroad
+
+    def group(self, members: Sequence[int], kind: str) -> SimulatedTransport:
+        """This rank among some of the world's; see the class."""
+        return SimulatedTransport(self.world, self._station, members, kind)
+
+    def pretend(self, nbytes: int, dst: int, src: int, *, channel: str) -> Handle:
+        """An exchange of so many bytes, of which nothing but their number is there."""
+        check_peers(self.rank, self.world_size, (), dst, src)
+        return self._exchange(None, self._stretched(nbytes, channel), dst, src, channel)
 
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
@@ -147,80 +188,14 @@ class SimulatedTransport(Transport):
 
     def _exchange(
         self, content: Any, nbytes: float, dst: int | None, src: int | None, channel: str
-    ) -> _Exchange:
-        call = self._calls
+    ) -> SimulatedExchange:
+        call = (self._kind, self._calls)
         self._calls += 1
         sent_s = 0.0
         if dst is not None:
-            nbytes = round(nbytes) + HEADER_BYTES
-            departure = self.clock.send(nbytes, dst)
-            sent_s = departure.sent_s
-            self.traffic.sent(nbytes)
-            self.world.transports[dst].deliver(
-                (self.rank, call), _Message(content, nbytes, channel, departure)
-            )
-        return _Exchange(self, src, call, channel, sent_s)
-
-    def deliver(self, key: tuple[int, int], message: _Message) -> None:
-        """A message for this rank is there; called by its sender."""
-        self._arrived[key] = message
-        if self._awaited == key:
-            self._awaited = None
-            self.world.scheduler.wake(self.rank)
-
-    def take(self, src: int, call: int, channel: str) -> Any:
-        """Wait for a message, in turns and by the clock; returns its content."""
-        key = (src, call)
-        if key not in self._arrived:
-            self._awaited = key
-            self.world.scheduler.wait(self.rank, f"channel {channel!r} from rank {src}")
-        message = self._arrived.pop(key)
-        if message.channel != channel:
-            raise PlanError(
-                f"rank {self.rank} expects a message on channel {channel!r} from rank {src}, which "
-                f"sent one on channel {message.channel!r}: the ranks make different calls"
-            )
-        self.clock.receive(message.departure, message.nbytes, src)
-        self.traffic.received(message.nbytes)
-        return message.content
-
-
-class _Message:
-    __slots__ = ("channel", "content", "departure", "nbytes")
-
-    def __init__(self, content: Any, nbytes: int, channel: str, departure: Departure) -> None:
-        self.content = content
-        self.nbytes = nbytes
-        self.channel = channel
-        self.departure = departure
-
-
-class _Exchange(Handle):
-    __slots__ = ("_call", "_channel", "_content", "_open", "_sent_s", "_src", "_transport")
-
-    def __init__(
-        self, transport: SimulatedTransport, src: int | None, call: int, channel: str, sent_s: float
-    ) -> None:
-        self._transport = transport
-        self._src = src
-        self._call = call
-        self._channel = channel
-        self._sent_s = sent_s
-        self._content: Any = None
-        self._open = True
-
-    def content(self) -> Any:
-        if self._open:
-            self._open = False
-            if self._src is not None:
-                self._content = self._transport.take(self._src, self._call, self._channel)
-            self._transport.clock.wait_until(self._sent_s)
-        return self._content
-
-    def wait(self) -> torch.Tensor | None:
-        """See `Handle.wait`."""
-        content: torch.Tensor | None = self.content()
-        return content
+            sent_s = self._station.send(content, nbytes, self.members[dst], call, channel)
+        awaited = None if src is None else self.members[src]
+        return SimulatedExchange(self._station, awaited, call, channel, sent_s)
 
 
 def run_simulated(

@@ -155,6 +155,11 @@ class PointToPointTransport(SupervisedTransport):
         """What was waited for, and how long."""
         return f"it has waited {time.monotonic() - wait[3]:.2f} s for {_in_words(wait)}"
 
+    def renumber(self, number: int) -> int:
+        """Goes on with another number of calls, those of a group; returns the one until now."""
+        number, self._calls = self._calls, number
+        return number
+
     def call_made(self, number: int) -> Call | None:
         """What this rank did in a call; None for one that it has not come to, or forgotten."""
         return next((call for call in list(self._made) if call.number == number), None)

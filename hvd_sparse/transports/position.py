@@ -28,6 +28,9 @@ class Context(NamedTuple):
 
 NO_CONTEXT = Context()
 
+NUMBER_BITS = 40
+"""Bits of a call's number that count; those above tell the kind of a group (`group`)."""
+
 
 class Call(NamedTuple):
     """One call of `exchange`, as a rank made it.
@@ -52,7 +55,9 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         """As messages say it."""
-        return f"call {self.number} on channel {self.channel!r} ({self.context})"
+        return (
+            f"call {self.number % (1 << NUMBER_BITS)} on channel {self.channel!r} ({self.context})"
+        )
 
 
 @dataclass(frozen=True)

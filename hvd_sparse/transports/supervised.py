@@ -29,11 +29,17 @@ class Supervisor(Protocol):
 
 
 class SupervisedTransport(Transport):
-    """Keeps the first failure, and hands it on."""
+    """Keeps the first failure, and hands it on.
+
+    Attributes:
+        awaited_beside: What this rank waits for without a message, by any key; any thread may
+            note something here.
+    """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         super().__init__(rank, world_size, timeout_s)
         self.failure: HvdSparseError | None = None
+        self.awaited_beside: dict[int, Awaiting] = {}
         self._cause = ("", "")
         self._failing = threading.Lock()
         self._watch: Supervisor | None = None
@@ -45,6 +51,10 @@ class SupervisedTransport(Transport):
     @abstractmethod
     def awaiting(self) -> Awaiting | None:
         """What this rank waits for; called by another thread."""
+
+    def awaits(self) -> Awaiting | None:
+        """What this rank waits for, with a message or without."""
+        return next(filter(None, [self.awaiting(), *self.awaited_beside.values()]), None)
 
     @abstractmethod
     def call_made(self, number: int) -> Call | None:

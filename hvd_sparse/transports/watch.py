@@ -174,7 +174,7 @@ class Watch:
         # Not more than two periods: who was stopped itself has not waited for an answer.
         elapsed_s = min(now - self._looked_at, 2 * self._period_s)
         self._looked_at = now
-        awaiting = transport.awaiting()
+        awaiting = transport.awaits()
         position = (transport.calls_made(), awaiting is not None)
         if position != self._position:
             self._position, self._still_since = position, now
@@ -294,7 +294,7 @@ class Watch:
             kind, cause = question["tell"]
             transport.told(int(question["from"]), (str(kind), str(cause)))
             return {}
-        awaiting = transport.awaiting()
+        awaiting = transport.awaits()
         now = time.monotonic()
         since = self._still_since if awaiting is None else awaiting.since
         number = question["ask"]

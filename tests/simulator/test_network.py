@@ -136,7 +136,7 @@ def test_a_slow_rank_delays_those_who_wait_for_it() -> None:
 
 
 def test_two_levels() -> None:
-    network = Network(Link(ALPHA, BETA), ranks_per_node=2, inside=Link(ALPHA / 10, BETA / 10))
+    network = Network(Link(ALPHA, BETA), local_size=2, inside=Link(ALPHA / 10, BETA / 10))
 
     def to_the_next(t: Transport) -> None:
         t.exchange(payload(1000), (t.rank + 1) % 4, (t.rank - 1) % 4, channel="a").wait()
@@ -182,7 +182,7 @@ def test_the_first_failure_reaches_the_caller() -> None:
     [
         ({"slow_factor": 0.5}, "slow_factor"),
         ({"slow_rank": -1}, "slow_rank"),
-        ({"ranks_per_node": 0}, "ranks_per_node"),
+        ({"local_size": 0}, "local_size"),
     ],
 )
 def test_bad_networks_are_refused(arguments: dict[str, float], message: str) -> None:

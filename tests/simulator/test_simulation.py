@@ -161,7 +161,7 @@ def test_a_slow_rank_and_a_quick_node_show() -> None:
     plain = simulate("oktopk", 8, workload, NETWORK, streams)
     slow = Network(NETWORK.link, slow_rank=5, slow_factor=2.0)
     assert simulate("oktopk", 8, workload, slow, streams).step_s > 2e-2
-    nodes = Network(NETWORK.link, ranks_per_node=4, inside=Link(1e-7, 1e-11))
+    nodes = Network(NETWORK.link, local_size=4, inside=Link(1e-7, 1e-11))
     assert simulate("oktopk", 8, workload, nodes, streams).step_s < plain.step_s
     assert plain.exchange_s == pytest.approx(plain.step_s - 1e-2)
 
@@ -261,7 +261,9 @@ def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any)
         (["--ranks", "0"], "--ranks must be a whole number of at least 1, got 0"),
         (["--algorithms", "magic"], "--algorithms must be one of"),
         (["--density", "2"], "density must be in (0, 1], got 2"),
-        (["--node-alpha", "1"], "--node-alpha and --node-beta go together"),
+        (["--local", "0"], "--local must be a whole number of at least 1, got 0"),
+        (["--local", "4", "--hierarchical"], "world_size must be a multiple of 4, got 2"),
+        (["--hierarchical", "--streams", "x"], "--hierarchical takes no --streams"),
         (["--beta", "nan"], "beta_s_per_byte must be a number of at least 0, got nan"),
         (["--slow-rank", "7"], "slow_rank must be below 2, got 7"),
         (["--streams", "/nowhere.npz"], "/nowhere.npz"),

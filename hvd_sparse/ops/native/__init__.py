@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hvd_sparse.ops.native._library import ISA_NAMES, LIBRARY_PATH
 from hvd_sparse.ops.native.estimation import NativeEstimation
+from hvd_sparse.ops.native.hosts import NativeHosts
 from hvd_sparse.ops.native.selection import NativeSelection
 from hvd_sparse.ops.native.streams import NativeStreams
 from hvd_sparse.ops.native.wire import NativeWire
@@ -15,5 +16,5 @@ from hvd_sparse.ops.native.wire import NativeWire
 __all__ = ["ISA_NAMES", "LIBRARY_PATH", "NativeOps"]
 
 
-class NativeOps(NativeSelection, NativeEstimation, NativeStreams, NativeWire):
+class NativeOps(NativeSelection, NativeEstimation, NativeStreams, NativeWire, NativeHosts):
     """The library's functions, one base class for each family of them."""

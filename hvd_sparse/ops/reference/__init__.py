@@ -4,6 +4,7 @@ Works on any device. The arguments are as `hvd_sparse.ops` has checked them.
 """
 
 from hvd_sparse.ops.reference.estimation import kth_magnitude, sample_accumulator
+from hvd_sparse.ops.reference.hosts import post, posted, sum_vectors
 from hvd_sparse.ops.reference.selection import (
     accumulate_group_topk,
     accumulate_select,
@@ -39,10 +40,13 @@ __all__ = [
     "kth_magnitude",
     "merge_sum",
     "partition_select",
+    "post",
+    "posted",
     "qsgd_dequantize",
     "qsgd_quantize",
     "sample_accumulator",
     "scatter_add",
+    "sum_vectors",
     "take_at",
     "threshold_stream",
     "zero_at",

@@ -1,0 +1,16 @@
+"""Two levels: what the ranks of a host do among themselves, densely, before hosts exchange."""
+
+from hvd_sparse.hosts.grid import Grid, Place, grid_of
+from hvd_sparse.hosts.hosts import Hosts
+from hvd_sparse.hosts.inside import InsideHost
+from hvd_sparse.hosts.sharded_sum import ShardedSum, shard_bounds
+
+__all__ = [
+    "Grid",
+    "Hosts",
+    "InsideHost",
+    "Place",
+    "ShardedSum",
+    "grid_of",
+    "shard_bounds",
+]

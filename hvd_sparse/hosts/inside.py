@@ -1,0 +1,136 @@
+"""The dense exchange among the ranks of a host, for one bucket.
+
+Symbols: L ranks of one host, n elements of the bucket, m those of a shard, about n / L.
+
+| step | over a transport, a rank sends | through shared memory, a rank reads and writes |
+|---|---|---|
+| reduce_scatter | n (L - 1) / L values | n + n values, and m more |
+| gather | its stream L - 1 times | its stream, and L - 1 others |
+
+Sums are taken in float32 and in the order of the local ranks: the same bits each time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hvd_sparse import ops
+from hvd_sparse.hosts.sharded_sum import ShardedSum, shard_bounds
+from hvd_sparse.streams import Part, Sum, join, sum_of_parts
+from hvd_sparse.transports import Payload, Transport
+from hvd_sparse.wire import PLAIN
+
+SUMS, STREAMS, SHARDS = "host.sums", "host.streams", "host.shards"
+
+
+class InsideHost(ABC):
+    """One bucket's exchange inside its host. All ranks of the host call it alike, step by step.
+
+    Args:
+        local_rank: This rank, in `[0, local_size)`.
+        local_size: L.
+        numel: n.
+
+    Attributes:
+        bounds: Where the shards begin and end.
+        needs_order: Whether buckets must be exchanged in one order on all ranks, and on one thread.
+    """
+
+    needs_order: bool
+
+    def __init__(self, local_rank: int, local_size: int, numel: int) -> None:
+        self.bounds = shard_bounds(numel, local_size)
+        self.shard = slice(*self.bounds[local_rank : local_rank + 2])
+
+    @property
+    def shard_numel(self) -> int:
+        """m, the elements of this rank's shard."""
+        return int(self.shard.stop - self.shard.start)
+
+    @abstractmethod
+    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The host's sum of this rank's shard.
+
+        Args:
+            gradients: This rank's tensors, side by side over the bucket: one type, any strides.
+
+        Returns:
+            float32 `(m,)` on the gradients' device, until the next call.
+
+        Raises:
+            TransportError: A peer is gone or did not answer.
+        """
+
+    @abstractmethod
+    def gather(self, own: Sum) -> ShardedSum:
+        """The reduced shards of all ranks; readable until the next `reduce_scatter`.
+
+        Args:
+            own: That of this rank, over m elements.
+
+        Raises:
+            TransportError: A peer is gone or did not answer.
+        """
+
+    def _message(self, own: Sum) -> Payload:
+        """A reduced shard as the others read it: in the shorter form, at most m values long."""
+        part = Part.of(own) if not hasattr(own, "parts") else join(own.parts)
+        if part.indices is not None and PLAIN.is_filled_by(part):
+            part = part.to_dense()
+        return PLAIN.encode(part, 0)
+
+    def _read(self, messages: Sequence[Tensor]) -> ShardedSum:
+        """All ranks read the same bytes, and so come to the same bits."""
+        shards = []
+        for message, (start, stop) in zip(messages, pairwise(self.bounds), strict=True):
+            part = PLAIN.decode(message, 0, stop - start)
+            shards.append(sum_of_parts([part], stop - start))
+        return ShardedSum(shards, self.bounds)
+
+
+class OverTransport(InsideHost):
+    """By messages between the ranks of the host.
+
+    Args:
+        transport: Connects these, and no others.
+        numel: n.
+    """
+
+    needs_order = True
+
+    def __init__(self, transport: Transport, numel: int) -> None:
+        super().__init__(transport.rank, transport.world_size, numel)
+        self._transport = transport
+
+    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
+        """See `InsideHost.reduce_scatter`."""
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        return scattered(self._transport, flat, self.bounds, SUMS)
+
+    def gather(self, own: Sum) -> ShardedSum:
+        """See `InsideHost.gather`."""
+        return self._read(self._transport.allgather(self._message(own), channel=STREAMS))
+
+
+def scattered(inside: Transport, flat: Tensor, bounds: Sequence[int], channel: str) -> Tensor:
+    """The sum over a host's ranks of this rank's shard of vectors.
+
+    Args:
+        inside: Connects the ranks of the host.
+        flat: `(n,)`, of a gradient's type, on any device.
+        bounds: Of the shards.
+        channel: Purpose of the messages.
+
+    Returns:
+        float32 `(m,)` on the same device.
+    """
+    mine = flat.cpu().split([stop - start for start, stop in pairwise(bounds)])
+    arrived = inside.all_to_all([(shard,) for shard in mine], channel=channel)
+    total = torch.empty(mine[inside.rank].numel(), dtype=torch.float32)
+    ops.sum_vectors(total, [message.view(flat.dtype) for message in arrived])
+    return total.to(flat.device)

@@ -1,0 +1,191 @@
+"""The dense exchange of a host through memory that its ranks share.
+
+Each rank has a segment for each bucket, which it alone writes: two numbers, its gradients, and its
+shard's reduced stream. The numbers say how many steps' gradients, and streams, have been written.
+
+A rank writes the gradients of a step only when it has read all streams of the step before, and its
+stream only when all gradients are there. So nobody overwrites what another one still reads, with no
+further barrier: who has posted a stream has read the gradients, and who has posted gradients has
+decoded the last step's streams.
+
+Any thread may wait here, beside one that exchanges messages, and for any bucket: each rank comes to
+each bucket in the end, whatever the order. The transport's watch ends a wait for a peer that fails.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hvd_sparse import ops
+from hvd_sparse.errors import TransportError, TransportTimeout
+from hvd_sparse.hosts.inside import InsideHost
+from hvd_sparse.hosts.memory import Address, OwnSegment, Segment, int64_at, open_segment
+from hvd_sparse.hosts.sharded_sum import ShardedSum, shard_bounds
+from hvd_sparse.streams import Sum
+from hvd_sparse.transports.group import GroupTransport
+from hvd_sparse.transports.pauses import Pauses
+from hvd_sparse.transports.point_to_point import PointToPointTransport
+from hvd_sparse.transports.position import Awaiting
+
+SPIN_S = 1e-4
+LINE_BYTES = 64
+GRADIENTS_POSTED, STREAM_POSTED, STREAM_BYTES = 0, LINE_BYTES, 2 * LINE_BYTES
+"""Offsets of the numbers, each on a cache line of its own."""
+GRADIENTS = 4096
+"""Offset of the gradients; the stream follows."""
+STREAM_HEADER_BYTES = 8
+
+
+class SharingError(TransportError):
+    """The ranks of a host cannot share memory; on each of them."""
+
+
+class SharedHost(InsideHost):
+    """Through shared memory, one bucket's; see `InsideHost`. Collective over the host.
+
+    Args:
+        transport: Connects all ranks; its failures end waits here.
+        inside: Connects the ranks of the host.
+        numel: n.
+        dtype: The gradients' type, as `torch.float32` is spelled.
+
+    Raises:
+        SharingError: On every rank of the host, where any of them cannot share memory.
+    """
+
+    needs_order = False
+
+    def __init__(
+        self, transport: PointToPointTransport, inside: GroupTransport, numel: int, dtype: str
+    ) -> None:
+        super().__init__(inside.rank, inside.world_size, numel)
+        self._transport = transport
+        self._ranks, self._own = inside.ranks, inside.rank
+        self._dtype: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
+        self._nbytes = numel * self._dtype.itemsize
+        self._streams_at = GRADIENTS + -(-self._nbytes // LINE_BYTES) * LINE_BYTES
+        shards = shard_bounds(numel, inside.world_size)
+        longest = max(stop - start for start, stop in pairwise(shards))
+        room = STREAM_HEADER_BYTES + longest * torch.float32.itemsize
+        self._segments = share(inside, self._streams_at + room)
+        self._sum = ops.new_vector(self.shard_numel, torch.float32, torch.device("cpu"))
+        self._gradients = [
+            segment.data[GRADIENTS : GRADIENTS + self._nbytes].view(self._dtype)
+            for segment in self._segments
+        ]
+        self._steps = 0
+
+    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
+        """See `InsideHost.reduce_scatter`; a gradient is copied once, whatever its strides."""
+        own = self._gradients[self._own]
+        for place, gradient in zip(
+            own.split([gradient.numel() for gradient in gradients]), gradients, strict=True
+        ):
+            place.view(gradient.shape).copy_(gradient)
+        self._steps += 1
+        self._post(GRADIENTS_POSTED)
+        self._wait(GRADIENTS_POSTED, "gradients")
+        ops.sum_vectors(self._sum, [each[self.shard] for each in self._gradients])
+        return self._sum.to(gradients[0].device) if gradients else self._sum
+
+    def gather(self, own: Sum) -> ShardedSum:
+        """See `InsideHost.gather`: the sums view the memory."""
+        at = self._streams_at
+        mine = self._segments[self._own]
+        for tensor in self._message(own):
+            if tensor.numel():
+                data = tensor.view(-1).view(torch.uint8)
+                mine.data[at : at + data.numel()].copy_(data)
+                at += data.numel()
+        int64_at(mine, STREAM_BYTES).fill_(at - self._streams_at)
+        self._post(STREAM_POSTED)
+        self._wait(STREAM_POSTED, "reduced entries")
+        messages = []
+        for segment in self._segments:
+            nbytes = int(int64_at(segment, STREAM_BYTES))
+            messages.append(segment.data[self._streams_at : self._streams_at + nbytes])
+        return self._read(messages)
+
+    def _post(self, what: int) -> None:
+        ops.post(int64_at(self._segments[self._own], what), self._steps)
+
+    def _wait(self, number: int, what: str) -> None:
+        """Wait until all ranks of the host have posted a step's number.
+
+        Raises:
+            TransportError: The transport has failed, or one of them did not come.
+        """
+        places = [int64_at(segment, number) for segment in self._segments]
+        if ops.posted(places, self._steps):
+            return
+        transport, began = self._transport, time.monotonic()
+        peers = tuple(rank for rank in self._ranks if rank != transport.rank)
+        told = f"{what} of ranks {', '.join(map(str, peers))} of its host in step {self._steps}"
+        deadline, pauses = transport.deadline_from(began), Pauses(SPIN_S)
+        transport.awaited_beside[id(pauses)] = Awaiting(peers, began, told)
+        try:
+            while not ops.posted(places, self._steps):
+                now = time.monotonic()
+                if transport.failure is not None or now >= deadline:
+                    late = [
+                        str(rank)
+                        for rank, place in zip(self._ranks, places, strict=True)
+                        if not ops.posted([place], self._steps)
+                    ]
+                    error = TransportTimeout(
+                        f"rank {transport.rank}: rank {', '.join(late)} of its host did not answer "
+                        f"within {transport.timeout_s:g} s"
+                    )
+                    transport.raise_first(
+                        error, None, f"it has waited {now - began:.2f} s for {told}"
+                    )
+                pauses.pause()
+        finally:
+            del transport.awaited_beside[id(pauses)]
+
+
+def share(inside: GroupTransport, nbytes: int) -> list[Segment]:
+    """A segment of each rank of a host, mapped by all of them; collective.
+
+    Args:
+        inside: Connects the ranks of the host.
+        nbytes: Bytes of each one's `data`, at least.
+
+    Raises:
+        SharingError: On all of them, where any cannot map another's.
+    """
+    problem = ""
+    own: OwnSegment | None = None
+    segments: list[Segment] = []
+    try:
+        own = OwnSegment(nbytes)
+    except OSError as error:
+        problem = f"cannot make {nbytes} bytes of shared memory ({error})"
+    addresses = _told(inside, None if own is None else own.address)
+    if own is not None and all(addresses):
+        try:
+            for place, address in enumerate(addresses):
+                mine = place == inside.rank
+                segments.append(own.segment if mine else open_segment(Address(*address)))
+        except OSError as error:
+            problem = f"cannot map the memory of rank {inside.ranks[len(segments)]} ({error})"
+    problems = _told(inside, problem)
+    if own is not None:
+        own.hide()
+    wrong = [f"rank {rank} {why}" for rank, why in zip(inside.ranks, problems, strict=True) if why]
+    if wrong:
+        raise SharingError(f"the ranks of a host must share memory: {'; '.join(wrong)}")
+    return segments
+
+
+def _told(inside: GroupTransport, mine: object) -> list[object]:
+    """What every rank of the host says."""
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    messages = inside.allgather((text,), channel="host.memory")
+    return [json.loads(bytes(message.numpy())) for message in messages]

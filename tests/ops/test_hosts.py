@@ -1,0 +1,63 @@
+"""Sums of vectors in shared memory: C++ against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvd_sparse import ops
+from hvd_sparse.ops import reference
+from hvd_sparse.ops.native import ISA_NAMES, NativeOps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("isa", ISA_NAMES)
+def test_native_gives_the_references_bits(isa: str, dtype: torch.dtype) -> None:
+    native = NativeOps(threads=2)
+    before = native.isa
+    try:
+        native.set_isa(isa)
+    except ValueError:
+        pytest.skip(f"this processor has no {isa}")
+    try:
+        generator = torch.Generator().manual_seed(1)
+        for numel in (0, 1, 15, 2048, 2049, 100_003, 1_200_003):
+            for count in (1, 2, 5):
+                vectors = [
+                    torch.randn(numel, generator=generator).mul_(30.0).to(dtype)
+                    for _ in range(count)
+                ]
+                if numel > 3:
+                    vectors[0][1], vectors[-1][2], vectors[0][3] = float("inf"), -0.0, 6e-8
+                out, expected = torch.full((numel,), 9.0), torch.empty(numel)
+                native.sum_vectors(out, vectors)
+                reference.sum_vectors(expected, vectors)
+                assert torch.equal(out, expected), (numel, count)
+    finally:
+        native.set_isa(before)
+
+
+def test_numbers_are_posted() -> None:
+    places = list(torch.zeros(3, dtype=torch.int64).split(1))
+    assert ops.posted(places, 0)
+    for place in places:
+        assert not ops.posted(places, 4)
+        ops.post(place, 4)
+    assert ops.posted(places, 4)
+    assert not ops.posted(places, 5)
+
+
+def test_wrong_arguments_are_named() -> None:
+    out = torch.empty(4)
+    with pytest.raises(ValueError, match="at least one vector"):
+        ops.sum_vectors(out, [])
+    with pytest.raises(ValueError, match=r"vectors\[1\] must have 4 elements of torch.float32"):
+        ops.sum_vectors(out, [torch.ones(4), torch.ones(5)])
+    with pytest.raises(ValueError, match=r"vectors\[1\] must have 4 elements of torch.float32"):
+        ops.sum_vectors(out, [torch.ones(4), torch.ones(4).half()])
+    with pytest.raises(TypeError, match=r"vectors\[0\]"):
+        ops.sum_vectors(out, [torch.ones(4).double()])
+    with pytest.raises(TypeError, match="out"):
+        ops.sum_vectors(out.half(), [torch.ones(4)])
+    with pytest.raises(TypeError, match="place"):
+        ops.post(torch.zeros(1), 1)
