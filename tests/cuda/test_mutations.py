@@ -15,7 +15,7 @@ import torch
 from hvd_sparse.magnitude import key_magnitude
 from hvd_sparse.ops import reference
 from hvd_sparse.ops.cuda import CudaOps, selection
-from hvd_sparse.ops.cuda.estimation import DIGITS, Descent
+from hvd_sparse.ops.cuda.estimation import DESCENT_WORDS, DIGITS, Descent
 from tests.cuda.shim_launcher import FAMILIES, SANITIZED, TRACED, KernelFailure, Mutation, Shim
 from tests.ops.cases import assert_same, cut, generator, same_as_reference, stream, vectors
 
@@ -228,12 +228,12 @@ def topk(ops: CudaOps) -> None:
         same_as_reference(ops, "accumulate_topk", residual, [gradient], 300)
     assert_same(ops.kth_magnitude(residual, 1), reference.kth_magnitude(residual, 1))
     # More blocks than tiles: which is the last one, is the question.
-    descent = Descent(residual.device)
+    descent = Descent(torch.zeros(DESCENT_WORDS, dtype=torch.int64))
     numel, k = residual.numel(), 5
     for digit in range(DIGITS):
         count = (np.int64(numel), None, np.uint64(k), np.uint32(digit))
         ops._launch("count_digits", 48, residual, *count, descent.state)
-    assert_same(key_magnitude(descent.kth_key()), reference.kth_magnitude(residual, k))
+    assert_same(key_magnitude(int(descent.key_word)), reference.kth_magnitude(residual, k))
 
 
 def merge(ops: CudaOps) -> None:

@@ -23,10 +23,8 @@ from hvd_sparse.ops.cuda._passes import (
     Entries,
     OrderedPass,
     empty_stream,
-    new_header,
-    tile_count,
-    total_of,
 )
+from hvd_sparse.ops.cuda._workspace import tile_count
 from hvd_sparse.ops.cuda.estimation import CudaEstimation, Descent
 
 LEAST_CAPACITY = 1 << 16
@@ -51,14 +49,14 @@ class CudaSelection(CudaEstimation):
         self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> Entries:
         """Moves out what reaches the threshold in `[start, stop)`."""
-        inputs, numel = AccumulationInputs(accumulation), accumulation.numel
+        inputs, numel = self._inputs(accumulation), accumulation.numel
         key = threshold_key(threshold)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
         def select(step: OrderedPass) -> None:
             self._select(inputs, step, key, None, start, stop)
 
-        passed = OrderedPass(inputs.tiles, capacity, accumulation.device)
+        passed = OrderedPass(self._workspace, inputs.tiles, capacity, accumulation.device)
         select(passed)
         return passed.finish(select)
 
@@ -77,7 +75,7 @@ class CudaSelection(CudaEstimation):
             self.accumulate_select(accumulation, math.inf)  # spoiled ones only
             return *empty_stream(0, device), math.inf if k == 0 else 0.0
         wanted = min(k, numel)
-        inputs = AccumulationInputs(accumulation)
+        inputs = self._inputs(accumulation)
         key = pivot_key(pivot)
         key_at = None if key else self._sampled_pivot(inputs, wanted)
 
@@ -85,18 +83,20 @@ class CudaSelection(CudaEstimation):
             self._select(inputs, step, key, key_at, 0, numel)
 
         capacity = min(numel, CANDIDATES_PER_ENTRY * wanted + LEAST_CAPACITY)
-        passed = OrderedPass(inputs.tiles, capacity, device)
+        passed = OrderedPass(self._workspace, inputs.tiles, capacity, device)
         select(passed)
         largest, descent = self._take_largest(
             residual, passed.indices, passed.values, wanted, passed.header
         )
-        total, stopped, _, kth_key = torch.cat([passed.header[1:4], descent.state[1:2]]).tolist()
+        total, stopped, _, kth_key = self._workspace.read(
+            passed.header[1:4], descent.key_word
+        )
         if total < wanted:
             largest, threshold = self._with_more(residual, passed.entries(total), wanted)
         else:
             if stopped:
                 largest, descent = self._take_largest(residual, *passed.finish(select), wanted)
-                kth_key = descent.kth_key()
+                kth_key = self._kth_key(descent)
             threshold = key_magnitude(kth_key)
         return *largest, threshold if k <= numel else 0.0
 
@@ -110,7 +110,7 @@ class CudaSelection(CudaEstimation):
         b: int,
     ) -> Entries:
         """Moves out what reaches the threshold and wins a slot."""
-        inputs, device = AccumulationInputs(accumulation), accumulation.device
+        inputs, device = self._inputs(accumulation), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),
             np.uint32(slots_per_bucket),
@@ -134,7 +134,8 @@ class CudaSelection(CudaEstimation):
         def take(step: OrderedPass) -> None:
             self._launch("hash_take", step.tiles, *arguments, *hashing, marks, *step.outputs())
 
-        step = OrderedPass(inputs.tiles, min(slots, accumulation.numel), device)
+        capacity = min(slots, accumulation.numel)
+        step = OrderedPass(self._workspace, inputs.tiles, capacity, device)
         take(step)
         return step.finish(take)
 
@@ -150,8 +151,8 @@ class CudaSelection(CudaEstimation):
         groups = -(-numel // group_numel)
         if groups <= FEW_GROUPS:
             return self._topk_of_each(accumulation, k, group_numel)
-        inputs = AccumulationInputs(accumulation.in_place())
-        header, entries = new_header(groups, device), empty_stream(min(numel, groups * k), device)
+        inputs = self._inputs(accumulation.in_place())
+        header, entries = self._header(groups, device), empty_stream(min(numel, groups * k), device)
         self._launch(
             "accumulate_group_topk",
             groups,
@@ -164,7 +165,7 @@ class CudaSelection(CudaEstimation):
             header,
             *entries,
         )
-        count = total_of(header)
+        count = self._total_of(header)
         return entries[0][:count], entries[1][:count]
 
     def _topk_of_each(self, accumulation: Accumulation, k: int, group_numel: int) -> Entries:
@@ -243,7 +244,7 @@ class CudaSelection(CudaEstimation):
                 all there, nothing happens.
         """
         descent = self._descend(values, k, passed)
-        header = new_header(tile_count(values.numel()), residual.device)
+        header = self._header(tile_count(values.numel()), residual.device)
         largest = empty_stream(k, residual.device)
         self._launch(
             "take_largest",
