@@ -16,7 +16,7 @@ from hvd_sparse.magnitude import (
     pivot_key,
     threshold_key,
 )
-from hvd_sparse.ops.accumulation import Accumulation
+from hvd_sparse.ops.accumulation import Accumulation, Before
 from hvd_sparse.ops.cuda._launcher import THREADS, Argument
 from hvd_sparse.ops.cuda._passes import (
     AccumulationInputs,
@@ -34,8 +34,12 @@ CANDIDATES_PER_ENTRY = 4
 """Room for candidates in exact top-k, as a multiple of k."""
 LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 16
 """Elements that are sampled for a pivot: n / 64, within these limits."""
+WARP_GROUPS = {512: "accumulate_group_topk", 1024: "accumulate_long_group_topk"}
+"""Kernels for groups that a warp holds in its registers, by their most elements."""
+WARPS = 8
+"""Of a block."""
 FEW_GROUPS = 32
-"""Up to so many groups, the whole device works on one group after the other."""
+"""Up to so many larger groups, the whole device works on one group after the other."""
 
 
 class CudaSelection(CudaEstimation):
@@ -88,9 +92,7 @@ class CudaSelection(CudaEstimation):
         largest, descent = self._take_largest(
             residual, passed.indices, passed.values, wanted, passed.header
         )
-        total, stopped, _, kth_key = self._workspace.read(
-            passed.header[1:4], descent.key_word
-        )
+        total, stopped, _, kth_key = self._workspace.read(passed.header[1:4], descent.key_word)
         if total < wanted:
             largest, threshold = self._with_more(residual, passed.entries(total), wanted)
         else:
@@ -132,10 +134,13 @@ class CudaSelection(CudaEstimation):
         )
 
         def take(step: OrderedPass) -> None:
-            self._launch("hash_take", step.tiles, *arguments, *hashing, marks, *step.outputs())
+            tiles = np.int64(inputs.tiles)
+            self._launch(
+                "hash_take", step.tiles, *arguments, tiles, *hashing, marks, *step.outputs()
+            )
 
         capacity = min(slots, accumulation.numel)
-        step = OrderedPass(self._workspace, inputs.tiles, capacity, device)
+        step = OrderedPass(self._workspace, -(-inputs.tiles // WARPS), capacity, device)
         take(step)
         return step.finish(take)
 
@@ -144,18 +149,25 @@ class CudaSelection(CudaEstimation):
     ) -> Entries:
         """Moves out the k largest magnitudes of each group.
 
-        Each group is one block's, or, where that would leave most of the device idle, the whole
-        device's, one after the other.
+        A small group is a warp's. A larger one is a block's, or, where that would leave most of the
+        device idle, the whole device's, one after the other.
         """
         numel, device = accumulation.numel, accumulation.device
         groups = -(-numel // group_numel)
-        if groups <= FEW_GROUPS:
+        small = [kernel for most, kernel in WARP_GROUPS.items() if group_numel <= most]
+        if small:
+            kernel, blocks = small[0], -(-groups // WARPS)
+        elif groups > FEW_GROUPS:
+            kernel, blocks = "accumulate_large_group_topk", groups
+        else:
             return self._topk_of_each(accumulation, k, group_numel)
-        inputs = self._inputs(accumulation.in_place())
-        header, entries = self._header(groups, device), empty_stream(min(numel, groups * k), device)
+        inputs = self._inputs(accumulation)
+        header, entries = self._header(blocks, device), empty_stream(min(numel, groups * k), device)
         self._launch(
-            "accumulate_group_topk",
-            groups,
+            kernel,
+            blocks,
+            inputs.before,
+            inputs.buffer_before,
             inputs.residual,
             *inputs.momentum,
             *inputs.table,
@@ -170,7 +182,6 @@ class CudaSelection(CudaEstimation):
 
     def _topk_of_each(self, accumulation: Accumulation, k: int, group_numel: int) -> Entries:
         """The same by `accumulate_topk` of one group after the other."""
-        accumulation = accumulation.in_place()
         taken = [empty_stream(0, accumulation.device)]
         for start in range(0, accumulation.numel, group_numel):
             stop = min(start + group_numel, accumulation.numel)
@@ -279,7 +290,7 @@ class CudaSelection(CudaEstimation):
 
 
 def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:
-    """What an accumulation in place does to `[start, stop)`, as one of views."""
+    """What an accumulation does to `[start, stop)`, as one of views."""
     pieces, begin = [], 0
     for gradient in accumulation.gradients:
         end = begin + gradient.numel()
@@ -289,4 +300,8 @@ def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:
     momentum = accumulation.momentum
     if momentum is not None:
         momentum = replace(momentum, buffer=momentum.buffer[start:stop])
-    return Accumulation(accumulation.residual[start:stop], pieces, momentum)
+    before = accumulation.before
+    if before is not None:
+        buffer = None if before.buffer is None else before.buffer[start:stop]
+        before = Before(before.residual[start:stop], buffer)
+    return Accumulation(accumulation.residual[start:stop], pieces, momentum, before)

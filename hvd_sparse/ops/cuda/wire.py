@@ -49,9 +49,7 @@ class CudaWire(KernelFamily):
             *headers,
             indices,
         )
-        packed_bytes, impossible, span = self._workspace.read(
-            headers[0][1:3], headers[1][1:2]
-        )
+        packed_bytes, impossible, span = self._workspace.read(headers[0][1:3], headers[1][1:2])
         if impossible or widths + packed_bytes != code.numel() or start - 1 + span >= stop:
             raise bad_index(what, stop)
         return indices
