@@ -141,10 +141,12 @@ class Bucket:
 
     def put(self, place: int, gradient: Tensor) -> None:
         """Take note of a gradient; it must not change until the bucket is done."""
-        self.lane.hand_over()
+        self.lane.expect()
         if self._gradients[place] is None:
             self._missing -= 1
         self._gradients[place] = gradient
+        if self._missing == 0:
+            self.lane.hand_over()
         if self._missing == 0 and self.phase is Phase.COLLECTING:
             self.phase = Phase.READY
 

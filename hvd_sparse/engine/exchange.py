@@ -43,6 +43,7 @@ def select(bucket: Bucket) -> None:
         accumulator = memory.accumulate(gradients, stage.k, scope)
         selected = stage.select(bucket.selector, accumulator)
         bucket.taken = hold_back(accumulator, selected, stage.k)
+        bucket.lane.send(bucket.taken)
     bucket.stage = stage
     stats.nnz_held_back = selected.nnz - bucket.taken.nnz
 
@@ -62,7 +63,7 @@ def reduce(bucket: Bucket) -> None:
     transport.context = Context(bucket.specs[0].name, bucket.step)
     traffic = transport.traffic.snapshot()
     with stats.timed("exchange_s"):
-        reduction = stage.collective.reduce(taken.to("cpu"), memory.take_at)
+        reduction = stage.collective.reduce(bucket.lane.landed(taken), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
         applied = memory.applied(reduction.reduced)
         bucket.reduced = applied if bucket.inside is None else bucket.inside.gather(applied)
