@@ -375,7 +375,6 @@ def main() -> None:
                 for r in results
             }
             args.metrics.write_text(json.dumps(figures))
-    hvd.shutdown()
 
 
 if __name__ == "__main__":
