@@ -3,8 +3,9 @@
     horovodrun -np 2 python examples/pytorch_bert_pretraining.py
     horovodrun -np 2 python examples/pytorch_bert_pretraining.py --compression "topk density=0.01"
     horovodrun -np 8 python examples/pytorch_bert_pretraining.py --data wiki/*.txt \\
-        --most-bytes 1000000000 --vocabulary 30522 --hidden 768 --layers 12 --checkpoint runs/bert \\
-        --compression examples/policies/transformer.yaml --record run.jsonl
+        --most-bytes 1000000000 --vocabulary 30522 --hidden 768 --layers 12 \\
+        --checkpoint runs/bert --record run.jsonl \\
+        --compression examples/policies/transformer.yaml
 
 Without `--data` it reads the sources of Python's standard library. The vocabulary is made of the
 text: its commonest words, and all bytes for whatever is not among them. With `--checkpoint DIR` it

@@ -6,9 +6,9 @@
         --checkpoint-format "checkpoint-{epoch}.pt" \\
         --compression examples/policies/cnn.yaml --record run.jsonl
 
-Both folders have a folder of images for each class; reading them needs Pillow. Without folders, each
-image is noise over a pattern of its class. With `--checkpoint-format` it saves after every epoch,
-what was not sent yet included, and the same command goes on from there.
+Both folders have a folder of images for each class; reading them needs Pillow. Without folders,
+each image is noise over a pattern of its class. With `--checkpoint-format` it saves after every
+epoch, what was not sent yet included, and the same command goes on from there.
 
 The learning rate is that of Goyal et al., Accurate, Large Minibatch SGD (2017): it rises to its
 full height in five epochs, and falls by ten after 30, 60 and 80.
@@ -61,7 +61,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """The same tensors as `torchvision.models.resnet50` has: 25.6 M parameters with 1000 classes."""
+    """With the tensors of `torchvision.models.resnet50`: 25.6 M parameters for 1000 classes."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()

@@ -161,3 +161,22 @@ def test_both_exchanges_of_linear_models_learn_the_same(ranks: Ranks, tmp_path: 
     assert found["sparse"]["accuracy"] == found["dense"]["accuracy"] > 0.95
     assert found["sparse"]["loss"] == pytest.approx(found["dense"]["loss"], rel=1e-3)
     assert found["sparse"]["entries_per_step"] < 200 < found["dense"]["entries_per_step"]
+
+
+@with_ranks(GLOO, MPI)
+def test_coordinate_descent_gathers_all_steps(ranks: Ranks, tmp_path: Path) -> None:
+    write_separable(tmp_path / "data.svm", 200, 400)
+    out = example(
+        ranks,
+        "sparse_coordinates.py",
+        *(f"--data={tmp_path / 'data.svm'}", "--exchange=both", "--coordinates=40", "--epochs=3"),
+        f"--metrics={tmp_path / 'metrics.json'}",
+    )
+    falling = [float(found) for found in re.findall(r"sparse, .*objective ([\d.]+)", out)]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] < falling[0] < 0.694  # the logarithm of 2
+    found = json.loads((tmp_path / "metrics.json").read_text())
+    assert found["sparse"]["accuracy"] == found["dense"]["accuracy"] > 0.95
+    assert found["sparse"]["loss"] == pytest.approx(found["dense"]["loss"], rel=1e-4)
+    assert found["sparse"]["entries_per_step"] == 40
+    assert found["dense"]["entries_per_step"] == 200  # a worker's slice

@@ -16,6 +16,8 @@ def run_example(script: str, *arguments: str) -> None:
     Horovod promises; the script leaves `hvd.shutdown` to the end of the process.
     """
     path = Path(__file__).resolve().parents[2] / script
-    with patch.object(sys, "argv", [str(path), *arguments]):
-        with patch.object(sys, "path", [os.fspath(path.parent), *sys.path]):
-            runpy.run_path(str(path), run_name="__main__")
+    with (
+        patch.object(sys, "argv", [str(path), *arguments]),
+        patch.object(sys, "path", [os.fspath(path.parent), *sys.path]),
+    ):
+        runpy.run_path(str(path), run_name="__main__")
