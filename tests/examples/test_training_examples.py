@@ -176,7 +176,7 @@ def test_coordinate_descent_gathers_all_steps(ranks: Ranks, tmp_path: Path) -> N
     assert falling == sorted(falling, reverse=True)
     assert falling[-1] < falling[0] < 0.694  # the logarithm of 2
     found = json.loads((tmp_path / "metrics.json").read_text())
-    assert found["sparse"]["accuracy"] == found["dense"]["accuracy"] > 0.95
+    assert found["sparse"]["accuracy"] == found["dense"]["accuracy"] > 0.85
     assert found["sparse"]["loss"] == pytest.approx(found["dense"]["loss"], rel=1e-4)
     assert found["sparse"]["entries_per_step"] == 40
     assert found["dense"]["entries_per_step"] == 200  # a worker's slice
