@@ -231,7 +231,10 @@ class SparseCompressor:
         self._session.embeddings = EmbeddingExchange(parameters, algorithm)
 
     def stats(self) -> Stats:
-        """What was selected, sent and waited for, per bucket and step."""
+        """What was selected, sent and waited for, per bucket and step: a snapshot.
+
+        Its text is a short table, and `later.since(earlier)` is what happened between two of them.
+        """
         self._settle()
         return self._engine.stats()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Engine:
         self._frozen = Frozen()
         self._freezing: set[str] = set()
         self._let_go_l1 = 0.0
+        self._before, self._steps_before, self._plans = StepStats(), 0, 0
         self._specs: dict[str, TensorSpec] = {}
         self._unit = 1.0
         self._clipping: StepClipping | None = None
@@ -297,6 +299,9 @@ class Engine:
         self._worker.stop()  # before the state is read, which it changes
         self._restored = self._state()
         self._let_go_l1 += sum(bucket.memory.let_go_l1 for bucket in self._buckets)
+        self._steps_before = self._steps
+        for bucket in self._buckets:
+            self._before.add(bucket.stats)
         self._frozen = Frozen()
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
 
@@ -367,8 +372,9 @@ class Engine:
     def _compare_ranks(self) -> None:
         """Gather what the phases took on every rank; the background thread is idle meanwhile."""
         assert self._transport is not None
-        totals = self.stats().totals
-        now = torch.tensor([getattr(totals, n) for n in COMPARED_PHASES], dtype=torch.float64)
+        stats = [bucket.stats for bucket in self._buckets]
+        sums = [sum(getattr(each, name) for each in stats) for name in COMPARED_PHASES]
+        now = torch.tensor(sums, dtype=torch.float64)
         since, self._compared = now - self._compared, now
         messages = self._transport.allgather((since,), channel="compare")
         self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
@@ -385,6 +391,7 @@ class Engine:
         leftover = self._restored.restore(buckets, self._transport, self._restored_strictly)
         self._restored, self._restored_strictly = EngineState(leftover), False
         self._buckets = buckets
+        self._plans += 1
         self._places = {
             spec.name: (bucket, place)
             for bucket in self._buckets
@@ -418,21 +425,30 @@ class Engine:
 
     # -- reports and state -------------------------------------------------------------------------
 
+    @property
+    def _steps(self) -> int:
+        return self._steps_before + (self._buckets[0].stats.steps if self._buckets else 0)
+
     def stats(self) -> Stats:
-        """What was selected, sent and waited for, per bucket and step."""
+        """What was selected, sent and waited for, per bucket and step: a snapshot."""
         transport = self._transport.name if self._transport is not None else ""
-        buckets = [bucket.stats for bucket in self._buckets]
+        with self._worker.at_pause():
+            buckets = [b.stats.snapshot(b.memory.let_go_l1) for b in self._buckets]
+            steps = self._steps
         let_go = self._let_go_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
         waiting = [parts["residual"] for parts in self._frozen.held.values()]
         waiting += self._restored.residual.values()
         return Stats(
             transport,
-            buckets,
+            tuple(buckets),
             self.skipped_steps,
             self.dropped_l1,
             waiting_l1=l1_of(waiting),
             lost_l1=self.lost_l1,
             let_go_l1=let_go,
+            steps=steps,
+            before=replace(self._before),
+            plan=self._plans,
         )
 
     def state_dict(self) -> dict[str, Any]:
