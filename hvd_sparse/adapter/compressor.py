@@ -411,6 +411,7 @@ class SparseCompressor:
             assert self._lookup is not None
             self._session.connect(optimizer.process_set, self._lookup, self._device())
             self._warn_where_forgotten()
+        self._engine.begin_step()
         self._stepping = True
         return True
 

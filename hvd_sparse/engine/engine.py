@@ -68,6 +68,7 @@ class Engine:
         self._freezing: set[str] = set()
         self._let_go_l1 = 0.0
         self._before, self._steps_before, self._plans = StepStats(), 0, 0
+        self._step_began = self._told_of_transport = False
         self._specs: dict[str, TensorSpec] = {}
         self._unit = 1.0
         self._clipping: StepClipping | None = None
@@ -241,7 +242,7 @@ class Engine:
                     tensor.mul_(will_be / was)
         self.assignment = assignment
         if self._transport is not None:
-            self._observer.planned(self._transport, ())  # the next step's, if it has any bucket
+            self._tell_plan()  # that of the next step follows, if it has any bucket
 
     def take_momentum(self, shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
         """The momenta of tensors that have none here any more, summed over the ranks.
@@ -292,10 +293,14 @@ class Engine:
     def disconnect(self) -> None:
         """Stop the background thread and close the transport, if there are any; keep the state."""
         self._give_up_plan()
+        if self._told_of_transport:
+            self._observer.ended()
+        self._told_of_transport = False
         self._worker.close()
 
     def _give_up_plan(self) -> None:
         """Stop the background thread, and keep the state for the next plan."""
+        self._end_dense_step()
         self._worker.stop()  # before the state is read, which it changes
         self._restored = self._state()
         self._let_go_l1 += sum(bucket.memory.let_go_l1 for bucket in self._buckets)
@@ -306,6 +311,26 @@ class Engine:
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
 
     # -- a step, seen from the training thread -----------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Say that a step begins; without this, steps of dense tensors only are not counted."""
+        self._end_dense_step()
+        self._step_began = True
+
+    def _end_dense_step(self) -> None:
+        """Count the last step, if it has begun and nothing was exchanged in it."""
+        began, self._step_began = self._step_began, False
+        if not began or self._buckets or self._arrivals or self._transport is None:
+            return
+        if not self._told_of_transport:
+            self._tell_plan()
+        self._steps_before += 1
+        self._observer.stepped(())
+
+    def _tell_plan(self) -> None:
+        assert self._transport is not None
+        self._told_of_transport = True
+        self._observer.planned(self._transport, self._buckets)
 
     def submit(self, spec: TensorSpec, gradient: Tensor, *, frozen: bool = False) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned.
@@ -358,7 +383,7 @@ class Engine:
             with stats.timed("wait_s"):
                 self._worker.wait_for(bucket, Phase.EXCHANGED)
             bucket.lane.hand_back()
-        self._unsettled = True
+        self._unsettled, self._step_began = True, False
         for bucket, stats in zip(self._buckets, late, strict=True):
             if bucket.reduced is not None:
                 assert self.scale is not None
@@ -400,7 +425,7 @@ class Engine:
         self._specs |= {spec.name: spec for bucket in buckets for spec in bucket.specs}
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
-        self._observer.planned(self._transport, self._buckets)
+        self._tell_plan()
         for name in self._freezing & self._places.keys():
             self._frozen.freeze(name, self._places[name])
         for name, (bucket, place) in self._places.items():

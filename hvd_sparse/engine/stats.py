@@ -178,7 +178,7 @@ class Stats:
         transport: Name of the transport, empty before the first step.
         buckets: One entry per bucket of the plan, in the order in which they are exchanged; their
             figures begin with the plan.
-        steps: Steps in which something was exchanged, under all plans so far.
+        steps: Steps under all plans so far, those in which all tensors were dense too.
         skipped_steps: Steps that were taken back, since nobody applied their results.
         dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so, or since
             it was not at the commit that `hvd.elastic` went on from.
@@ -270,14 +270,14 @@ class Stats:
     def _table(self) -> str:
         """The largest buckets; bytes and milliseconds are means per step."""
         largest = sorted(range(len(self.buckets)), key=lambda b: -self.buckets[b].numel)
-        rows = [("", "tensors", "n", "compressor", "collective", "wire")]
-        rows[0] += ("density", "of", "threshold", "sent", "waited")
+        columns = "tensors n compressor collective wire density of threshold sent waited"
+        rows = [["", *columns.split()]]
         for place in sorted(largest[:MOST_ROWS]):
             bucket = self.buckets[place]
             steps = max(1, bucket.steps)
             names = tensors(bucket.names)
             rows.append(
-                (
+                [
                     str(place),
                     names if len(names) <= MOST_CHARACTERS else f"{names[: MOST_CHARACTERS - 1]}…",
                     f"{bucket.numel:,}",
@@ -289,6 +289,6 @@ class Stats:
                     f"{bucket.threshold:.3g}" if bucket.threshold else "–",
                     nbytes(bucket.bytes_sent / steps),
                     f"{1e3 * bucket.wait_s / steps:.3g} ms",
-                )
+                ]
             )
         return table(rows)

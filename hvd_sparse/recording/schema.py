@@ -81,8 +81,8 @@ BUCKET: Mapping[str, Check] = {
     "numel": is_count,
     "k": is_count,
     "dtype": is_text,
-    "selector": is_text,
-    "collective": is_text,
+    "compressor": is_text,
+    "wire": is_text,
 }
 LINES: Mapping[str, Mapping[str, Check]] = {
     "run": {
@@ -91,6 +91,7 @@ LINES: Mapping[str, Mapping[str, Check]] = {
         "hvd_sparse": is_text,
         "torch": is_text,
         "host": is_text,
+        "pid": is_count,
         "rank": is_count,
         "world_size": is_positive,
         "transport": is_text,
@@ -103,6 +104,7 @@ LINES: Mapping[str, Mapping[str, Check]] = {
         "steps": is_positive,
         "at_s": is_number,
         "seconds": is_number,
+        "collective": list_of(is_text),
         "threshold": list_of(is_number_or_none),
         "imbalance": list_of(is_number),
         "spans": list_of(is_spans),
@@ -117,6 +119,7 @@ LINES: Mapping[str, Mapping[str, Check]] = {
     "ranks": {
         "id": is_text,
         "step": is_count,
+        "steps": is_positive,
         **dict.fromkeys(COMPARED_PHASES, list_of(is_number)),
     },
 }

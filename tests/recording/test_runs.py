@@ -72,7 +72,7 @@ def test_a_restart_keeps_what_is_there(tmp_path: Path, capsys: Any) -> None:
     assert report(path, capsys, "--run", "1")["steps"] == 3
     page = path.with_suffix(".html").read_text()
     assert "1 (this one)" in page
-    assert page.count("UTC</td>") == 2
+    assert page.count("UTC</td>") == 4
     assert main(["report", str(path)]) == 0
     assert "5 steps (run 2 of 2)" in capsys.readouterr().out
     for number in ("0", "3", "-1"):
