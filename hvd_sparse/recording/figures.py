@@ -15,7 +15,7 @@ from hvd_sparse.recording.summary import Curves, Floats, bucket_curve, bucket_me
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f6a00", "#999999")
 """Okabe and Ito's, which colour-blind readers can tell apart."""
 PHASES = {
-    "stage_s": "copy strided gradients",
+    "stage_s": "copy",
     "accumulate_select_s": "accumulate and select",
     "exchange_s": "exchange",
     "decode_s": "decode",
@@ -28,7 +28,7 @@ MOST_LEGEND_COLUMNS = 4
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "font.family": "sans-serif",
-    "font.size": 9,
+    "font.size": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#9ca3af",
@@ -44,7 +44,7 @@ STYLE: dict[Any, Any] = {
 Draw = Callable[[Any], None]
 
 
-def svg(draw: Draw, name: str, height_in: float = 2.6) -> str:
+def svg(draw: Draw, name: str, height_in: float = 2.3) -> str:
     """What `draw` puts on a pair of axes, as an `<svg>` element.
 
     Raises:
@@ -58,7 +58,7 @@ def svg(draw: Draw, name: str, height_in: float = 2.6) -> str:
             "a report needs matplotlib: pip install 'hvd-sparse[report]'"
         ) from error
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(6.6, height_in), layout="constrained")
+        figure = Figure(figsize=(5.2, height_in), layout="constrained")
         axes = figure.add_subplot()
         draw(axes)
         out = io.StringIO()
@@ -220,5 +220,5 @@ def _finish(
         axes.set_ylim(bottom=0)
     if legend:
         axes.legend(
-            loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=MOST_LEGEND_COLUMNS, fontsize=8
+            loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=MOST_LEGEND_COLUMNS, fontsize=7
         )

@@ -10,9 +10,9 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff;
        max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .2rem; }
 p { margin: .2rem 0 .6rem; color: #4b5563; overflow-wrap: anywhere; }
-svg { width: 100%; min-width: 30rem; max-width: 46rem; height: auto; display: block; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .6rem;
-         margin: 1.2rem 0; }
+svg { width: 100%; max-width: 42rem; height: auto; display: block; }
+.tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: .6rem; margin: 1.2rem 0; }
+@media (max-width: 40rem) { .tiles { grid-template-columns: repeat(2, 1fr); } }
 .tiles div { border: 1px solid #e5e7eb; border-radius: 8px; padding: .5rem .8rem; }
 .tiles b { display: block; font-size: 1.25rem; } .tiles span { color: #6b7280; font-size: .85rem; }
 .warn { background: #fef3c7; border-radius: 6px; padding: .4rem .8rem; color: #78350f; }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,23 @@ from hvd_sparse.recording.summary import (
 from hvd_sparse.tables import nbytes, tensors
 
 REACHED = ("wanted", "selected", "applied")
+BUCKET_CURVES = {
+    "residual": (
+        "Residual norm",
+        "residual norm",
+        "Euclidean, of what this rank has not sent yet; the largest buckets are named.",
+    ),
+    "threshold": (
+        "Threshold",
+        "threshold",
+        "Magnitude from which entries were selected; the largest buckets are named.",
+    ),
+    "imbalance": (
+        "Balance of the partitions",
+        "f(t)",
+        "P times the most entries that a rank selected, over all of them: 1 is even.",
+    ),
+}
 PHASES = ("accumulate_select_s", "exchange_s", "decode_s", "wait_s")
 
 
@@ -54,56 +70,45 @@ def report_page(runs: Sequence[Recording], recording: Recording) -> str:
             "Time per phase",
             "Work of the background thread, added up over the buckets. It runs beside backward; "
             "only what backward does not hide is waited for.",
-            picture(figures.phases(of_run), "phases"),
+            figures.svg(figures.phases(of_run), "phases"),
         ),
         section(
             "Step time",
             "From the end of one step to the end of the next, and the part of it for which the "
             "training thread waited for the buckets' results.",
-            picture(figures.step_time(of_run), "step"),
+            figures.svg(figures.step_time(of_run), "step"),
         ),
         *bucket_sections(recording, of_run),
         ranks_section(recording),
         plans_section(recording),
-        buckets_section(last_plan(recording)),
+        *buckets_sections(last_plan(recording)),
     ]
     title = f"hvd_sparse run, rank {recording.run['rank']} of {recording.run['world_size']}"
     return document(title, filter(None, parts))
 
 
-def bucket_sections(recording: Recording, of_run: Curves) -> list[str]:
+def bucket_sections(recording: Recording, of_run: Curves) -> Iterator[str]:
     """What is known of the buckets; nothing where all tensors were dense."""
     plan = last_plan(recording)
     if not plan.buckets:
-        return []
+        return
+    yield section(
+        "Bytes sent",
+        "By this rank, headers included, against a dense ring allreduce of the same tensors. What "
+        "Horovod sends is not in it.",
+        figures.svg(figures.sent_bytes(of_run), "bytes"),
+    )
     since = f" Since the last change of the plan, after step {plan.step}." if plan.step else ""
-    parts = [
-        section(
-            "Bytes sent",
-            "By this rank, headers included, against a dense ring allreduce of the same tensors. "
-            "What Horovod sends is not in it.",
-            picture(figures.sent_bytes(of_run), "bytes"),
-        ),
-        section(
-            "Density reached",
-            "Entries selected on this rank and entries applied, per element, against the target."
-            + since,
-            picture(figures.density(plan), "density"),
-        ),
-    ]
-    if plan.residuals:
-        text = "Euclidean, of what this rank has not sent yet; the largest buckets are named."
-        drawn = figures.bucket_curves(plan, "residual", "residual norm")
-        parts.append(section("Residual norm", text + since, picture(drawn, "residual")))
-    if any(any(line["threshold"]) for line in plan.steps):
-        text = "Magnitude from which entries were selected; the largest buckets are named."
-        drawn = figures.bucket_curves(plan, "threshold", "threshold")
-        parts.append(section("Threshold", text + since, picture(drawn, "threshold")))
-    if any(any(line["imbalance"]) for line in plan.steps):
-        text = "P times the most entries that a rank selected, over all of them: 1 is even."
-        drawn = figures.bucket_curves(plan, "imbalance", "f(t)")
-        parts.append(section("Balance of the partitions", text + since, picture(drawn, "balance")))
-    return parts
+    yield section(
+        "Density reached",
+        "Entries selected on this rank and entries applied, per element, against the target."
+        + since,
+        figures.svg(figures.density(plan), "density"),
+    )
+    for name, (title, label, text) in BUCKET_CURVES.items():
+        if plan.residuals if name == "residual" else any(any(s[name]) for s in plan.steps):
+            drawn = figures.bucket_curves(plan, name, label)
+            yield section(title, text + since, figures.svg(drawn, name))
 
 
 def heading(recording: Recording) -> str:
@@ -127,8 +132,7 @@ def kinds(plan: Plan) -> list[str]:
     """How a plan's buckets were compressed, each kind once."""
     by_kind: dict[str, list[int]] = {}
     for place, bucket in enumerate(plan.buckets):
-        density = f"{bucket['k'] / max(1, bucket['numel']):.2g}"
-        words = f"{bucket['compressor']} at density {density}, wire {bucket['wire']}"
+        words = f"{bucket['compressor']} at density {bucket['density']:.3g}, wire {bucket['wire']}"
         by_kind.setdefault(words, []).append(place)
     return [
         f"{words}, exchanged by {', then '.join(collectives(plan, places)) or 'nothing yet'}"
@@ -223,11 +227,6 @@ def tiles(recording: Recording, of_run: Curves) -> str:
     )
 
 
-def picture(draw: Any, name: str) -> str:
-    """A figure, which scrolls by itself where the page is narrow."""
-    return f'<div class="wide">{figures.svg(draw, name)}</div>'
-
-
 def ranks_section(recording: Recording) -> str:
     """Which rank the others wait for, if there is one."""
     if not recording.ranks or recording.run["world_size"] < 2:
@@ -245,7 +244,7 @@ def ranks_section(recording: Recording) -> str:
             f"The others wait for rank {slowest}: it spends {exchange_ms[slowest]:.3g} ms per step "
             f"in exchanges, the others {others_ms:.3g} ms (median)."
         )
-    return section("Ranks", text, picture(figures.ranks(recording), "ranks"))
+    return section("Ranks", text, figures.svg(figures.ranks(recording), "ranks"))
 
 
 def plans_section(recording: Recording) -> str:
@@ -268,34 +267,42 @@ def steps_end(recording: Recording) -> int:
     return int(recording.steps[-1]["step"]) if recording.steps else 0
 
 
-def buckets_section(plan: Plan) -> str:
-    """Every bucket of the last plan."""
+def buckets_sections(plan: Plan) -> list[str]:
+    """Every bucket of a plan: how it is compressed, and what that takes."""
     if not plan.buckets:
-        return ""
+        return []
     means = bucket_means(plan)
-    rows = []
+    how, cost = [], []
     for place, bucket in enumerate(plan.buckets):
-        numel = max(1, bucket["numel"])
+        numel, names = max(1, bucket["numel"]), tensors(bucket["names"])
         threshold = plan.steps[-1]["threshold"][place]
-        rows.append(
+        how.append(
             (
                 place,
-                tensors(bucket["names"]),
+                names,
                 f"{bucket['numel']:,}",
                 f"{bucket['compressor']}, {bucket['wire']}",
                 ", ".join(collectives(plan, [place])),
                 f"{bucket['k'] / numel:.2g}",
                 *(f"{means[f'nnz_{name}'][place] / numel:.2g}" for name in REACHED),
                 f"{threshold:.2g}" if threshold else "–",
-                nbytes(means["bytes_sent"][place]),
-                *(f"{1e3 * means[name][place]:.2f}" for name in PHASES),
             )
         )
+        sent, received = (nbytes(means[f"bytes_{way}"][place]) for way in ("sent", "received"))
+        times = (f"{1e3 * means[name][place]:.2f}" for name in PHASES)
+        cost.append((place, names, sent, received, *times))
     columns = {"": "", "tensors": "text names", "n": "", "compressor, wire": "text"}
     columns |= {"collective": "text", "target": "", "wanted": "", "selected": "", "applied": ""}
-    columns |= {"threshold": "", "sent": "", "select": "", "exchange": "", "decode": "", "wait": ""}
     text = (
-        "Means per step under the last plan that has buckets: densities, of which the wanted one "
-        "has the warm-up in it, bytes, and times in ms. The threshold is the last one."
+        "Densities are means over the steps of the last plan that has buckets; the one wanted has "
+        "the warm-up in it. The threshold is the last one."
     )
-    return section("Buckets", text, table(columns, rows))
+    titles = ("sent", "received", "select", "exchange", "decode", "wait")
+    return [
+        section("Buckets", text, table({**columns, "threshold": ""}, how)),
+        section(
+            "What a bucket takes",
+            "Means per step under the same plan: bytes, and times in ms.",
+            table({"": "", "tensors": "text names", **dict.fromkeys(titles, "")}, cost),
+        ),
+    ]

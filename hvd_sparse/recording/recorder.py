@@ -132,6 +132,7 @@ class Recorder:
                 "names": list(bucket.stats.names),
                 "numel": bucket.numel,
                 "k": bucket.stats.k,
+                "density": bucket.method.density,
                 "dtype": bucket.specs[0].dtype.removeprefix("torch."),
                 "compressor": bucket.stats.compressor or type(bucket.selector).__name__,
                 "wire": bucket.stats.wire,

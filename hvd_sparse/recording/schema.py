@@ -80,6 +80,7 @@ BUCKET: Mapping[str, Check] = {
     "names": is_names,
     "numel": is_count,
     "k": is_count,
+    "density": is_number,
     "dtype": is_text,
     "compressor": is_text,
     "wire": is_text,

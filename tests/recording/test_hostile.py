@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = "<script>alert('1')</script>\"'><img src=x onerror=alert(2)>&amp;"
 SPANS = {phase: [0.1, 0.2] for phase in COMPARED_PHASES}
-BUCKET = {"names": ["a", "b"], "numel": 1000, "k": 10, "dtype": "float32"}
+BUCKET = {"names": ["a", "b"], "numel": 1000, "k": 10, "density": 0.01, "dtype": "float32"}
 LINES: list[dict[str, Any]] = [
     {
         "kind": "run",
