@@ -239,7 +239,10 @@ class SparseCompressor:
         self._session.embeddings = EmbeddingExchange(parameters, algorithm)
 
     def stats(self) -> Stats:
-        """What was selected, sent and waited for, per bucket and step."""
+        """What was selected, sent and waited for, per bucket and step: a snapshot.
+
+        Its text is a short table, and `later.since(earlier)` is what happened between two of them.
+        """
         self._settle()
         return self._engine.stats()
 
@@ -417,6 +420,7 @@ class SparseCompressor:
             assert self._lookup is not None
             self._session.connect(optimizer.process_set, self._lookup, self._device())
             self._warn_where_forgotten()
+        self._engine.begin_step()
         self._stepping = True
         return True
 

@@ -104,7 +104,13 @@ class Bucket:
         self.decoded = ops.zero_vector(self.numel, dtype, device)
         self.lane = Lane(device)
         names = tuple(spec.name for spec in specs)
-        self.stats = BucketStats(names=names, numel=self.numel, k=method.k(self.numel))
+        self.stats = BucketStats(
+            names=names,
+            numel=self.numel,
+            k=method.k(self.numel),
+            compressor=method.name,
+            wire=self.collective.wire.name,
+        )
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
         self.taken: SparseStream | None = None

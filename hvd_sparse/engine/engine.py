@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class Engine:
         self._frozen = Frozen()
         self._freezing: set[str] = set()
         self._let_go_l1 = 0.0
+        self._before, self._steps_before, self._plans = StepStats(), 0, 0
+        self._step_began = self._told_of_transport = False
         self._specs: dict[str, TensorSpec] = {}
         self._unit = 1.0
         self._clipping: StepClipping | None = None
@@ -242,7 +245,7 @@ class Engine:
                     tensor.mul_(will_be / was)
         self.assignment = assignment
         if self._transport is not None:
-            self._observer.planned(self._transport, ())  # the next step's, if it has any bucket
+            self._tell_plan()  # that of the next step follows, if it has any bucket
 
     def take_momentum(self, shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
         """The momenta of tensors that have none here any more, summed over the ranks.
@@ -299,18 +302,45 @@ class Engine:
     def disconnect(self) -> None:
         """Stop the background thread and close the transport, if there are any; keep the state."""
         self._give_up_plan()
+        if self._told_of_transport:
+            self._observer.ended()
+        self._told_of_transport = False
         self._worker.close()
         self.hosts = None
 
     def _give_up_plan(self) -> None:
         """Stop the background thread, and keep the state for the next plan."""
+        self._end_dense_step()
         self._worker.stop()  # before the state is read, which it changes
         self._restored = self._state()
         self._let_go_l1 += sum(bucket.memory.let_go_l1 for bucket in self._buckets)
+        self._steps_before = self._steps
+        for bucket in self._buckets:
+            self._before.add(bucket.stats)
         self._frozen = Frozen()
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
 
     # -- a step, seen from the training thread -----------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Say that a step begins; without this, steps of dense tensors only are not counted."""
+        self._end_dense_step()
+        self._step_began = True
+
+    def _end_dense_step(self) -> None:
+        """Count the last step, if it has begun and nothing was exchanged in it."""
+        began, self._step_began = self._step_began, False
+        if not began or self._buckets or self._arrivals or self._transport is None:
+            return
+        if not self._told_of_transport:
+            self._tell_plan()
+        self._steps_before += 1
+        self._observer.stepped(())
+
+    def _tell_plan(self) -> None:
+        assert self._transport is not None
+        self._told_of_transport = True
+        self._observer.planned(self._transport, self._buckets)
 
     def submit(self, spec: TensorSpec, gradient: Tensor, *, frozen: bool = False) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned.
@@ -363,7 +393,7 @@ class Engine:
             with stats.timed("wait_s"):
                 self._worker.wait_for(bucket, Phase.EXCHANGED)
             bucket.lane.hand_back()
-        self._unsettled = True
+        self._unsettled, self._step_began = True, False
         for bucket, stats in zip(self._buckets, late, strict=True):
             if bucket.reduced is not None:
                 assert self.scale is not None
@@ -377,8 +407,9 @@ class Engine:
     def _compare_ranks(self) -> None:
         """Gather what the phases took on every rank; the background thread is idle meanwhile."""
         assert self._transport is not None
-        totals = self.stats().totals
-        now = torch.tensor([getattr(totals, n) for n in COMPARED_PHASES], dtype=torch.float64)
+        stats = [bucket.stats for bucket in self._buckets]
+        sums = [sum(getattr(each, name) for each in stats) for name in COMPARED_PHASES]
+        now = torch.tensor(sums, dtype=torch.float64)
         since, self._compared = now - self._compared, now
         messages = self._transport.allgather((since,), channel="compare")
         self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
@@ -395,6 +426,7 @@ class Engine:
         leftover = self._restored.restore(buckets, self._transport, self._restored_strictly)
         self._restored, self._restored_strictly = EngineState(leftover), False
         self._buckets = buckets
+        self._plans += 1
         self._places = {
             spec.name: (bucket, place)
             for bucket in self._buckets
@@ -403,7 +435,7 @@ class Engine:
         self._specs |= {spec.name: spec for bucket in buckets for spec in bucket.specs}
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
-        self._observer.planned(self._transport, self._buckets)
+        self._tell_plan()
         for name in self._freezing & self._places.keys():
             self._frozen.freeze(name, self._places[name])
         for name, (bucket, place) in self._places.items():
@@ -429,21 +461,30 @@ class Engine:
 
     # -- reports and state -------------------------------------------------------------------------
 
+    @property
+    def _steps(self) -> int:
+        return self._steps_before + (self._buckets[0].stats.steps if self._buckets else 0)
+
     def stats(self) -> Stats:
-        """What was selected, sent and waited for, per bucket and step."""
+        """What was selected, sent and waited for, per bucket and step: a snapshot."""
         transport = self._transport.name if self._transport is not None else ""
-        buckets = [bucket.stats for bucket in self._buckets]
+        with self._worker.at_pause():
+            buckets = [b.stats.snapshot(b.memory.let_go_l1) for b in self._buckets]
+            steps = self._steps
         let_go = self._let_go_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
         waiting = [parts["residual"] for parts in self._frozen.held.values()]
         waiting += self._restored.residual.values()
         return Stats(
             transport,
-            buckets,
+            tuple(buckets),
             self.skipped_steps,
             self.dropped_l1,
             waiting_l1=l1_of(waiting),
             lost_l1=self.lost_l1,
             let_go_l1=let_go,
+            steps=steps,
+            before=replace(self._before),
+            plan=self._plans,
         )
 
     def state_dict(self) -> dict[str, Any]:

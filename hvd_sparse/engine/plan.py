@@ -50,6 +50,7 @@ class Method:
         memory: How gradients enter the accumulator.
         warmup: Densities of the first steps.
         summary: What a user set, for a reader; empty: all of the description.
+        name: What the compressor is called, for a reader; empty where it has no name.
     """
 
     density: float
@@ -60,6 +61,7 @@ class Method:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     warmup: Warmup = field(default_factory=Warmup)
     summary: str = ""
+    name: str = ""
 
     def k(self, numel: int, step: int | None = None) -> int:
         """Entries wanted from a bucket of `numel` elements: at least one, where there is one.

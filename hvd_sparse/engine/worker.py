@@ -19,6 +19,7 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import cycle, pairwise
 
 import torch
@@ -163,6 +164,10 @@ class Worker:
             if bucket.phase is not phase:
                 assert self.error is not None
                 raise self.error
+
+    def at_pause(self) -> AbstractContextManager[object]:
+        """A block in which no bucket's exchange ends, so that its statistics stay what they are."""
+        return self._changed
 
     def fail(self, error: BaseException) -> None:
         """Give up on the step under way: its waits, here and at the peers, end with an error."""

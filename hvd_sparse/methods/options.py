@@ -176,6 +176,7 @@ class MethodOptions(ABC):
             memory,
             warmup,
             self.summary(),
+            self.name,
         )
 
     def summary(self) -> str:
