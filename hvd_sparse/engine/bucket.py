@@ -77,6 +77,7 @@ class Bucket:
         transport: Transport,
         device: torch.device,
         step: int = 0,
+        decoded: Tensor | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.starts = [0, *accumulate(spec.numel for spec in specs)]
@@ -87,10 +88,12 @@ class Bucket:
         self.collective = method.collective(transport, self.numel, method.k(self.numel))
         self.stages = Stages(self.collective, self.selector)
         self.memory = method.memory.make(self.numel, device, transport.world_size)
-        dtype = getattr(torch, specs[0].dtype.removeprefix("torch."))
-        self.decoded = ops.zero_vector(self.numel, dtype, device)
+        if decoded is None:
+            dtype = getattr(torch, specs[0].dtype.removeprefix("torch."))
+            decoded = ops.zero_vector(self.numel, dtype, device)
+        self.decoded = decoded
         self.lane = Lane(device)
-        names = tuple(spec.name for spec in specs)
+        names = tuple(spec.label for spec in specs)
         self.stats = BucketStats(names=names, numel=self.numel, k=self.collective.k)
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING

@@ -232,9 +232,9 @@ class Worker:
         return self._stopping or self.error is not None
 
     def _next_ahead(self) -> Bucket | None:
-        """A bucket to select from; None while the first thread selects itself."""
+        """A bucket to select from; None while the first thread selects itself, or is about to."""
         assert self._at is not None
-        if self._at.phase is Phase.SELECTING or not self._may_begin:
+        if self._at.phase in (Phase.READY, Phase.SELECTING) or not self._may_begin:
             return None
         ready = (b for b in self._buckets if b.phase is Phase.READY and b is not self._at)
         return next(ready, None)

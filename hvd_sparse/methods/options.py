@@ -38,6 +38,8 @@ CollectiveFactory = Callable[..., Collective]
 """Makes one bucket's collective, from the transport, numel, k and `wire`."""
 
 BUCKET_NUMEL = 1 << 23
+LEAST_PART_NUMEL = 1 << 22
+"""Parts of a tensor are not shorter, however small buckets are: each costs messages of its own."""
 AUTOMATIC = "auto"
 COLLECTIVES = (AUTOMATIC, *SELECTABLE)
 """Names of collectives that a user may ask for."""
@@ -119,7 +121,8 @@ class MethodOptions(ABC):
     )
     bucket_numel: int = option(
         BUCKET_NUMEL,
-        "Elements at which a bucket of tensors is closed; a larger tensor has its own bucket.",
+        "Elements at which a bucket of tensors is closed. A larger tensor has its own bucket, and "
+        f"where it is larger than {LEAST_PART_NUMEL} elements, too, several: one for each part.",
         count(1),
     )
     wire: str = option(
@@ -176,6 +179,7 @@ class MethodOptions(ABC):
             memory,
             warmup,
             self.summary(),
+            max(self.bucket_numel, LEAST_PART_NUMEL),
         )
 
     def summary(self) -> str:
