@@ -329,8 +329,18 @@ class Engine:
             self._frozen.freeze(spec.name, location)
         elif self._frozen.held:
             self._frozen.thaw(spec.name, location)
+        if location.whole is None:
+            self._worker.put(location.bucket, location.place, gradient)
+            return
         for bucket, place, part in location.parts(gradient):
             self._worker.put(bucket, place, part)
+
+    def wait(self) -> None:
+        """Wait, without a look in between, until the step is exchanged or has failed.
+
+        Returns at once where gradients of it are missing, and where there is no plan yet.
+        """
+        self._worker.wait_for_all()
 
     def result(self, name: str) -> Tensor:
         """The reduced gradient of a tensor, a view; waits for the whole step.
@@ -344,7 +354,8 @@ class Engine:
         location = self._places[name]
         if location.bucket.is_begun:
             self._finish_step()
-        return location.view()
+        whole = location.whole
+        return location.bucket.view(location.place) if whole is None else whole
 
     def _finish_step(self) -> None:
         missing = [n for b in self._buckets if b.phase is Phase.COLLECTING for n in b.missing()]

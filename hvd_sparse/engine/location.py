@@ -20,6 +20,8 @@ class Location:
         places: Each bucket that has rows of it, and which of the bucket's tensors they are; in the
             order of the rows.
         bucket: The first of them.
+        place: The tensor's, there.
+        whole: The decoded gradient of a tensor that is cut; None: the bucket has it.
     """
 
     def __init__(
@@ -27,17 +29,13 @@ class Location:
     ) -> None:
         self.spec = spec
         self.places = tuple(places)
-        self.bucket, self._place = self.places[0]
-        self._whole = whole
+        self.bucket, self.place = self.places[0]
+        self.whole = whole
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[Bucket, int, Tensor]]:
         """A tensor's rows for each bucket: views."""
         for bucket, place in self.places:
             yield bucket, place, bucket.specs[place].of(tensor)
-
-    def view(self) -> Tensor:
-        """The decoded gradient; the same object in every step."""
-        return self.bucket.view(self._place) if self._whole is None else self._whole
 
     def cut(self) -> dict[str, Tensor]:
         """Take what the buckets hold of the tensor out of them: by kind, in the tensor's shape."""

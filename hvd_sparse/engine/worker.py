@@ -161,6 +161,19 @@ class Worker:
                 assert self.error is not None
                 raise self.error
 
+    def wait_for_all(self) -> None:
+        """Wait while the exchanges of a whole step are under way; whether they fail is not told.
+
+        Where a gradient has not come yet, who waits may be the one to bring it: there is no wait.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None or not self._has_whole_step)
+
+    @property
+    def _has_whole_step(self) -> bool:
+        phases = [bucket.phase for bucket in self._buckets]
+        return Phase.COLLECTING not in phases and any(phase.is_due for phase in phases)
+
     def fail(self, error: BaseException) -> None:
         """Give up on the step under way: its waits, here and at the peers, end with an error."""
         with self._changed:
