@@ -458,7 +458,7 @@ class SparseCompressor:
         self._fate = StepFate(optimizer)
         self._states.bind(self._fate)
         let_go_after_steps(optimizer, self._engine)
-        synchronize_asleep(optimizer, self._session.raise_failure)
+        synchronize_asleep(optimizer, self._session.raise_failure, self._engine.wait)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
         assert self._lookup is not None

@@ -61,7 +61,7 @@ def reduce(bucket: Bucket) -> None:
     assert taken is not None
     assert stage is not None
     memory, transport, stats = bucket.memory, stage.collective.transport, bucket.step_stats
-    transport.context = Context(bucket.specs[0].name, bucket.step)
+    transport.context = Context(bucket.specs[0].label, bucket.step)
     traffic = transport.traffic.snapshot()
     with stats.timed("exchange_s"):
         reduction = stage.collective.reduce(bucket.lane.landed(taken), memory.take_at)

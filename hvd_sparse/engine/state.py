@@ -20,6 +20,7 @@ from hvd_sparse.engine.state_checks import (
     check_like,
     check_origin,
     check_tensors,
+    named,
     refuse,
 )
 from hvd_sparse.errors import ConfigError
@@ -65,7 +66,9 @@ class EngineState:
         for bucket in buckets:
             for spec, tensors in bucket.split(bucket.tensors()):
                 for kind, tensor in tensors.items():
-                    memories[kind][spec.name] = tensor.clone()
+                    if spec.name not in memories[kind]:
+                        memories[kind][spec.name] = tensor.new_empty(spec.tensor.shape)
+                    spec.of(memories[kind][spec.name]).copy_(tensor)
         step = max((bucket.step for bucket in buckets), default=0)
         state = EngineState(
             memories["residual"], memories["momentum"], step, [b.state_dict() for b in buckets]
@@ -138,7 +141,10 @@ class EngineState:
         for name in names:
             lost += float(self.residual.pop(name).double().abs().sum())
             self.momentum.pop(name, None)
-        self.buckets = [b for b in self.buckets if not set(names) & set(b["names"])]
+        gone = set(names)
+        self.buckets = [
+            b for b in self.buckets if not gone & {*b["names"], *map(named, b["names"])}
+        ]
         return lost
 
     def restore(
@@ -193,7 +199,7 @@ class EngineState:
         transport: Transport | None,
     ) -> str:
         """What does not fit, or nothing; a transport tells which rank's state is wanted."""
-        shapes = {spec.name: spec.shape for bucket in buckets for spec in bucket.specs}
+        shapes = {spec.name: spec.tensor.shape for bucket in buckets for spec in bucket.specs}
         strangers = self.strangers({**{n: t.shape for n, t in self.residual.items()}, **shapes})
         for name, why in strangers.items():
             return f"residual of {name!r}: {why}"
@@ -224,16 +230,17 @@ class EngineState:
             )
 
     def _restore_memories(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
-        left = {"residual": dict(self.residual), "momentum": dict(self.momentum)}
+        saved = {"residual": self.residual, "momentum": self.momentum}
+        names = set()
         for bucket in buckets:
             flat = bucket.tensors()
             for spec, tensors in bucket.split(flat):
+                names.add(spec.name)
                 for kind, tensor in tensors.items():
-                    saved = left[kind].pop(spec.name, None)
-                    if saved is not None:
-                        tensor.copy_(saved)
+                    if spec.name in saved[kind]:
+                        tensor.copy_(spec.of(saved[kind][spec.name]))
             bucket.load(flat)
-        return {name: tensor for name, tensor in left["residual"].items() if tensor.any()}
+        return {n: tensor for n, tensor in self.residual.items() if n not in names and tensor.any()}
 
     def _state_for(self, bucket: Bucket) -> dict[str, Any] | None:
         return next((state for state in self.buckets if bucket.fits(state)), None)

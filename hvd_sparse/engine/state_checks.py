@@ -74,6 +74,11 @@ def check_tensors(state: Mapping[str, Any]) -> None:
             )
 
 
+def named(label: str) -> str:
+    """The tensor of which a bucket has a part, by what `TensorSpec.label` calls the part."""
+    return label.rpartition("[")[0]
+
+
 def check_buckets(state: Mapping[str, Any]) -> None:
     """Each bucket names its tensors, its kind and two mappings."""
     if not isinstance(state["buckets"], list):
@@ -88,7 +93,7 @@ def check_buckets(state: Mapping[str, Any]) -> None:
         strange = [
             name
             for name in bucket["names"]
-            if not isinstance(name, str) or name not in state["residual"]
+            if not isinstance(name, str) or not {name, named(name)} & state["residual"].keys()
         ]
         if strange:
             raise refuse(f"{where}: names must have residuals, got {strange[0]!r}")
