@@ -22,7 +22,7 @@ from hvd_sparse.transports import Traffic
 from hvd_sparse.wire import PLAIN, Wire
 
 DISTINCT = STREAMED
-"""What can be simulated: what exchanges streams, and has a formula that tells what memory it takes."""
+"""What can be simulated: what exchanges streams, with a formula that tells the memory it takes."""
 
 ALGORITHMS = names_of(lambda entry: entry.name in DISTINCT, aliases=True)
 """The same by all their names."""

@@ -30,7 +30,7 @@ from hvd_sparse.planner.choose import (
     contenders,
 )
 from hvd_sparse.planner.measure import measure_profile
-from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS, TRIAL_STEPS
+from hvd_sparse.planner.planner import TRIAL_STEPS
 from hvd_sparse.planner.predict import Job, finish_s, verdict
 from hvd_sparse.planner.profile import Line, MethodCosts, Place, fit_line, modelled
 from hvd_sparse.planner.trial import TIMED_STEPS, Trial, slowest
@@ -384,7 +384,7 @@ def steps_of(step_s: Mapping[str, float], planner: Planner, noise: float = 0.0) 
 def settle(planner: Planner, transport: Transport, step_s: Mapping[str, float]) -> list[str]:
     """Train until the trial is over; the plans that had a turn."""
     turns = []
-    while planner.steps_to_review < REVIEW_INTERVAL_STEPS:
+    while planner.is_trying:
         turns.append(method_of(planner))
         planner.review(SPECS, {}, steps_of(step_s, planner), transport)
     return turns
@@ -411,7 +411,9 @@ def test_what_is_fastest_in_its_trial_stays(
         return settle(planner, transport, slow), method_of(planner)
 
     turns = ["dense", "gather 0.01", "oktopk 0.01"]  # the best predicted first
-    assert run_ranks(3, worker) == [(turns, expected)] * 3
+    for found, stays in run_ranks(3, worker):
+        assert found[:3] == turns
+        assert stays == expected
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -435,12 +437,12 @@ def turns_of(trial: Trial, noise_s: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("noise_s", "turns", "winner_s"), [(0.0, 4, 0.60), (0.05, 8, 0.60), (10.0, 12, 1.0)]
+    ("noise_s", "turns", "winner_s"), [(0.0, 6, 0.60), (0.02, 6, 0.60), (10.0, 16, 1.0)]
 )
 def test_plans_that_noise_does_not_tell_apart_have_further_turns(
     noise_s: float, turns: int, winner_s: float
 ) -> None:
-    """Without noise there is one round; with some, two plans go on; with much, all, for nothing."""
+    """With little noise, the two that are alike go on; with much, all do, for nothing."""
     trial = Trial(ChosenPlan({}, 1.0, 1.0))
     trial.enter([plan_of(0.60), plan_of(0.61), plan_of(0.9)])
     assert turns_of(trial, noise_s) == turns
@@ -463,7 +465,7 @@ def test_a_trial_is_repeated_where_steps_take_something_else(
         later = {name: factor * seconds for name, seconds in step_s.items()}
         changed = planner.review(SPECS, {}, steps_of(later, planner), transport)
         assert changed == again
-        assert (planner.steps_to_review < REVIEW_INTERVAL_STEPS) == again
+        assert planner.is_trying == again
         assert method_of(planner) == ("dense" if again else "gather 0.01")
         settle(planner, transport, {**step_s, "oktopk 0.01": 0.01})
         return method_of(planner)
@@ -478,6 +480,8 @@ def test_no_step_is_spent_on_what_cannot_be_faster(monkeypatch: pytest.MonkeyPat
     def worker(transport: Transport) -> None:
         planner = decide(transport)
         assert settle(planner, transport, {"dense": DENSE_STEP_S}) == ["dense"]
+        assert planner.outcome is not None
+        assert [str(each) for each in planner.outcome.tried] == ["dense 100.0 ± 0.0 ms"]
 
     run_ranks(2, worker)
 

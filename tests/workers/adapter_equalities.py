@@ -500,7 +500,7 @@ def planned(run: Run) -> nn.Module:
     steps = 2 * TRIAL_STEPS + 3
     if run.sparse:
         rule = {"compress": "auto", "compressor": "topk", "density": 1.0}
-        policy = {"version": 1, "transport": "gloo", "rules": [rule]}
+        policy = {"version": 1, "transport": "gloo", "plan_cache": "none", "rules": [rule]}
         candidates = load_policy(policy).rules[0].methods
         costs = MethodCosts("oktopk", 1.0, *(Line(1e-9, 1e-12) for _ in range(3)))
         place = place_of("gloo", hvd.size(), 1)
