@@ -28,6 +28,7 @@ from hvd_sparse.planner.choose import (
     PlannedTensor,
     choose_plan,
     contenders,
+    predict,
 )
 from hvd_sparse.planner.measure import measure_profile
 from hvd_sparse.planner.planner import TRIAL_STEPS
@@ -123,16 +124,70 @@ def test_a_small_gain_is_not_worth_the_risk() -> None:
     assert plan.predicted_s == pytest.approx(0.85e-8 * numel)
 
 
+def coming(**ready_s: float) -> list[PlannedTensor]:
+    """Tensors of a million elements, 20 ms dense and 2 ms sparse by the slow network."""
+    return [
+        PlannedTensor(TensorSpec(name, (1_000_000,), "torch.float32"), at_s, (GATHER,))
+        for name, at_s in ready_s.items()
+    ]
+
+
 def test_buckets_are_formed_so_that_backward_hides_them() -> None:
-    """Two tensors whose gradients come far apart: the first need not wait for the second."""
-    specs = [TensorSpec(name, (1_000_000,), "torch.float32") for name in ("late", "early")]
-    tensors = [PlannedTensor(specs[0], 0.1, (GATHER,)), PlannedTensor(specs[1], 0.0, (GATHER,))]
-    plan = choose_plan(SLOW_NETWORK, tensors)
+    """Two tensors whose gradients come apart: the first need not wait for the second."""
+    plan = choose_plan(SLOW_NETWORK, coming(late=0.1, early=0.095))
     assert plan.placements["early"].bucket != plan.placements["late"].bucket
     assert plan.predicted_s == pytest.approx(0.1 + 2e-3 + 5e-4)
-    at_once = [replace(tensor, ready_s=0.0) for tensor in tensors]
-    plan = choose_plan(SLOW_NETWORK, at_once)
+    plan = choose_plan(SLOW_NETWORK, coming(late=0.0, early=0.0))
     assert plan.placements["early"].bucket == plan.placements["late"].bucket
+
+
+@pytest.mark.parametrize(
+    ("late_s", "compressed"),
+    [(0.0, {"early", "middle", "late"}), (0.041, {"late"}), (0.03, {"middle", "late"})],
+)
+def test_only_what_comes_too_late_to_hide_is_compressed(
+    late_s: float, compressed: set[str]
+) -> None:
+    """Two tensors take 40 ms; where the third comes after that, it alone is waited for."""
+    plan = choose_plan(SLOW_NETWORK, coming(late=late_s, middle=late_s / 2, early=0.0))
+    assert set(plan.placements) == compressed
+
+
+def test_methods_are_mixed_where_each_is_best_for_its_part() -> None:
+    """One is cheap for what is large, the other where backward has just ended."""
+    by_size = profile(Line(5e-4, 2e-8), costs(3e-3, 1e-10), costs(1e-4, 2e-9, "oktopk"))
+    specs = {"large": (30_000_000, 0.0), "last": (200_000, 0.05)}
+    tensors = [
+        PlannedTensor(TensorSpec(name, (numel,), "torch.float32"), at_s, (GATHER, OKTOPK))
+        for name, (numel, at_s) in specs.items()
+    ]
+    plan = choose_plan(by_size, tensors)
+    assert plan.placements["large"].method == "gather 0.01"
+    assert plan.placements["last"].method == "oktopk 0.01"
+    assert plan.placements == contenders(by_size, tensors, 3)[0].placements
+
+
+def test_a_model_of_hundreds_of_tensors_is_planned_in_few_predictions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While rank 0 searches, all others wait."""
+    predictions = []
+
+    def counted(*arguments: Any) -> float:
+        predictions.append(arguments)
+        return predict(*arguments)
+
+    monkeypatch.setattr("hvd_sparse.planner.choose.predict", counted)
+    tensors = [
+        PlannedTensor(
+            TensorSpec(str(i), (1000 * (1 + i * i % 97),), "torch.float32"),
+            i * 1e-3,
+            (GATHER, OKTOPK),
+        )
+        for i in range(400)
+    ]
+    contenders(SLOW_NETWORK, tensors, 3)
+    assert len(predictions) < 8000
 
 
 def test_everything_in_one_bucket_is_tried_too() -> None:
