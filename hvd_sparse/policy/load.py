@@ -182,7 +182,7 @@ def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -
             raise document.error(path, f"{key} must be given: {name} needs it")
     variants = [arguments]
     if planned and "collective" in taken:
-        variants = [{**arguments, "collective": each} for each in _collectives(arguments)]
+        variants = [{**arguments, "collective": each} for each in collectives_of(arguments)]
     try:
         methods = [METHODS[name](**variant).make() for variant in variants]
     except ConfigError as error:
@@ -194,7 +194,7 @@ def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -
     return Rule(place, condition, tuple(methods), bucket, planned)
 
 
-def _collectives(arguments: Mapping[str, Any]) -> Sequence[Any]:
+def collectives_of(arguments: Mapping[str, Any]) -> Sequence[Any]:
     """Those among which a planner chooses: the ones that a rule names, or all lossless ones."""
     named = arguments.get("collective", AUTOMATIC)
     if named == AUTOMATIC:

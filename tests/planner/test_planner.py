@@ -201,9 +201,9 @@ def test_everything_in_one_bucket_is_tried_too() -> None:
         plans = contenders(SLOW_NETWORK, tensors, most)
         assert len(plans) == most
         assert plans == sorted(plans, key=lambda plan: plan.predicted_s)
-        in_one = [plan for plan in plans if len({p.bucket for p in plan.placements.values()}) == 1]
-        assert [len(plan.placements) for plan in in_one] == [2]
-        assert in_one[0].placements["late"].method == "gather 0.01"
+        everything = [plan for plan in plans if plan.placements.keys() == {"late", "early"}]
+        assert [len(set(plan.placements.values())) for plan in everything] == [1]
+        assert everything[0].placements["late"].method == "gather 0.01"
 
 
 def test_tensors_without_candidates_and_without_elements_stay_dense() -> None:
