@@ -39,7 +39,6 @@ from torch.nn.parallel import DistributedDataParallel
 import hvd_sparse
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import Planner
-from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS
 
 dist: Any = torch.distributed  # its type hints leave out what is used here
 NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?(,hierarchical)?")
@@ -77,7 +76,7 @@ class Way:
     def is_settled(self) -> bool:
         """Whether its planner, if it has one, has decided; it is at work from the first step on."""
         planner = None if self.compression is None else self.compression.method
-        return not isinstance(planner, Planner) or planner.steps_to_review >= REVIEW_INTERVAL_STEPS
+        return not isinstance(planner, Planner) or not planner.is_trying
 
     def gradients(self) -> list[Tensor]:
         """As the optimizer has them."""
@@ -190,6 +189,7 @@ def make_way(
         rule = {"compress": "auto", "compressor": "topk", **options}
         policy = {
             "version": 1,
+            "plan_cache": "none",
             "rules": [{"match": {"max_numel": 1024}, "compress": "never"}, rule],
             **whole,
         }

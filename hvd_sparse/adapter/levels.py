@@ -12,7 +12,7 @@ import torch
 from hvd_sparse.engine import Assignment
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.hosts import Grid, Hosts, Place, grid_of
-from hvd_sparse.planner import Planner
+from hvd_sparse.planner import planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 
@@ -81,7 +81,7 @@ def _hosts(
     """
     if not isinstance(transport, PointToPointTransport):
         raise ConfigError(f"transport {transport.name!r} exchanges with all ranks at once only")
-    if isinstance(assignment, Planner):
+    if planner_of(assignment) is not None:
         raise ConfigError("compress: auto plans for one level")
     grid = grid_of(places, transport.rank)
     if requested == AUTO:

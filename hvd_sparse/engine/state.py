@@ -28,7 +28,7 @@ from hvd_sparse.transports import Transport
 
 VERSION = 2
 ADDED: dict[str, Any] = {"package": "", "rank": None, "world_size": None, "unit": None}
-"""What version 1 did not have, and what is known of it there."""
+"""What version 1 did not have, and what is known of it there. `planner` came later still."""
 
 
 @dataclass
@@ -45,6 +45,7 @@ class EngineState:
         world_size: P of that time, or None.
         unit: The loss scale that residuals are multiplied by, or None where there is none.
         package: Version of the package that wrote it; empty where that is not known.
+        planner: What a planner goes on with, or None. The engine only carries it.
     """
 
     residual: dict[str, Tensor] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class EngineState:
     world_size: int | None = None
     unit: float | None = None
     package: str = __version__
+    planner: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(
@@ -86,6 +88,7 @@ class EngineState:
             "world_size": self.world_size,
             "step": self.step,
             "unit": self.unit,
+            "planner": self.planner,
             "residual": dict(self.residual),
             "momentum": dict(self.momentum),
             "buckets": list(self.buckets),
@@ -104,8 +107,9 @@ class EngineState:
         if type(version) is not int or version not in (1, VERSION):
             raise refuse(f"version must be 1 or {VERSION}, got {version!r}")
         if version == 1:
-            check_keys(state, KEYS - ADDED.keys(), "it")
+            check_keys(state, KEYS - ADDED.keys() - {"planner"}, "it")
             state = {**state, **ADDED}
+        state = {"planner": None, **state}
         check_keys(state, KEYS, "it")
         check_origin(state)
         check_tensors(state)
@@ -123,6 +127,7 @@ class EngineState:
             state["world_size"],
             state["unit"],
             state["package"],
+            state["planner"],
         )
 
     def strangers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:

@@ -42,6 +42,8 @@ def check_origin(state: Mapping[str, Any]) -> None:
     check_count(f"{WHERE}: step", state["step"], 0)
     if state["unit"] is not None:
         check_above(f"{WHERE}: unit", state["unit"], 0.0)
+    if not isinstance(state["planner"], Mapping | None):
+        raise refuse(f"planner must be a mapping or None, got {state['planner']!r}")
     if not isinstance(state["package"], str):
         raise refuse(f"package must be a version as text, got {state['package']!r}")
 

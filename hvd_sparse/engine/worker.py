@@ -168,6 +168,7 @@ class Worker:
     def at_pause(self) -> AbstractContextManager[object]:
         """A block in which no bucket's exchange ends, so that its statistics stay what they are."""
         return self._changed
+
     def wait_for_all(self) -> None:
         """Wait while the exchanges of a whole step are under way; whether they fail is not told.
 

@@ -176,7 +176,7 @@ def _stream_of(device: torch.device) -> int:
 def _rows(
     pointers: Sequence[int], numels: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> tuple[Tensor, int]:
-    """Segments as csrc/cuda/gradients.cuh has them, and their tiles; one, if there are no pointers."""
+    """Segments as csrc/cuda/gradients.cuh has them, and their tiles; one where there are none."""
     rows = np.zeros((len(numels), COLUMNS), np.int64)
     rows[:, 2] = numels
     tiles = -(-rows[:, 2] // TILE)
