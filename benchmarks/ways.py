@@ -13,6 +13,7 @@ A way is named as this:
 | `planned@0.01` | a policy with `compress: auto` |
 | `oktopk@0.01`, `dgc@0.001`, … | a constructor of `Compression` at a density |
 | `topk:oktopk@0.01/float16+gap` | the same with a collective and a wire |
+| `topk@0.01~levels` | the same in two levels, inside hosts and between them |
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hvd_sparse.planner import Planner
 from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS
 
 dist: Any = torch.distributed  # its type hints leave out what is used here
-NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?")
+NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?(~levels)?")
 ONE_BUCKET_MB = 100_000
 SPARSE_WARMUP_STEPS, POWERSGD_WARMUP_STEPS, DENSE_WARMUP_STEPS = 10, 4, 2
 LOSSLESS, ROUNDED = 1e-5, 1e-2
@@ -140,7 +141,7 @@ def make_way(
     """
     match = NAME.fullmatch(name)
     assert match is not None, name
-    base, collective, density, wire = match.groups()
+    base, collective, density, wire, levels = match.groups()
     # Horovod knows tensors by name, and remembers what it has seen of each.
     named = [(f"{name}.{key}", p) for key, p in model.named_parameters()]
     optimizer = optimizer_class(model.parameters(), lr=lr)
@@ -151,6 +152,7 @@ def make_way(
     options |= {"density": float(density)}
     options |= {"collective": collective} if collective else {}
     options |= {"wire": wire} if wire else {}
+    options |= {"hierarchical": True} if levels else {}
     if base == "planned":
         rule = {"compress": "auto", "compressor": "topk", **options}
         policy = {
