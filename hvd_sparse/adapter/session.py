@@ -244,7 +244,11 @@ class Session:
             )
         self._engine.agree()
         self._engine.hosts = agree_on_levels(
-            self._hierarchical, place_of_this_rank(), self._engine.assignment, self._transport
+            self._hierarchical,
+            place_of_this_rank(),
+            self._engine.assignment,
+            self._parameters.sparse_specs(),
+            self._transport,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from hvd_sparse.errors import ConfigError
@@ -36,7 +38,7 @@ def test_what_is_no_grid_is_refused_by_name() -> None:
         grid_of(places(2, 2)[:3], 0)
     twice = places(2, 2)
     twice[3] = twice[2]
-    with pytest.raises(ConfigError, match="local rank 0 of host 1 .* got ranks 2 and 3"):
+    with pytest.raises(ConfigError, match=r"local rank 0 of host 1 .* got ranks 2 and 3"):
         grid_of(twice, 0)
 
 
@@ -44,7 +46,7 @@ def test_what_is_no_grid_is_refused_by_name() -> None:
 @pytest.mark.parametrize("local_size", [1, 2, 3, 4, 7])
 def test_shards_cover_a_vector_and_differ_by_a_line(numel: int, local_size: int) -> None:
     bounds = shard_bounds(numel, local_size)
-    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    sizes = [stop - start for start, stop in pairwise(bounds)]
     assert len(sizes) == local_size
     assert sum(sizes) == numel
     assert min(sizes) >= 0
