@@ -26,15 +26,18 @@ class Launcher:
     Attributes:
         rate: What each host of a network lab sends and receives, as `tc` spells it: 1gbit; None:
             loopback.
+        workers: Ranks of each host.
     """
 
     rate: str | None
+    workers: int = 1
     _lab: Network | None = None
 
     @property
     def place(self) -> str:
         """A word for a report's cases."""
-        return self.rate or "loopback"
+        place = self.rate or "loopback"
+        return place if self.workers == 1 else f"{place}, {self.workers} on each host"
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -66,12 +69,12 @@ class Launcher:
         return [Launcher(rate) for rate in options.netlab]
 
     @contextmanager
-    def network(self, hosts: int) -> Iterator[None]:
-        """Within this, `run` has a host for each rank, where links are to be shaped."""
+    def network(self, ranks: int) -> Iterator[None]:
+        """Within this, `run` has hosts for so many ranks, where links are to be shaped."""
         if self.rate is None:
             yield
             return
-        with Netlab(hosts, self.rate) as self._lab:
+        with Netlab(ranks // self.workers, self.rate) as self._lab:
             try:
                 yield
             finally:
@@ -100,7 +103,7 @@ class Launcher:
                 command += ["-H", f"localhost:{ranks}"]
             else:
                 assert self._lab is not None
-                command = self._lab.on("nl1", [*command, "-H", self._lab.slots(1)])
+                command = self._lab.on("nl1", [*command, "-H", self._lab.slots(self.workers)])
             command += [sys.executable, str(REPOSITORY / script), out_option, str(out), *arguments]
             every = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
             subprocess.run(command, check=True, env=every, stdout=sys.stderr, timeout=timeout_s)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from hvd_sparse.engine import Assignment
+from hvd_sparse.collectives.link import link_of
+from hvd_sparse.collectives.registry import ALGORITHMS, LOSSLESS_CANDIDATES
+from hvd_sparse.collectives.two_levels import (
+    Levels,
+    Prediction,
+    flat,
+    through_memory,
+    two_levels,
+)
+from hvd_sparse.engine import Assignment, Method, TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.hosts import Grid, Hosts, Place, grid_of
 from hvd_sparse.planner import planner_of
@@ -36,75 +45,117 @@ def place_of_this_rank() -> Place:
 
 
 def agree_on_levels(
-    requested: Hierarchical, place: Place, assignment: Assignment, transport: Transport
+    requested: Hierarchical,
+    place: Place,
+    assignment: Assignment,
+    specs: Sequence[TensorSpec],
+    transport: Transport,
 ) -> Hosts | None:
     """Two levels, or None for one; all ranks call this together, once they are connected.
 
     Args:
         requested: What the user wants.
         place: Where this rank is.
-        assignment: How tensors are reduced.
+        assignment: How tensors are reduced; the same on all ranks.
+        specs: The tensors.
         transport: Connects the ranks.
 
     Raises:
         ConfigError: On every rank, where they want different things, or what is impossible.
     """
     told = _told(transport, [requested, list(place)])
-    wanted = [each[0] for each in told]
-    for rank, theirs in enumerate(wanted):
-        if theirs != wanted[0]:
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
             raise ConfigError(
-                f"hierarchical must be the same on all ranks, got rank 0 {wanted[0]!r}, "
+                f"hierarchical must be the same on all ranks, got rank 0 {told[0][0]!r}, "
                 f"rank {rank} {theirs!r}"
             )
     if requested is False or transport.world_size == 1:
         return None
+    places = [Place(*each) for _, each in told]
     try:
-        hosts = _hosts(requested, [Place(*each[1]) for each in told], assignment, transport)
+        grid = _possible(places, assignment, transport)
+        if requested == AUTO:
+            _check_that_it_pays(grid, assignment, specs, transport)
+        hosts = _connected(grid, transport)
     except ConfigError as error:
         if requested is True:
             raise ConfigError(f"hierarchical=True is impossible: {error}") from None
         logger.info("rank %d: hierarchical='auto' takes one level: %s", transport.rank, error)
         return None
-    if hosts is not None:
-        logger.info("rank %d: two levels, %s", transport.rank, hosts.grid)
+    logger.info("rank %d: %s exchange on two levels", transport.rank, grid)
     return hosts
 
 
-def _hosts(
-    requested: Hierarchical, places: Sequence[Place], assignment: Assignment, transport: Transport
-) -> Hosts | None:
-    """See `agree_on_levels`.
+def _possible(places: Sequence[Place], assignment: Assignment, transport: Transport) -> Grid:
+    """The grid of the ranks.
 
     Raises:
-        ConfigError: There can be no two levels, or they do not pay; says why.
+        ConfigError: There can be no two levels; says why.
     """
     if not isinstance(transport, PointToPointTransport):
         raise ConfigError(f"transport {transport.name!r} exchanges with all ranks at once only")
     if planner_of(assignment) is not None:
         raise ConfigError("compress: auto plans for one level")
-    grid = grid_of(places, transport.rank)
-    if requested == AUTO:
-        _check_that_it_pays(grid)
-    if grid.local_size == 1:
-        return None  # each worker is a host
-    hosts = Hosts(transport, grid)
-    problems = _told(transport, hosts.problem())
-    for problem in filter(None, problems):
-        raise ConfigError(problem)
-    return hosts
+    return grid_of(places, transport.rank)
 
 
-def _check_that_it_pays(grid: Grid) -> None:
-    """Between hosts, two levels send what one worker of each would: an L-th of the flat form's.
+def _check_that_it_pays(
+    grid: Grid, assignment: Assignment, specs: Sequence[TensorSpec], transport: Transport
+) -> None:
+    """By the cost model, and by the link among all ranks at once, which share the hosts' cards.
 
     Raises:
-        ConfigError: There is nothing to save.
+        ConfigError: It does not.
     """
     if grid.hosts == 1:
         raise ConfigError("there is one host")
     if grid.local_size == 1:
         raise ConfigError("each host has one worker")
+    link = link_of(transport)
+    levels = Levels(grid.hosts, grid.local_size, link, through_memory(link))
+    numels: dict[str, int] = {}
+    methods: dict[str, Method] = {}
+    for spec in specs:
+        method = assignment.choice_of(spec).method
+        if method is not None:
+            methods[method.description] = method
+            numels[method.description] = numels.get(method.description, 0) + spec.numel
+    mine = [
+        sum(_least_s(form, methods[words], levels, numel) for words, numel in numels.items())
+        for form in (flat, two_levels)
+    ]
+    one_s, two_s = _told(transport, mine)[0]
+    if not two_s < one_s:
+        raise ConfigError(
+            f"the cost model expects {1e3 * two_s:.3g} ms a step, and {1e3 * one_s:.3g} ms of one "
+            "level"
+        )
+
+
+def _least_s(
+    form: Callable[[str, Levels, int, int], Prediction], method: Method, levels: Levels, numel: int
+) -> float:
+    """Seconds of a method's tensors as one vector, by its collective or the best of several."""
+    own = getattr(method.collective, "func", method.collective)
+    named = tuple(a.name for a in ALGORITHMS if a.collective is own and a.formula is not None)
+    names = named or LOSSLESS_CANDIDATES
+    return min(form(name, levels, numel, method.k(numel)).seconds for name in names)
+
+
+def _connected(grid: Grid, transport: Transport) -> Hosts | None:
+    """What exchanges on two levels; None where each worker is a host.
+
+    Raises:
+        ConfigError: The ranks of a host cannot share memory.
+    """
+    if grid.local_size == 1:
+        return None
+    assert isinstance(transport, PointToPointTransport)
+    hosts = Hosts(transport, grid)
+    for problem in filter(None, _told(transport, hosts.problem())):
+        raise ConfigError(problem)
+    return hosts
 
 
 def _told(transport: Transport, mine: object) -> list[Any]:

@@ -242,7 +242,11 @@ class Session:
         else:
             self._plan(planner)
         self._engine.hosts = agree_on_levels(
-            self._hierarchical, place_of_this_rank(), self._engine.assignment, self._transport
+            self._hierarchical,
+            place_of_this_rank(),
+            self._engine.assignment,
+            self._parameters.sparse_specs(),
+            self._transport,
         )
 
     def _plan(self, planner: Planner) -> None:

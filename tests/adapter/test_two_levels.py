@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.launch import horovodrun
 from tests.ranks import Ranks, World, with_ranks
 from tests.workers import two_levels
 
@@ -31,3 +32,11 @@ def test_who_waits_for_a_neighbour_that_is_gone_is_told(ranks: Ranks) -> None:
     told = [done.result for done in ranks.run(two_levels.left_alone)]
     assert told[3] == ""
     assert all(re.search(r"rank 3: .*gradients of .* of its host", each) for each in told[:3]), told
+
+
+@pytest.mark.launches
+def test_trainings_of_two_hosts_of_two_workers() -> None:
+    """Horovod takes two names of this machine for two hosts."""
+    done = horovodrun(4, "adapter_two_levels.py", hosts="localhost:2,127.0.0.1:2", timeout=200.0)
+    for rank in range(4):
+        assert f"rank {rank}: two levels passed" in done.stdout

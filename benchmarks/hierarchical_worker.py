@@ -1,0 +1,76 @@
+"""One rank of `benchmarks.hierarchical`: the dense reduce inside a host, against gloo's allreduce.
+
+What memory allows is measured in the same launch. All ranks copy a vector at the same time, which
+reads n values and writes n. The reduce copies the gradient once, reads n values (a shard of each
+rank) and writes n/L: 3 + 1/L where the copy has 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import horovod.torch as hvd
+import torch
+
+from benchmarks._rank import (
+    dist,
+    end_rank,
+    in_turns,
+    make_gradients,
+    relative_error,
+    slowest_ranks,
+    start_rank,
+)
+from hvd_sparse.hosts import Grid, Hosts
+from hvd_sparse.transports.choose import create_transport
+from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from hvd_sparse.transports.point_to_point import PointToPointTransport
+
+LARGEST_ERROR = 1e-6
+
+
+def main() -> None:
+    """Verify, time, and write rank 0's findings."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--numel", type=int, required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    options = start_rank(parser)
+    L = hvd.size()
+    transport = create_transport("auto", HorovodBootstrap(hvd.global_process_set), 60.0)
+    assert isinstance(transport, PointToPointTransport)
+    inside = Hosts(transport, Grid.regular(1, L, hvd.rank())).exchange_of(
+        options.numel, "torch.float32"
+    )
+    (gradient,) = make_gradients(options.numel, 1)
+    summed, copied = gradient.clone(), torch.empty_like(gradient)
+
+    dist.all_reduce(summed)
+    shard = inside.reduce_scatter([gradient])
+    error = relative_error([shard], [summed[inside.shard]])
+    if error > LARGEST_ERROR:
+        raise SystemExit(f"the sum of rank {hvd.rank()}'s shard is wrong by {error:g} of its norm")
+
+    ways: dict[str, Callable[[], object]] = {
+        "ours": lambda: inside.reduce_scatter([gradient]),
+        "gloo": lambda: dist.all_reduce(summed),
+        "copy": lambda: copied.copy_(gradient),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(options.repeats):
+        for name in in_turns(list(ways), turn):
+            summed.copy_(gradient)
+            dist.barrier()  # also lets nobody overwrite what another one still reads
+            start = perf_counter()
+            ways[name]()
+            seconds[name].append(perf_counter() - start)
+            dist.barrier()
+    medians = {name: median(each) for name, each in slowest_ranks(seconds).items()}
+    bound_s = medians["copy"] * (3 + 1 / L) / 2
+    end_rank(options.out, {"seconds": medians, "bound_s": bound_s}, transport)
+
+
+if __name__ == "__main__":
+    main()
