@@ -25,7 +25,7 @@ class Ending:
 def endings_in(text: str) -> dict[str, list[Ending]]:
     """The reports of `adapter_exits.py`: of each case, those of all ranks, in order."""
     ranks: dict[str, dict[int, Ending]] = {}
-    for found in re.finditer(r'\{"case"', text):  # mpirun may put two of them on one line
+    for found in re.finditer(r'\{"case"', text):
         report, _ = json.JSONDecoder().raw_decode(text, found.start())
         case, rank = report.pop("case"), report.pop("rank")
         ranks.setdefault(case, {})[rank] = Ending(**report)

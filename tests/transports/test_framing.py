@@ -65,7 +65,7 @@ def warmed(t: Transport, nbytes: int) -> None:
     [
         ("d", Context("a", 7), "on another channel"),
         ("c", Context("b", 7), "for another bucket"),
-        ("c", Context("a", 8), "of step 8"),
+        ("c", Context("a", 8), r"of step [78]"),  # whoever looks first
     ],
 )
 @pytest.mark.parametrize("nbytes", [8, 100_000])
@@ -88,7 +88,7 @@ def test_different_calls_end_in_an_error_that_names_them(
     told = " ".join(map(str, errors))
     assert "the ranks make different calls" in told
     if nbytes == 8:
-        assert reason in told
+        assert re.search(reason, told), told
         assert re.search(r"in call \d+ on channel '\w' \(bucket '[ab]', step [78]\)", told), told
 
 

@@ -132,18 +132,17 @@ def watch(case: str, ranks: Mapping[int, tuple[int, Path]], failed_at: Path) -> 
             del running[rank]
             failed_at.with_name(f"ended.{rank}").touch()
             since = time.time() - float(failed_at.read_text() if failed_at.exists() else "nan")
-            print(
-                json.dumps(
-                    {
-                        "case": case,
-                        "rank": rank,
-                        "code": os.waitstatus_to_exitcode(status),
-                        "seconds": since,
-                        "stderr": errors.read_text()[-6000:],
-                    }
-                ),
-                flush=True,
+            report = json.dumps(
+                {
+                    "case": case,
+                    "rank": rank,
+                    "code": os.waitstatus_to_exitcode(status),
+                    "seconds": since,
+                    "stderr": errors.read_text()[-6000:],
+                }
             )
+            failed_at.with_name(f"report.{rank}").write_text(report)
+            print(report, flush=True)
         if limit == math.inf and failed_at.exists():
             limit = time.monotonic() + LIMIT_S
         others = [r for r in range(WORLD_SIZE) if r != FAILING]
