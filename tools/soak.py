@@ -267,7 +267,9 @@ def main() -> int:
     command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(RANKS)]
     command += ["-H", f"localhost:{RANKS}", "--gloo-timeout-seconds", "120", sys.executable]
     command += ["-m", "tools.soak", *sys.argv[1:], "--rank"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    # Each connection's threads would get arenas anew, and malloc keeps much in each.
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2"}
+    environment = {**os.environ, **fixed}
     return subprocess.run(command, env=environment, check=False).returncode
 
 

@@ -11,10 +11,10 @@ import pytest
 from tests.launch import launch_environment, run_in_group
 from tools.soak import RANKS, STEPS_BETWEEN
 
-STEPS = 1200
+STEPS = 600
 
 GROWTH = 0.05
-"""Of memory: it settles only as the statistics fill their history of 1,024 steps."""
+"""Of memory: the statistics have a history of 1,024 steps, which is filling still."""
 
 pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(600)]
 
