@@ -129,3 +129,27 @@ def test_the_larger_text_is_larger() -> None:
     assert len(task.train) + len(task.test) > 10_000_000
     assert sum(p.numel() for p in task.model(0).parameters()) > 2_000_000
     assert task.data() == Sources().data()
+
+
+def test_two_levels_stand_beside_the_flat_form(short: None, tmp_path: Path) -> None:
+    flat, levels = (case_of("oktopk", "global", 0.001)._replace(hosts=h) for h in (0, 2))
+    done = {case._replace(seed=0) for case in cases()}
+    assert {flat, levels} <= done
+    runs = Runs(tmp_path / "runs.jsonl")
+    chosen = [case_of("dense", "plain", 0.001), flat, levels]
+    run_all(chosen, runs)
+    found = {case: run for case in chosen if (run := runs.get(case)) is not None}
+    assert found[levels].late_applied == pytest.approx(found[flat].late_applied, rel=0.3)
+    # A rank selects of its shard alone; two exchange half of what four do.
+    assert found[levels].density == pytest.approx(found[flat].density / 2, rel=0.1)
+    assert found[levels].mbytes < found[flat].mbytes
+    named = {row.case for row in rows_of(found)}
+    assert "digits, density 0.001, oktopk, global, float32, 2 hosts x 2" in named
+    assert "| oktopk, 2 hosts x 2 | global |" in markdown(found)
+
+
+def test_trainings_of_before_there_were_two_levels_are_read(short: None, tmp_path: Path) -> None:
+    case, path = case_of("dense", "plain"), tmp_path / "runs.jsonl"
+    run_all([case], Runs(path))
+    path.write_text(path.read_text().replace(', "hosts": 0', ""))
+    assert Runs(path).get(case) is not None
