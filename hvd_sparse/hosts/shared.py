@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +43,6 @@ GRADIENTS = 4096
 STREAM_HEADER_BYTES = 8
 
 
-class SharingError(TransportError):
-    """The ranks of a host cannot share memory; on each of them."""
-
-
 class SharedHost(InsideHost):
     """Through shared memory, one bucket's; see `InsideHost`. Collective over the host.
 
@@ -56,7 +53,7 @@ class SharedHost(InsideHost):
         dtype: The gradients' type, as `torch.float32` is spelled.
 
     Raises:
-        SharingError: On every rank of the host, where any of them cannot share memory.
+        TransportError: On every rank of the host, where any of them cannot share memory.
     """
 
     needs_order = False
@@ -73,7 +70,9 @@ class SharedHost(InsideHost):
         shards = shard_bounds(numel, inside.world_size)
         longest = max(stop - start for start, stop in pairwise(shards))
         room = STREAM_HEADER_BYTES + longest * torch.float32.itemsize
-        self._segments = share(inside, self._streams_at + room)
+        self._segments, problem = share(inside, self._streams_at + room)
+        if problem:
+            raise TransportError(f"the ranks of a host must share memory: {problem}")
         self._sum = ops.new_vector(self.shard_numel, torch.float32, torch.device("cpu"))
         self._gradients = [
             segment.data[GRADIENTS : GRADIENTS + self._nbytes].view(self._dtype)
@@ -150,15 +149,16 @@ class SharedHost(InsideHost):
             del transport.awaited_beside[id(pauses)]
 
 
-def share(inside: GroupTransport, nbytes: int) -> list[Segment]:
+def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
     """A segment of each rank of a host, mapped by all of them; collective.
 
     Args:
         inside: Connects the ranks of the host.
         nbytes: Bytes of each one's `data`, at least.
 
-    Raises:
-        SharingError: On all of them, where any cannot map another's.
+    Returns:
+        The segments in the order of the ranks, and nothing; or on all ranks alike, why any of them
+        could not map another's.
     """
     problem = ""
     own: OwnSegment | None = None
@@ -177,14 +177,12 @@ def share(inside: GroupTransport, nbytes: int) -> list[Segment]:
             problem = f"cannot map the memory of rank {inside.ranks[len(segments)]} ({error})"
     problems = _told(inside, problem)
     if own is not None:
-        own.hide()
-    wrong = [f"rank {rank} {why}" for rank, why in zip(inside.ranks, problems, strict=True) if why]
-    if wrong:
-        raise SharingError(f"the ranks of a host must share memory: {'; '.join(wrong)}")
-    return segments
+        own.hide()  # all have mapped it, or never will
+    told = zip(inside.ranks, problems, strict=True)
+    return segments, "; ".join(f"rank {rank} {why}" for rank, why in told if why)
 
 
-def _told(inside: GroupTransport, mine: object) -> list[object]:
+def _told(inside: GroupTransport, mine: object) -> list[Any]:
     """What every rank of the host says."""
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     messages = inside.allgather((text,), channel="host.memory")
