@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -81,17 +81,42 @@ class SharedHost(InsideHost):
         self._steps = 0
 
     def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See `InsideHost.reduce_scatter`; a gradient is copied once, whatever its strides."""
-        own = self._gradients[self._own]
-        for place, gradient in zip(
-            own.split([gradient.numel() for gradient in gradients]), gradients, strict=True
-        ):
-            place.view(gradient.shape).copy_(gradient)
+        """See `InsideHost.reduce_scatter`; what this rank itself adds up need not be copied."""
+        starts = [0, *accumulate(gradient.numel() for gradient in gradients)]
+        pieces = [
+            self._offer(gradient, start) for gradient, start in zip(gradients, starts, strict=False)
+        ]
         self._steps += 1
         self._post(GRADIENTS_POSTED)
         self._wait(GRADIENTS_POSTED, "gradients")
-        ops.sum_vectors(self._sum, [each[self.shard] for each in self._gradients])
-        return self._sum.to(gradients[0].device) if gradients else self._sum
+        for start, own in filter(None, pieces):
+            stop = start + own.numel()
+            vectors = [each[start:stop] for each in self._gradients]
+            vectors[self._own] = own
+            at = start - self.shard.start
+            ops.sum_vectors(self._sum[at : at + own.numel()], vectors)
+        return self._sum.to(gradients[0].device)
+
+    def _offer(self, gradient: Tensor, start: int) -> tuple[int, Tensor] | None:
+        """Let the others read their shards of a gradient.
+
+        Returns:
+            Where this rank's own shard of it begins in the bucket, and that part, contiguous and on
+            the host; None where it has none.
+        """
+        place = self._gradients[self._own][start : start + gradient.numel()]
+        first, last = (
+            min(max(bound - start, 0), gradient.numel())
+            for bound in (self.shard.start, self.shard.stop)
+        )
+        if gradient.is_contiguous() and gradient.device.type == "cpu":
+            flat = gradient.view(-1)
+            copied(place[:first], flat[:first])
+            copied(place[last:], flat[last:])
+        else:
+            place.view(gradient.shape).copy_(gradient)
+            flat = place
+        return (start + first, flat[first:last]) if last > first else None
 
     def gather(self, own: Sum) -> ShardedSum:
         """See `InsideHost.gather`: the sums view the memory."""
@@ -147,6 +172,14 @@ class SharedHost(InsideHost):
                 pauses.pause()
         finally:
             del transport.awaited_beside[id(pauses)]
+
+
+def copied(place: Tensor, values: Tensor) -> None:
+    """Copy a vector; a float32 one past the caches, where nobody here looks for it again."""
+    if values.dtype == torch.float32:
+        ops.sum_vectors(place, [values])
+    else:
+        place.copy_(values)
 
 
 def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
