@@ -85,7 +85,7 @@ def test_a_shard_is_zero_where_it_is_not() -> None:
 
 @pytest.mark.parametrize("name", ["oktopk", "dgc", "exdyna"])
 def test_what_is_loaded_goes_on_bit_for_bit(name: str) -> None:
-    def worker(transport: LocalTransport) -> tuple[dict[str, Tensor], str, Any]:
+    def worker(transport: LocalTransport) -> list[dict[str, Tensor]]:
         engine = engine_of(transport, (2, 2), name)
         for step in range(3):
             reduced(engine, gradients_of(step, transport.rank))
