@@ -132,7 +132,11 @@ def test_the_larger_text_is_larger() -> None:
     assert task.data() == Sources().data()
 
 
-def test_two_levels_stand_beside_the_flat_form(short: None, tmp_path: Path) -> None:
+def test_two_levels_stand_beside_the_flat_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = Budget(steps=12, lr=0.05, dense_steps=1, warmup_steps=3)
+    monkeypatch.setattr(Digits, "budgets", {0.001: budget})
     flat, levels = (case_of("oktopk", "global", 0.001)._replace(hosts=h) for h in (0, 2))
     done = {case._replace(seed=0) for case in cases()}
     assert {flat, levels} <= done
