@@ -36,7 +36,7 @@ def select(bucket: Bucket) -> None:
     with stats.timed("stage_s"):
         gradients = bucket.gradients()
     with stats.timed("accumulate_select_s"):
-        stage = bucket.stages.at(bucket.k, bucket.step)
+        stage = bucket.stages.at(bucket.shard_k, bucket.step)
         bucket.stats.collective = name_of(stage.collective)
         scope = stage.collective.scope()
         bucket.open_step()
