@@ -11,7 +11,7 @@ is the median of three launches.
 
 | case | what it has |
 |---|---|
-| `buckets` | one gradient of 14.7 M, in 1, 2 and 4 buckets |
+| `buckets` | one gradient of 14.7 M, as it is cut by default; and in 1, 2 and 4 buckets |
 | `vgg16`, `bert-base` | a model's real tensors (bert-base with two ranks only: it needs 17 GB) |
 | `wires` | the same gradient over several wires |
 | `tensors-200`, `tensors-800` | 1,000 to 10,000 elements each: what they cost the main thread |

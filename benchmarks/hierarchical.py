@@ -35,7 +35,7 @@ NUMEL, COLUMNS = MATRIX[0] * MATRIX[1], MATRIX[1]
 RATES = ("1gbit", "100mbit")
 METHODS, DENSITIES = ("oktopk", "topk"), ("0.01", "0.001")
 FLAT = tuple(f"{method}@{density}" for density in DENSITIES for method in METHODS)
-WAYS = ("alone", "horovod", *FLAT, *(f"{way}~levels" for way in FLAT))
+WAYS = ("alone", "horovod", *FLAT, *(f"{way},hierarchical" for way in FLAT))
 CASES = ("steps", "bytes", "inside")
 LONG_CYCLES = (("HOROVOD_CYCLE_TIME", "300"),)
 BYTES_REPEATS = 5
@@ -105,7 +105,7 @@ def steps_rows(case: str, rate: str, results: Sequence[Any]) -> Iterator[Row]:
     """Milliseconds of a reduction: two levels against flat, and both against dense."""
     goal = LEAST_FASTER.get(rate)
     for way in FLAT:
-        faster = spread(results, reduced_s, way, over=f"{way}~levels")
+        faster = spread(results, reduced_s, way, over=f"{way},hierarchical")
         flat = spread(results, reduced_s, way, scale=1e3)
         yield row_of(
             case,
@@ -122,7 +122,7 @@ def steps_rows(case: str, rate: str, results: Sequence[Any]) -> Iterator[Row]:
 def bytes_rows(case: str, results: Sequence[Any]) -> Iterator[Row]:
     """Bytes of a host's interface: two levels over flat."""
     for way in FLAT:
-        share = spread(results, host_bytes, f"{way}~levels", over=way)
+        share = spread(results, host_bytes, f"{way},hierarchical", over=way)
         yield row_of(
             case,
             f"{way}: bytes of two levels over flat",

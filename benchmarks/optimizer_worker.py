@@ -77,7 +77,7 @@ class Given(nn.Module):
 
 
 def make_ways(case: dict[str, Any], sets: list[Tensor]) -> dict[str, Way]:
-    """All that a case compares; `name#B` is a way whose vector comes in B equal tensors."""
+    """All that a case compares; `name#B` is a way whose vector comes in B buckets, one a tensor."""
     weights = torch.zeros_like(sets[0])
     ways = {}
     for name in case["ways"]:
@@ -87,8 +87,6 @@ def make_ways(case: dict[str, Any], sets: list[Tensor]) -> dict[str, Way]:
             [(rows, columns)] = shapes
             shapes = [[rows // int(buckets), columns]] * int(buckets)
             options = {"bucket_numel": rows // int(buckets) * columns}
-        elif is_ours(base) and len(shapes) == 1:
-            options = {"bucket_numel": sets[0].numel()}
         ways[name] = make_way(base, Given(shapes, weights, sets), 0.0, **options)
     return ways
 

@@ -18,7 +18,6 @@ from benchmarks._rank import end_rank
 from benchmarks.models import MODELS, Single
 from hvd_sparse import Compression
 from hvd_sparse.planner import Planner
-from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS
 
 DENSITY = 0.01
 WARMUP_STEPS = 5
@@ -34,7 +33,8 @@ def compression_of(way: str, model: nn.Module) -> Any:
         return Compression.topk(model.named_parameters(), dense_below=2**31)
     if way == "planned":
         rule = {"compress": "auto", "compressor": "topk", "density": DENSITY}
-        return Compression.from_policy({"version": 1, "rules": [rule]}, model.named_parameters())
+        policy = {"version": 1, "plan_cache": "none", "rules": [rule]}
+        return Compression.from_policy(policy, model.named_parameters())
     return Compression.topk(model.named_parameters(), density=DENSITY, collective=way)
 
 
@@ -66,7 +66,7 @@ def run(model_name: str, way: str, steps: int, seconds: float) -> dict[str, Any]
 
     planner = compression.method if way == "planned" else None
     training_step()  # the planner is at work from the first gradient on
-    while planner is not None and planner.steps_to_review < REVIEW_INTERVAL_STEPS:
+    while planner is not None and planner.is_trying:
         training_step()
     expected_s = median(timed_s(training_step) for _ in range(WARMUP_STEPS))
     fitting = hvd.broadcast_object(int(seconds / expected_s), name="fitting")
@@ -89,24 +89,14 @@ def timed_s(training_step: Callable[[], None]) -> float:
 
 def described(planner: Planner) -> dict[str, Any]:
     """The plan, and what was tried."""
-    assert planner.trial is not None
-    trial, winner = planner.trial, planner.trial.winner
+    assert planner.outcome is not None
+    outcome = planner.outcome
+    chosen = outcome.tried[outcome.chosen]
     return {
-        "predicted_s": trial.predicted_s(winner),
-        "tried_s": winner.step_s,
-        "sparse_tensors": len(winner.plan.placements),
-        "tried": [
-            {
-                "methods": sorted({p.method for p in tried.plan.placements.values()}),
-                "sparse_tensors": len(tried.plan.placements),
-                "buckets": len({p.bucket for p in tried.plan.placements.values()}),
-                "predicted_s": trial.predicted_s(tried),
-                "step_s": tried.step_s,
-                "error_s": tried.error_s,
-                "reduction_s": tried.reduction_s,
-            }
-            for tried in trial.tried
-        ],
+        "predicted_s": chosen.predicted_s,
+        "tried_s": chosen.took.step_s,
+        "sparse_tensors": chosen.sparse_tensors,
+        "tried": outcome.to_json()["tried"],
     }
 
 

@@ -6,7 +6,8 @@
 Models with their real tensors (benchmarks/models.py) are trained by plain SGD in all ways
 (benchmarks/ways.py) in one launch, in which the ways take turns of some steps. A figure is the
 median of three launches. "Overhead" is what a step takes beyond computing alone. Bytes are those
-that a host's interface sent.
+that a host's interface sent. Of ours, it also tells how much of the exchanges was over when
+backward was.
 
 Each launch is a real job under the unmodified horovodrun: on loopback, or with `--netlab RATE` one
 rank per host of a network lab whose links are shaped to RATE (tools/netlab; needs root). Launches

@@ -44,7 +44,7 @@ def case_of(model: str, place: str, ranks: int) -> str:
 
 
 def step_rows(model: str, place: str, ranks: int, results: list[Found]) -> Iterator[Row]:
-    """Every way: its step, its overhead, its bytes."""
+    """Every way: its step, its overhead, its bytes, and what backward hides of its exchanges."""
     case = case_of(model, place, ranks)
     horovod = None
     if "horovod" in results[0]["ways"]:
@@ -68,6 +68,13 @@ def step_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
                 1e-6,
             )
             yield row_of(case, f"sent by a host in a step, {way}", sent, "MB")
+        if all("hidden_share" in found["ways"][way] for found in results):
+            hidden = Spread.of(
+                results,
+                lambda found, w=way: found["ways"][w]["hidden_share"],  # type: ignore[misc]
+                100,
+            )
+            yield row_of(case, f"exchanges hidden behind backward, {way}", hidden, "%")
 
 
 def goal_rows(model: str, place: str, ranks: int, results: list[Found]) -> Iterator[Row]:

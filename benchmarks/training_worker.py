@@ -46,6 +46,8 @@ class Trained:
         turn_steps: Steps of a turn.
         turn_s: Seconds per step, for every turn.
         sent_bytes: What the interface sent, for every turn, per step.
+        hidden_shares: How much of the exchanges was over when backward was, in every turn's last
+            step.
     """
 
     def __init__(self, name: str, model: str) -> None:
@@ -56,6 +58,7 @@ class Trained:
         self.turn_steps = 1
         self.turn_s: list[float] = []
         self.sent_bytes: list[float] = []
+        self.hidden_shares: list[float] = []
 
     def step(self) -> None:
         self.way.step(*self.model.batch(self.generator))
@@ -85,14 +88,19 @@ class Trained:
             self.step()
         self.turn_s.append((time.perf_counter() - start) / self.turn_steps)
         self.sent_bytes.append((interface_bytes(interface) - before) / self.turn_steps)
+        if (share := self.way.hidden_share) is not None:
+            self.hidden_shares.append(share)
 
     @property
     def described(self) -> dict[str, Any]:
-        """What a planner has decided."""
+        """What a planner has decided, and what backward hides of exchanges."""
+        found: dict[str, Any] = {}
         planner = None if self.way.compression is None else self.way.compression.method
-        if not isinstance(planner, Planner) or planner.trial is None or not self.way.is_settled:
-            return {}
-        return {"sparse_tensors": len(planner.trial.winner.plan.placements)}
+        if isinstance(planner, Planner) and planner.trial is not None and self.way.is_settled:
+            found["sparse_tensors"] = len(planner.trial.winner.plan.placements)
+        if self.hidden_shares:
+            found["hidden_share"] = median(self.hidden_shares)
+        return found
 
 
 def first_step(trained: Trained, mean: list[Tensor] | None) -> list[Tensor]:

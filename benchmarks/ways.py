@@ -13,13 +13,15 @@ A way is named as this:
 | `planned@0.01` | a policy with `compress: auto` |
 | `oktopk@0.01`, `dgc@0.001`, … | a constructor of `Compression` at a density |
 | `topk:oktopk@0.01/float16+gap` | the same with a collective and a wire |
-| `topk@0.01~levels` | the same in two levels, inside hosts and between them |
+| `oktopk@0.01,hierarchical` | the same in two levels: inside the hosts, and between them |
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 import hvd_sparse
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import Planner
-from hvd_sparse.planner.planner import REVIEW_INTERVAL_STEPS
 
 dist: Any = torch.distributed  # its type hints leave out what is used here
-NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?(~levels)?")
+NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?(,hierarchical)?")
 ONE_BUCKET_MB = 100_000
 SPARSE_WARMUP_STEPS, POWERSGD_WARMUP_STEPS, DENSE_WARMUP_STEPS = 10, 4, 2
 LOSSLESS, ROUNDED = 1e-5, 1e-2
@@ -59,6 +60,7 @@ class Way:
         warmup_steps: Steps before it is worth timing.
         compression: Ours.
         reduce: What averages gradients after backward, where no hook does.
+        backward_end_s: When the last step's backward was over, as `perf_counter` counts.
     """
 
     name: str
@@ -68,12 +70,13 @@ class Way:
     warmup_steps: int = DENSE_WARMUP_STEPS
     compression: Any = None
     reduce: Callable[[], None] | None = None
+    backward_end_s: float = 0.0
 
     @property
     def is_settled(self) -> bool:
         """Whether its planner, if it has one, has decided; it is at work from the first step on."""
         planner = None if self.compression is None else self.compression.method
-        return not isinstance(planner, Planner) or planner.steps_to_review >= REVIEW_INTERVAL_STEPS
+        return not isinstance(planner, Planner) or not planner.is_trying
 
     def gradients(self) -> list[Tensor]:
         """As the optimizer has them."""
@@ -98,18 +101,45 @@ class Way:
         """A whole step of training."""
         self.module.zero_grad()
         self.module(*batch).backward()
+        self.backward_end_s = time.perf_counter()
         self.synchronize()
         self.update()
+
+    @property
+    def hidden_share(self) -> float | None:
+        """How much of the last step's exchanges was over when its backward was.
+
+        Of ours, which note when their exchanges begin; of exchanges that wait for peers, too.
+        """
+        if self.compression is None:
+            return None
+        buckets = self.compression.stats().buckets
+        spans = [(b.starts["exchange_s"], b.history[-1].exchange_s) for b in buckets if b.history]
+        return share_before(self.backward_end_s, spans)
 
     def close(self) -> None:
         if self.compression is not None:
             self.compression.close()
 
 
+def share_before(end_s: float, spans: Iterable[tuple[float, float]]) -> float | None:
+    """The share of some spans, each a start and seconds, that lies before a time; None of none."""
+    before_s = total_s = 0.0
+    for start_s, seconds in spans:
+        before_s += min(max(end_s - start_s, 0.0), seconds)
+        total_s += seconds
+    return before_s / total_s if total_s > 0 else None
+
+
 def is_ours(name: str) -> bool:
     """Whether a way compresses sparsely."""
     match = NAME.fullmatch(name)
     return match is not None and match[1] in (*METHODS, "planned")
+
+
+def has_levels() -> bool:
+    """Whether constructors have the option."""
+    return "hierarchical" in inspect.signature(hvd_sparse.Compression.topk).parameters
 
 
 def check_names(names: Sequence[str]) -> str:
@@ -120,6 +150,8 @@ def check_names(names: Sequence[str]) -> str:
             return f"unknown way {name!r}: benchmarks/ways.py lists them"
         if is_ours(name) and match[3] is None:
             return f"a density must follow {name!r}, as in {name}@0.01"
+        if match[5] and not (is_ours(name) and has_levels()):
+            return f"{name!r} has no two levels"
     return ""
 
 
@@ -152,18 +184,20 @@ def make_way(
     options |= {"density": float(density)}
     options |= {"collective": collective} if collective else {}
     options |= {"wire": wire} if wire else {}
-    options |= {"hierarchical": True} if levels else {}
+    whole = {"hierarchical": True} if levels else {}  # of a policy, and not of its rules
     if base == "planned":
         rule = {"compress": "auto", "compressor": "topk", **options}
         policy = {
             "version": 1,
+            "plan_cache": "none",
             "rules": [{"match": {"max_numel": 1024}, "compress": "never"}, rule],
+            **whole,
         }
         compression: Any = hvd_sparse.Compression.from_policy(policy, named)
     elif base == "dgc":
-        optimizer, compression = hvd_sparse.dgc_sgd(named, lr=lr, **options)
+        optimizer, compression = hvd_sparse.dgc_sgd(named, lr=lr, **options, **whole)
     else:
-        compression = getattr(hvd_sparse.Compression, base)(named, **options)
+        compression = getattr(hvd_sparse.Compression, base)(named, **options, **whole)
     way = through_horovod(name, model, named, optimizer, compression)
     way.first_error, way.warmup_steps = None, SPARSE_WARMUP_STEPS
     way.compression = compression

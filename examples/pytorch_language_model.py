@@ -242,7 +242,6 @@ def main() -> None:
         print(f"Trained {args.epochs - done} epochs in {seconds:.1f} s", flush=True)
     if hasattr(compression, "close"):
         compression.close()
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

@@ -167,7 +167,6 @@ def main() -> None:
         sent = stats.totals.bytes_sent / steps
         log(f"Sent sparsely by a worker in a step: {sent / 1e3:.0f} kB of {4 * numel / 1e6:.1f} MB")
         compression.close()
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

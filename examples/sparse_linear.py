@@ -149,9 +149,8 @@ def trigrams(text: str, dimension: int) -> Row:
     return columns, np.sqrt(counts)
 
 
-def load(args: argparse.Namespace) -> tuple[Samples, Samples]:
-    """This worker's share of the samples: to train on, and to test with."""
-    rank, size = hvd.rank(), hvd.size()
+def load(args: argparse.Namespace, rank: int, size: int) -> tuple[Samples, Samples]:
+    """One of `size` shares of the samples: to train on, and to test with."""
     if args.data is not None:
         rows, labels = read_libsvm(args.data, rank, size)
         largest = max((int(columns.max()) + 1 for columns, _ in rows if len(columns)), default=1)
@@ -360,7 +359,7 @@ def main() -> None:
     hvd.init()
     # Horovod: limit # of CPU threads to be used per worker.
     torch.set_num_threads(1)
-    training, testing = load(args)
+    training, testing = load(args, hvd.rank(), hvd.size())
     names = ["sparse", "dense"] if args.exchange == "both" else [args.exchange]
     results = [train(name, training, testing, args) for name in names]
     if len(results) == 2:
@@ -375,7 +374,6 @@ def main() -> None:
                 for r in results
             }
             args.metrics.write_text(json.dumps(figures))
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ from torch.nn import Module, Parameter
 
 from hvd_sparse.adapter import SparseCompressor, named_pairs
 from hvd_sparse.constructors import NamedParameters, Record, constructor, recorder_of
+from hvd_sparse.engine import Assignment
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS, DgcOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
 
+NO_CACHE = "none"
+"""In the place of a policy's `plan_cache`: no file."""
 POLICY_VARIABLE = "HVD_SPARSE_POLICY"
 
 
@@ -87,7 +90,7 @@ class Compression:
             ConfigError: The policy is wrong; the message says file, line, key, range and value.
             OSError: It cannot be read.
         """
-        from hvd_sparse.planner import Planner
+        from hvd_sparse.planner import PlanCache, Planner, default_path
         from hvd_sparse.policy import assign, load_policy
 
         if policy is None:
@@ -99,9 +102,14 @@ class Compression:
         named = None if named_parameters is None else named_pairs(named_parameters)
         checked = load_policy(policy)
         rules = assign(checked, named, model)
+        method: Assignment = rules
+        if rules.planned:
+            path = checked.plan_cache or default_path()
+            cache = None if path == NO_CACHE else PlanCache(path)
+            method = Planner(rules, checked.profile, cache)
         return SparseCompressor(
             named,
-            Planner(rules, checked.profile) if rules.planned else rules,
+            method,
             transport=checked.transport,
             timeout_s=checked.timeout_s,
             busy_timeout_s=checked.busy_timeout_s,

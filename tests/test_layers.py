@@ -26,7 +26,7 @@ FLOORS = (
     {"ops"},
     {"topology", "optim", "options", "magnitude", "work"},
     {"checks"},
-    {"errors", "files", "_version"},
+    {"errors", "files", "tables", "_version"},
 )
 """From the top of the house to the ground; a room imports rooms of lower floors, and itself."""
 ROOMS = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -124,6 +124,27 @@ __device__ __forceinline__ u32 LoadRelaxed(const u32* at) {
 
 #endif
 
+// Over the lanes of a warp, all of which call it and get the same.
+__device__ __forceinline__ u32 WarpMax(u32 x) {
+#if defined(HVDS_SHIM) || __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAllLanes, x);
+#else
+  for (u32 by = kLanes / 2; by > 0; by /= 2) {
+    const u32 other = __shfl_xor_sync(kAllLanes, x, by);
+    x = x < other ? other : x;
+  }
+  return x;
+#endif
+}
+__device__ __forceinline__ u32 WarpSum(u32 x) {
+#if defined(HVDS_SHIM) || __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(kAllLanes, x);
+#else
+  for (u32 by = kLanes / 2; by > 0; by /= 2) x += __shfl_xor_sync(kAllLanes, x, by);
+  return x;
+#endif
+}
+
 // Orders magnitudes as integers: NaN > inf > finite > 0 == -0.
 __device__ __forceinline__ u32 KeyOf(f32 x) { return BitsOf(x) & kMagnitudeMask; }
 __device__ __forceinline__ bool IsFinite(f32 x) { return KeyOf(x) < kNonFiniteKey; }

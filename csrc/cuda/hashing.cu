@@ -6,7 +6,9 @@
 //
 // Departures: the largest magnitudes of a bucket win, of equal ones the lower indices, whatever the
 // order in which the blocks run; winners come out in ascending order. Two launches: hash_claim adds
-// the gradients and fills the slots, hash_take moves the winners out.
+// the gradients, fills the slots and marks in two bitmaps what competes, and what is not finite;
+// hash_take reads the bitmaps, and moves the winners out. So the order costs half a bit per element
+// to write and to read, and a look-back over as many blocks as there are times 32,768 elements.
 #define BLOCKS_PER_PROCESSOR 3
 #include "accumulate.cuh"
 
@@ -41,12 +43,32 @@ __device__ inline bool Holds(const u64* bucket, u32 slots_per_bucket, i64 index)
   return false;
 }
 
+// A tile's marks: a bit per place that competes for a slot, and a bit per place that is not finite.
+constexpr u32 kBits = 32;
+constexpr u32 kWordsOfTile = kTile / kBits;
+constexpr u32 kMarksOfTile = 2 * kWordsOfTile;
+static_assert(kMarksOfTile == kThreads, "a word for each thread");
+constexpr u32 kWordsOfLane = kWordsOfTile / kLanes;
+static_assert(kWordsOfLane == 4, "a lane reads its words at once");
+
+// Sets a tile's marks in shared memory; `of` is 0 for what competes, 1 for what is not finite.
+__device__ __forceinline__ void Mark(u32* marks, u32 of, u32 items) {
+  for (u32 left = items; left != 0; left &= left - 1) {
+    const u32 item = static_cast<u32>(__ffs(static_cast<int>(left))) - 1;
+    const u32 place = PlaceOf(item / kQuad, item % kQuad);
+    atomicOr(&marks[of * kWordsOfTile + place / kBits], 1u << (place % kBits));
+  }
+}
+
 template <bool kMomentum>
 __device__ __forceinline__ void ClaimTile(const f32* before, f32* residual,
                                           const Momentum& momentum, const Segment* segments,
                                           i32 segment_count, u32 key, u32 buckets,
                                           u32 slots_per_bucket, u64 a, u64 b, u64* table,
                                           u32* marks) {
+  SHARED(u32, own_marks, kMarksOfTile);
+  own_marks[threadIdx.x] = 0;
+  __syncthreads();
   const Tile tile = FindTile(segments, segment_count, blockIdx.x);
   const bool is_wide = IsWideIn<kMomentum>(before, residual, momentum, tile);
   Sums<kMomentum> sums;
@@ -54,7 +76,8 @@ __device__ __forceinline__ void ClaimTile(const f32* before, f32* residual,
   const u32 hits =
       sums.Where(tile, [=](u32 found, i64) { return found >= key && found < kNonFiniteKey; });
   const u32 spoiled = sums.Where(tile, [=](u32 found, i64) { return found >= kNonFiniteKey; });
-  marks[ThreadInGrid()] = hits | spoiled << kItems;
+  Mark(own_marks, 0, hits);
+  Mark(own_marks, 1, spoiled);
   for (u32 left = hits; left != 0; left &= left - 1) {
     const u32 item = static_cast<u32>(__ffs(static_cast<int>(left))) - 1;
     const i64 index = tile.begin + PlaceOf(item / kQuad, item % kQuad);
@@ -65,62 +88,81 @@ __device__ __forceinline__ void ClaimTile(const f32* before, f32* residual,
   for (u32 round = 0; round < kRounds; ++round) {
 #pragma unroll
     for (u32 i = 0; i < kQuad; ++i) {
-      // Hits and spoiled elements stay for hash_take to add up.
+      if (!Has(spoiled, round, i)) continue;  // it stays for hash_take to add up
       const i64 at = tile.begin + PlaceOf(round, i);
-      if (Has(hits | spoiled, round, i)) sums.sum[round][i] = before[at];
-      if (kMomentum && Has(spoiled, round, i)) sums.MomentumOf(round, i) = momentum.before[at];
+      sums.sum[round][i] = before[at];
+      if (kMomentum) sums.MomentumOf(round, i) = momentum.before[at];
     }
   }
   sums.Store(residual, momentum, tile, is_wide);
+  __syncthreads();
+  marks[ThreadInGrid()] = own_marks[threadIdx.x];
 }
 
-// The sum of an element that hash_claim left alone; a finite one has its new u already.
-template <bool kMomentum>
-__device__ __forceinline__ f32 SumLeft(f32 v, f32 g, f32 u, bool is_spoiled,
-                                       const Momentum& momentum) {
-  if (!kMomentum || is_spoiled) return SumOf<kMomentum>(v, g, u, momentum);
-  return momentum.nesterov ? Add(Add(v, u), g) : Add(v, u);
+// Four words of marks at an aligned place.
+__device__ __forceinline__ void LoadMarks(const u32* from, u32 (&words)[kWordsOfLane]) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+  words[0] = bits.x;
+  words[1] = bits.y;
+  words[2] = bits.z;
+  words[3] = bits.w;
 }
 
+// A warp has a tile, and each of its lanes 128 places, in order.
 template <bool kMomentum>
-__device__ __forceinline__ void TakeTile(f32* residual, const Momentum& momentum,
-                                         const Segment* segments, i32 segment_count, u32 buckets,
-                                         u32 slots_per_bucket, u64 a, u64 b, u64* table,
-                                         const u32* marks, i64 first_tile, u64 capacity,
-                                         Header* header, i32* indices, f32* values) {
+__device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentum,
+                                          const Segment* segments, i32 segment_count, i64 tiles,
+                                          u32 buckets, u32 slots_per_bucket, u64 a, u64 b,
+                                          u64* table, const u32* marks, i64 first_span,
+                                          u64 capacity, Header* header, i32* indices, f32* values) {
   const u32 ticket = TakeTicket(header);
-  const Tile tile = FindTile(segments, segment_count, first_tile + ticket);
-  const u32 mark = marks[(first_tile + ticket) * kThreads + threadIdx.x];
-  const u32 hits = mark & 0xffffu, spoiled = mark >> kItems;
-  u32 winners = spoiled;
-  for (u32 left = hits; left != 0; left &= left - 1) {
-    const u32 item = static_cast<u32>(__ffs(static_cast<int>(left))) - 1;
-    const i64 index = tile.begin + PlaceOf(item / kQuad, item % kQuad);
-    const u64* const bucket = BucketOf(table, index, buckets, slots_per_bucket, a, b);
-    if (Holds(bucket, slots_per_bucket, index)) winners |= 1u << item;
-  }
-  u32 rank[kRounds];
-  const u32 count = RankHits(winners, rank);
-  const u64 before = SumBefore(header, ticket, count);
-  if (!Fits(header, ticket, before, count, capacity)) return;
-
+  const i64 number = (first_span + ticket) * kWarps + WarpInBlock();
+  u32 winners[kWordsOfLane] = {}, spoiled[kWordsOfLane] = {};
+  Tile tile{};
+  i64 first = 0;  // index of the lane's first place
+  u32 count = 0;
+  if (number < tiles) {
+    tile = FindTile(segments, segment_count, number);
+    first = tile.begin + Lane() * kWordsOfLane * kBits;
+    const u32* const own = marks + number * kMarksOfTile + Lane() * kWordsOfLane;
+    LoadMarks(own, winners);
+    LoadMarks(own + kWordsOfTile, spoiled);
 #pragma unroll
-  for (u32 round = 0; round < kRounds; ++round) {
-    u64 to = before + rank[round];
-    for (u32 i = 0; i < kQuad; ++i) {
-      if (!Has(hits | spoiled, round, i)) continue;
-      const u32 place = PlaceOf(round, i);
-      const i64 index = tile.begin + place;
-      const bool is_spoiled = Has(spoiled, round, i), is_winner = Has(winners, round, i);
-      const f32 v = residual[index], u = kMomentum ? momentum.buffer[index] : 0.0f;
-      const f32 sum = SumLeft<kMomentum>(v, GradientAt(tile, place), u, is_spoiled, momentum);
-      if (is_winner) {
-        indices[to] = static_cast<i32>(index);
-        values[to] = sum;
-        ++to;
+    for (u32 word = 0; word < kWordsOfLane; ++word) {
+      for (u32 left = winners[word]; left != 0; left &= left - 1) {
+        const i64 index = first + word * kBits + __ffs(static_cast<int>(left)) - 1;
+        const u64* const bucket = BucketOf(table, index, buckets, slots_per_bucket, a, b);
+        if (!Holds(bucket, slots_per_bucket, index)) winners[word] &= ~(left & (~left + 1u));
       }
-      residual[index] = is_spoiled ? Kept(v) : is_winner ? 0.0f : sum;
-      if (kMomentum && is_spoiled) momentum.buffer[index] = Kept(u);
+      winners[word] |= spoiled[word];
+      count += static_cast<u32>(__popc(winners[word]));
+    }
+  }
+  u32 in_block;
+  const u32 in_block_before = SumOfThreadsBefore(count, in_block);
+  const u64 before = SumBefore(header, ticket, in_block);
+  if (!Fits(header, ticket, before, in_block, capacity)) return;
+
+  u64 to = before + in_block_before;
+#pragma unroll
+  for (u32 word = 0; word < kWordsOfLane; ++word) {
+    for (u32 left = winners[word]; left != 0; left &= left - 1) {
+      const u32 bit = left & (~left + 1u);
+      const i64 index = first + word * kBits + __ffs(static_cast<int>(left)) - 1;
+      const f32 v = residual[index];
+      f32 sum = v;
+      residual[index] = 0.0f;
+      if (spoiled[word] & bit) {
+        f32 u = kMomentum ? momentum.buffer[index] : 0.0f;
+        const f32 old = u;
+        sum = SumOf<kMomentum>(v, GradientAt(tile, static_cast<u32>(index - tile.begin)), u,
+                               momentum);
+        residual[index] = Kept(v);
+        if (kMomentum) momentum.buffer[index] = Kept(old);
+      }
+      indices[to] = static_cast<i32>(index);
+      values[to] = sum;
+      ++to;
     }
   }
 }
@@ -141,18 +183,19 @@ KERNEL hash_claim(const f32* before, const f32* buffer_before, f32* residual, f3
   }
 }
 
-// Moves out what hash_claim has marked, where it holds a slot or is not finite. One block per tile,
-// from `first_tile` on; the output has room for `capacity` entries (compact.cuh).
+// Moves out what hash_claim has marked, where it holds a slot or is not finite. One block per span
+// of eight tiles, from `first_span` on; the output has room for `capacity` entries (compact.cuh,
+// where a tile is a span).
 KERNEL hash_take(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
-                 i32 segment_count, u32 buckets, u32 slots_per_bucket, u64 a, u64 b, u64* table,
-                 const u32* marks, i64 first_tile, u64 capacity, Header* header, i32* indices,
-                 f32* values) {
+                 i32 segment_count, i64 tiles, u32 buckets, u32 slots_per_bucket, u64 a, u64 b,
+                 u64* table, const u32* marks, i64 first_span, u64 capacity, Header* header,
+                 i32* indices, f32* values) {
   const Momentum momentum{buffer, buffer, factor, nesterov != 0};
   if (buffer == nullptr) {
-    TakeTile<false>(residual, momentum, segments, segment_count, buckets, slots_per_bucket, a, b,
-                    table, marks, first_tile, capacity, header, indices, values);
+    TakeTiles<false>(residual, momentum, segments, segment_count, tiles, buckets, slots_per_bucket,
+                     a, b, table, marks, first_span, capacity, header, indices, values);
   } else {
-    TakeTile<true>(residual, momentum, segments, segment_count, buckets, slots_per_bucket, a, b,
-                   table, marks, first_tile, capacity, header, indices, values);
+    TakeTiles<true>(residual, momentum, segments, segment_count, tiles, buckets, slots_per_bucket,
+                    a, b, table, marks, first_span, capacity, header, indices, values);
   }
 }

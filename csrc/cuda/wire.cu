@@ -8,14 +8,6 @@ constexpr u32 kGapBlock = kLanes * kQuad;
 
 __device__ __forceinline__ u32 GapBytes(u32 gaps, u32 width) { return (gaps * width + 7) / 8; }
 
-__device__ __forceinline__ u32 WarpMax(u32 x) {
-  for (u32 by = kLanes / 2; by > 0; by /= 2) {
-    const u32 other = __shfl_down_sync(kAllLanes, x, by);
-    x = x < other ? other : x;
-  }
-  return __shfl_sync(kAllLanes, x, 0);
-}
-
 // Packs indices, 1024 per block. The code is a width per 128 gaps, then their bits; there is room
 // for four bytes per index behind the widths. The header's total is the number of bytes behind the
 // widths; `stopped` is not 0 where the indices were not ascending.
@@ -114,15 +106,19 @@ __device__ __forceinline__ u32 Random24(u32 position, u64 seed) {
   return (h ^ h >> 16) >> 8;
 }
 
-// Rounds values to levels: one block per tile, so that a round of a block is one bucket, or two.
-// `codes` is aligned to 4 bytes.
-KERNEL qsgd_quantize(const f32* x, i64 n, u32 bits, u32 bucket_numel, u64 seed, u8* codes,
-                     f32* scales) {
+// Buckets have a power of two of elements: places in them take shifts, and no division.
+__device__ __forceinline__ u32 ShiftOf(u32 bucket_numel) {
+  return kLanes - 1 - static_cast<u32>(__clz(static_cast<int>(bucket_numel)));
+}
+
+template <u32 kBits>
+__device__ __forceinline__ void QuantizeTile(const f32* x, i64 n, u32 bucket_numel, u64 seed,
+                                             u8* codes, f32* scales) {
   SHARED(u32, largest, kRounds * kWarps);
+  constexpr u32 kLevels = (1u << (kBits - 1)) - 1;
   const i64 begin = static_cast<i64>(blockIdx.x) * kTile;
   const u32 numel = static_cast<u32>(Min<i64>(n - begin, kTile));
-  const u32 levels = (1u << (bits - 1)) - 1;
-  const u32 warps_of_bucket = bucket_numel / kGapBlock;
+  const u32 warps_of_bucket = bucket_numel / kGapBlock, bucket_shift = ShiftOf(bucket_numel);
   f32 values[kRounds][kQuad];
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
@@ -140,18 +136,18 @@ KERNEL qsgd_quantize(const f32* x, i64 n, u32 bits, u32 bucket_numel, u64 seed, 
     if (Lane() == 0) largest[round * kWarps + WarpInBlock()] = key;
   }
   __syncthreads();
+  const u32 first_warp = WarpInBlock() & ~(warps_of_bucket - 1);
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
     const u32 place = PlaceOf(round, 0);
     if (place >= numel) continue;
-    const u32 first_warp = WarpInBlock() / warps_of_bucket * warps_of_bucket;
     u32 key = 0;
     for (u32 warp = first_warp; warp < first_warp + warps_of_bucket; ++warp) {
       const u32 other = largest[round * kWarps + warp];
       key = key < other ? other : key;
     }
     f32 scale = FloatOf(Min(key, kMostScaleKey));
-    f32 per_level = Divide(static_cast<f32>(levels), scale);
+    f32 per_level = Divide(static_cast<f32>(kLevels), scale);
     if (key >= kNonFiniteKey) {
       scale = FloatOf(0x7fc00000u);
       per_level = 0.0f;
@@ -159,46 +155,80 @@ KERNEL qsgd_quantize(const f32* x, i64 n, u32 bits, u32 bucket_numel, u64 seed, 
       scale = 0.0f;
       per_level = 0.0f;
     }
-    if (place % bucket_numel == 0) scales[(begin + place) / bucket_numel] = scale;
+    if ((place & (bucket_numel - 1)) == 0) scales[(begin + place) >> bucket_shift] = scale;
 
     u32 packed = 0;
-    for (u32 i = 0; i < kQuad && place + i < numel; ++i) {
+#pragma unroll
+    for (u32 i = 0; i < kQuad; ++i) {
+      if (place + i >= numel) continue;
       const f32 value = KeyOf(per_level) == 0 ? 0.0f : values[round][i];
-      const f32 level = Min(Multiply(FloatOf(KeyOf(value)), per_level), static_cast<f32>(levels));
+      const f32 level = Min(Multiply(FloatOf(KeyOf(value)), per_level), static_cast<f32>(kLevels));
       const u32 whole = static_cast<u32>(level);
       const u32 odds =
           static_cast<u32>(Multiply(Add(level, -static_cast<f32>(whole)), 16777216.0f));
       const u32 rounded = whole + (Random24(static_cast<u32>(begin + place + i), seed) < odds);
-      packed |= (BitsOf(value) >> 31 ? levels - rounded : levels + rounded) << (i * bits);
+      packed |= (BitsOf(value) >> 31 ? kLevels - rounded : kLevels + rounded) << (i * kBits);
     }
     const u32 items = Min(numel - place, kQuad);
-    u8* const to = codes + (begin + place) * bits / 8;
-    if (items == kQuad && bits == 8) {
+    u8* const to = codes + static_cast<u64>(begin + place) * kBits / 8;
+    if (items == kQuad && kBits == 8) {
       *reinterpret_cast<u32*>(to) = packed;
-    } else if (items == kQuad && bits == 4) {
+    } else if (items == kQuad && kBits == 4) {
       *reinterpret_cast<u16*>(to) = static_cast<u16>(packed);
     } else {
-      for (u32 byte = 0; byte * 8 < items * bits; ++byte)
+      for (u32 byte = 0; byte * 8 < items * kBits; ++byte)
         to[byte] = static_cast<u8>(packed >> byte * 8);
     }
   }
 }
 
-// The values of levels, a quad per thread.
-KERNEL qsgd_dequantize(const u8* codes, const f32* scales, i64 n, u32 bits, u32 bucket_numel,
-                       f32* x) {
+// Rounds values to levels: one block per tile, so that a round of a block is one bucket, or two.
+// `bits` are 2, 4 or 8; `codes` is aligned to 4 bytes.
+KERNEL qsgd_quantize(const f32* x, i64 n, u32 bits, u32 bucket_numel, u64 seed, u8* codes,
+                     f32* scales) {
+  if (bits == 2) {
+    QuantizeTile<2>(x, n, bucket_numel, seed, codes, scales);
+  } else if (bits == 4) {
+    QuantizeTile<4>(x, n, bucket_numel, seed, codes, scales);
+  } else {
+    QuantizeTile<8>(x, n, bucket_numel, seed, codes, scales);
+  }
+}
+
+template <u32 kBits>
+__device__ __forceinline__ void DequantizeQuad(const u8* codes, const f32* scales, i64 n,
+                                               u32 bucket_numel, f32* x) {
+  constexpr i32 kLevels = (1 << (kBits - 1)) - 1;
   const i64 first = ThreadInGrid() * kQuad;
   if (first >= n) return;
   const u32 items = static_cast<u32>(Min<i64>(n - first, kQuad));
-  const u8* const from = codes + first * bits / 8;
+  const u8* const from = codes + static_cast<u64>(first) * kBits / 8;
   u32 packed = 0;
-  for (u32 byte = 0; byte * 8 < items * bits; ++byte) packed |= u32{from[byte]} << (byte * 8);
-  const i32 levels = (1 << (bits - 1)) - 1;
-  const f32 step = Divide(scales[first / bucket_numel], static_cast<f32>(levels));
+  if (items == kQuad && kBits == 8 && IsAligned(from, 4)) {
+    packed = *reinterpret_cast<const u32*>(from);
+  } else if (items == kQuad && kBits == 4 && IsAligned(from, 2)) {
+    packed = *reinterpret_cast<const u16*>(from);
+  } else {
+    for (u32 byte = 0; byte * 8 < items * kBits; ++byte) packed |= u32{from[byte]} << (byte * 8);
+  }
+  const f32 step = Divide(scales[first >> ShiftOf(bucket_numel)], static_cast<f32>(kLevels));
   f32 values[kQuad];
+#pragma unroll
   for (u32 i = 0; i < kQuad; ++i) {
-    const i32 code = static_cast<i32>(packed >> (i * bits) & ((1u << bits) - 1u));
-    values[i] = Multiply(static_cast<f32>(code - levels), step);
+    const i32 code = static_cast<i32>(packed >> (i * kBits) & ((1u << kBits) - 1u));
+    values[i] = Multiply(static_cast<f32>(code - kLevels), step);
   }
   StoreQuad(x + first, items, values);
+}
+
+// The values of levels, a quad per thread.
+KERNEL qsgd_dequantize(const u8* codes, const f32* scales, i64 n, u32 bits, u32 bucket_numel,
+                       f32* x) {
+  if (bits == 2) {
+    DequantizeQuad<2>(codes, scales, n, bucket_numel, x);
+  } else if (bits == 4) {
+    DequantizeQuad<4>(codes, scales, n, bucket_numel, x);
+  } else {
+    DequantizeQuad<8>(codes, scales, n, bucket_numel, x);
+  }
 }

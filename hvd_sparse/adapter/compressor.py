@@ -22,8 +22,9 @@ from hvd_sparse.adapter.binding import (
 )
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.fate import StepFate
-from hvd_sparse.adapter.handover import Handover, memory_of
+from hvd_sparse.adapter.handover import Handover, handing_over, memory_of
 from hvd_sparse.adapter.levels import Hierarchical
+from hvd_sparse.adapter.planning import planned_memory, refuse_lone_momentum
 from hvd_sparse.adapter.refusals import (
     refuse_double_momentum,
     refuse_unsupported,
@@ -239,7 +240,10 @@ class SparseCompressor:
         self._session.embeddings = EmbeddingExchange(parameters, algorithm)
 
     def stats(self) -> Stats:
-        """What was selected, sent and waited for, per bucket and step."""
+        """What was selected, sent and waited for, per bucket and step: a snapshot.
+
+        Its text is a short table, and `later.since(earlier)` is what happened between two of them.
+        """
         self._settle()
         return self._engine.stats()
 
@@ -417,6 +421,7 @@ class SparseCompressor:
             assert self._lookup is not None
             self._session.connect(optimizer.process_set, self._lookup, self._device())
             self._warn_where_forgotten()
+        self._engine.begin_step()
         self._stepping = True
         return True
 
@@ -453,19 +458,26 @@ class SparseCompressor:
         self._optimizer = weakref.ref(optimizer)
         self._fate = StepFate(optimizer)
         self._states.bind(self._fate)
+        named = [(name, p) for name, p in self._lookup if p.dtype in SPARSE_DTYPES]
+        self._session.handing = handing_over(optimizer, self._engine, named, self._dense_below)
         let_go_after_steps(optimizer, self._engine)
-        synchronize_asleep(optimizer, self._session.raise_failure)
+        synchronize_asleep(optimizer, self._session.raise_failure, self._engine.wait)
 
     def _refuse_double_momentum(self, optimizer: Any, assignment: Assignment) -> None:
         assert self._lookup is not None
-        corrected = {}
+        corrected, planned = {}, []
         for name, parameter in self._lookup:
             if parameter.dtype not in SPARSE_DTYPES:
                 continue
-            memory = memory_of(assignment, name, parameter, self._dense_below)
+            memory = planned_memory(assignment, name, parameter)
+            if memory is not None:
+                planned.append(memory)
+            else:
+                memory = memory_of(assignment, name, parameter, self._dense_below)
             if memory is not None and memory.momentum > 0:
                 corrected[parameter] = memory
         refuse_double_momentum(optimizer, corrected)
+        refuse_lone_momentum(optimizer, planned)
 
     def _is_large(self, tensor: Tensor) -> bool:
         """Whether a tensor's type and size allow for a sparse exchange."""
@@ -494,7 +506,9 @@ class SparseCompressor:
         """A dense gradient, and with it what was not sent while it was exchanged sparsely."""
         assert self._lookup is not None
         leftover = self._engine.leftover(name)
-        if leftover is None or not self._lookup.requires_grad(name):
+        planning = self._session.planning
+        held = planning is not None and planning.holds
+        if leftover is None or held or not self._lookup.requires_grad(name):
             return as_horovod_takes_it(tensor), Dense(tensor.dtype)
         if leftover.shape != tensor.shape:
             raise ConfigError(

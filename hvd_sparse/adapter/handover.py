@@ -8,7 +8,8 @@ hand over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +80,19 @@ class Handover:
             if buffer is not None:
                 share = buffer.detach().to(torch.float32) / (scale * world_size)
                 self._engine.give_momentum(name, share)
+
+
+def handing_over(
+    optimizer: Any, engine: Engine, named: Sequence[tuple[str, Parameter]], dense_below: int
+) -> Callable[[Assignment], Handover | None]:
+    """What prepares a hand-over to an assignment, as long as the optimizer is there."""
+    reference = weakref.ref(optimizer)
+
+    def prepared(after: Assignment) -> Handover | None:
+        bound = reference()
+        return None if bound is None else Handover(bound, engine, after, named, dense_below)
+
+    return prepared
 
 
 def memory_of(

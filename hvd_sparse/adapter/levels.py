@@ -21,7 +21,7 @@ from hvd_sparse.collectives.two_levels import (
 from hvd_sparse.engine import Assignment, Method, TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.hosts import Grid, Hosts, Place, grid_of
-from hvd_sparse.planner import Planner
+from hvd_sparse.planner import planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 
@@ -95,7 +95,7 @@ def _possible(places: Sequence[Place], assignment: Assignment, transport: Transp
     """
     if not isinstance(transport, PointToPointTransport):
         raise ConfigError(f"transport {transport.name!r} exchanges with all ranks at once only")
-    if isinstance(assignment, Planner):
+    if planner_of(assignment) is not None:
         raise ConfigError("compress: auto plans for one level")
     return grid_of(places, transport.rank)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_sparse.engine import Engine, TensorSpec
-from hvd_sparse.errors import UnsupportedError
-from hvd_sparse.planner import Planner, World
+from hvd_sparse.adapter.binding import spec_of
+from hvd_sparse.engine import Assignment, TensorSpec
+from hvd_sparse.errors import ConfigError, UnsupportedError
+from hvd_sparse.memories import MemoryOptions
+from hvd_sparse.optim import MomentumCorrectedSGD
+from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.planner.trial import TIMED_STEPS
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.horovod_handles import outcome_of
@@ -46,12 +49,38 @@ def refuse_devices(parameters: Iterable[tuple[str, Parameter]]) -> None:
             )
 
 
+def planned_memory(assignment: Assignment, name: str, parameter: Parameter) -> MemoryOptions | None:
+    """The memory that a planner's candidates give a tensor; None where it plans nothing for it."""
+    planner = planner_of(assignment)
+    candidates = () if planner is None else planner.rules.candidates_of(spec_of(name, parameter))
+    return candidates[0].memory if candidates else None
+
+
+def refuse_lone_momentum(optimizer: Any, memories: Iterable[MemoryOptions]) -> None:
+    """Where a planner's tensors have momentum, they must have it while they are dense, too.
+
+    Args:
+        optimizer: The one that Horovod wraps.
+        memories: Those of the planner's candidates.
+
+    Raises:
+        ConfigError: The optimizer has none for them.
+    """
+    momentum = max((memory.momentum for memory in memories), default=0.0)
+    if momentum > 0 and not isinstance(optimizer, MomentumCorrectedSGD):
+        raise ConfigError(
+            f"compress: auto with momentum={momentum:g} needs hvd_sparse.MomentumCorrectedSGD, "
+            "which has the momentum of tensors that are left dense, got "
+            f"{type(optimizer).__name__}"
+        )
+
+
 class Planning:
     """One planner in one world.
 
     Args:
-        planner: Decides; it is the engine's assignment.
-        engine: What exchanges by its decisions.
+        planner: Decides.
+        change_to: Reduces by another assignment from the next step on; all ranks call it together.
         specs: The parameters in the order in which they were named; gradients come the other way.
         transport: The engine's.
         process_set: Horovod's name for the world.
@@ -60,13 +89,13 @@ class Planning:
     def __init__(
         self,
         planner: Planner,
-        engine: Engine,
+        change_to: Callable[[Assignment], None],
         specs: Sequence[TensorSpec],
         transport: Transport,
         process_set: Any,
     ) -> None:
         self._planner = planner
-        self._engine = engine
+        self._change_to = change_to
         self._specs = list(reversed(specs))
         self._transport = transport
         self._ready: dict[str, float] = {}
@@ -74,6 +103,11 @@ class Planning:
         planner.decide(self._specs, World(transport, horovods_allreduce(process_set)))
         self._steps_left = planner.steps_to_review
         self._began_at = self._returned_at = perf_counter()
+
+    @property
+    def holds(self) -> bool:
+        """Whether dense tensors are to keep their residuals, since they are dense for a turn."""
+        return self._planner.is_trying
 
     def arrived(self, name: str) -> None:
         """A gradient is there; of interest in the last step before a review."""
@@ -102,5 +136,4 @@ class Planning:
         changed = self._planner.review(self._specs, ready_s, timed, self._transport)
         self._steps_left = self._planner.steps_to_review
         if changed:
-            self._engine.reassign(self._planner)
-            self._engine.agree()
+            self._change_to(self._planner.current)

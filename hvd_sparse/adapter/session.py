@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
 from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
-from hvd_sparse.planner import Planner
+from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import Bootstrap, create_transport
 from hvd_sparse.transports.framing import Payload
@@ -45,7 +45,9 @@ class Session:
     Attributes:
         world_size: P.
         embeddings: Reduces the gradients of sparse embeddings, or None.
-        planning: The planner beside the training, where the engine's assignment is one.
+        planning: The planner beside the training, where the engine's assignment is a planner's.
+        handing: Prepares the hand-over of momentum to a planner's next assignment; None: nothing
+            is to change sides.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Session:
         self.world_size = 1
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
+        self.handing: Callable[[Assignment], Handover | None] | None = None
         self._engine = engine
         self._transport_name = transport
         self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
@@ -233,16 +236,11 @@ class Session:
     def _agree(self) -> None:
         """Let a planner decide; check that all ranks have one assignment, and what levels."""
         self.planning = None
-        if isinstance(self._engine.assignment, Planner):
-            refuse_devices(self._parameters)
-            self.planning = Planning(
-                self._engine.assignment,
-                self._engine,
-                self._parameters.sparse_specs(),
-                self._transport,
-                self._process_set,
-            )
-        self._engine.agree()
+        planner = planner_of(self._engine.assignment)
+        if planner is None:
+            self._engine.agree()
+        else:
+            self._plan(planner)
         self._engine.hosts = agree_on_levels(
             self._hierarchical,
             place_of_this_rank(),
@@ -250,6 +248,35 @@ class Session:
             self._parameters.sparse_specs(),
             self._transport,
         )
+
+    def _plan(self, planner: Planner) -> None:
+        """Let a planner decide."""
+        refuse_devices(self._parameters)
+        self.planning = Planning(
+            planner,
+            self._change_to,
+            self._parameters.sparse_specs(),
+            self._transport,
+            self._process_set,
+        )
+        if planner.before is not None:  # the momenta of a state are where its plan had them
+            self._engine.assignment, planner.before = planner.before, None
+        self._change_to(planner.current)
+
+    def _change_to(self, assignment: Assignment) -> None:
+        """Reduce by a planner's assignment from the next step on; momenta change sides with it."""
+        engine = self._engine
+        if engine.assignment.description == assignment.description:
+            engine.assignment = assignment
+            engine.agree()
+            return
+        handover = None if self.handing is None else self.handing(assignment)
+        engine.reassign(assignment)
+        engine.agree()
+        if handover is not None:
+            world_size = self._transport.world_size
+            scale = handover.scale_of_op(world_size) if engine.scale is None else engine.scale
+            handover.carry_out(scale / engine.unit, world_size)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from hvd_sparse.adapter.fate import StepFate
 from hvd_sparse.adapter.session import Session, as_horovod_error
 from hvd_sparse.engine import Engine
 from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
+from hvd_sparse.planner import planner_of
 
 if TYPE_CHECKING:
     from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
@@ -60,13 +61,16 @@ class States:
     def save(self) -> dict[str, Any]:
         """This rank's state."""
         unit = self._loaded_unit if self._fate is None else self._fate.unit
-        return {**self._engine.state_dict(), "unit": unit}
+        planner = planner_of(self._engine.assignment)
+        plan = None if planner is None else planner.state_dict()
+        return {**self._engine.state_dict(), "unit": unit, "planner": plan}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """See `SparseCompressor.load_state_dict`."""
         self._engine.load_state_dict(state, strict=strict, shapes=self._shapes)
         self._loaded_strictly = strict if self._shapes is None else None
         self._take_unit(state.get("unit"))
+        self._take_plan(state.get("planner"))
 
     def save_checkpoint(self, path: str | os.PathLike[str], process_set: Any) -> None:
         """See `SparseCompressor.save_checkpoint`."""
@@ -84,6 +88,7 @@ class States:
             self._engine.count_dropped(loaded.dropped_l1, "; ".join(loaded.dropped))
         self._loaded_strictly = missing == "refuse" if self._shapes is None else None
         self._take_unit(loaded.state["unit"])
+        self._take_plan(loaded.state["planner"])
 
     def _world(self, process_set: Any) -> tuple[HorovodBootstrap, Callable[[Any], list[Any]]]:
         """The ranks of a process set, or all of Horovod's, and how they gather objects."""
@@ -99,6 +104,11 @@ class States:
                 return world.allgather_object(mine, "hvd_sparse.checkpoint", self._timeout_s)
 
         return world, gather
+
+    def _take_plan(self, plan: Mapping[str, Any] | None) -> None:
+        planner = planner_of(self._engine.assignment)
+        if planner is not None and plan is not None:
+            planner.load_state_dict(plan)
 
     def _take_unit(self, unit: float | None) -> None:
         self._loaded_unit = unit

@@ -19,13 +19,20 @@ CAUSE_S = 1.0
 CAUSE_INTERVAL_S = 0.01
 
 
-def synchronize_asleep(optimizer: Any, raise_failure: Callable[[], None]) -> None:
+def synchronize_asleep(
+    optimizer: Any, raise_failure: Callable[[], None], exchanged: Callable[[], None]
+) -> None:
     """Let a Horovod optimizer's `synchronize`, which `step` calls, sleep while it waits.
+
+    The exchanges come first: a thread wakes this one when they are done. Horovod tells nobody, and
+    has to be looked at, which takes the processor and Python's lock from the exchanges. It is done
+    by then, as a rule.
 
     Args:
         optimizer: Horovod's.
         raise_failure: Raises what the exchange of this step has failed by, if it has. Horovod would
             wait on: for its own timeout, or for good.
+        exchanged: Returns when the exchanges of this step are done, have failed, or cannot begin.
     """
     from horovod.common.exceptions import HorovodInternalError
 
@@ -35,6 +42,7 @@ def synchronize_asleep(optimizer: Any, raise_failure: Callable[[], None]) -> Non
         if optimizer.process_set.included():
             hand_over_rest(optimizer)
             handles = [handle for handle, _ in optimizer._handles.values()]
+            exchanged()
             # A callable stands for two gathers.
             wait_for((handle for handle in handles if not callable(handle)), raise_failure)
         try:

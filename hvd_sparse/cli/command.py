@@ -7,6 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvd_sparse.tables import table
+
+__all__ = ["Command", "Output", "no_arguments", "table"]
+
 
 @dataclass(frozen=True)
 class Output:
@@ -47,13 +51,3 @@ class Command:
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
     """For a subcommand without arguments of its own."""
-
-
-def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
-    """Rows as aligned columns, the last one ragged."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        indent
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

@@ -9,21 +9,27 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_count
-from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of, short
+from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of
 from hvd_sparse.cli.command import Command, Output, table
+from hvd_sparse.cli.explained import HEADINGS, figures_of, row_of
 from hvd_sparse.cli.hosts import add_host_arguments, levels_of, profiles_of_hosts
 from hvd_sparse.cli.model import load_model
 from hvd_sparse.cli.units import bytes_per_s, seconds, shown_s
 from hvd_sparse.cost_model import Link
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.planner.choose import MARGIN, ChosenPlan, PlannedTensor, choose_plan
+from hvd_sparse.files import write_text
+from hvd_sparse.planner.choose import ChosenPlan, PlannedTensor, choose_plan
 from hvd_sparse.planner.measure import measure_encoding
-from hvd_sparse.planner.predict import Verdict, verdict
-from hvd_sparse.planner.profile import Profile, modelled, place_of
+from hvd_sparse.planner.plots import plot_timelines
+from hvd_sparse.planner.profile import Profile, modelled, place_of, processor
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import owning_modules
+from hvd_sparse.policy.pin import pinned
 from hvd_sparse.transports import LocalWorld
 
 
@@ -49,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_host_arguments(parser)
     add_candidate_arguments(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step as a timeline")
+    parser.add_argument(
+        "--write-policy", type=Path, metavar="FILE", help="pin the plan: a policy without auto"
+    )
 
 
 def run(options: argparse.Namespace) -> Output:
@@ -69,7 +79,7 @@ def run(options: argparse.Namespace) -> Output:
     tensors = as_they_come(specs, rules, options.backward)
     plans = [choose_plan(each, tensors) for each in profiles]
     plan, profile = min(zip(plans, profiles, strict=True), key=lambda pair: pair[0].predicted_s)
-    rows = [row_of(tensor, rules, profile, plan) for tensor in reversed(tensors)]
+    rows = [row_of(tensor, rules, profile, plan, tensors) for tensor in reversed(tensors)]
     report = {
         "costs": profile.source,
         "ranks": options.ranks,
@@ -78,8 +88,10 @@ def run(options: argparse.Namespace) -> Output:
         "forms": {p.source: each.predicted_s for p, each in zip(profiles, plans, strict=True)},
         "buckets": len(set(plan.placements.values())),
         "tensors": rows,
+        "rests_on": costs_from(options, profile),
     }
-    return Output(report, text_of(report, options.backward))
+    written = write_outputs(options, rules, profile, tensors, plan)
+    return Output(report, text_of(report, options.backward) + written)
 
 
 def profiles_of(options: argparse.Namespace, rules: PolicyAssignment) -> list[Profile]:
@@ -112,63 +124,40 @@ def as_they_come(
     ]
 
 
-def row_of(
-    tensor: PlannedTensor, rules: PolicyAssignment, profile: Profile, plan: ChosenPlan
-) -> dict[str, Any]:
-    """One tensor: predictions for it alone, what was chosen, and why."""
-    spec, placement = tensor.spec, plan.placements.get(tensor.spec.name)
-    row: dict[str, Any] = {"name": spec.name, "numel": spec.numel, "sparse_s": None}
-    row["dense_s"] = profile.dense.at(spec.numel)
-    if not tensor.candidates:
-        method = rules.choice_of(spec).method
-        row["choice"] = "dense" if method is None else method.description
-        row["shown"] = "dense" if method is None else short(method.description)
-        row["reason"] = "the policy says so"
-        return row
-    if placement is not None:
-        found = verdict(profile, profile.costs_of(placement.method), spec.numel)
-        row["choice"] = f"{placement.method}, bucket {placement.bucket.removeprefix('planned ')}"
-        row["shown"] = f"{short(placement.method)}, {placement.bucket.removeprefix('planned ')}"
-    else:
-        every = [profile.costs_of(method.description) for method in tensor.candidates]
-        found = min(
-            (verdict(profile, costs, spec.numel) for costs in every), key=lambda v: v.sparse_s
-        )
-        row["choice"] = row["shown"] = "dense"
-    row["sparse_s"], row["reason"] = found.sparse_s, reason(found, plan, placement is not None)
-    return row
+def costs_from(options: argparse.Namespace, profile: Profile) -> str:
+    """Whose encoding and decoding it is."""
+    if options.profile is None:
+        return f"encoding and decoding as measured on this CPU ({processor()})"
+    place = profile.place
+    return f"all costs from {options.profile}, taken on {place.host_class} ({place.device})"
 
 
-def reason(found: Verdict, plan: ChosenPlan, is_sparse: bool) -> str:
-    """DRAGONN's equation (1) in words."""
-    left, right = shown_s(found.encode_decode_s), found.dense_s - found.exchange_s
-    if not found.holds:
-        words = f"encode + decode {left} > dense - sparse {shown_s(right)}"
-        if right <= 0:
-            words = f"the exchange alone takes {shown_s(found.exchange_s)}"
-        return f"alone, {words}; not so in its bucket" if is_sparse else words
-    if is_sparse:
-        return f"encode + decode {left} < dense - sparse {shown_s(right)}"
-    if not plan.placements:
-        return f"the whole model would gain less than {100 * (1 - MARGIN):.0f} %"
-    return "dense together with others costs less"
+def write_outputs(
+    options: argparse.Namespace,
+    rules: PolicyAssignment,
+    profile: Profile,
+    tensors: list[PlannedTensor],
+    plan: ChosenPlan,
+) -> str:
+    """Draw and pin the plan where that is asked for; what was written, in words."""
+    words = ""
+    if options.plot is not None:
+        plot_timelines(profile, tensors, plan.placements, options.plot)
+        words += f"\ntimeline: {options.plot}"
+    if options.write_policy is not None:
+        specs = [tensor.spec for tensor in reversed(tensors)]
+        data = pinned(policy_of(options), rules, specs, plan.placements)
+        title = f"# A plan of hvd-sparse {__version__}: {profile.source}; "
+        title += f"{costs_from(options, profile)}.\n"
+        write_text(options.write_policy, title + yaml.safe_dump(data, sort_keys=False))
+        words += f"\npolicy: {options.write_policy}"
+    return words
 
 
 def text_of(report: dict[str, Any], backward_s: float) -> str:
     """The table, and the step."""
-    rows = [("tensor", "elements", "dense", "sparse", "choice, bucket", "reason")]
-    for row in report["tensors"]:
-        sparse = "" if row["sparse_s"] is None else shown_s(row["sparse_s"])
-        rows.append(
-            (
-                row["name"],
-                f"{row['numel']:,}",
-                shown_s(row["dense_s"]),
-                sparse,
-                row["shown"],
-                row["reason"],
-            )
-        )
+    rows = [(*HEADINGS, "choice, bucket", "reason")]
+    rows += [(*figures_of(row), row["shown"], row["reason"]) for row in report["tensors"]]
     beside = f", beside a backward of {shown_s(backward_s)}" if backward_s else ""
     gain = report["dense_s"] / report["predicted_s"]
     others = [
@@ -177,7 +166,8 @@ def text_of(report: dict[str, Any], backward_s: float) -> str:
         if source != report["costs"]
     ]
     return (
-        f"{report['ranks']} ranks; costs: {report['costs']}\n\n{table(rows)}\n\n"
+        f"{report['ranks']} ranks; costs: {report['costs']}; {report['rests_on']}\n\n"
+        f"{table(rows)}\n\n"
         f"all reductions{beside}: {shown_s(report['predicted_s'])} as planned, "
         f"{shown_s(report['dense_s'])} dense ({gain:.2f} ×)" + "".join(others)
     )
@@ -191,6 +181,7 @@ PLAN = Command(
         "hvd-sparse plan torchvision.models:vgg16 --hosts 32 --local 8 --bandwidth 25gbit "
         "--local-bandwidth 300gbyte",
         "hvd-sparse plan models:make --policy policy.yaml --profile profile.json --backward 80ms",
+        "hvd-sparse plan models:make --backward 80ms --plot step.png --write-policy planned.yaml",
     ),
     add_arguments=add_arguments,
     run=run,

@@ -8,8 +8,8 @@ from pathlib import Path
 from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.files import write_text
 from hvd_sparse.recording.log import chosen_run, read_runs
-from hvd_sparse.recording.page import last_plan, report_page, steps_of
-from hvd_sparse.recording.summary import bucket_means, slowest_rank
+from hvd_sparse.recording.page import beside, report_page
+from hvd_sparse.recording.summary import bucket_means, last_plan, slowest_rank, steps_of
 
 
 def add_recording_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +47,12 @@ def run(options: argparse.Namespace) -> Output:
         "plans": len(recording.plans),
         "buckets": len(plan.buckets),
         "means_per_step": {name: float(v.sum()) for name, v in bucket_means(plan).items()},
-        "slowest_rank": slowest_rank(recording) if recording.ranks else None,
+        "slowest_rank": slowest_rank(recording),
     }
     notes = [f"run {runs.index(recording) + 1} of {len(runs)}"] if len(runs) > 1 else []
+    if others := beside(runs, recording):
+        numbers = ", ".join(map(str, others))
+        notes.append(f"another compression of the same time: --run {numbers}")
     if recording.torn_lines:
         notes.append(f"{recording.torn_lines} line(s) are cut off")
     note = f" ({', '.join(notes)})" if notes else ""

@@ -85,6 +85,7 @@ class Bucket:
         device: torch.device,
         step: int = 0,
         hosts: Hosts | None = None,
+        decoded: Tensor | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.starts = [0, *accumulate(spec.numel for spec in specs)]
@@ -100,11 +101,19 @@ class Bucket:
         self.collective = method.collective(peers, numel, method.k(numel))
         self.stages = Stages(self.collective, self.selector, takes_all=self._is_alone)
         self.memory = method.memory.make(numel, device, peers.world_size)
-        dtype = getattr(torch, specs[0].dtype.removeprefix("torch."))
-        self.decoded = ops.zero_vector(self.numel, dtype, device)
+        if decoded is None:
+            dtype = getattr(torch, specs[0].dtype.removeprefix("torch."))
+            decoded = ops.zero_vector(self.numel, dtype, device)
+        self.decoded = decoded
         self.lane = Lane(device)
-        names = tuple(spec.name for spec in specs)
-        self.stats = BucketStats(names=names, numel=self.numel, k=method.k(self.numel))
+        names = tuple(spec.label for spec in specs)
+        self.stats = BucketStats(
+            names=names,
+            numel=self.numel,
+            k=method.k(self.numel),
+            compressor=method.name,
+            wire=self.collective.wire.name,
+        )
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
         self.taken: SparseStream | None = None
@@ -141,10 +150,12 @@ class Bucket:
 
     def put(self, place: int, gradient: Tensor) -> None:
         """Take note of a gradient; it must not change until the bucket is done."""
-        self.lane.hand_over()
+        self.lane.expect()
         if self._gradients[place] is None:
             self._missing -= 1
         self._gradients[place] = gradient
+        if self._missing == 0:
+            self.lane.hand_over()
         if self._missing == 0 and self.phase is Phase.COLLECTING:
             self.phase = Phase.READY
 

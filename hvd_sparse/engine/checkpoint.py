@@ -159,6 +159,7 @@ def load_checkpoint(
             lost += file["l1"]
             continue
         _add(total, state)
+        total.planner = total.planner or state.planner
         if old_size == world_size:
             total.buckets, total.rank, total.world_size = state.buckets, rank, world_size
     strangers = {} if shapes is None else total.strangers(shapes)

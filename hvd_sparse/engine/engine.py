@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.exchange import decode, work, work_ahead
 from hvd_sparse.engine.guard import Guard, warn
+from hvd_sparse.engine.location import Location, Wholes
 from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
 from hvd_sparse.engine.plan import (
     Assignment,
@@ -29,7 +31,7 @@ from hvd_sparse.engine.plan import (
 )
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
-from hvd_sparse.engine.transitions import Frozen, Release, cut, l1_of, momentum_unit
+from hvd_sparse.engine.transitions import Frozen, Release, l1_of, momentum_unit
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.hosts import Hosts
@@ -68,6 +70,8 @@ class Engine:
         self._frozen = Frozen()
         self._freezing: set[str] = set()
         self._let_go_l1 = 0.0
+        self._before, self._steps_before, self._plans = StepStats(), 0, 0
+        self._step_began = self._told_of_transport = False
         self._specs: dict[str, TensorSpec] = {}
         self._unit = 1.0
         self._clipping: StepClipping | None = None
@@ -77,7 +81,7 @@ class Engine:
         self._arrivals: dict[str, tuple[TensorSpec, Tensor]] = {}
         self._spent: list[list[Tensor | None]] = []
         self._buckets: list[Bucket] = []
-        self._places: dict[str, tuple[Bucket, int]] = {}
+        self._places: dict[str, Location] = {}
         self._taken: dict[TensorSpec, bool] = {}  # asked for every tensor in every step
         self._restored = EngineState()
         self._restored_strictly = False
@@ -132,8 +136,8 @@ class Engine:
 
     def awaits(self, spec: TensorSpec) -> bool:
         """Whether just this tensor is in the plan; it needs no further question then."""
-        place = self._places.get(spec.name)
-        return place is not None and place[0].specs[place[1]] is spec
+        location = self._places.get(spec.name)
+        return location is not None and location.spec is spec
 
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the assignment gives the tensor to the engine, and not to Horovod."""
@@ -144,7 +148,7 @@ class Engine:
 
     def method_of(self, name: str) -> Method | None:
         """How a tensor of the plan is compressed; None for any other."""
-        return self._places[name][0].method if name in self._places else None
+        return self._places[name].bucket.method if name in self._places else None
 
     def leftover(self, name: str) -> Tensor | None:
         """What waits to be sent of a tensor that is in no bucket: float32, its shape; or None."""
@@ -218,7 +222,7 @@ class Engine:
         parts = []
         for name in names:
             if name in self._places:
-                parts.append(cut(self._places[name]))
+                parts.append(self._places[name].cut())
             parts.append(self._frozen.held.pop(name, {}))
             kinds = {"residual": self._restored.residual, "momentum": self._restored.momentum}
             parts.append({kind: t.pop(name) for kind, t in kinds.items() if name in t})
@@ -242,7 +246,7 @@ class Engine:
                     tensor.mul_(will_be / was)
         self.assignment = assignment
         if self._transport is not None:
-            self._observer.planned(self._transport, ())  # the next step's, if it has any bucket
+            self._tell_plan()  # that of the next step follows, if it has any bucket
 
     def take_momentum(self, shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
         """The momenta of tensors that have none here any more, summed over the ranks.
@@ -299,18 +303,45 @@ class Engine:
     def disconnect(self) -> None:
         """Stop the background thread and close the transport, if there are any; keep the state."""
         self._give_up_plan()
+        if self._told_of_transport:
+            self._observer.ended()
+        self._told_of_transport = False
         self._worker.close()
         self.hosts = None
 
     def _give_up_plan(self) -> None:
         """Stop the background thread, and keep the state for the next plan."""
+        self._end_dense_step()
         self._worker.stop()  # before the state is read, which it changes
         self._restored = self._state()
         self._let_go_l1 += sum(bucket.memory.let_go_l1 for bucket in self._buckets)
+        self._steps_before = self._steps
+        for bucket in self._buckets:
+            self._before.add(bucket.stats)
         self._frozen = Frozen()
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
 
     # -- a step, seen from the training thread -----------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Say that a step begins; without this, steps of dense tensors only are not counted."""
+        self._end_dense_step()
+        self._step_began = True
+
+    def _end_dense_step(self) -> None:
+        """Count the last step, if it has begun and nothing was exchanged in it."""
+        began, self._step_began = self._step_began, False
+        if not began or self._buckets or self._arrivals or self._transport is None:
+            return
+        if not self._told_of_transport:
+            self._tell_plan()
+        self._steps_before += 1
+        self._observer.stepped(())
+
+    def _tell_plan(self) -> None:
+        assert self._transport is not None
+        self._told_of_transport = True
+        self._observer.planned(self._transport, self._buckets)
 
     def submit(self, spec: TensorSpec, gradient: Tensor, *, frozen: bool = False) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned.
@@ -326,19 +357,30 @@ class Engine:
         if not self._buckets:
             self._arrivals[spec.name] = (spec, gradient)
             return
-        bucket, place = self._places[spec.name]
-        if bucket.specs[place] is not spec and bucket.specs[place] != spec:
-            former = bucket.specs[place]
+        location = self._places[spec.name]
+        former = location.spec
+        if former is not spec and former != spec:
             raise PlanError(
                 f"the gradient of {spec.name!r} changed from {former.dtype}{former.shape} to "
                 f"{spec.dtype}{spec.shape}: after such a change, call "
                 "compression.reassign(compression.method) on all ranks"
             )
         if frozen:
-            self._frozen.freeze(spec.name, (bucket, place))
+            self._frozen.freeze(spec.name, location)
         elif self._frozen.held:
-            self._frozen.thaw(spec.name, (bucket, place))
-        self._worker.put(bucket, place, gradient)
+            self._frozen.thaw(spec.name, location)
+        if location.whole is None:
+            self._worker.put(location.bucket, location.place, gradient)
+            return
+        for bucket, place, part in location.parts(gradient):
+            self._worker.put(bucket, place, part)
+
+    def wait(self) -> None:
+        """Wait, without a look in between, until the step is exchanged or has failed.
+
+        Returns at once where gradients of it are missing, and where there is no plan yet.
+        """
+        self._worker.wait_for_all()
 
     def result(self, name: str) -> Tensor:
         """The reduced gradient of a tensor, a view; waits for the whole step.
@@ -349,21 +391,22 @@ class Engine:
         """
         if not self._buckets:
             self._make_plan()
-        bucket, place = self._places[name]
-        if bucket.is_begun:
+        location = self._places[name]
+        if location.bucket.is_begun:
             self._finish_step()
-        return bucket.view(place)
+        whole = location.whole
+        return location.bucket.view(location.place) if whole is None else whole
 
     def _finish_step(self) -> None:
         missing = [n for b in self._buckets if b.phase is Phase.COLLECTING for n in b.missing()]
         if missing and self.error is None:
-            raise PlanError(f"no gradient came for {', '.join(missing)}")
+            raise PlanError(f"no gradient came for {', '.join(dict.fromkeys(missing))}")
         late = [StepStats() for _ in self._buckets]
         for bucket, stats in zip(self._buckets, late, strict=True):
             with stats.timed("wait_s"):
                 self._worker.wait_for(bucket, Phase.EXCHANGED)
             bucket.lane.hand_back()
-        self._unsettled = True
+        self._unsettled, self._step_began = True, False
         for bucket, stats in zip(self._buckets, late, strict=True):
             if bucket.reduced is not None:
                 assert self.scale is not None
@@ -377,8 +420,9 @@ class Engine:
     def _compare_ranks(self) -> None:
         """Gather what the phases took on every rank; the background thread is idle meanwhile."""
         assert self._transport is not None
-        totals = self.stats().totals
-        now = torch.tensor([getattr(totals, n) for n in COMPARED_PHASES], dtype=torch.float64)
+        stats = [bucket.stats for bucket in self._buckets]
+        sums = [sum(getattr(each, name) for each in stats) for name in COMPARED_PHASES]
+        now = torch.tensor(sums, dtype=torch.float64)
         since, self._compared = now - self._compared, now
         messages = self._transport.allgather((since,), channel="compare")
         self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
@@ -391,23 +435,22 @@ class Engine:
         assert self._transport is not None
         specs = [spec for spec, _ in self._arrivals.values()]
         plan = agree_on_plan(specs, self.assignment, self._transport)
-        buckets = [self._new_bucket(bucket_plan) for bucket_plan in plan]
+        wholes = Wholes()
+        buckets = [self._new_bucket(bucket_plan, wholes) for bucket_plan in plan]
         leftover = self._restored.restore(buckets, self._transport, self._restored_strictly)
         self._restored, self._restored_strictly = EngineState(leftover), False
         self._buckets = buckets
-        self._places = {
-            spec.name: (bucket, place)
-            for bucket in self._buckets
-            for place, spec in enumerate(bucket.specs)
-        }
-        self._specs |= {spec.name: spec for bucket in buckets for spec in bucket.specs}
+        self._plans += 1
+        self._places = wholes.locate(buckets)
+        self._specs |= {name: location.spec for name, location in self._places.items()}
         self._comparing = self._rank_0_observes()
         self._compared.zero_()
-        self._observer.planned(self._transport, self._buckets)
+        self._tell_plan()
         for name in self._freezing & self._places.keys():
             self._frozen.freeze(name, self._places[name])
-        for name, (bucket, place) in self._places.items():
-            bucket.put(place, self._arrivals[name][1])
+        for name, location in self._places.items():
+            for bucket, place, part in location.parts(self._arrivals[name][1]):
+                bucket.put(place, part)
         self._arrivals = {}
         clipping = StepClipping(buckets, self._transport.world_size)
         clipping.scale, clipping.unit = self.scale, self._unit
@@ -422,28 +465,40 @@ class Engine:
         mine = torch.tensor([self._observer.is_on], dtype=torch.int64)
         return bool(self._transport.broadcast((mine,), 0, channel="observe").view(torch.int64))
 
-    def _new_bucket(self, plan: BucketPlan) -> Bucket:
+    def _new_bucket(self, plan: BucketPlan, wholes: Wholes) -> Bucket:
         assert self._transport is not None
         device = self._arrivals[plan.specs[0].name][1].device
-        return Bucket(plan.specs, plan.method, self._transport, device, hosts=self.hosts)
+        decoded = wholes.vector_for(plan.specs, device)
+        return Bucket(
+            plan.specs, plan.method, self._transport, device, decoded=decoded, hosts=self.hosts
+        )
 
     # -- reports and state -------------------------------------------------------------------------
 
+    @property
+    def _steps(self) -> int:
+        return self._steps_before + (self._buckets[0].stats.steps if self._buckets else 0)
+
     def stats(self) -> Stats:
-        """What was selected, sent and waited for, per bucket and step."""
+        """What was selected, sent and waited for, per bucket and step: a snapshot."""
         transport = self._transport.name if self._transport is not None else ""
-        buckets = [bucket.stats for bucket in self._buckets]
+        with self._worker.at_pause():
+            buckets = [b.stats.snapshot(b.memory.let_go_l1) for b in self._buckets]
+            steps = self._steps
         let_go = self._let_go_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
         waiting = [parts["residual"] for parts in self._frozen.held.values()]
         waiting += self._restored.residual.values()
         return Stats(
             transport,
-            buckets,
+            tuple(buckets),
             self.skipped_steps,
             self.dropped_l1,
             waiting_l1=l1_of(waiting),
             lost_l1=self.lost_l1,
             let_go_l1=let_go,
+            steps=steps,
+            before=replace(self._before),
+            plan=self._plans,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,13 +36,15 @@ def select(bucket: Bucket) -> None:
     with stats.timed("stage_s"):
         gradients = bucket.gradients()
     with stats.timed("accumulate_select_s"):
-        stage = bucket.stages.at(bucket.shard_k, bucket.step)
+        stats.nnz_wanted = bucket.shard_k
+        stage = bucket.stages.at(stats.nnz_wanted, bucket.step)
         bucket.stats.collective = name_of(stage.collective)
         scope = stage.collective.scope()
         bucket.open_step()
         accumulator = memory.accumulate(gradients, stage.k, scope)
         selected = stage.select(bucket.selector, accumulator)
         bucket.taken = hold_back(accumulator, selected, stage.k)
+        bucket.lane.send(bucket.taken)
     bucket.stage = stage
     stats.nnz_held_back = selected.nnz - bucket.taken.nnz
 
@@ -59,10 +61,10 @@ def reduce(bucket: Bucket) -> None:
     assert taken is not None
     assert stage is not None
     memory, transport, stats = bucket.memory, stage.collective.transport, bucket.step_stats
-    transport.context = Context(bucket.specs[0].name, bucket.step)
+    transport.context = Context(bucket.specs[0].label, bucket.step)
     traffic = transport.traffic.snapshot()
     with stats.timed("exchange_s"):
-        reduction = stage.collective.reduce(taken.to("cpu"), memory.take_at)
+        reduction = stage.collective.reduce(bucket.lane.landed(taken), memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
         applied = memory.applied(reduction.reduced)
         bucket.reduced = applied if bucket.inside is None else bucket.inside.gather(applied)

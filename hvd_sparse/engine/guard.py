@@ -46,6 +46,10 @@ class Guard:
         """See `Observer.compared`."""
         self._call(lambda observer: observer.compared(seconds))
 
+    def ended(self) -> None:
+        """See `Observer.ended`."""
+        self._call(lambda observer: observer.ended())
+
     def _call(self, call: Callable[[Observer], None]) -> None:
         if self._observer is None:
             return

@@ -10,6 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from hvd_sparse.streams import SparseStream
+
+HIGH_PRIORITY = -1
+"""Of a lane's stream: its kernels are short, and peers wait for what they find."""
+
 
 class Lane:
     """One bucket's stream on a CUDA device; on a CPU there is nothing to order.
@@ -23,18 +28,76 @@ class Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        self._givers: dict[torch.cuda.Stream, None] = {}
+        self._landing: Landing | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+            self._landing = Landing()
+
+    def expect(self) -> None:
+        """On the training thread: what was issued here is to be handed over, with what follows."""
+        if self._stream is not None:
+            self._givers[torch.cuda.current_stream(self._stream.device)] = None
 
     def hand_over(self) -> None:
-        """On the training thread: the lane's next work comes after all that was issued here."""
+        """On the training thread: the lane's next work comes after all that is expected."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            for giver in self._givers:  # one, unless the training has streams of its own
+                self._stream.wait_stream(giver)
+            self._givers.clear()
 
     def work(self) -> AbstractContextManager[object]:
         """On the background thread: what is issued inside runs in the lane."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def send(self, stream: SparseStream) -> None:
+        """In the lane: entries begin their way to the host; the device is not waited for."""
+        if self._landing is not None:
+            self._landing.send(stream)
+
+    def landed(self, stream: SparseStream) -> SparseStream:
+        """On the background thread: entries that were sent, on the host; waits for them alone.
+
+        They are there until the next `send`.
+        """
+        return stream if self._landing is None else self._landing.wait(stream.numel)
+
     def hand_back(self) -> None:
         """On the training thread: what is issued here next comes after all of the lane's work."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+class Landing:
+    """Pinned memory in which one bucket's entries arrive, step by step."""
+
+    def __init__(self) -> None:
+        self._room = SparseStream.empty(0)
+        self._nnz = 0
+        self._arrived = torch.cuda.Event()
+
+    def send(self, stream: SparseStream) -> None:
+        """See `Lane.send`."""
+        self._nnz = stream.nnz
+        if self._nnz > self._room.nnz:
+            self._room = _pinned(1 << (self._nnz - 1).bit_length())
+        here = self._room.slice(0, self._nnz)
+        here.indices.copy_(stream.indices, non_blocking=True)
+        here.values.copy_(stream.values, non_blocking=True)
+        self._arrived.record()
+
+    def wait(self, numel: int) -> SparseStream:
+        """See `Lane.landed`."""
+        self._arrived.synchronize()
+        here = self._room.slice(0, self._nnz)
+        return SparseStream(here.indices, here.values, numel)
+
+
+def _pinned(nnz: int) -> SparseStream:
+    """Room for entries that the device copies to without the host's help."""
+    return SparseStream(
+        torch.empty(nnz, dtype=torch.int32, pin_memory=True),
+        torch.empty(nnz, dtype=torch.float32, pin_memory=True),
+        0,
+    )

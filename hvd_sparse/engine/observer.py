@@ -21,7 +21,7 @@ class Observer(Protocol):
         """The step that ends now made a plan; without buckets: the last plan is given up."""
 
     def stepped(self, buckets: Sequence[Bucket]) -> None:
-        """A step has ended; the buckets' statistics include it."""
+        """A step has ended; the buckets' statistics include it. Without buckets: all was dense."""
 
     def compared(self, seconds: Tensor) -> None:
         """What the phases took on every rank.
@@ -29,3 +29,6 @@ class Observer(Protocol):
         Args:
             seconds: float64 `(P, len(COMPARED_PHASES))`, sums since the last call, on every rank.
         """
+
+    def ended(self) -> None:
+        """No step follows by this transport."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from hvd_sparse.collectives import Collective
 from hvd_sparse.engine.warmup import Warmup
@@ -25,16 +27,47 @@ class TensorSpec:
         name: The parameter's name.
         shape: Its shape.
         dtype: Its gradient's type, as `torch.float32` is spelled.
+        whole: The tensor that this is some rows of; None: it is a tensor itself.
+        start: The first of these rows.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    whole: TensorSpec | None = None
+    start: int = 0
 
     @property
     def numel(self) -> int:
         """Elements of the tensor."""
         return torch.Size(self.shape).numel()
+
+    @property
+    def tensor(self) -> TensorSpec:
+        """The whole tensor."""
+        return self.whole or self
+
+    @property
+    def label(self) -> str:
+        """The name, and the rows where these are not all: `weight[0:512]`."""
+        stop = self.start + self.shape[0] if self.whole else 0
+        return f"{self.name}[{self.start}:{stop}]" if self.whole else self.name
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its rows of a tensor in the shape of the whole one: a view."""
+        return tensor[self.start : self.start + self.shape[0]] if self.whole else tensor
+
+    def cut(self, numel: int) -> list[TensorSpec]:
+        """Equal parts of whole rows, of at most so many elements where rows are not longer."""
+        rows = self.shape[0] if self.shape else 1
+        parts = min(rows, -(-self.numel // numel))
+        if parts <= 1:
+            return [self]
+        edges = pairwise(rows * i // parts for i in range(parts + 1))
+        return [
+            TensorSpec(self.name, (stop - start, *self.shape[1:]), self.dtype, self, start)
+            for start, stop in edges
+        ]
 
 
 @dataclass(frozen=True)
@@ -50,6 +83,9 @@ class Method:
         memory: How gradients enter the accumulator.
         warmup: Densities of the first steps.
         summary: What a user set, for a reader; empty: all of the description.
+        name: What the compressor is called, for a reader; empty where it has no name.
+        part_numel: Elements above which a tensor is cut into parts with buckets of their own, so
+            that one is selected from while another is exchanged; None: no tensor is.
     """
 
     density: float
@@ -60,6 +96,8 @@ class Method:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     warmup: Warmup = field(default_factory=Warmup)
     summary: str = ""
+    name: str = ""
+    part_numel: int | None = None
 
     def k(self, numel: int, step: int | None = None) -> int:
         """Entries wanted from a bucket of `numel` elements: at least one, where there is one.
@@ -90,7 +128,7 @@ class Choice:
     Attributes:
         method: How it is compressed and exchanged; None: not at all, Horovod reduces it densely.
         bucket: Tensors of one method, type and bucket name are exchanged as one vector. The empty
-            name leaves it to the method's `bucket_numel`.
+            name leaves it to the method's `bucket_numel` and `part_numel`.
     """
 
     method: Method | None
@@ -117,7 +155,7 @@ class BucketPlan:
     """One bucket to be.
 
     Attributes:
-        specs: Its tensors, side by side in this order; all of one type.
+        specs: Its tensors, side by side in this order; all of one type. Or a part of one.
         method: How they are compressed and exchanged.
     """
 
@@ -134,6 +172,13 @@ def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list
         choice = assignment.choice_of(spec)
         assert choice.method is not None
         key = (spec.dtype, choice.method.description, choice.bucket)
+        most = choice.method.part_numel
+        if most is not None and not choice.bucket and spec.numel > most:
+            open_groups.pop(key, None)
+            parts = spec.cut(most)
+            groups += [[part] for part in parts]
+            methods += [choice.method] * len(parts)
+            continue
         group = open_groups.get(key)
         full = (
             group is not None
@@ -178,7 +223,7 @@ def agree_on_plan(
     mine = {
         "assignment": assignment.description,
         "plan": [
-            {"method": bucket.method.description, "specs": [asdict(spec) for spec in bucket.specs]}
+            {"method": bucket.method.description, "specs": [_told(spec) for spec in bucket.specs]}
             for bucket in plan
         ],
     }
@@ -189,11 +234,15 @@ def agree_on_plan(
     for rank, other in enumerate(theirs):
         _check_same(theirs[0], other, rank)
     methods = {bucket.method.description: bucket.method for bucket in plan}
-    specs = {spec.name: spec for spec in arrivals}  # the same as rank 0's, as was just checked
+    specs = {spec.label: spec for bucket in plan for spec in bucket.specs}  # rank 0's, as checked
     return [
         BucketPlan(tuple(specs[s["name"]] for s in bucket["specs"]), methods[bucket["method"]])
         for bucket in theirs[0]["plan"]
     ]
+
+
+def _told(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.label, "shape": spec.shape, "dtype": spec.dtype}
 
 
 def text_tensor(text: str) -> torch.Tensor:

@@ -20,6 +20,7 @@ from hvd_sparse.engine.state_checks import (
     check_like,
     check_origin,
     check_tensors,
+    named,
     refuse,
 )
 from hvd_sparse.errors import ConfigError
@@ -27,7 +28,7 @@ from hvd_sparse.transports import Transport
 
 VERSION = 2
 ADDED: dict[str, Any] = {"package": "", "rank": None, "world_size": None, "unit": None}
-"""What version 1 did not have, and what is known of it there."""
+"""What version 1 did not have, and what is known of it there. `planner` came later still."""
 
 
 @dataclass
@@ -44,6 +45,7 @@ class EngineState:
         world_size: P of that time, or None.
         unit: The loss scale that residuals are multiplied by, or None where there is none.
         package: Version of the package that wrote it; empty where that is not known.
+        planner: What a planner goes on with, or None. The engine only carries it.
     """
 
     residual: dict[str, Tensor] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class EngineState:
     world_size: int | None = None
     unit: float | None = None
     package: str = __version__
+    planner: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(
@@ -65,7 +68,9 @@ class EngineState:
         for bucket in buckets:
             for spec, tensors in bucket.split(bucket.tensors()):
                 for kind, tensor in tensors.items():
-                    memories[kind][spec.name] = tensor.clone()
+                    if spec.name not in memories[kind]:
+                        memories[kind][spec.name] = tensor.new_empty(spec.tensor.shape)
+                    spec.of(memories[kind][spec.name]).copy_(tensor)
         step = max((bucket.step for bucket in buckets), default=0)
         state = EngineState(
             memories["residual"], memories["momentum"], step, [b.state_dict() for b in buckets]
@@ -83,6 +88,7 @@ class EngineState:
             "world_size": self.world_size,
             "step": self.step,
             "unit": self.unit,
+            "planner": self.planner,
             "residual": dict(self.residual),
             "momentum": dict(self.momentum),
             "buckets": list(self.buckets),
@@ -101,8 +107,9 @@ class EngineState:
         if type(version) is not int or version not in (1, VERSION):
             raise refuse(f"version must be 1 or {VERSION}, got {version!r}")
         if version == 1:
-            check_keys(state, KEYS - ADDED.keys(), "it")
+            check_keys(state, KEYS - ADDED.keys() - {"planner"}, "it")
             state = {**state, **ADDED}
+        state = {"planner": None, **state}
         check_keys(state, KEYS, "it")
         check_origin(state)
         check_tensors(state)
@@ -120,6 +127,7 @@ class EngineState:
             state["world_size"],
             state["unit"],
             state["package"],
+            state["planner"],
         )
 
     def strangers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -138,7 +146,10 @@ class EngineState:
         for name in names:
             lost += float(self.residual.pop(name).double().abs().sum())
             self.momentum.pop(name, None)
-        self.buckets = [b for b in self.buckets if not set(names) & set(b["names"])]
+        gone = set(names)
+        self.buckets = [
+            b for b in self.buckets if not gone & {*b["names"], *map(named, b["names"])}
+        ]
         return lost
 
     def restore(
@@ -193,7 +204,7 @@ class EngineState:
         transport: Transport | None,
     ) -> str:
         """What does not fit, or nothing; a transport tells which rank's state is wanted."""
-        shapes = {spec.name: spec.shape for bucket in buckets for spec in bucket.specs}
+        shapes = {spec.name: spec.tensor.shape for bucket in buckets for spec in bucket.specs}
         strangers = self.strangers({**{n: t.shape for n, t in self.residual.items()}, **shapes})
         for name, why in strangers.items():
             return f"residual of {name!r}: {why}"
@@ -224,16 +235,17 @@ class EngineState:
             )
 
     def _restore_memories(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
-        left = {"residual": dict(self.residual), "momentum": dict(self.momentum)}
+        saved = {"residual": self.residual, "momentum": self.momentum}
+        names = set()
         for bucket in buckets:
             flat = bucket.tensors()
             for spec, tensors in bucket.split(flat):
+                names.add(spec.name)
                 for kind, tensor in tensors.items():
-                    saved = left[kind].pop(spec.name, None)
-                    if saved is not None:
-                        tensor.copy_(saved)
+                    if spec.name in saved[kind]:
+                        tensor.copy_(spec.of(saved[kind][spec.name]))
             bucket.load(flat)
-        return {name: tensor for name, tensor in left["residual"].items() if tensor.any()}
+        return {n: tensor for n, tensor in self.residual.items() if n not in names and tensor.any()}
 
     def _state_for(self, bucket: Bucket) -> dict[str, Any] | None:
         return next((state for state in self.buckets if bucket.fits(state)), None)

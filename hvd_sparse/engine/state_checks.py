@@ -42,6 +42,8 @@ def check_origin(state: Mapping[str, Any]) -> None:
     check_count(f"{WHERE}: step", state["step"], 0)
     if state["unit"] is not None:
         check_above(f"{WHERE}: unit", state["unit"], 0.0)
+    if not isinstance(state["planner"], Mapping | None):
+        raise refuse(f"planner must be a mapping or None, got {state['planner']!r}")
     if not isinstance(state["package"], str):
         raise refuse(f"package must be a version as text, got {state['package']!r}")
 
@@ -74,6 +76,11 @@ def check_tensors(state: Mapping[str, Any]) -> None:
             )
 
 
+def named(label: str) -> str:
+    """The tensor of which a bucket has a part, by what `TensorSpec.label` calls the part."""
+    return label.rpartition("[")[0]
+
+
 def check_buckets(state: Mapping[str, Any]) -> None:
     """Each bucket names its tensors, its kind and two mappings."""
     if not isinstance(state["buckets"], list):
@@ -88,7 +95,7 @@ def check_buckets(state: Mapping[str, Any]) -> None:
         strange = [
             name
             for name in bucket["names"]
-            if not isinstance(name, str) or name not in state["residual"]
+            if not isinstance(name, str) or not {name, named(name)} & state["residual"].keys()
         ]
         if strange:
             raise refuse(f"{where}: names must have residuals, got {strange[0]!r}")

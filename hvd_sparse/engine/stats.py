@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from time import perf_counter
+
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.tables import nbytes, table, tensors
 
 HISTORY_STEPS = 1024
 """Steps that a bucket's history keeps."""
+MOST_ROWS = 12
+"""Buckets that the text of `Stats` shows: the largest ones."""
+MOST_CHARACTERS = 32
+"""What it shows of their names."""
 
 
 @dataclass
@@ -17,6 +25,7 @@ class StepStats:
     """One bucket in one step, or the sum of several.
 
     Attributes:
+        nnz_wanted: k: entries that this rank was to take out, by the density of the step.
         nnz_selected: Entries taken out of this rank's accumulator.
         nnz_held_back: Entries that were selected beside them, and went back into the residual:
             more than four times k would have been sent.
@@ -32,6 +41,7 @@ class StepStats:
         starts: When each of these phases last began, by its name, as `perf_counter` counts.
     """
 
+    nnz_wanted: int = 0
     nnz_selected: int = 0
     nnz_held_back: int = 0
     nnz_applied: int = 0
@@ -49,6 +59,10 @@ class StepStats:
         """Add another step's figures to these."""
         for name in FIGURES:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def minus(self, other: StepStats) -> StepStats:
+        """These figures without another's."""
+        return StepStats(**{name: getattr(self, name) - getattr(other, name) for name in FIGURES})
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -71,28 +85,45 @@ class BucketStats(StepStats):
     Attributes:
         names: The bucket's parameters.
         numel: n, elements in the bucket.
-        k: Entries wanted per step.
+        k: Entries wanted per step, after the warm-up.
+        compressor: Name of the method; empty where it has none.
+        wire: Name of the form of the messages.
         collective: Name of the algorithm that the last step was exchanged by; empty before it.
         steps: Steps done.
         threshold: Magnitude from which entries left in the last step; 0.0 where there is none.
         partition_nnz: k_i, entries selected in each partition in the last step; empty where the
             ranks do not select in partitions of their own, as in ExDyna.
+        let_go_l1: L1 norms of what `low_pass` and `residual_decay` took out of the residual or put
+            in, over the steps: the mass that the bucket has lost. Known in a snapshot.
         history: The last steps, oldest first.
     """
 
     names: tuple[str, ...] = ()
     numel: int = 0
     k: int = 0
+    compressor: str = ""
+    wire: str = ""
     collective: str = ""
     steps: int = 0
     threshold: float = 0.0
     partition_nnz: tuple[int, ...] = ()
+    let_go_l1: float = 0.0
     history: deque[StepStats] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
 
     @property
     def density(self) -> float:
         """Density reached: entries applied, per element and step."""
-        return self.nnz_applied / (self.numel * self.steps) if self.numel and self.steps else 0.0
+        return self._per_element(self.nnz_applied)
+
+    @property
+    def density_target(self) -> float:
+        """k/n after the warm-up."""
+        return self.k / self.numel if self.numel else 0.0
+
+    @property
+    def density_wanted(self) -> float:
+        """Density of the steps taken, by the warm-up: entries wanted, per element and step."""
+        return self._per_element(self.nnz_wanted)
 
     @property
     def imbalance(self) -> float:
@@ -113,14 +144,41 @@ class BucketStats(StepStats):
         self.history[-1].add(late)
         self.add(late)
 
+    def snapshot(self, let_go_l1: float) -> BucketStats:
+        """A copy that no later step changes."""
+        history = self.history.copy()
+        if history:
+            history[-1] = replace(history[-1])  # `amend` may still change it
+        return replace(self, starts=dict(self.starts), history=history, let_go_l1=let_go_l1)
+
+    def since(self, earlier: BucketStats) -> BucketStats:
+        """The steps after an earlier snapshot of the same bucket."""
+        steps = self.steps - earlier.steps
+        latest = islice(self.history, max(0, len(self.history) - steps), None)
+        figures = {name: getattr(self, name) - getattr(earlier, name) for name in FIGURES}
+        return replace(
+            self,
+            **figures,
+            steps=steps,
+            let_go_l1=self.let_go_l1 - earlier.let_go_l1,
+            history=deque(latest, maxlen=HISTORY_STEPS),
+        )
+
+    def _per_element(self, nnz: int) -> float:
+        return nnz / (self.numel * self.steps) if self.numel and self.steps else 0.0
+
 
 @dataclass(frozen=True)
 class Stats:
-    """What `Engine.stats()` returns.
+    """What `Engine.stats()` returns: a snapshot, which later steps do not change.
+
+    Its text (`str(stats)`) is a short table.
 
     Attributes:
         transport: Name of the transport, empty before the first step.
-        buckets: One entry per bucket, in the order in which they are exchanged.
+        buckets: One entry per bucket of the plan, in the order in which they are exchanged; their
+            figures begin with the plan.
+        steps: Steps under all plans so far, those in which all tensors were dense too.
         skipped_steps: Steps that were taken back, since nobody applied their results.
         dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so, or since
             it was not at the commit that `hvd.elastic` went on from.
@@ -130,20 +188,107 @@ class Stats:
             last commit. What this worker knows of: one that joined later knows less.
         let_go_l1: L1 norms of what `low_pass` and `residual_decay` took out of residuals or put in,
             over the steps.
+        before: Sums over the buckets of earlier plans.
+        plan: Number of the plan, from 1; 0 before the first.
     """
 
     transport: str
-    buckets: list[BucketStats]
+    buckets: tuple[BucketStats, ...]
     skipped_steps: int = 0
     dropped_l1: float = 0.0
     waiting_l1: float = 0.0
     lost_l1: float = 0.0
     let_go_l1: float = 0.0
+    steps: int = 0
+    before: StepStats = field(default_factory=StepStats)
+    plan: int = 0
 
     @property
     def totals(self) -> StepStats:
-        """Sums over all buckets and steps."""
+        """Sums over all buckets and steps, those of earlier plans too."""
         total = StepStats()
-        for bucket in self.buckets:
-            total.add(bucket)
+        for each in (self.before, *self.buckets):
+            total.add(each)
         return total
+
+    def since(self, earlier: Stats) -> Stats:
+        """What has happened since an earlier snapshot of the same compression.
+
+        Sums are differences. What is as of the last step, thresholds say, and `waiting_l1` stay
+        what they are now. Where the plan has changed in between, its buckets are whole, and
+        `before` has what was done under the plans before it.
+
+        Raises:
+            ConfigError: The other one is later.
+        """
+        if earlier.steps > self.steps or earlier.plan > self.plan:
+            raise ConfigError(
+                f"earlier must be a snapshot of up to {self.steps} steps, got one of "
+                f"{earlier.steps} steps"
+            )
+        buckets, before = self.buckets, self.before.minus(earlier.totals)
+        if earlier.plan == self.plan and earlier.buckets and self.buckets:
+            pairs = zip(self.buckets, earlier.buckets, strict=True)
+            buckets = tuple(now.since(then) for now, then in pairs)
+            before = StepStats()
+        return replace(
+            self,
+            buckets=buckets,
+            before=before,
+            steps=self.steps - earlier.steps,
+            skipped_steps=self.skipped_steps - earlier.skipped_steps,
+            dropped_l1=self.dropped_l1 - earlier.dropped_l1,
+            lost_l1=self.lost_l1 - earlier.lost_l1,
+            let_go_l1=self.let_go_l1 - earlier.let_go_l1,
+        )
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "no step yet"
+        total = self.totals
+        skipped = f", {self.skipped_steps} of them skipped" if self.skipped_steps else ""
+        lines = [
+            f"{self.steps} steps{f' by {self.transport}' if self.transport else ''}{skipped}: "
+            f"{nbytes(total.bytes_sent)} sent, {nbytes(total.bytes_received)} received, "
+            f"{total.wait_s:.3g} s waited for"
+        ]
+        if self.buckets:
+            lines.append(self._table())
+        if len(self.buckets) > MOST_ROWS:
+            lines.append(f"and {len(self.buckets) - MOST_ROWS} smaller buckets")
+        gradient = {
+            "waits outside the buckets": self.waiting_l1,
+            "dropped": self.dropped_l1,
+            "lost with workers that are gone": self.lost_l1,
+            "let go by low_pass and residual_decay": self.let_go_l1,
+        }
+        told = [f"{l1:.3g} {what}" for what, l1 in gradient.items() if l1]
+        if told:
+            lines.append(f"gradient that was not sent (L1 norm): {', '.join(told)}")
+        return "\n".join(lines)
+
+    def _table(self) -> str:
+        """The largest buckets; bytes and milliseconds are means per step."""
+        largest = sorted(range(len(self.buckets)), key=lambda b: -self.buckets[b].numel)
+        columns = "tensors n compressor collective wire density of threshold sent waited"
+        rows = [["", *columns.split()]]
+        for place in sorted(largest[:MOST_ROWS]):
+            bucket = self.buckets[place]
+            steps = max(1, bucket.steps)
+            names = tensors(bucket.names)
+            rows.append(
+                [
+                    str(place),
+                    names if len(names) <= MOST_CHARACTERS else f"{names[: MOST_CHARACTERS - 1]}…",
+                    f"{bucket.numel:,}",
+                    bucket.compressor or "–",
+                    bucket.collective or "–",
+                    bucket.wire or "–",
+                    f"{bucket.density:.3g}",
+                    f"{bucket.density_wanted:.3g}",
+                    f"{bucket.threshold:.3g}" if bucket.threshold else "–",
+                    nbytes(bucket.bytes_sent / steps),
+                    f"{1e3 * bucket.wait_s / steps:.3g} ms",
+                ]
+            )
+        return table(rows)

@@ -13,14 +13,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.engine.location import Location
 from hvd_sparse.engine.plan import Assignment, TensorSpec
 
 RELEASED_SHARE = 0.5
 """Norm of what is released in a step, at most, in units of the norm of this rank's gradient."""
-
-Place = tuple[Bucket, int]
-"""A bucket, and which of its tensors."""
 
 
 class Release:
@@ -72,17 +69,16 @@ class Frozen:
     def __init__(self) -> None:
         self.held: dict[str, dict[str, Tensor]] = {}
 
-    def freeze(self, name: str, place: Place) -> None:
+    def freeze(self, name: str, location: Location) -> None:
         """Take what a bucket holds of a tensor out of it; its step must not have begun."""
         if name not in self.held:
-            self.held[name] = cut(place)
+            self.held[name] = location.cut()
 
-    def thaw(self, name: str, place: Place) -> None:
+    def thaw(self, name: str, location: Location) -> None:
         """Put it back."""
         parts = self.held.pop(name, None)
         if parts is not None:
-            bucket, number = place
-            bucket.put_in(number, parts)
+            location.put_in(parts)
 
     def rescale(self, factor: float) -> None:
         """Multiply all of it by a factor."""
@@ -95,12 +91,6 @@ class Frozen:
         for name, parts in self.held.items():
             for kind, part in parts.items():
                 memories[kind][name] = memories[kind][name] + part
-
-
-def cut(place: Place) -> dict[str, Tensor]:
-    """Take what a bucket holds of one tensor out of it: by kind, in the tensor's shape."""
-    bucket, number = place
-    return bucket.take_out(number)
 
 
 def momentum_unit(assignment: Assignment, spec: TensorSpec) -> float:

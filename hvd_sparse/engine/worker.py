@@ -19,6 +19,7 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import cycle, pairwise
 
 import torch
@@ -164,6 +165,23 @@ class Worker:
                 assert self.error is not None
                 raise self.error
 
+    def at_pause(self) -> AbstractContextManager[object]:
+        """A block in which no bucket's exchange ends, so that its statistics stay what they are."""
+        return self._changed
+
+    def wait_for_all(self) -> None:
+        """Wait while the exchanges of a whole step are under way; whether they fail is not told.
+
+        Where a gradient has not come yet, who waits may be the one to bring it: there is no wait.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None or not self._has_whole_step)
+
+    @property
+    def _has_whole_step(self) -> bool:
+        phases = [bucket.phase for bucket in self._buckets]
+        return Phase.COLLECTING not in phases and any(phase.is_due for phase in phases)
+
     def fail(self, error: BaseException) -> None:
         """Give up on the step under way: its waits, here and at the peers, end with an error."""
         with self._changed:
@@ -235,9 +253,9 @@ class Worker:
         return self._stopping or self.error is not None
 
     def _next_ahead(self) -> Bucket | None:
-        """A bucket to select from; None while the first thread selects itself."""
+        """A bucket to select from; None while the first thread selects itself, or is about to."""
         assert self._at is not None
-        if self._at.phase is Phase.SELECTING or not self._may_begin:
+        if self._at.phase in (Phase.READY, Phase.SELECTING) or not self._may_begin:
             return None
         ready = (b for b in self._buckets if b.phase is Phase.READY and b is not self._at)
         return next(ready, None)

@@ -38,6 +38,9 @@ CollectiveFactory = Callable[..., Collective]
 """Makes one bucket's collective, from the transport, numel, k and `wire`."""
 
 BUCKET_NUMEL = 1 << 23
+LEAST_CUT_NUMEL = 1 << 22
+"""Tensors are not cut below that, however small buckets are: each part costs messages of its own,
+while selecting from so many elements takes no longer than these."""
 AUTOMATIC = "auto"
 COLLECTIVES = (AUTOMATIC, *SELECTABLE)
 """Names of collectives that a user may ask for."""
@@ -119,7 +122,9 @@ class MethodOptions(ABC):
     )
     bucket_numel: int = option(
         BUCKET_NUMEL,
-        "Elements at which a bucket of tensors is closed; a larger tensor has its own bucket.",
+        "Elements at which a bucket of tensors is closed. A tensor that is larger, and has more "
+        f"than {LEAST_CUT_NUMEL} elements, is cut by rows into equal parts, each with a bucket of "
+        "its own: one is selected from while another is exchanged.",
         count(1),
     )
     wire: str = option(
@@ -176,6 +181,8 @@ class MethodOptions(ABC):
             memory,
             warmup,
             self.summary(),
+            self.name,
+            max(self.bucket_numel, LEAST_CUT_NUMEL),
         )
 
     def summary(self) -> str:

@@ -1,10 +1,14 @@
 """The search for a plan: which tensors are sparse, by which method, in which buckets.
 
-Costs are lines, so a tensor's size alone says on which side of DRAGONN's equation (1) it lies: the
-larger ones are compressed and the smaller ones are dense, together. For each group of tensors that
-may be compressed by the same candidates, every such cut, candidate and number of buckets is
-predicted, and the fastest is taken if it is faster than dense by more than a margin. A planner that
-trains tries several of them.
+DRAGONN's equation (1) asks of one tensor whether encode + decode < dense - sparse. Beside a
+backward pass it matters, too, when its gradient comes and what is under way then: what is hidden
+already need not be compressed. So every choice is judged by the whole step that is predicted.
+
+For each group of tensors that may be compressed by the same candidates, the search tries to
+compress the last ones to come, and the largest ones, as many as may be, by every candidate and in
+several numbers of buckets. Then it goes from tensor to tensor and from bucket to bucket, and
+changes what makes the step faster: a tensor's bucket, or none; a bucket's method. Of plans that
+take the same time, the one that compresses least is taken. A planner that trains tries several.
 """
 
 from __future__ import annotations
@@ -25,6 +29,12 @@ MOST_OFF = 16.0
 """Factor by which dense costs are corrected, at most, when dense steps have been measured."""
 BISECTIONS = 20
 BUCKET_COUNTS = (1, 2, 4, 8)
+CUTS = 24
+"""Ends of an order of tensors that are tried."""
+REFINED_TENSORS = 64
+"""Tensors that are looked at one by one, the largest ones."""
+LEAST_STEP = 1e-3
+"""Share of the predicted time that a change must save."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +95,10 @@ def choose_plan(
         for placements in _options(group, str(number)):
             candidate = chosen | placements
             seconds = predict(profile, tensors, candidate)
-            if seconds < found_s:
+            if seconds < (1 - LEAST_STEP) * found_s:
                 found, found_s = candidate, seconds
         chosen, best_s = found, found_s
+    chosen, best_s = _refined(profile, tensors, chosen, best_s)
     if best_s >= margin * dense_s:
         chosen, best_s = {}, dense_s
     return ChosenPlan(chosen, best_s, dense_s)
@@ -96,11 +107,11 @@ def choose_plan(
 def contenders(profile: Profile, tensors: Sequence[PlannedTensor], most: int) -> list[ChosenPlan]:
     """Plans that may turn out to be the fastest, the best predicted first.
 
-    They are by different methods. Where no plan by a method is predicted to be faster than dense,
-    one stands for it that would be faster if the method cost only `DOUBT` of what was predicted.
-    The last place is for all tensors by the best of these methods, in the fewest buckets. Horovod
-    then has no dense tensor left, and backward has no exchange beside it; no prediction counts what
-    that saves.
+    They are the best one of all, which may mix methods, and the best by each method alone. Where no
+    plan by a method is predicted to be faster than dense, one stands for it that would be faster if
+    the method cost only `DOUBT` of what was predicted. The last place is for all tensors by the
+    best of these methods, in the fewest buckets. Horovod then has no dense tensor left, and
+    backward has no exchange beside it; no prediction counts what that saves.
 
     Args:
         profile: The costs.
@@ -111,20 +122,27 @@ def contenders(profile: Profile, tensors: Sequence[PlannedTensor], most: int) ->
         ConfigError: The profile has no costs of a candidate.
     """
     doubted = profile.calibrated(1.0, DOUBT)
-    found: dict[frozenset[tuple[str, Placement]], ChosenPlan] = {}
-    for method in sorted({m.description for tensor in tensors for m in tensor.candidates}):
+    methods = sorted({m.description for tensor in tensors for m in tensor.candidates})
+    plans: list[ChosenPlan] = []
+
+    def enter(plan: ChosenPlan) -> None:
+        if plan.placements and all(plan.placements != other.placements for other in plans):
+            plans.append(plan)
+
+    if len(methods) > 1:
+        enter(choose_plan(profile, tensors, 1.0))
+    for method in methods:
         only = [restricted(tensor, method) for tensor in tensors]
         plan = choose_plan(profile, only, 1.0)
         if not plan.placements:
             placements = choose_plan(doubted, only, 1.0).placements
             plan = ChosenPlan(placements, predict(profile, tensors, placements), plan.dense_s)
-        if plan.placements:
-            found[frozenset(plan.placements.items())] = plan
-    plans = sorted(found.values(), key=lambda plan: plan.predicted_s)
+        enter(plan)
+    plans.sort(key=lambda plan: plan.predicted_s)
     if plans:
         best = next(iter(plans[0].placements.values())).method
         everything = _everything([restricted(tensor, best) for tensor in tensors])
-        if frozenset(everything.items()) not in found:
+        if all(plan.placements != everything for plan in plans):
             seconds = predict(profile, tensors, everything)
             plans[most - 1 :] = [ChosenPlan(everything, seconds, plans[0].dense_s)]
     return sorted(plans[:most], key=lambda plan: plan.predicted_s)
@@ -158,30 +176,26 @@ def predict(
     profile: Profile, tensors: Sequence[PlannedTensor], placements: Mapping[str, Placement]
 ) -> float:
     """Seconds from the first gradient to the last result."""
-    jobs = [
-        dense_job(profile, tensor.spec.numel, tensor.ready_s)
-        for tensor in tensors
-        if tensor.spec.name not in placements
-    ]
-    return finish_s(jobs + bucket_jobs(profile, tensors, placements), profile.dense.fixed_s)
+    return finish_s(jobs_of(profile, tensors, placements), profile.dense.fixed_s)
 
 
-def bucket_jobs(
+def jobs_of(
     profile: Profile, tensors: Sequence[PlannedTensor], placements: Mapping[str, Placement]
 ) -> list[Job]:
-    """The buckets of a plan."""
+    """What a plan reduces: dense tensors, and buckets."""
+    jobs: list[Job] = []
     buckets: dict[Placement, list[PlannedTensor]] = {}
     for tensor in tensors:
-        if tensor.spec.name in placements:
-            buckets.setdefault(placements[tensor.spec.name], []).append(tensor)
-    return [
-        bucket_job(
-            profile.costs_of(placement.method),
-            [t.spec.numel for t in held],
-            [t.ready_s for t in held],
-        )
-        for placement, held in buckets.items()
-    ]
+        spec = tensor.spec
+        if spec.name in placements:
+            buckets.setdefault(placements[spec.name], []).append(tensor)
+        else:
+            jobs.append(dense_job(profile, spec.numel, tensor.ready_s, spec.name))
+    for placement, held in buckets.items():
+        numels = [tensor.spec.numel for tensor in held]
+        costs = profile.costs_of(placement.method)
+        jobs.append(bucket_job(costs, numels, [t.ready_s for t in held], placement.bucket))
+    return jobs
 
 
 def _groups(tensors: Sequence[PlannedTensor]) -> list[list[PlannedTensor]]:
@@ -204,17 +218,66 @@ def _everything(tensors: Sequence[PlannedTensor]) -> dict[str, Placement]:
 
 
 def _options(group: Sequence[PlannedTensor], label: str) -> list[dict[str, Placement]]:
-    """Every cut by size, with every candidate and number of buckets; `group` as it arrives."""
-    numels = sorted({1 << (tensor.spec.numel.bit_length() - 1) for tensor in group}, reverse=True)
+    """Ends of two orders, by every candidate and in several numbers of buckets; the least first."""
+    by_arrival = sorted(group, key=lambda tensor: (tensor.ready_s, tensor.spec.numel))
+    by_size = sorted(group, key=lambda tensor: tensor.spec.numel)
+    ends = {frozenset(t.spec.name for t in end) for o in (by_arrival, by_size) for end in _ends(o)}
     options = []
-    for least in numels:
-        compressed = [tensor for tensor in group if tensor.spec.numel >= least]
+    for names in sorted(ends, key=lambda names: (len(names), sorted(names))):
+        compressed = [tensor for tensor in group if tensor.spec.name in names]
         total = sum(tensor.spec.numel for tensor in compressed)
         for method in compressed[0].candidates:
             fewest = -(-total // method.bucket_numel)
             for count in sorted({max(fewest, n) for n in BUCKET_COUNTS if n <= len(compressed)}):
-                options.append(_split(compressed, total, method, count, label))
-    return options
+                options.append((total, _split(compressed, total, method, count, label)))
+    return [placements for _, placements in sorted(options, key=lambda option: option[0])]
+
+
+def _ends(tensors: Sequence[PlannedTensor]) -> list[Sequence[PlannedTensor]]:
+    """The last tensors of an order: about `CUTS` ends, whose elements grow alike."""
+    total = sum(tensor.spec.numel for tensor in tensors)
+    ends, taken, cut = [], 0, 1
+    for place in range(len(tensors) - 1, -1, -1):
+        taken += tensors[place].spec.numel
+        if taken * CUTS >= cut * total:
+            ends.append(tensors[place:])
+            cut = taken * CUTS // total + 1
+    return ends
+
+
+def _refined(
+    profile: Profile,
+    tensors: Sequence[PlannedTensor],
+    chosen: dict[str, Placement],
+    best_s: float,
+) -> tuple[dict[str, Placement], float]:
+    """Change one tensor, or one bucket's method, as long as the step gets faster by it."""
+    planned = {t.spec.name: t for t in tensors if t.candidates and t.spec.numel}
+    largest = sorted(planned.values(), key=lambda t: t.spec.numel, reverse=True)[:REFINED_TENSORS]
+    for tensor in largest:
+        name = tensor.spec.name
+        mine = {method.description for method in tensor.candidates}
+        alike = {p for n, p in chosen.items() if planned[n].spec.dtype == tensor.spec.dtype}
+        others: list[Placement | None] = sorted(
+            (p for p in alike if p.method in mine and p != chosen.get(name)),
+            key=lambda p: (p.method, p.bucket),
+        )
+        for placement in [None, *others] if name in chosen else others:
+            candidate = {n: p for n, p in chosen.items() if n != name}
+            if placement is not None:
+                candidate[name] = placement
+            seconds = predict(profile, tensors, candidate)
+            if seconds < (1 - LEAST_STEP) * best_s:
+                chosen, best_s = candidate, seconds
+    for placement in sorted(set(chosen.values()), key=lambda p: p.bucket):
+        held = [name for name, p in chosen.items() if p == placement]
+        common = set.intersection(*({m.description for m in planned[n].candidates} for n in held))
+        for method in sorted(common):
+            candidate = chosen | dict.fromkeys(held, Placement(method, placement.bucket))
+            seconds = predict(profile, tensors, candidate)
+            if seconds < (1 - LEAST_STEP) * best_s:
+                chosen, best_s = candidate, seconds
+    return chosen, best_s
 
 
 def _split(

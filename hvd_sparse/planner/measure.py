@@ -35,6 +35,7 @@ LEAST_SIZES = 2
 """Sizes that are always measured: a line needs two points."""
 LEAST_GROWTH = 3.0
 """Sizes grow at least until the fixed part is no longer most of the time."""
+CPU_DEVICE = torch.device("cpu")
 WARMUP_STEPS = 2
 TIMED_STEPS = 3
 AFTER_WARMUP = 1 << 30
@@ -50,6 +51,7 @@ def measure_profile(
     methods: Mapping[str, Method],
     place: Place,
     limit_s: float = LIMIT_S,
+    device: torch.device = CPU_DEVICE,
 ) -> Profile:
     """Measure dense allreduces and all methods; all ranks call this together.
 
@@ -59,6 +61,7 @@ def measure_profile(
         methods: What may be chosen, by description.
         place: Where this is.
         limit_s: Seconds that it may take, about.
+        device: Where the gradients are.
 
     Returns:
         What this rank measured; ranks differ, and rank 0's counts.

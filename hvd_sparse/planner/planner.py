@@ -1,4 +1,4 @@
-"""The planner: an assignment that rank 0 decides from measured costs, tries, and reviews.
+"""The planner: an assignment that rank 0 decides from measured costs, tries, reviews and remembers.
 
 Rank 0 alone decides, by its own costs and by all ranks' steps; it broadcasts what it decided, and
 every rank follows. A rank that fails while planning aborts the transport, so that the others fail
@@ -11,59 +11,54 @@ import json
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvd_sparse.engine.guard import warn
 from hvd_sparse.engine.plan import Choice, Method, TensorSpec, text_tensor
-from hvd_sparse.errors import HvdSparseError, PlanError
+from hvd_sparse.errors import ConfigError, HvdSparseError, PlanError
 from hvd_sparse.planner.choose import (
     ChosenPlan,
-    Placement,
     PlannedTensor,
     contenders,
     dense_plan,
     matched_to,
 )
-from hvd_sparse.planner.measure import DenseAllreduce, measure_profile
-from hvd_sparse.planner.profile import Place, Profile, place_of
+from hvd_sparse.planner.measure import LIMIT_S, DenseAllreduce, measure_profile
+from hvd_sparse.planner.outcome import Outcome, placements_of, plan_of
+from hvd_sparse.planner.planned import PlannableRules, Planned
+from hvd_sparse.planner.profile import CPU, Place, Profile, place_of
+from hvd_sparse.planner.remembered import Key, PlanCache, Remembered, recall
 from hvd_sparse.planner.trial import (
     CONTENDERS,
     SETTLING_STEPS,
     TIMED_STEPS,
+    Step,
+    Took,
     Trial,
-    Tried,
     slowest,
 )
 from hvd_sparse.transports import Transport
 
 logger = logging.getLogger("hvd_sparse")
 
-DENSE = Choice(None)
 TRIAL_STEPS = SETTLING_STEPS + TIMED_STEPS
-"""Steps by each plan of a trial."""
+"""Steps by each plan of a trial, in each of its turns."""
 REVIEW_INTERVAL_STEPS = 500
 """Steps from one review to the next, once a trial is over."""
+RECALLED_REVIEW_STEPS = 50
+"""Steps from a restart that goes on with a plan to its first review."""
 TOLERATED_ERROR = 0.25
 """Share by which a step may be off before the plan is made anew."""
-
-
-class PlannableRules(Protocol):
-    """An assignment that leaves some tensors to a planner; the same on all ranks."""
-
-    @property
-    def description(self) -> str:
-        """See `Assignment.description`."""
-
-    def choice_of(self, spec: TensorSpec) -> Choice:
-        """How a tensor without candidates is reduced."""
-
-    def candidates_of(self, spec: TensorSpec) -> tuple[Method, ...]:
-        """Methods of which the planner may choose one for the tensor, or dense."""
+TRIAL_SHARE = 0.10
+"""Share of all steps that trials may take before another one begins."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +68,12 @@ class World:
     Attributes:
         transport: Carries sparse exchanges.
         dense_allreduce: Horovod's allreduce.
+        device: Where the gradients are.
     """
 
     transport: Transport
     dense_allreduce: DenseAllreduce
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
 
 
 class Planner:
@@ -86,47 +83,72 @@ class Planner:
         rules: Which tensors are plannable, and how all others are reduced.
         profile_path: A profile that `hvd-sparse profile` has saved; None: costs are measured when
             the ranks first meet.
+        cache: Keeps what was found for the next run; None: nothing does.
 
     Attributes:
-        profile: The costs that rank 0 goes by; on other ranks, what they measured themselves.
+        profile: The costs that rank 0 goes by.
         plan: By what the ranks train; None before they have met.
         steps_to_review: Steps from the last decision to the next review.
-        trial: Which plans were tried, and what they took; on rank 0 alone.
+        is_trying: Whether a trial is under way. What tensors that are dense for a turn have not
+            sent yet then waits for its end.
+        trial: Which plans were tried, and what they took; on rank 0 alone, in the run that did so.
+        outcome: What came of the last trial, this run's or a remembered one; None: none is over.
+        before: By what a state that was loaded trained; None: none was loaded.
     """
 
     def __init__(
-        self, rules: PlannableRules, profile_path: str | os.PathLike[str] | None = None
+        self,
+        rules: PlannableRules,
+        profile_path: str | os.PathLike[str] | None = None,
+        cache: PlanCache | None = None,
     ) -> None:
         self.rules = rules
         self.profile_path = profile_path
+        self.cache = cache
         self.profile: Profile | None = None
         self.plan: ChosenPlan | None = None
         self.steps_to_review = REVIEW_INTERVAL_STEPS
+        self.is_trying = False
         self.trial: Trial | None = None
+        self.outcome: Outcome | None = None
+        self.before: Planned | None = None
         self._methods: dict[str, Method] = {}
+        self._key: Key | None = None
+        self._found: dict[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._steps = self._trial_steps = 0
 
     # -- an assignment -----------------------------------------------------------------------------
 
     @property
+    def current(self) -> Planned:
+        """The assignment that holds now, and does not change."""
+        return Planned(self.rules, {} if self.plan is None else self.plan.placements, self)
+
+    @property
     def description(self) -> str:
         """See `Assignment.description`."""
-        placed = {} if self.plan is None else self.plan.placements
-        words = "; ".join(f"{name}: {p.method} in {p.bucket}" for name, p in sorted(placed.items()))
-        return f"{self.rules.description}; planned: {words or 'all dense'}"
+        return self.current.description
 
     def choice_of(self, spec: TensorSpec) -> Choice:
         """See `Assignment.choice_of`; plannable tensors are dense until they are decided on."""
-        if not self.rules.candidates_of(spec):
-            return self.rules.choice_of(spec)
-        placement = None if self.plan is None else self.plan.placements.get(spec.name)
-        if placement is None:
-            return DENSE
-        return Choice(self._methods[placement.method], placement.bucket)
+        return self.current.choice_of(spec)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restart goes on with: the plan, the costs and what the trial found."""
+        placements = {name: asdict(p) for name, p in self.current.placements.items()}
+        return {"placements": placements, "found": self._found}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a state's plan when the ranks meet next, where rank 0's key is the same."""
+        self._loaded = dict(state)
 
     # -- decisions, which all ranks take together --------------------------------------------------
 
     def decide(self, specs: Sequence[TensorSpec], world: World) -> None:
-        """Measure, or read the profile; then all is dense until the first review.
+        """Go on with what is remembered; else measure, and train dense until the first review.
 
         Args:
             specs: The model's tensors in the order in which their gradients may come.
@@ -141,16 +163,22 @@ class Planner:
             for spec in specs
             for method in self.rules.candidates_of(spec)
         }
+        self._begin()
         if not self._methods:
             self.plan = ChosenPlan({}, 0.0, 0.0)
             return
-        with _aborting(world.transport):
-            place = meet(world.transport)
-            if self.profile_path is None:
+        transport = world.transport
+        with _aborting(transport):
+            place = meet(transport, world.device)
+            self._follow_rank_0(specs, transport, lambda: self._recalled(specs, place))
+            if self.outcome is not None:
+                return
+            if self.profile is None and self.profile_path is None:
                 self.profile = measure_profile(
-                    world.transport, world.dense_allreduce, self._methods, place
+                    *(transport, world.dense_allreduce, self._methods, place),
+                    *(LIMIT_S, world.device),
                 )
-            self._follow_rank_0(specs, world.transport, lambda: self._started(specs, place))
+            self._follow_rank_0(specs, transport, lambda: self._started(specs, place))
 
     def review(
         self,
@@ -176,40 +204,89 @@ class Planner:
         """
         if not self._methods:
             return False
-        assert self.plan is not None
-        before = dict(self.plan.placements)
+        before = dict(self.current.placements)
         with _aborting(transport):
             ranks = transport.allgather((timed,), channel="review")
             steps = slowest([message.view(torch.float64).view(-1, 2) for message in ranks])
+            self._steps += self.steps_to_review
+            self._trial_steps += self.steps_to_review * self.is_trying
             self._follow_rank_0(specs, transport, lambda: self._reviewed(specs, ready_s, steps))
-        return before != dict(self.plan.placements)
+        return before != dict(self.current.placements)
 
     def _follow_rank_0(
-        self, specs: Sequence[TensorSpec], transport: Transport, decision: Callable[[], int]
+        self,
+        specs: Sequence[TensorSpec],
+        transport: Transport,
+        decision: Callable[[], dict[str, Any]],
     ) -> None:
-        """Let rank 0 decide, which gives the steps to the next review; train by its plan."""
+        """Let rank 0 decide; take over what it says.
+
+        A decision has `plan`, `steps` to the next review, whether it is `trying`, what it has
+        `found`, if that is new, and the placements `before` a restart.
+        """
         message: dict[str, Any] = {}
         if transport.rank == 0:
             try:
-                steps = decision()
-                assert self.trial is not None
-                message = {**asdict(self.trial.current.plan), "steps": steps}
+                message = decision()
             except (HvdSparseError, OSError) as error:
                 message = {"error": str(error)}
         sent = transport.broadcast((text_tensor(json.dumps(message)),), 0, channel="planner")
         message = json.loads(bytes(sent.numpy()))
         if "error" in message:
             raise PlanError(f"rank 0 cannot plan: {message['error']}")
-        placements = {name: Placement(**p) for name, p in message.pop("placements").items()}
-        strangers = sorted(placements.keys() - {spec.name for spec in specs})
-        if strangers:
-            raise PlanError(f"rank 0 plans for {', '.join(strangers)}, which this rank has not")
-        self.steps_to_review = message.pop("steps")
-        self.plan = ChosenPlan(placements, **message)
+        if "found" in message:
+            self._found = message["found"]
+            found = Remembered.from_json(self._found)
+            self.profile, self.outcome = found.profile, found.outcome
+        if "before" in message:
+            self.before = Planned(self.rules, placements_of(message["before"]), self)
+        if "plan" in message:
+            plan = plan_of(message["plan"])
+            known = {spec.name for spec in specs} | self._methods.keys()
+            wanted = plan.placements.keys() | {p.method for p in plan.placements.values()}
+            if wanted - known:
+                names = ", ".join(sorted(wanted - known))
+                raise PlanError(f"rank 0 plans for {names}, which this rank has not")
+            self.plan = plan
+            self.steps_to_review = message["steps"]
+            self.is_trying = message["trying"]
+
+    def _begin(self) -> None:
+        self.is_trying = False
+        self.profile = self.outcome = None
 
     # -- rank 0 ------------------------------------------------------------------------------------
 
-    def _started(self, specs: Sequence[TensorSpec], place: Place) -> int:
+    def _recalled(self, specs: Sequence[TensorSpec], place: Place) -> dict[str, Any]:
+        """What a state, this process or the cache remembers, if it is of this very place."""
+        profile = "" if self.profile_path is None else Path(self.profile_path).read_text("utf-8")
+        self._key = Key.of(specs, self.rules.description, profile, place)
+        loaded, self._loaded = self._loaded or {}, None
+        found = [] if self.cache is None else self.cache.read()
+        message: dict[str, Any] = {}
+        try:
+            if loaded:
+                message["before"] = {
+                    name: asdict(p) for name, p in placements_of(loaded["placements"]).items()
+                }
+            for known in (self._found, loaded.get("found")):
+                found += [Remembered.from_json(known)] if known else []
+        except (ConfigError, KeyError, TypeError, AttributeError) as error:
+            warn(f"the state's plan cannot be read, and is left out: {error}")
+        remembered, why = recall(self._key, found)
+        if remembered is None:
+            if why:
+                tell(f"the planner measures anew: its plan was for another {why}")
+            return message
+        message["found"] = remembered.to_json()
+        if remembered.outcome is not None:
+            steps = RECALLED_REVIEW_STEPS + self._warmup_steps()
+            message |= {"plan": asdict(remembered.outcome.plan), "steps": steps, "trying": False}
+            attempt = remembered.outcome.tried[remembered.outcome.chosen]
+            tell(f"the planner goes on with a plan that it remembers: {attempt}")
+        return message
+
+    def _started(self, specs: Sequence[TensorSpec], place: Place) -> dict[str, Any]:
         if self.profile is None:
             assert self.profile_path is not None
             self.profile = Profile.load(self.profile_path).carried_over(place)
@@ -217,41 +294,65 @@ class Planner:
                 logger.warning("the planner's costs were %s", self.profile.source)
         for name in self._methods:
             self.profile.costs_of(name)  # names what is missing before training begins
-        return self._begin_trial(self._planned_tensors(specs, {}))
+        found = self._remember(self.profile, None)
+        return self._begin_trial(self._planned_tensors(specs, {})) | {"found": found}
 
     def _reviewed(
         self,
         specs: Sequence[TensorSpec],
         ready_s: Mapping[str, float],
-        steps: Sequence[tuple[float, float]],
-    ) -> int:
-        trial = self.trial
-        assert trial is not None
+        steps: Sequence[Step],
+    ) -> dict[str, Any]:
         assert self.profile is not None
         tensors = self._planned_tensors(specs, ready_s)
-        if trial.is_over:
-            now = Tried(trial.winner.plan, list(steps))
-            if not now.differs_from(trial.winner, TOLERATED_ERROR):
-                return REVIEW_INTERVAL_STEPS
-            logger.info("steps take %.3g s, not %.3g s", now.step_s, trial.winner.step_s)
-            return self._begin_trial(tensors)
+        trial = self.trial
+        if not self.is_trying:
+            return self._looked_at(Took.of([steps]), tensors)
+        assert trial is not None
         first = len(trial.tried) == 1
         trial.record(steps)
         if first:
             dense = trial.tried[0]
-            self.profile = matched_to(self.profile, tensors, dense.reduction_s)
+            self.profile = matched_to(self.profile, tensors, dense.took.reduction_s)
             dense.plan = dense_plan(self.profile, tensors)
             trial.enter(contenders(self.profile, tensors, CONTENDERS))
         trial.go_on()
-        if trial.is_over:
-            logger.info("steps by the plans that were tried: %s", trial)
-            return REVIEW_INTERVAL_STEPS
-        return TRIAL_STEPS + (self._warmup_steps() if first else 0)
+        if not trial.is_over:
+            return self._going_on(trial, TRIAL_STEPS + (self._warmup_steps() if first else 0))
+        outcome = Outcome.of(trial)
+        tell(str(outcome))
+        message = self._going_on(trial, REVIEW_INTERVAL_STEPS)
+        return message | {"found": self._remember(self.profile, outcome)}
 
-    def _begin_trial(self, tensors: Sequence[PlannedTensor]) -> int:
+    def _looked_at(self, took: Took, tensors: Sequence[PlannedTensor]) -> dict[str, Any]:
+        """A review; it begins another trial where steps do not take what they took in the last."""
+        assert self.outcome is not None
+        assert self.plan is not None
+        stays = {"plan": asdict(self.plan), "steps": REVIEW_INTERVAL_STEPS, "trying": False}
+        expected = self.outcome.took
+        if not took.differs_from(expected, TOLERATED_ERROR):
+            return stays
+        if self._trial_steps > TRIAL_SHARE * self._steps:
+            return stays  # trials have had their share
+        now_s, then_s = took.step_s, expected.step_s
+        tell(f"the planner tries again: steps take {now_s:.3g} s, not {then_s:.3g} s")
+        return self._begin_trial(tensors)
+
+    def _begin_trial(self, tensors: Sequence[PlannedTensor]) -> dict[str, Any]:
         assert self.profile is not None
         self.trial = Trial(dense_plan(self.profile, tensors))
-        return TRIAL_STEPS
+        return self._going_on(self.trial, TRIAL_STEPS)
+
+    def _going_on(self, trial: Trial, steps: int) -> dict[str, Any]:
+        return {"plan": asdict(trial.current.plan), "steps": steps, "trying": not trial.is_over}
+
+    def _remember(self, profile: Profile, outcome: Outcome | None) -> dict[str, Any]:
+        """Keep what was found, in the cache too."""
+        assert self._key is not None
+        found = Remembered(self._key, profile, outcome)
+        if self.cache is not None:
+            self.cache.add(found)
+        return found.to_json()
 
     def _planned_tensors(
         self, specs: Sequence[TensorSpec], ready_s: Mapping[str, float]
@@ -267,11 +368,33 @@ class Planner:
         return max(warmup.dense_steps + warmup.steps for warmup in warmups)
 
 
-def meet(transport: Transport) -> Place:
+def planner_of(assignment: object) -> Planner | None:
+    """The planner that an assignment is, or comes from."""
+    planner = assignment.planner if isinstance(assignment, Planned) else assignment
+    return planner if isinstance(planner, Planner) else None
+
+
+def tell(words: str) -> None:
+    """A line for the user: in the log, or on standard error where the log would not show it."""
+    logger.info(words)
+    if not logger.isEnabledFor(logging.INFO):
+        print(f"hvd_sparse: {words}", file=sys.stderr, flush=True)
+
+
+def meet(transport: Transport, device: torch.device | None = None) -> Place:
     """Where the ranks are; host names tell how many hosts there are."""
     names = transport.allgather((text_tensor(socket.gethostname()),), channel="hosts")
     hosts = len({bytes(name.numpy()) for name in names})
-    return place_of(transport.name, transport.world_size, hosts)
+    return place_of(transport.name, transport.world_size, hosts, device_name(device))
+
+
+def device_name(device: torch.device | None) -> str:
+    """What costs on a device depend on: the name of a CUDA device."""
+    if device is None or device.type == "cpu":
+        return CPU
+    if device.type == "cuda" and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name(device))
+    return device.type
 
 
 @contextmanager

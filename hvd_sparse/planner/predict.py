@@ -12,7 +12,7 @@ once, at the end; a bucket is ready with its last tensor and has its own fixed c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hvd_sparse.planner.profile import MethodCosts, Profile
@@ -25,10 +25,38 @@ class Job:
     Attributes:
         ready_s: When it can begin, from the first gradient on.
         seconds: How long it takes.
+        parts: What it consists of, by name and in seconds: encode, exchange, decode; none: dense.
+        label: What it reduces.
     """
 
     ready_s: float
     seconds: float
+    parts: tuple[tuple[str, float], ...] = ()
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A job's time in a step.
+
+    Attributes:
+        job: The job.
+        start_s: When it begins, from the first gradient on.
+        stop_s: When it is done.
+    """
+
+    job: Job
+    start_s: float
+    stop_s: float
+
+
+def schedule(jobs: Sequence[Job]) -> Iterator[Span]:
+    """When each of the jobs has its turn."""
+    time_s = 0.0
+    for job in sorted(jobs, key=lambda job: job.ready_s):
+        start_s = max(time_s, job.ready_s)
+        time_s = start_s + job.seconds
+        yield Span(job, start_s, time_s)
 
 
 def finish_s(jobs: Sequence[Job], fixed_s: float) -> float:
@@ -39,29 +67,43 @@ def finish_s(jobs: Sequence[Job], fixed_s: float) -> float:
     return time_s + fixed_s
 
 
-def dense_job(profile: Profile, numel: int, ready_s: float) -> Job:
+def dense_job(profile: Profile, numel: int, ready_s: float, label: str = "") -> Job:
     """A dense tensor's share of Horovod's fused allreduce."""
-    return Job(ready_s, profile.dense.per_element_s * numel)
+    return Job(ready_s, profile.dense.per_element_s * numel, label=label)
 
 
-def bucket_job(costs: MethodCosts, numels: Sequence[int], ready_s: Sequence[float]) -> Job:
+def bucket_job(
+    costs: MethodCosts, numels: Sequence[int], ready_s: Sequence[float], label: str = ""
+) -> Job:
     """A bucket of tensors."""
-    return Job(max(ready_s), costs.seconds(sum(numels)))
+    numel = sum(numels)
+    parts = tuple((name, getattr(costs, name).at(numel)) for name in PARTS)
+    return Job(max(ready_s), sum(seconds for _, seconds in parts), parts, label)
+
+
+PARTS = ("encode", "exchange", "decode")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """DRAGONN's equation (1) for one tensor alone.
+    """DRAGONN's equation (1) for one tensor: compress it where encode + decode < dense - sparse.
 
     Attributes:
         dense_s: Its dense reduction.
-        encode_decode_s: Encoding and decoding it.
+        encode_s: Encoding it.
+        decode_s: Decoding it.
         exchange_s: Its sparse exchange.
     """
 
     dense_s: float
-    encode_decode_s: float
+    encode_s: float
+    decode_s: float
     exchange_s: float
+
+    @property
+    def encode_decode_s(self) -> float:
+        """The equation's left side."""
+        return self.encode_s + self.decode_s
 
     @property
     def sparse_s(self) -> float:
@@ -74,10 +116,26 @@ class Verdict:
         return self.encode_decode_s < self.dense_s - self.exchange_s
 
 
-def verdict(profile: Profile, costs: MethodCosts, numel: int) -> Verdict:
-    """Equation (1) of Wang et al., "DRAGONN" (ICML '22), with this profile's costs."""
-    return Verdict(
-        profile.dense.at(numel),
-        costs.encode.at(numel) + costs.decode.at(numel),
-        costs.exchange.at(numel),
+def verdict(
+    profile: Profile, costs: MethodCosts, numel: int, bucket_numel: int | None = None
+) -> Verdict:
+    """Equation (1) of Wang et al., "DRAGONN" (ICML '22), with this profile's costs.
+
+    Args:
+        profile: Has the dense costs.
+        costs: The method's.
+        numel: Elements of the tensor.
+        bucket_numel: Those of the bucket that it shares: it then has its share of the fixed costs,
+            and what it saves is its own part of Horovod's fused reduction. None: it is alone.
+    """
+    if bucket_numel is None:
+        return Verdict(
+            profile.dense.at(numel),
+            *(line.at(numel) for line in (costs.encode, costs.decode)),
+            costs.exchange.at(numel),
+        )
+    share = numel / bucket_numel
+    encode_s, decode_s, exchange_s = (
+        share * line.at(bucket_numel) for line in (costs.encode, costs.decode, costs.exchange)
     )
+    return Verdict(profile.dense.per_element_s * numel, encode_s, decode_s, exchange_s)

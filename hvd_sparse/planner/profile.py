@@ -17,7 +17,8 @@ from hvd_sparse.cost_model import PLAIN_BYTES, Link, WireBytes
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
 
-VERSION = 2
+VERSION = 3
+CPU = "cpu"
 REFERENCE_NUMEL = 1 << 20
 """Elements at which costs of two worlds are compared."""
 
@@ -89,12 +90,14 @@ class Place:
         world_size: P.
         transport: Its name.
         torch: Version.
+        device: Where the gradients are: "cpu", or the name of rank 0's device.
     """
 
     host_class: str
     world_size: int
     transport: str
     torch: str
+    device: str = CPU
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,6 @@ def processor() -> str:
     return names[0] if names else "unknown processor"
 
 
-def place_of(transport_name: str, world_size: int, hosts: int) -> Place:
+def place_of(transport_name: str, world_size: int, hosts: int, device: str = CPU) -> Place:
     """The place of this process."""
-    return Place(host_class(hosts), world_size, transport_name, str(torch.__version__))
+    return Place(host_class(hosts), world_size, transport_name, str(torch.__version__), device)

@@ -1,10 +1,13 @@
-"""A trial: training goes on for a few steps by each promising plan, and the fastest one stays.
+"""A trial: training goes on by each promising plan in turn, and the fastest one stays.
 
 A prediction adds up costs that were measured while nothing else ran. What it cannot know is how
 reductions and backward get in each other's way: they share cores and memory. So it only says which
 plans are worth a try; what a step takes decides. Everything dense always takes part, and another
-plan has to be faster than that. Plans that the noise of their steps does not tell apart go on for
-another round.
+plan has to be faster than that.
+
+Plans take turns of a few steps, round by round, every other round in the opposite order, so that
+what changes meanwhile (another job, a busy link) meets all of them alike. A round ends for a plan
+when it is slower than the best one for sure, and for all when those that are left are alike.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import hypot
 from statistics import median
 
 import torch
@@ -20,19 +24,30 @@ from torch import Tensor
 from hvd_sparse.planner.choose import ChosenPlan
 
 SETTLING_STEPS = 3
-"""First steps by a plan, which are not timed: buckets are made in them, and memory is touched."""
-TIMED_STEPS = 8
+"""First steps of a turn, which are not timed: buckets are made in them, and memory is touched."""
+TIMED_STEPS = 5
 CONTENDERS = 3
 """Plans that are tried beside the dense one."""
-ROUNDS = 3
+ROUNDS = 4
 """Turns that a plan may have, at most."""
+MOST_STEPS = (SETTLING_STEPS + TIMED_STEPS) * (1 + CONTENDERS) * ROUNDS
+"""Steps of a trial, at most."""
 LEAST_GAIN = 0.03
 """Share of a dense step that a plan must save in its trial to be worth its approximation."""
+ALIKE = 0.10
+"""Share of a step by which plans may differ that need not be told apart."""
+FAR = 0.25
+"""From this share on one round is enough to tell plans apart."""
+CONFIDENCE = 2.0
+"""Standard errors by which a difference must exceed what it is compared with."""
 MEDIAN_ERROR = 1.4826 * 1.2533
 """A median's standard error, of normal deviates: this times their median deviation over √steps."""
 
+Step = tuple[float, float]
+"""Seconds of a step, and from its first gradient to its last reduced one."""
 
-def slowest(ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
+
+def slowest(ranks: Sequence[Tensor]) -> list[Step]:
     """All ranks' steps as one: what each took on the rank that took longest.
 
     Args:
@@ -43,39 +58,72 @@ def slowest(ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
     return [(step_s, reduction_s) for step_s, reduction_s in worst.tolist()]
 
 
+@dataclass(frozen=True)
+class Took:
+    """What steps by a plan took.
+
+    Attributes:
+        step_s: The median step.
+        error_s: Standard error of that.
+        reduction_s: The median step's reductions.
+        steps: How many were timed.
+    """
+
+    step_s: float
+    error_s: float
+    reduction_s: float
+    steps: int
+
+    @staticmethod
+    def of(rounds: Sequence[Sequence[Step]]) -> Took:
+        """Of one round or several.
+
+        The error is that of the steps, or that of the rounds' medians, where these differ more:
+        steps that follow one another have much in common.
+        """
+        steps = [step for steps in rounds for step in steps]
+        middle = median(step_s for step_s, _ in steps)
+        deviation = median(abs(step_s - middle) for step_s, _ in steps)
+        medians = [median(step_s for step_s, _ in each) for each in rounds]
+        apart = (max(medians) - min(medians)) / 2 / len(rounds) ** 0.5
+        error_s = max(MEDIAN_ERROR * deviation / len(steps) ** 0.5, apart)
+        reduction_s = median(reduction_s for _, reduction_s in steps)
+        return Took(middle, float(error_s), reduction_s, len(steps))
+
+    def differs_from(self, other: Took, tolerance: float = 0.0) -> bool:
+        """Whether their steps differ by more than noise and a share of the other's."""
+        noise_s = CONFIDENCE * hypot(self.error_s, other.error_s)
+        return abs(self.step_s - other.step_s) > tolerance * other.step_s + noise_s
+
+    def is_near(self, other: Took) -> bool:
+        """Whether they differ by less than `ALIKE`, for sure."""
+        noise_s = CONFIDENCE * hypot(self.error_s, other.error_s)
+        return abs(self.step_s - other.step_s) + noise_s < ALIKE * other.step_s
+
+
 @dataclass
 class Tried:
-    """A plan, and what its steps took.
+    """A plan, and what its turns took.
 
     Attributes:
         plan: The plan.
-        steps: Seconds of each step, and of its reductions.
+        rounds: The timed steps of each of its turns.
     """
 
     plan: ChosenPlan
-    steps: list[tuple[float, float]] = field(default_factory=list)
+    rounds: list[list[Step]] = field(default_factory=list)
 
     @property
-    def step_s(self) -> float:
-        """The median step."""
-        return median(step_s for step_s, _ in self.steps)
+    def took(self) -> Took:
+        """All of its steps together."""
+        return Took.of(self.rounds)
 
-    @property
-    def error_s(self) -> float:
-        """Standard error of that."""
-        middle = self.step_s
-        deviation = median(abs(step_s - middle) for step_s, _ in self.steps)
-        return float(MEDIAN_ERROR * deviation / len(self.steps) ** 0.5)
-
-    @property
-    def reduction_s(self) -> float:
-        """The median step's reductions."""
-        return median(reduction_s for _, reduction_s in self.steps)
-
-    def differs_from(self, other: Tried, tolerance: float = 0.0) -> bool:
-        """Whether their steps differ by more than noise and a share of the other's."""
-        noise_s = self.error_s + other.error_s
-        return abs(self.step_s - other.step_s) > tolerance * other.step_s + noise_s
+    def is_settled_with(self, best: Tried) -> bool:
+        """Whether no further round is needed to compare it with the best one."""
+        took, least = self.took, best.took
+        if len(self.rounds) == 1:
+            return took.step_s > (1 + FAR) * least.step_s and took.differs_from(least)
+        return took.differs_from(least) or took.is_near(least)
 
 
 class Trial:
@@ -99,19 +147,19 @@ class Trial:
         self.tried += entered
         self._turns += entered
 
-    def record(self, steps: Sequence[tuple[float, float]]) -> None:
+    def record(self, steps: Sequence[Step]) -> None:
         """What the current plan's turn took, as `slowest` has it."""
-        self._turns.popleft().steps += steps
+        self._turns.popleft().rounds.append(list(steps))
 
     def go_on(self) -> None:
-        """Begin another round where the last one has ended without a clear winner."""
+        """Begin another round where the last one has left plans that may be the fastest."""
         if self._turns or self._rounds == ROUNDS:
             return
-        best = min(self.tried, key=lambda tried: tried.step_s)
-        rivals = [tried for tried in self.tried if tried is best or not tried.differs_from(best)]
+        best = min(self.tried, key=lambda tried: tried.took.step_s)
+        rivals = [tried for tried in self.tried if tried is best or not tried.is_settled_with(best)]
         if len(rivals) > 1:
-            self._turns += rivals
             self._rounds += 1
+            self._turns += rivals if self._rounds % 2 else reversed(rivals)
 
     @property
     def is_over(self) -> bool:
@@ -130,19 +178,12 @@ class Trial:
         paying = [
             tried
             for tried in self.tried
-            if tried.step_s < (1 - LEAST_GAIN) * dense.step_s and tried.differs_from(dense)
+            if tried.took.step_s < (1 - LEAST_GAIN) * dense.took.step_s
+            and tried.took.differs_from(dense.took)
         ]
-        return min(paying, key=lambda tried: tried.step_s, default=dense)
+        return min(paying, key=lambda tried: tried.took.step_s, default=dense)
 
     def predicted_s(self, tried: Tried) -> float:
         """What a step was predicted to take, once dense ones had been timed."""
-        dense = self.tried[0]
+        dense = self.tried[0].took
         return dense.step_s - dense.reduction_s + tried.plan.predicted_s
-
-    def __str__(self) -> str:
-        words = [
-            f"{', '.join(sorted({p.method for p in t.plan.placements.values()})) or 'dense'}: "
-            f"{1e3 * t.step_s:.1f} ± {1e3 * t.error_s:.1f} ms"
-            for t in self.tried
-        ]
-        return "; ".join(words)

@@ -13,16 +13,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from torch.nn import Module, Parameter
 
-from hvd_sparse.collectives.registry import CHOOSABLE
+from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS
+from hvd_sparse.methods.options import AUTOMATIC, SEPARATOR
 from hvd_sparse.policy.assignment import Condition, PolicyAssignment, Rule
 from hvd_sparse.policy.document import Document, Path, read_yaml, shown, suggestion
 from hvd_sparse.policy.schema import Match, policy_model
 
-PLANNABLE = CHOOSABLE
-"""Collectives among which a planner chooses, where a rule names none."""
+PLANNABLE = LOSSLESS_CANDIDATES
+"""Collectives among which a planner chooses, where a rule names none. Others it must name."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Policy:
         busy_timeout_s: The same.
         hierarchical: The same.
         profile: Path of the planner's profile, or None.
+        plan_cache: Path of what the planner remembers, "none", or None for the usual one.
     """
 
     document: Document
@@ -46,6 +48,7 @@ class Policy:
     busy_timeout_s: float | None
     hierarchical: bool | Literal["auto"]
     profile: str | None
+    plan_cache: str | None
 
 
 def load_policy(source: str | os.PathLike[str] | Mapping[str, Any]) -> Policy:
@@ -100,6 +103,7 @@ def check_policy(document: Document) -> Policy:
         busy_timeout_s,
         policy.hierarchical,
         policy.profile,
+        policy.plan_cache,
     )
 
 
@@ -180,22 +184,25 @@ def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -
         if item.default is MISSING and key not in arguments:
             raise document.error(path, f"{key} must be given: {name} needs it")
     variants = [arguments]
-    if planned and "collective" in taken and "collective" not in arguments:
-        variants = [{**arguments, "collective": collective} for collective in PLANNABLE]
+    if planned and "collective" in taken:
+        variants = [{**arguments, "collective": each} for each in collectives_of(arguments)]
     try:
         methods = [METHODS[name](**variant).make() for variant in variants]
     except ConfigError as error:
         raise _of_argument(document, path, own, arguments, str(error)) from None
-    if planned and any(method.memory.momentum for method in methods):
-        raise document.error(
-            (*path, "compress"),
-            "auto is not for momentum correction: tensors that are left dense would have none",
-        )
     if planned and any(method.clip_norm is not None for method in methods):
         raise document.error(
             (*path, "compress"), "auto is not for clip_norm: dense tensors would not be clipped"
         )
     return Rule(place, condition, tuple(methods), bucket, planned)
+
+
+def collectives_of(arguments: Mapping[str, Any]) -> Sequence[Any]:
+    """Those among which a planner chooses: the ones that a rule names, or all lossless ones."""
+    named = arguments.get("collective", AUTOMATIC)
+    if named == AUTOMATIC:
+        return PLANNABLE
+    return named.split(SEPARATOR) if isinstance(named, str) else [named]
 
 
 def _of_argument(

@@ -87,6 +87,13 @@ def policy_model() -> type[BaseModel]:
             str | None,
             _key("File of hvd-sparse profile; without it, the planner measures at the start"),
         ),
+        "plan_cache": (
+            str | None,
+            _key(
+                "File in which the planner keeps its plans for the next run; none: no file; "
+                "without it: hvd_sparse/plans.json in the user's folder of caches"
+            ),
+        ),
         "timeout_s": (
             float,
             Field(

@@ -146,7 +146,7 @@ class _Reader:
                 raise ConfigError(f"{place}: bucket {line['bucket']} is not in the plan")
             run.plans[-1].residuals.append(line)
         else:
-            keys = ("threshold", "imbalance", "spans", *FIGURES)
+            keys = ("collective", "threshold", "imbalance", "spans", *FIGURES)
             _check_lengths(line, keys, len(run.plans[-1].buckets), place)
             run.plans[-1].steps.append(line)
 

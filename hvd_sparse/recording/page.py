@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 from itertools import pairwise
 
+import numpy as np
+
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording import figures
+from hvd_sparse.recording.html import document, section, table
 from hvd_sparse.recording.log import Plan, Recording
-from hvd_sparse.recording.summary import Curves, bucket_means, curves, rank_means, slowest_rank
+from hvd_sparse.recording.schema import MOST_UNIX_S
+from hvd_sparse.recording.summary import (
+    Curves,
+    bucket_means,
+    collectives,
+    curves,
+    last_plan,
+    rank_ms,
+    slowest_rank,
+    steps_of,
+)
+from hvd_sparse.tables import nbytes, tensors
 
-CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff;
-       max-width: 900px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .2rem; }
-p { margin: .2rem 0 .6rem; color: #4b5563; } svg { width: 100%; height: auto; display: block; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .6rem;
-         margin: 1.2rem 0; }
-.tiles div { border: 1px solid #e5e7eb; border-radius: 8px; padding: .5rem .8rem; }
-.tiles b { display: block; font-size: 1.25rem; } .tiles span { color: #6b7280; font-size: .85rem; }
-.warn { background: #fef3c7; border-radius: 6px; padding: .4rem .8rem; color: #78350f; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; width: 100%; }
-th, td { padding: .25rem .45rem; text-align: right; border-bottom: 1px solid #e5e7eb;
-         white-space: nowrap; }
-th { color: #6b7280; font-weight: 600; } td.text, th.text { text-align: left; }
-td.names { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }
-"""
+REACHED = ("wanted", "selected", "applied")
+BUCKET_CURVES = {
+    "residual": (
+        "Residual norm",
+        "residual norm",
+        "Euclidean, of what this rank has not sent yet; the largest buckets are named.",
+    ),
+    "threshold": (
+        "Threshold",
+        "threshold",
+        "Magnitude from which entries were selected; the largest buckets are named.",
+    ),
+    "imbalance": (
+        "Balance of the partitions",
+        "f(t)",
+        "P times the most entries that a rank selected, over all of them: 1 is even.",
+    ),
+}
+PHASES = ("accumulate_select_s", "exchange_s", "decode_s", "wait_s")
 
 
 def report_page(runs: Sequence[Recording], recording: Recording) -> str:
@@ -44,8 +61,7 @@ def report_page(runs: Sequence[Recording], recording: Recording) -> str:
     if not recording.steps:
         others = "" if len(runs) == 1 else f"; the file has {len(runs)} runs, choose one by --run"
         raise ConfigError(f"the recording holds no step yet{others}")
-    of_run, plan = curves(recording), last_plan(recording)
-    since = f" Since the last change of the plan, at step {plan.step}." if plan.step else ""
+    of_run = curves(recording)
     parts = [
         heading(recording),
         runs_section(runs, recording),
@@ -62,62 +78,46 @@ def report_page(runs: Sequence[Recording], recording: Recording) -> str:
             "training thread waited for the buckets' results.",
             figures.svg(figures.step_time(of_run), "step"),
         ),
-        section(
-            "Bytes sent",
-            "By this rank, headers included, against a dense ring allreduce of the same tensors.",
-            figures.svg(figures.sent_bytes(of_run), "bytes"),
-        ),
-        section(
-            "Density reached",
-            "Entries selected on this rank and entries applied, per element, against the target."
-            + since,
-            figures.svg(figures.density(plan), "density"),
-        ),
-        section(
-            "Residual norm",
-            "Euclidean, of what this rank has not sent yet; the largest buckets are named." + since,
-            figures.svg(figures.bucket_curves(plan, "residual", "residual norm"), "residual"),
-        )
-        if plan.residuals
-        else "",
-        section(
-            "Threshold",
-            "Magnitude from which entries were selected; the largest buckets are named." + since,
-            figures.svg(figures.bucket_curves(plan, "threshold", "threshold"), "threshold"),
-        ),
-        section(
-            "Balance of the partitions",
-            "P times the most entries that a rank selected, over all of them: 1 is even." + since,
-            figures.svg(figures.bucket_curves(plan, "imbalance", "f(t)"), "imbalance"),
-        )
-        if any(any(line["imbalance"]) for line in plan.steps)
-        else "",
+        *bucket_sections(recording, of_run),
         ranks_section(recording),
         plans_section(recording),
-        buckets_section(plan),
+        *buckets_sections(last_plan(recording)),
     ]
     title = f"hvd_sparse run, rank {recording.run['rank']} of {recording.run['world_size']}"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        '</title><meta name="viewport" content="width=device-width">'
-        f"<style>{CSS}</style></head>\n<body>\n"
-        + "\n".join(filter(None, parts))
-        + "\n</body></html>\n"
+    return document(title, filter(None, parts))
+
+
+def bucket_sections(recording: Recording, of_run: Curves) -> Iterator[str]:
+    """What is known of the buckets; nothing where all tensors were dense."""
+    plan = last_plan(recording)
+    if not plan.buckets:
+        return
+    yield section(
+        "Bytes sent",
+        "By this rank, headers included, against a dense ring allreduce of the same tensors. What "
+        "Horovod sends is not in it.",
+        figures.svg(figures.sent_bytes(of_run), "bytes"),
     )
-
-
-def last_plan(recording: Recording) -> Plan:
-    """The last plan under which a step was recorded."""
-    return next(plan for plan in reversed(recording.plans) if plan.steps)
+    since = f" Since the last change of the plan, after step {plan.step}." if plan.step else ""
+    yield section(
+        "Density reached",
+        "Entries selected on this rank and entries applied, per element, against the target."
+        + since,
+        figures.svg(figures.density(plan), "density"),
+    )
+    for name, (title, label, text) in BUCKET_CURVES.items():
+        if plan.residuals if name == "residual" else any(any(s[name]) for s in plan.steps):
+            drawn = figures.bucket_curves(plan, name, label)
+            yield section(title, text + since, figures.svg(drawn, name))
 
 
 def heading(recording: Recording) -> str:
-    """What ran, where and when."""
-    run = recording.run
+    """What ran, where and when, and how it was compressed."""
+    run, plan = recording.run, last_plan(recording)
     facts = (
-        f"Rank {run['rank']} of {run['world_size']} on {run['host']}, transport "
-        f"{run['transport']}; hvd_sparse {run['hvd_sparse']}, torch {run['torch']}; begun "
-        f"{begun(recording)}."
+        f"Rank {run['rank']} of {run['world_size']} on {run['host']}, process {run['pid']}, "
+        f"transport {run['transport']}; hvd_sparse {run['hvd_sparse']}, torch {run['torch']}; "
+        f"begun {begun(recording)}. Compressed by {'; '.join(kinds(plan)) or 'nothing: all dense'}."
     )
     warning = (
         f'<p class="warn">{recording.torn_lines} line(s) of the recording are cut off and left '
@@ -128,9 +128,40 @@ def heading(recording: Recording) -> str:
     return f"<h1>What happened</h1>\n<p>{escape(facts)}</p>{warning}"
 
 
-def begun(recording: Recording) -> str:
-    """When a run began."""
-    return f"{datetime.fromtimestamp(recording.run['start_unix_s'], timezone.utc):%F %T} UTC"
+def kinds(plan: Plan) -> list[str]:
+    """How a plan's buckets were compressed, each kind once."""
+    by_kind: dict[str, list[int]] = {}
+    for place, bucket in enumerate(plan.buckets):
+        words = f"{bucket['compressor']} at density {bucket['density']:.3g}, wire {bucket['wire']}"
+        by_kind.setdefault(words, []).append(place)
+    return [
+        f"{words}, exchanged by {', then '.join(collectives(plan, places)) or 'nothing yet'}"
+        for words, places in by_kind.items()
+    ]
+
+
+def begun(recording: Recording, after_s: float = 0.0) -> str:
+    """When a run began, or some seconds later."""
+    at = min(recording.run["start_unix_s"] + after_s, MOST_UNIX_S)
+    return f"{datetime.fromtimestamp(at, timezone.utc):%F %T} UTC"
+
+
+def beside(runs: Sequence[Recording], shown: Recording) -> list[int]:
+    """Numbers of the runs that the same process made at the same time: other compressions."""
+
+    def span(run: Recording) -> tuple[float, float]:
+        start = run.run["start_unix_s"]
+        return start, start + (run.steps[-1]["at_s"] if run.steps else 0.0)
+
+    start, stop = span(shown)
+    return [
+        number
+        for number, run in enumerate(runs, 1)
+        if run is not shown
+        and (run.run["host"], run.run["pid"]) == (shown.run["host"], shown.run["pid"])
+        and span(run)[0] < stop
+        and start < span(run)[1]
+    ]
 
 
 def runs_section(runs: Sequence[Recording], shown: Recording) -> str:
@@ -141,44 +172,54 @@ def runs_section(runs: Sequence[Recording], shown: Recording) -> str:
         (
             f"{number} (this one)" if run is shown else number,
             begun(run),
+            begun(run, run.steps[-1]["at_s"]) if run.steps else "–",
+            run.run["pid"],
             run.run["world_size"],
-            run.run["transport"],
             f"{steps_of(run):,}",
+            "; ".join(kinds(last_plan(run))) or "all dense" if run.steps else "–",
         )
         for number, run in enumerate(runs, 1)
     ]
-    columns = {"run": "", "begun": "", "ranks": "", "transport": "text", "steps": ""}
+    columns = {"run": "", "begun": "", "last line": "", "process": "", "ranks": "", "steps": ""}
+    columns |= {"compressed by": "text"}
     text = "The file holds several, as after a restart; --run chooses the one to show."
+    if others := beside(runs, shown):
+        numbers = ", ".join(map(str, others))
+        text += f" Of the same time and process, so of another compression: run {numbers}."
     return section("Runs", text, table(columns, rows))
 
 
-def steps_of(recording: Recording) -> int:
-    """Steps of the run: those of the same process before it are not counted."""
-    first: int = recording.plans[0].step if recording.plans else 0
-    last: int = recording.steps[-1]["step"] if recording.steps else first
-    return max(0, last - first)
-
-
 def tiles(recording: Recording, of_run: Curves) -> str:
-    """The run in six figures."""
+    """The run in a few figures."""
     lines = recording.steps
     steps = sum(line["steps"] for line in lines)
     step_s = sum(line["seconds"] for line in lines) / steps
     wait_s = sum(sum(line["wait_s"]) for line in lines) / steps
-    sent = sum(sum(line["bytes_sent"]) for line in lines) / steps
-    dense = float(of_run.dense_bytes.mean())
-    plan = last_plan(recording)
-    numel = sum(bucket["numel"] for bucket in plan.buckets)
-    k = sum(bucket["k"] for bucket in plan.buckets)
-    selected = float(bucket_means(plan)["nnz_selected"].sum())
     shown = [
         (f"{steps_of(recording):,}", "steps"),
         (f"{1e3 * step_s:.1f} ms", "per step"),
         (f"{100 * wait_s / step_s:.0f} %" if step_s else "–", "of it waiting for buckets"),
-        (nbytes(sent), "sent per step"),
-        (f"{dense / sent:.0f} ×" if sent else "–", "less than dense"),
-        (f"{selected / max(1, k):.2f} k", f"selected of {numel:,} elements"),
     ]
+    plans = [plan for plan in recording.plans if plan.buckets and plan.steps]
+    if plans:
+        dense_steps = sum(
+            line["steps"] for p in recording.plans if not p.buckets for line in p.steps
+        )
+        if dense_steps:
+            shown.append((f"{dense_steps:,}", "steps with all tensors dense"))
+        sent = sum(sum(line["bytes_sent"]) for plan in plans for line in plan.steps)
+        sent /= sum(line["steps"] for plan in plans for line in plan.steps)
+        ring = float(np.nanmean(of_run.dense_bytes))
+        plan = last_plan(recording)
+        numel = max(1, sum(bucket["numel"] for bucket in plan.buckets))
+        k = sum(bucket["k"] for bucket in plan.buckets)
+        selected = float(bucket_means(plan)["nnz_selected"].sum())
+        shown += [
+            (nbytes(sent), "sent per step"),
+            (f"{ring / sent:.0f} ×" if sent else "–", "less than dense"),
+            (f"{selected / numel:.3g}", f"density selected, of {numel:,} elements"),
+            (f"{k / numel:.3g}", "target density"),
+        ]
     return (
         '<div class="tiles">'
         + "".join(f"<div><b>{escape(v)}</b><span>{escape(n)}</span></div>" for v, n in shown)
@@ -186,24 +227,24 @@ def tiles(recording: Recording, of_run: Curves) -> str:
     )
 
 
-def section(title: str, text: str, body: str) -> str:
-    """A heading, a sentence and a picture or table."""
-    return f"<h2>{escape(title)}</h2>\n<p>{escape(text)}</p>\n{body}"
-
-
 def ranks_section(recording: Recording) -> str:
-    """Which rank the others wait for."""
+    """Which rank the others wait for, if there is one."""
     if not recording.ranks or recording.run["world_size"] < 2:
         return ""
-    exchange_s = rank_means(recording, "exchange_s")
+    exchange_ms = rank_ms(recording, "exchange_s").mean(axis=0)
     slowest = slowest_rank(recording)
-    most = int(exchange_s.argmax())
-    text = (
-        f"The others wait for rank {slowest}: it spends the least time in the exchange, "
-        f"{exchange_s[slowest]:.2g} s between two comparisons, where rank {most} spends "
-        f"{exchange_s[most]:.2g} s."
-    )
-    return section("Slowest rank", text, figures.svg(figures.ranks(recording), "ranks"))
+    if slowest is None:
+        text = (
+            "No rank stands out as the one that the others wait for: all spend between "
+            f"{exchange_ms.min():.3g} and {exchange_ms.max():.3g} ms per step in exchanges."
+        )
+    else:
+        others_ms = float(np.median(np.delete(exchange_ms, slowest)))
+        text = (
+            f"The others wait for rank {slowest}: it spends {exchange_ms[slowest]:.3g} ms per step "
+            f"in exchanges, the others {others_ms:.3g} ms (median)."
+        )
+    return section("Ranks", text, figures.svg(figures.ranks(recording), "ranks"))
 
 
 def plans_section(recording: Recording) -> str:
@@ -212,66 +253,56 @@ def plans_section(recording: Recording) -> str:
     for plan, following in pairwise([*recording.plans, None]):
         if plan is None or (following is not None and following.step == plan.step):
             continue  # replaced before a step was taken by it
+        last = steps_end(recording) if following is None else following.step
         numel = sum(bucket["numel"] for bucket in plan.buckets)
-        kinds = sorted({f"{b['selector']} by {b['collective']}" for b in plan.buckets})
-        words = ", ".join(kinds) or "all dense"
-        rows.append((plan.step, len(plan.buckets), f"{numel:,}", words))
-    columns = {"from step": "", "buckets": "", "elements": "", "kinds": "text"}
+        words = "; ".join(kinds(plan)) or "all dense"
+        steps = f"{plan.step + 1:,}–{last:,}" if last > plan.step else "none yet"
+        rows.append((steps, len(plan.buckets), f"{numel:,}", words))
+    columns = {"steps": "", "buckets": "", "elements": "", "compressed by": "text"}
     return section("Plans", f"{len(rows)} in this run.", table(columns, rows))
 
 
-def buckets_section(plan: Plan) -> str:
-    """Every bucket of the last plan."""
+def steps_end(recording: Recording) -> int:
+    """Number of the last step that is recorded."""
+    return int(recording.steps[-1]["step"]) if recording.steps else 0
+
+
+def buckets_sections(plan: Plan) -> list[str]:
+    """Every bucket of a plan: how it is compressed, and what that takes."""
+    if not plan.buckets:
+        return []
     means = bucket_means(plan)
-    rows = []
+    how, cost = [], []
     for place, bucket in enumerate(plan.buckets):
-        names, k = bucket["names"], max(1, bucket["k"])
-        label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-        rows.append(
+        numel, names = max(1, bucket["numel"]), tensors(bucket["names"])
+        threshold = plan.steps[-1]["threshold"][place]
+        how.append(
             (
                 place,
-                label,
+                names,
                 f"{bucket['numel']:,}",
-                f"{bucket['k']:,}",
-                f"{means['nnz_selected'][place] / k:.2f}",
-                f"{means['nnz_applied'][place] / k:.2f}",
-                nbytes(means["bytes_sent"][place]),
-                *(
-                    f"{1e3 * means[name][place]:.2f}"
-                    for name in ("accumulate_select_s", "exchange_s", "decode_s", "wait_s")
-                ),
-                bucket["collective"],
+                f"{bucket['compressor']}, {bucket['wire']}",
+                ", ".join(collectives(plan, [place])),
+                f"{bucket['k'] / numel:.2g}",
+                *(f"{means[f'nnz_{name}'][place] / numel:.2g}" for name in REACHED),
+                f"{threshold:.2g}" if threshold else "–",
             )
         )
-    columns = {"bucket": "", "tensors": "text names", "n": "", "k": "", "selected/k": ""}
-    columns |= {"applied/k": "", "sent": "", "select": "", "exchange": "", "decode": "", "wait": ""}
-    columns |= {"collective": "text"}
-    text = "Means per step under the last plan; times in ms."
-    return section("Buckets", text, table(columns, rows))
-
-
-def table(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> str:
-    """An HTML table that scrolls by itself where it is too wide.
-
-    Args:
-        columns: Titles, and the class of each column's cells.
-        rows: The cells; whatever is in them is escaped.
-    """
-    shown = [tagged("th", columns, columns), *(tagged("td", cells, columns) for cells in rows)]
-    return f'<div class="wide"><table>{"".join(shown)}</table></div>'
-
-
-def tagged(tag: str, cells: Iterable[object], columns: Mapping[str, str]) -> str:
-    """One row."""
-    pairs = zip(cells, columns.values(), strict=True)
-    inner = (f'<{tag} class="{kind}">{escape(str(cell))}</{tag}>' for cell, kind in pairs)
-    return f"<tr>{''.join(inner)}</tr>"
-
-
-def nbytes(count: float) -> str:
-    """Bytes with a fitting unit."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
+        sent, received = (nbytes(means[f"bytes_{way}"][place]) for way in ("sent", "received"))
+        times = (f"{1e3 * means[name][place]:.2f}" for name in PHASES)
+        cost.append((place, names, sent, received, *times))
+    columns = {"": "", "tensors": "text names", "n": "", "compressor, wire": "text"}
+    columns |= {"collective": "text", "target": "", "wanted": "", "selected": "", "applied": ""}
+    text = (
+        "Densities are means over the steps of the last plan that has buckets; the one wanted has "
+        "the warm-up in it. The threshold is the last one."
+    )
+    titles = ("sent", "received", "select", "exchange", "decode", "wait")
+    return [
+        section("Buckets", text, table({**columns, "threshold": ""}, how)),
+        section(
+            "What a bucket takes",
+            "Means per step under the same plan: bytes, and times in ms.",
+            table({"": "", "tensors": "text names", **dict.fromkeys(titles, "")}, cost),
+        ),
+    ]

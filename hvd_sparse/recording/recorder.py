@@ -4,19 +4,21 @@ A recording is a file of JSON lines, each with its `kind`:
 
 | kind | when | holds |
 |---|---|---|
-| `run` | first | format version, rank, world, transport, host, start in Unix seconds |
-| `plan` | at every new plan | the buckets: names, numel, k, type, selector, collective |
+| `run` | first | format version, rank, world, transport, host, process, start in Unix seconds |
+| `plan` | at every new plan | the buckets: names, numel, k, type, compressor, wire, and so on |
 | `steps` | as often as the budget allows | sums over `steps` steps, one list entry per bucket |
 | `residual` | one bucket in turn, as the budget allows | its residual's Euclidean norm |
-| `ranks` | every 64 steps | seconds per phase on every rank |
+| `ranks` | every 64 steps | seconds per phase on every rank, sums over `steps` steps |
 
 All times are seconds since the start of the run. A file may hold several runs, one after the other
 or at the same time: every line has the `id` of its run. A process that is started again, and one
-whose ranks have met anew, adds a run to the file.
+whose ranks have met anew, adds a run to the file. A plan without buckets has dense tensors only:
+Horovod reduces them, and nobody knows what it sends.
 """
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import secrets
@@ -24,6 +26,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -42,7 +45,7 @@ from hvd_sparse.recording.lines import LineFile
 from hvd_sparse.recording.thinning import Thinning
 from hvd_sparse.transports import Transport
 
-VERSION = 2
+VERSION = 3
 """Of the file's format: it rises when a key of a line changes its name or its meaning."""
 READ_BYTES_PER_S = 4e9
 """A guess at memory bandwidth, for the cost of the first norm."""
@@ -94,6 +97,7 @@ class Recorder:
         self._rank = self._step = 0
         self._read_bytes_per_s = READ_BYTES_PER_S
         self._budgets: tuple[Budget, Budget] | None = None
+        self._at_exit = _LastLine(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled as its arguments; the copy begins a recording of its own."""
@@ -117,18 +121,21 @@ class Recorder:
         """See `Observer.planned`."""
         if self._transport() is not transport:
             self._begin(transport)
+        else:
+            self._write_rest()
         self._buckets = buckets
         self._totals = {name: [0.0] * len(buckets) for name in FIGURES}
-        self._counted = self._step
+        self._counted = self._compared = self._step
         self._norms = 0
         described = [
             {
                 "names": list(bucket.stats.names),
                 "numel": bucket.numel,
-                "k": bucket.k,
+                "k": bucket.stats.k,
+                "density": bucket.method.density,
                 "dtype": bucket.specs[0].dtype.removeprefix("torch."),
-                "selector": type(bucket.selector).__name__,
-                "collective": type(bucket.collective.chosen).__name__,
+                "compressor": bucket.stats.compressor or type(bucket.selector).__name__,
+                "wire": bucket.stats.wire,
             }
             for bucket in buckets
         ]
@@ -136,14 +143,16 @@ class Recorder:
 
     def stepped(self, buckets: Sequence[Bucket]) -> None:
         """See `Observer.stepped`."""
-        if buckets is not self._buckets:
+        if buckets is not self._buckets and (buckets or self._buckets):
             raise ConfigError("a Recorder serves one compression, and a second one uses it")
         self._step += 1
         if self._target is None and self._scalars is None:
             return
         if self._due["steps"].is_due(self._step) and self._for_lines.covers(0.0):
             with self._for_lines.paying():
-                self._write_steps(buckets)
+                self._write_steps()
+        if not buckets:
+            return
         place = self._norms % len(buckets)
         cost_s = 4 * buckets[place].numel / self._read_bytes_per_s
         if self._due["residual"].is_due(self._step) and self._for_norms.covers(cost_s):
@@ -152,14 +161,25 @@ class Recorder:
 
     def compared(self, seconds: Tensor) -> None:
         """See `Observer.compared`."""
+        steps, self._compared = self._step + 1 - self._compared, self._step + 1
         if self._target is None or not self._due["ranks"].is_due(self._step):
             return
         columns = zip(COMPARED_PHASES, seconds.T.tolist(), strict=True)
         with self._for_lines.paying():
             self._write(
-                {"kind": "ranks", "step": self._step, **{name: rounded(c) for name, c in columns}}
+                {
+                    "kind": "ranks",
+                    "step": self._step + 1,
+                    "steps": steps,
+                    **{name: rounded(c) for name, c in columns},
+                }
             )
         self._due["ranks"].wrote(self._step, len(seconds))
+
+    def ended(self) -> None:
+        """See `Observer.ended`."""
+        self._write_rest()
+        atexit.unregister(self._at_exit)
 
     def close(self) -> None:
         """Close the file; a later step opens it again and appends."""
@@ -188,6 +208,7 @@ class Recorder:
             return
         self._target = os.path.abspath(self.path.replace("{rank}", str(self._rank)))
         self._id = secrets.token_hex(4)
+        atexit.register(self._at_exit)
         self._write(
             {
                 "kind": "run",
@@ -195,6 +216,7 @@ class Recorder:
                 "hvd_sparse": __version__,
                 "torch": str(torch.__version__),
                 "host": socket.gethostname(),
+                "pid": os.getpid(),
                 "rank": self._rank,
                 "world_size": transport.world_size,
                 "transport": transport.name,
@@ -209,8 +231,14 @@ class Recorder:
             self._file = LineFile(self._target)
         self._file.write({**line, "id": self._id})
 
-    def _write_steps(self, buckets: Sequence[Bucket]) -> None:
-        now_s = perf_counter() - self._start
+    def _write_rest(self) -> None:
+        """Write the last steps of a plan, which the budget may have left out."""
+        if self._target is not None and self._step > self._counted:
+            with self._for_lines.paying():
+                self._write_steps()
+
+    def _write_steps(self) -> None:
+        buckets, now_s = self._buckets, perf_counter() - self._start
         totals = {name: [getattr(b.stats, name) for b in buckets] for name in FIGURES}
         sums = {
             name: rounded(new - old for new, old in zip(column, self._totals[name], strict=True))
@@ -224,6 +252,7 @@ class Recorder:
             "at_s": round(now_s, 6),
             "seconds": round(now_s - self._last_s, 6),
             **sums,
+            "collective": [b.stats.collective for b in buckets],
             "threshold": [finite_or_none(b.threshold) for b in buckets],
             "imbalance": [b.stats.imbalance for b in buckets],
             "spans": [self._spans_of_last_step(b) for b in buckets],
@@ -266,6 +295,19 @@ class Recorder:
             self._scalars.add_scalar(f"{tag}/density", density, self._step)
             if line["threshold"][place] is not None:
                 self._scalars.add_scalar(f"{tag}/threshold", line["threshold"][place], self._step)
+
+
+class _LastLine:
+    """What a process does at its end for a recorder that is still there."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = weakref.ref(recorder)
+
+    def __call__(self) -> None:
+        recorder = self._recorder()
+        if recorder is not None:
+            with suppress(OSError):
+                recorder.ended()
 
 
 def check_path(path: Any) -> str:

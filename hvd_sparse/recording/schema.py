@@ -80,9 +80,10 @@ BUCKET: Mapping[str, Check] = {
     "names": is_names,
     "numel": is_count,
     "k": is_count,
+    "density": is_number,
     "dtype": is_text,
-    "selector": is_text,
-    "collective": is_text,
+    "compressor": is_text,
+    "wire": is_text,
 }
 LINES: Mapping[str, Mapping[str, Check]] = {
     "run": {
@@ -91,6 +92,7 @@ LINES: Mapping[str, Mapping[str, Check]] = {
         "hvd_sparse": is_text,
         "torch": is_text,
         "host": is_text,
+        "pid": is_count,
         "rank": is_count,
         "world_size": is_positive,
         "transport": is_text,
@@ -103,6 +105,7 @@ LINES: Mapping[str, Mapping[str, Check]] = {
         "steps": is_positive,
         "at_s": is_number,
         "seconds": is_number,
+        "collective": list_of(is_text),
         "threshold": list_of(is_number_or_none),
         "imbalance": list_of(is_number),
         "spans": list_of(is_spans),
@@ -117,6 +120,7 @@ LINES: Mapping[str, Mapping[str, Check]] = {
     "ranks": {
         "id": is_text,
         "step": is_count,
+        "steps": is_positive,
         **dict.fromkeys(COMPARED_PHASES, list_of(is_number)),
     },
 }

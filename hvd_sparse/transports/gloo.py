@@ -25,6 +25,9 @@ _ABORT_TAG = (1 << 31) - 1  # above all tags of messages
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes 0 for its own default
 _LONGEST_WAIT = timedelta(days=3650)
 
+CONNECTING_S = 5.0
+"""What ranks have at least to connect in: on a busy host one may begin seconds after another."""
+
 
 class GlooTransport(PointToPointTransport):
     """One rank of a gloo group.
@@ -37,7 +40,8 @@ class GlooTransport(PointToPointTransport):
         timeout_s: seconds after which a wait gives up.
 
     Raises:
-        TransportError: Not all ranks connected within the timeout.
+        TransportError: Not all ranks connected within the timeout, or within `CONNECTING_S` where
+            that is longer.
     """
 
     name = "gloo"
@@ -51,7 +55,7 @@ class GlooTransport(PointToPointTransport):
         try:
             # The group's options have no public name in torch.
             options = dist.ProcessGroupGloo._Options()
-            options._timeout = timedelta(seconds=timeout_s)
+            options._timeout = timedelta(seconds=max(timeout_s, CONNECTING_S))
             options._threads = 1
             # At once, not when first used: the store is of no use later.
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]

@@ -10,9 +10,10 @@ from tests.launch import horovodrun, launch_environment, python_command
 from tests.ranks import Ranks, World, with_ranks
 from tests.workers.adapter_alone import train_alone
 from tests.workers.adapter_elastic import train_through_a_death
-from tests.workers.adapter_equalities import SCENARIOS, check
+from tests.workers.adapter_equalities import PLANNED, SCENARIOS, check
 from tests.workers.adapter_join import join_in_the_middle
 from tests.workers.adapter_ledger import keep_the_books
+from tests.workers.adapter_planned import train_through_changes
 from tests.workers.adapter_refusals import refuse_a_second_optimizer, refuse_operations
 from tests.workers.adapter_strangers import train_with_a_stranger
 from tests.workers.adapter_transitions import clip_all_tensors, freeze_a_layer
@@ -27,6 +28,17 @@ def test_a_lossless_exchange_trains_to_the_same_weights(
     ranks: Ranks, scenario: str, method: str
 ) -> None:
     ranks.run(check, scenario, method)
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("scenario", PLANNED)
+def test_a_planner_hands_momentum_over(ranks: Ranks, scenario: str) -> None:
+    ranks.run(check, scenario, "topk")
+
+
+@with_ranks(World(2))
+def test_no_norm_spikes_when_a_planner_restarts_or_changes_its_mind(ranks: Ranks) -> None:
+    ranks.run(train_through_changes)
 
 
 @with_ranks(World(3), World(3, "mpi"))

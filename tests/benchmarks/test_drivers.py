@@ -72,6 +72,9 @@ def test_steps_of_training(tmp_path: Path) -> None:
     for way in ("alone", *ways):
         assert any(metric.startswith(f"step, {way}") for metric in metrics)
     assert any(metric.startswith("planned@0.01 over the fastest") for metric in metrics)
+    for way in ("dgc@0.01", "topk@0.01/float16+gap"):
+        assert 0 <= metrics[f"exchanges hidden behind backward, {way}"]["value"] <= 100
+    assert "exchanges hidden behind backward, asleep" not in metrics  # it has none
     assert (tmp_path / "plot-loopback-2ranks.png").stat().st_size > 0
 
 

@@ -17,6 +17,7 @@ from hvd_sparse.cli import check
 from hvd_sparse.cli.command import Command, Output, no_arguments
 from hvd_sparse.cli.main import COMMANDS, FAILED, main
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.policy import load_policy
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -136,12 +137,20 @@ def test_plan_shows_every_tensor_and_why(tmp_path: Path, monkeypatch: Any, capsy
     assert report["tensors"][0]["choice"].startswith("topk collective=")
     assert report["tensors"][0]["reason"].startswith("encode + decode")
     assert report["predicted_s"] < report["dense_s"] / 5
+    terms = {name: report["tensors"][0][f"{name}_s"] for name in ("dense", "sparse", "encode")}
+    assert terms["encode"] + report["tensors"][0]["decode_s"] < terms["dense"] - terms["sparse"]
     assert main(slow) == 0
     assert "8 ranks; costs: cost model" in capsys.readouterr().out
     fast = [*slow[:4], "--bandwidth", "100tbit", "--latency", "1ns", "--backward", "10ms"]
     assert main(fast) == 0
     assert "encode + decode" in capsys.readouterr().out
     policy = tmp_path / "policy.yaml"
+    plot, pinned = tmp_path / "step.png", tmp_path / "pinned.yaml"
+    assert main([*slow, "--plot", str(plot), "--write-policy", str(pinned)]) == 0
+    assert "encoding and decoding as measured on this CPU" in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "# A plan of hvd-sparse" in pinned.read_text()
+    assert not load_policy(pinned).rules[0].planned
     policy.write_text("version: 1\nrules: [{compress: never}]\n")
     assert main([*slow, "--policy", str(policy)]) == FAILED
     assert "no rule with compress: auto" in capsys.readouterr().err

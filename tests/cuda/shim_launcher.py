@@ -211,7 +211,6 @@ class _Memory:
 
     def __init__(self) -> None:
         self._buffers: dict[int, tuple[int, np.ndarray]] = {}  # by address: number, bytes
-        self._tables: list[tuple[AddressTable, int]] = []
         self.relocations: list[bytes] = []
 
     def encode(self, argument: Argument) -> bytes:
@@ -220,9 +219,10 @@ class _Memory:
             return struct.pack("<B", 2)
         if isinstance(argument, AddressTable):
             buffer, offset = self._place(argument.rows)
-            for word, tensor in argument.tensors:
-                target = self._place(tensor)
-                self.relocations.append(struct.pack("<IQIQ", buffer, offset + 8 * word, *target))
+            row_bytes = argument.rows.stride(0) * argument.rows.element_size()
+            for row, tensor in enumerate(argument.tensors):
+                place = (buffer, offset + row * row_bytes)
+                self.relocations.append(struct.pack("<IQIQ", *place, *self._place(tensor)))
             return struct.pack("<BIQ", 1, buffer, offset)
         if isinstance(argument, Tensor):
             return struct.pack("<BIQ", 1, *self._place(argument))

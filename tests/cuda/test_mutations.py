@@ -15,7 +15,7 @@ import torch
 from hvd_sparse.magnitude import key_magnitude
 from hvd_sparse.ops import reference
 from hvd_sparse.ops.cuda import CudaOps, selection
-from hvd_sparse.ops.cuda.estimation import DIGITS, Descent
+from hvd_sparse.ops.cuda.estimation import DESCENT_WORDS, DIGITS, Descent
 from tests.cuda.shim_launcher import FAMILIES, SANITIZED, TRACED, KernelFailure, Mutation, Shim
 from tests.ops.cases import assert_same, cut, generator, same_as_reference, stream, vectors
 
@@ -152,6 +152,27 @@ MUTATIONS = {
         "ties_rank + 1 < ties_wanted",
     ),
     "zeros taken": Mutation("groups", "const u32 ties_wanted = ", "kth.key == 0", "false"),
+    "a warp's last tie": Mutation(
+        "groups", "u32 before_it = rank[row];", "before_it++ >= kth.ties", "before_it++ > kth.ties"
+    ),
+    "a warp's key bit by bit": Mutation(
+        "groups", "const u32 tried = key | bit;", "other >= tried", "other > tried"
+    ),
+    "a warp's ties counted as one": Mutation(
+        "groups", "return other == key; });", "k -= found;", "k -= 1;"
+    ),
+    "groups of a block without order": Mutation(
+        "groups",
+        "SumBefore(header, ticket, in_block) + ",
+        "__shfl_sync(kAllLanes, of_warps, 0)",
+        "0u",
+    ),
+    "rows of a group without order": Mutation(
+        "groups", "rank[row] = before + (", "static_cast<u32>((upto - own) >> (row * 8))", "0u"
+    ),
+    "quads of one row": Mutation(
+        "groups", "const i64 at = begin + PlaceOf(row);", "before + at", "before + begin"
+    ),
     "segments left behind": Mutation(
         "groups",
         "f32 At(i64 at, f32& u) {",
@@ -188,8 +209,16 @@ MUTATIONS = {
     "magnitudes not compared": Mutation(
         "hashing", "slots_per_bucket,\n          RankOf(", "sums.KeyAt(item)", "1u"
     ),
-    "spoiled residual of a hit": Mutation(
-        "hashing", "residual[index] = is_spoiled ? ", "Kept(v)", "sum"
+    "spoiled residual of a hit": Mutation("hashing", "const f32 old = u;", "Kept(v)", "sum"),
+    "no barrier before the marks": Mutation("hashing", "own_marks[threadIdx.x] = 0;", BARRIER, ""),
+    "no barrier after the marks": Mutation(
+        "hashing", "sums.Store(residual, momentum, tile, is_wide);", BARRIER, ""
+    ),
+    "marks without atomics": Mutation(
+        "hashing",
+        "const u32 place = PlaceOf(item / kQuad, item % kQuad);",
+        "atomicOr(&marks[of * kWordsOfTile + place / kBits], 1u << (place % kBits));",
+        "marks[of * kWordsOfTile + place / kBits] |= 1u << (place % kBits);",
     ),
     # wire.cu
     "no barrier among the warps' maxima": Mutation(
@@ -228,12 +257,12 @@ def topk(ops: CudaOps) -> None:
         same_as_reference(ops, "accumulate_topk", residual, [gradient], 300)
     assert_same(ops.kth_magnitude(residual, 1), reference.kth_magnitude(residual, 1))
     # More blocks than tiles: which is the last one, is the question.
-    descent = Descent(residual.device)
+    descent = Descent(torch.zeros(DESCENT_WORDS, dtype=torch.int64))
     numel, k = residual.numel(), 5
     for digit in range(DIGITS):
         count = (np.int64(numel), None, np.uint64(k), np.uint32(digit))
         ops._launch("count_digits", 48, residual, *count, descent.state)
-    assert_same(key_magnitude(descent.kth_key()), reference.kth_magnitude(residual, k))
+    assert_same(key_magnitude(int(descent.key_word)), reference.kth_magnitude(residual, k))
 
 
 def merge(ops: CudaOps) -> None:
@@ -266,8 +295,13 @@ def wire(ops: CudaOps) -> None:
 def groups(ops: CudaOps) -> None:
     for _, residual, gradient in vectors(1000)[:5:4]:
         same_as_reference(ops, "accumulate_group_topk", residual, cut(gradient, 4), 20, 300)
-    zeros = torch.zeros(700)
-    same_as_reference(ops, "accumulate_group_topk", zeros, [], 20, 300)
+        same_as_reference(ops, "accumulate_group_topk", residual, [gradient], 5, 300)
+    for _, residual, gradient in vectors(3001)[:5:4]:
+        same_as_reference(ops, "accumulate_group_topk", residual, cut(gradient, 4), 20, 1100)
+        same_as_reference(ops, "accumulate_group_topk", residual, [gradient], 5, 250)
+    zeros = torch.zeros(1300)
+    for group_numel in (300, 1100):
+        same_as_reference(ops, "accumulate_group_topk", zeros, [], 20, group_numel)
 
 
 EXERCISES: dict[str, Callable[[CudaOps], None]] = {

@@ -122,13 +122,13 @@ def test_hash(cuda: CudaOps, numel: int, nesterov: bool | None) -> None:
 def test_groups(
     cuda: CudaOps, few: int, nesterov: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a block for each group, and by the whole device for each."""
+    """By a warp for each group, by a block for each large one, and by the whole device for each."""
     monkeypatch.setattr(selection, "FEW_GROUPS", few)
     for numel, groups in (
         (0, [(1, 512)]),
         (5, [(1, 1), (1, 2), (2, 4), (5, 9)]),
         (1000, [(5, 512), (512, 512), (3, 300)]),
-        (3001, [(100, 1500)]),
+        (3001, [(100, 1500), (5, 1000), (40, 1023)]),
     ):
         momentum = {"buffer": buffer_for(numel, nesterov), "nesterov": bool(nesterov)}
         for name, residual, gradient in vectors(numel):
@@ -147,10 +147,31 @@ def test_groups(
                 )
 
 
+def test_groups_that_lie_well(cuda: CudaOps) -> None:
+    """In one tensor and aligned, with a last group that is short, or not made of whole quads."""
+    for numel in (6000, 6001):
+        for name, residual, gradient in vectors(numel)[::3]:
+            for dtype, nesterov in ((torch.float32, None), (torch.bfloat16, False)):
+                for k, group_numel in ((5, 512), (17, 500), (5, 1000)):
+                    same_as_reference(
+                        cuda,
+                        "accumulate_group_topk",
+                        residual,
+                        [torch.nan_to_num(gradient, INF, INF, -INF).to(dtype)],
+                        k,
+                        group_numel,
+                        buffer=buffer_for(numel, nesterov),
+                        what=f"{name}, {numel}, {dtype}, {group_numel}",
+                    )
+
+
 def test_groups_without_gradients(cuda: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "FEW_GROUPS", 0)
     for name, residual, _ in vectors(1000):
-        same_as_reference(cuda, "accumulate_group_topk", residual, [], 5, 300, what=name)
+        for group_numel in (300, 1100):
+            same_as_reference(
+                cuda, "accumulate_group_topk", residual, [], 5, group_numel, what=name
+            )
 
 
 @pytest.mark.parametrize("nesterov", FORMS)

@@ -292,3 +292,37 @@ def test_spent_gradients_go_on_a_background_thread() -> None:
     run_ranks(1, worker, timeout_s=DEADLINE_S)
     assert "hvd_sparse" not in ended_on[: len(NAMES)]
     assert set(ended_on[len(NAMES) :]) == {"hvd_sparse"}
+
+
+def test_a_whole_step_is_waited_for_without_a_look() -> None:
+    """Not before all gradients are there, and not after a failure; else until it is exchanged."""
+    come = threading.Event()
+
+    def worker(transport: Transport) -> None:
+        engine = connected(transport, method())
+        engine.wait()  # there is no plan
+        submit(engine, gradients(transport.rank, 0))
+        results(engine)
+        submit(engine, gradients(transport.rank, 1), "abc")
+        engine.wait()  # "d" is missing
+        if transport.rank == 0:
+            submit(engine, gradients(0, 1), "d")
+            waiting = threading.Thread(target=engine.wait)
+            waiting.start()
+            waiting.join(0.05)
+            assert waiting.is_alive()
+            come.set()
+            waiting.join(DEADLINE_S)
+            assert all(bucket.phase is Phase.EXCHANGED for bucket in engine._buckets)
+        else:
+            assert come.wait(DEADLINE_S)
+            submit(engine, gradients(1, 1), "d")
+        results(engine)
+        submit(engine, gradients(transport.rank, 2), "abcd" if transport.rank == 0 else "abc")
+        if transport.rank == 0:
+            threading.Timer(0.05, engine.fail, [RuntimeError("no more")]).start()
+            engine.wait()
+            assert engine.error is not None
+        engine.disconnect()
+
+    run_ranks(2, worker, timeout_s=DEADLINE_S)

@@ -1,9 +1,7 @@
-"""The sparse linear example: its data, and a training under horovodrun."""
+"""The sparse linear example: its data, its losses, its model."""
 
 from __future__ import annotations
 
-import json
-import random
 from itertools import islice
 from pathlib import Path
 
@@ -19,22 +17,6 @@ from examples.sparse_linear import (
     samples_of,
     trigrams,
 )
-from tests.launch import REPOSITORY, horovodrun
-
-EXAMPLE = REPOSITORY / "examples" / "sparse_linear.py"
-
-
-def write_separable(path: Path, rows: int, features: int) -> None:
-    """Samples of two classes that differ in a few of their features."""
-    choose = random.Random(3)
-    lines = []
-    for row in range(rows):
-        label = row % 2
-        telling = {label * 10 + choose.randrange(10) + 1 for _ in range(3)}
-        other = {choose.randrange(20, features) + 1 for _ in range(5)}
-        pairs = " ".join(f"{i}:{choose.uniform(0.5, 2):.3f}" for i in sorted(telling | other))
-        lines.append(f"{label + 1} {pairs}  # row {row}")
-    path.write_text("\n".join(lines) + "\n")
 
 
 def test_a_libsvm_file_is_shared_out(tmp_path: Path) -> None:
@@ -101,19 +83,3 @@ def test_decay_is_that_of_all_weights() -> None:
         reference *= 1 - 0.1 * 0.05
         reference[[0, 2]] -= 0.1 * gradient
     torch.testing.assert_close(model.v * model.scale, reference)
-
-
-@pytest.mark.launches
-def test_both_exchanges_learn_the_same(tmp_path: Path) -> None:
-    write_separable(tmp_path / "data.svm", 400, 2000)
-    done = horovodrun(
-        2,
-        EXAMPLE,
-        *("--data", tmp_path / "data.svm", "--exchange", "both", "--loss", "hinge"),
-        *("--epochs", 4, "--batch-size", 20, "--metrics", tmp_path / "metrics.json"),
-    )
-    assert "times as fast" in done.stdout
-    found = json.loads((tmp_path / "metrics.json").read_text())
-    assert found["sparse"]["accuracy"] == found["dense"]["accuracy"] > 0.95
-    assert found["sparse"]["loss"] == pytest.approx(found["dense"]["loss"], rel=1e-3)
-    assert found["sparse"]["entries_per_step"] < 200 < found["dense"]["entries_per_step"]

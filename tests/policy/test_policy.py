@@ -18,7 +18,7 @@ from torch import nn
 
 from hvd_sparse import Compression, ConfigError
 from hvd_sparse.cli.main import FAILED, main
-from hvd_sparse.collectives.registry import BY_NAME
+from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import Planner
@@ -218,14 +218,20 @@ def test_a_pickled_copy_decides_alike(tmp_path: Path) -> None:
     assert choices(copy, model) == choices(compression, model)
 
 
-def test_momentum_correction_is_not_planned() -> None:
-    """A tensor that the planner leaves dense would train without momentum."""
-    for compress, momentum in (("always", 0.9), ("auto", 0.0)):
-        rule = {"compress": compress, "compressor": "dgc", "momentum": momentum}
-        load_policy({"version": 1, "rules": [rule]})
-    rule = {"compress": "auto", "compressor": "dgc"}
-    with pytest.raises(ConfigError, match=r"rules\[0\].compress: auto is not for momentum"):
-        load_policy({"version": 1, "rules": [rule]})
+def test_lossy_collectives_are_planned_where_they_are_named() -> None:
+    """And several names are several candidates, not one that chooses by itself."""
+    for named, expected in (
+        (None, LOSSLESS_CANDIDATES),
+        ("auto", LOSSLESS_CANDIDATES),
+        ("oktopk", ["oktopk"]),
+        ("gtopk,topk_allgather", ["gtopk", "topk_allgather"]),
+    ):
+        rule = {"compress": "auto", "compressor": "topk", "momentum": 0.9}
+        rule |= {} if named is None else {"collective": named}
+        methods = load_policy({"version": 1, "rules": [rule]}).rules[0].methods
+        names = [re.search(r"collective=(\S+)", m.description)[1] for m in methods]
+        assert names == list(expected)
+        assert {m.memory.momentum for m in methods} == {0.9}
 
 
 def test_what_is_the_planners(tmp_path: Path) -> None:
@@ -245,7 +251,7 @@ def test_what_is_the_planners(tmp_path: Path) -> None:
     }
     assert count["conv.weight"] == count["norm.bias"] == 0
     assert count["table.weight"] == 1
-    assert count["fc.weight"] == 6  # every collective that has a formula, as none is named
+    assert count["fc.weight"] == len(LOSSLESS_CANDIDATES)  # as none is named
     candidates = compression.method.rules.candidates_of(
         TensorSpec("fc.weight", tuple(model.fc.weight.shape), "torch.float32")
     )

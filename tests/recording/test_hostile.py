@@ -15,14 +15,14 @@ import pytest
 from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.engine.observer import COMPARED_PHASES
 from hvd_sparse.engine.stats import FIGURES
-from hvd_sparse.recording.page import table
+from hvd_sparse.recording.html import table
 from hvd_sparse.recording.recorder import VERSION
 
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = "<script>alert('1')</script>\"'><img src=x onerror=alert(2)>&amp;"
 SPANS = {phase: [0.1, 0.2] for phase in COMPARED_PHASES}
-BUCKET = {"names": ["a", "b"], "numel": 1000, "k": 10, "dtype": "float32"}
+BUCKET = {"names": ["a", "b"], "numel": 1000, "k": 10, "density": 0.01, "dtype": "float32"}
 LINES: list[dict[str, Any]] = [
     {
         "kind": "run",
@@ -31,6 +31,7 @@ LINES: list[dict[str, Any]] = [
         "hvd_sparse": "0.1",
         "torch": "2",
         "host": "h",
+        "pid": 7,
         "rank": 0,
         "world_size": 2,
         "transport": "gloo",
@@ -40,7 +41,7 @@ LINES: list[dict[str, Any]] = [
         "kind": "plan",
         "id": "x",
         "step": 0,
-        "buckets": [{**BUCKET, "selector": "S", "collective": "C"}],
+        "buckets": [{**BUCKET, "compressor": "S", "wire": "W"}],
     },
     *(
         {
@@ -50,6 +51,7 @@ LINES: list[dict[str, Any]] = [
             "steps": 1,
             "at_s": step / 10,
             "seconds": 0.1,
+            "collective": ["C"],
             "threshold": [0.5],
             "imbalance": [0.0],
             "spans": [SPANS],
@@ -58,7 +60,13 @@ LINES: list[dict[str, Any]] = [
         for step in (1, 2, 3)
     ),
     {"kind": "residual", "id": "x", "step": 1, "bucket": 0, "norm": 2.5},
-    {"kind": "ranks", "id": "x", "step": 1, **{name: [0.1, 0.2] for name in COMPARED_PHASES}},
+    {
+        "kind": "ranks",
+        "id": "x",
+        "step": 1,
+        "steps": 64,
+        **{name: [0.1, 0.2] for name in COMPARED_PHASES},
+    },
 ]
 VALUES = [
     SCRIPT,
@@ -174,14 +182,26 @@ def test_every_text_is_shown_escaped(tmp_path: Path) -> None:
         lines[0][key] = f"{key}{SCRIPT}"
     bucket = lines[1]["buckets"][0]
     bucket["names"] = [f"first{SCRIPT}", f"last{SCRIPT}"]
-    for key in ("selector", "collective", "dtype"):
+    for key in ("compressor", "wire", "dtype"):
         bucket[key] = f"{key}{SCRIPT}"
+    for line in lines[2:5]:
+        line["collective"] = [f"collective{SCRIPT}"]
     path = tmp_path / "run.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["report", str(path)]) == 0
     shown = check_page(path.with_suffix(".html").read_text())
     text = "".join(shown.text)
-    for key in ("host", "transport", "torch", "hvd_sparse", "first", "last", "selector"):
+    for key in (
+        "host",
+        "transport",
+        "torch",
+        "hvd_sparse",
+        "first",
+        "last",
+        "compressor",
+        "wire",
+        "collective",
+    ):
         assert f"{key}{SCRIPT}" in text, key
 
 

@@ -233,8 +233,9 @@ def test_nothing_is_left() -> None:
     with Netlab(hosts=2, rate="100mbit") as network:
         inside = subprocess.Popen(network.on("nl2", ["sh", "-c", "sleep 1000 & sleep 1000"]))
         detached = subprocess.Popen(network.on("nl1", ["setsid", "sleep", "1000"]))
-        while psutil.Process(inside.pid).name() != "sh":
-            time.sleep(0.01)
+        for process, name in (inside, "sh"), (detached, "sleep"):  # both are in the lab by then
+            while psutil.Process(process.pid).name() != name:
+                time.sleep(0.01)
         kept = [*network.keepers.values(), network.switch]
     assert are_gone(kept, within_s=0.0)
     assert inside.wait(10) == detached.wait(10) == -signal.SIGKILL

@@ -28,6 +28,11 @@ from tests.workers.asleep import allreduce, meet
 from tests.workers.serve import ALL_BUT_RANK_0
 
 STEPS = 4
+ROUNDED = (
+    *("channels_last", "reassigned_to_dense"),
+    *("planned_with_local_momentum", "planned_with_global_momentum"),
+)
+"""What adds the same numbers in another order."""
 Scenario = Callable[["Run"], nn.Module]
 SCENARIOS: dict[str, Scenario] = {}
 
@@ -74,7 +79,7 @@ class Run:
         if self.sparse:
             self._compressions.append(compression)
         else:  # as with hvd_sparse, lest ranks that spin starve the others
-            synchronize_asleep(distributed, lambda: None)
+            synchronize_asleep(distributed, lambda: None, lambda: None)
         return distributed
 
     def close(self) -> None:
@@ -492,6 +497,19 @@ def policy(run: Run) -> nn.Module:
     return model
 
 
+def policy_with_a_profile(**options: Any) -> dict[str, Any]:
+    """A policy that leaves all to a planner, whose profile promises much of compressing."""
+    rule = {"compress": "auto", "compressor": "topk", "density": 1.0, **options}
+    policy = {"version": 1, "transport": "gloo", "plan_cache": "none", "rules": [rule]}
+    candidates = load_policy(policy).rules[0].methods
+    costs = MethodCosts("oktopk", 1.0, *(Line(1e-9, 1e-12) for _ in range(3)))
+    place = place_of("gloo", hvd.size(), 1)
+    methods = {method.description: costs for method in candidates}
+    path = Path(tempfile.mkdtemp()) / "profile.json"
+    Profile(place, Line(1.0, 1e-3), methods).save(path)
+    return {**policy, "profile": str(path)}
+
+
 @scenario
 def planned(run: Run) -> nn.Module:
     """Dense, then sparse by plans that a profile of a slow network promises much of."""
@@ -499,17 +517,7 @@ def planned(run: Run) -> nn.Module:
     compression: Any = hvd.Compression.none
     steps = 2 * TRIAL_STEPS + 3
     if run.sparse:
-        rule = {"compress": "auto", "compressor": "topk", "density": 1.0}
-        policy = {"version": 1, "transport": "gloo", "rules": [rule]}
-        candidates = load_policy(policy).rules[0].methods
-        costs = MethodCosts("oktopk", 1.0, *(Line(1e-9, 1e-12) for _ in range(3)))
-        place = place_of("gloo", hvd.size(), 1)
-        methods = {method.description: costs for method in candidates}
-        path = Path(tempfile.mkdtemp()) / "profile.json"
-        Profile(place, Line(1.0, 1e-3), methods).save(path)
-        compression = hvd_sparse.Compression.from_policy(
-            {**policy, "profile": str(path)}, run.named(model)
-        )
+        compression = hvd_sparse.Compression.from_policy(policy_with_a_profile(), run.named(model))
     optimizer = run.distributed(sgd(model), model, compression=compression)
     for step in range(steps):
         model.zero_grad()
@@ -523,11 +531,77 @@ def planned(run: Run) -> nn.Module:
     return model
 
 
+def planned_with_momentum(run: Run, kind: str) -> nn.Module:
+    """Momentum changes sides whenever the plan does, and goes on over two restarts.
+
+    The first one is by the plan that holds. After the second one all is dense, whose state had the
+    momentum on the compression's side: rank 0 has another key.
+    """
+    model = Net()
+    steps = 2 * TRIAL_STEPS + 6
+    if not run.sparse:
+        optimizer = torch.optim.SGD(model.parameters(), 0.5, 0.5)
+        distributed = run.distributed(optimizer, model)
+        for step in range(steps):
+            model.zero_grad()
+            model(data(step)).square().mean().backward()
+            distributed.step()
+        return model
+    policy = policy_with_a_profile(momentum=0.5, momentum_kind=kind)
+
+    def made(model: nn.Module) -> tuple[Any, Any]:
+        compression = hvd_sparse.Compression.from_policy(policy, run.named(model))
+        ours = hvd_sparse.MomentumCorrectedSGD(model.parameters(), 0.5, 0.5)
+        return compression, run.distributed(ours, model, compression=compression)
+
+    sparse_until = 2 * TRIAL_STEPS - 1
+    compression, distributed = made(model)
+    for step in range(steps):
+        if step in (sparse_until - 2, sparse_until):
+            states = model.state_dict(), compression.state_dict(), distributed.state_dict()
+            compression.close()
+            model = Net()
+            compression, distributed = made(model)
+            model.load_state_dict(states[0])
+            distributed.load_state_dict(states[2])
+            plan = states[1]["planner"]
+            if step < sparse_until:  # as if the trial had ended with what was tried last
+                plan = {**plan, "found": concluded(plan)}
+            else:
+                plan = {**plan, "found": None}
+            compression.load_state_dict({**states[1], "planner": plan})
+        model.zero_grad()
+        model(data(step)).square().mean().backward()
+        distributed.step()
+        sparse = TRIAL_STEPS <= step < sparse_until
+        assert bool(compression.method.plan.placements) == sparse, step
+        weight = next(iter(model.parameters()))
+        has_own = "momentum_buffer" in distributed.state[weight]
+        assert has_own == (not sparse), step
+    return model
+
+
+def concluded(plan: dict[str, Any]) -> dict[str, Any]:
+    """What a planner would have found, had its trial ended with the plan that it trains by."""
+    method = next(iter(plan["placements"].values()))["method"]
+    took = {"step_s": 1.0, "error_s": 0.1, "reduction_s": 0.5, "steps": 5}
+    tried = {"methods": [method], "sparse_tensors": 6, "buckets": 1, "predicted_s": 1.0}
+    chosen = {"placements": plan["placements"], "predicted_s": 1.0, "dense_s": 2.0}
+    outcome = {"tried": [{**tried, "took": took}], "chosen": 0, "plan": chosen}
+    return {**plan["found"], "outcome": outcome}
+
+
+PLANNED: dict[str, Scenario] = {
+    f"planned_with_{kind}_momentum": partial(planned_with_momentum, kind=kind)
+    for kind in ("local", "global")
+}
+
+
 def compare(name: str, dense: nn.Module, sparse: nn.Module) -> None:
     for (parameter, expected), actual in zip(
         dense.named_parameters(), sparse.parameters(), strict=True
     ):
-        if hvd.size() == 2 and name not in ("channels_last", "reassigned_to_dense"):
+        if hvd.size() == 2 and name not in ROUNDED:
             torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=None)
         elif actual.dtype == torch.float32:
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
@@ -541,8 +615,9 @@ def check(name: str, method: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="optimizer.step\\(\\) called without")
-    dense = SCENARIOS[name](Run(name, method, sparse=False))
+    train_by = (SCENARIOS | PLANNED)[name]
+    dense = train_by(Run(name, method, sparse=False))
     sparse = Run(name, method, sparse=True)
-    compare(name, dense, SCENARIOS[name](sparse))
+    compare(name, dense, train_by(sparse))
     meet(name)
     sparse.close()

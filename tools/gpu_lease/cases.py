@@ -59,7 +59,11 @@ def cases(numel: int, device: torch.device) -> Iterator[tuple[str, Case]]:
         "accumulate_topk momentum",
         accumulated(lambda o, a: o.accumulate_topk(a, k), momentum=True),
     )
-    yield "accumulate_group_topk", accumulated(lambda o, a: o.accumulate_group_topk(a, 5, 100))
+    for group_numel in (100, 1000, 2000):
+        yield (
+            f"accumulate_group_topk, {group_numel}",
+            accumulated(partial(grouped, group_numel=group_numel)),
+        )
     yield (
         "partition_select",
         accumulated(lambda o, a: o.partition_select(a, 50.0, numel // 4, numel // 2)),
@@ -108,6 +112,11 @@ def hashed(
 ) -> tuple[Tensor, Tensor]:
     """Entries that reach 40 and find a slot."""
     return ops.hash_select(accumulation, 40.0, slots, slots_per_bucket, HASH_A, HASH_B)
+
+
+def grouped(ops: Ops, accumulation: Accumulation, group_numel: int) -> tuple[Tensor, Tensor]:
+    """The largest 5 of every group."""
+    return ops.accumulate_group_topk(accumulation, 5, group_numel)
 
 
 def picked(numel: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ import torch
 
 from hvd_sparse.ops import Accumulation
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
-from hvd_sparse.ops.cuda._passes import AccumulationInputs
 from tools.gpu_lease.cases import HASH_A, HASH_B
 from tools.gpu_lease.results import Results
 
@@ -38,7 +37,7 @@ def calls_of(ops: CudaOps, accumulation: Accumulation) -> dict[str, Callable[[],
     """By name."""
     k = accumulation.numel // 1000
     return {
-        "table of the tensors": lambda: AccumulationInputs(accumulation),
+        "table of the tensors": lambda: ops._inputs(accumulation),
         "accumulate_select": lambda: ops.accumulate_select(accumulation, 8.0),
         "accumulate_topk": lambda: ops.accumulate_topk(accumulation, k, 4.0),
         "hash_select": lambda: ops.hash_select(accumulation, 8.0, 4 * k, 1, HASH_A, HASH_B),

@@ -20,15 +20,15 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class AddressTable:
-    """Rows of integers on the device, some of them addresses of other tensors.
+    """Rows of integers on the device, each of which begins with the address of another tensor.
 
     Attributes:
         rows: int64, contiguous, on the device.
-        tensors: What the addresses refer to, by flat position in `rows`.
+        tensors: What the addresses refer to, row by row; fewer where a row has none.
     """
 
     rows: Tensor
-    tensors: Sequence[tuple[int, Tensor]]
+    tensors: Sequence[Tensor]
 
 
 Argument = Tensor | AddressTable | np.generic | None
@@ -64,6 +64,7 @@ class CupyLauncher:
         self._families = _sources.kernels()
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}
+        self._streams: dict[int, Any] = {}
         self._compiling = threading.Lock()
 
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
@@ -76,10 +77,17 @@ class CupyLauncher:
             function((blocks,), (THREADS,), tuple(map(_as_argument, arguments)))
 
     def _on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """CuPy's object for a stream, made once: torch's streams live as long as the process."""
+        known = self._streams.get(stream.cuda_stream)
+        if known is None:
+            known = self._streams[stream.cuda_stream] = self._foreign(stream)
+        return known
+
+    def _foreign(self, stream: torch.cuda.Stream) -> Any:
         streams = self._cupy.cuda
         if hasattr(streams.Stream, "from_external"):  # CuPy 14; ExternalStream goes away then
-            return streams.Stream.from_external(_ForeignStream(stream))  # type: ignore[no-any-return]
-        return streams.ExternalStream(stream.cuda_stream, self._device.index)  # type: ignore[no-any-return]
+            return streams.Stream.from_external(_ForeignStream(stream))
+        return streams.ExternalStream(stream.cuda_stream, self._device.index)
 
     def _compiled(self, kernel: str) -> Any:
         family = self._families[kernel]

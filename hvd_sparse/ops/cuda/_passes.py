@@ -8,15 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops._layout import DTYPE_CODES
 from hvd_sparse.ops.accumulation import Accumulation
-from hvd_sparse.ops.cuda._launcher import THREADS, AddressTable, Argument, Launcher
+from hvd_sparse.ops.cuda._launcher import THREADS, Argument, Launcher
+from hvd_sparse.ops.cuda._workspace import Workspace
 
-TILE = 4096
-"""Elements of a tile at most (`kTile` in csrc/cuda/gradients.cuh)."""
 HEADER_WORDS = 8
 """64-bit words of a `Header` (csrc/cuda/compact.cuh)."""
-NO_GRADIENT = 3
 
 Entries = tuple[Tensor, Tensor]
 
@@ -30,6 +27,15 @@ class KernelFamily:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launch = launcher.launch
+        self._workspace = Workspace()
+
+    def _header(self, tiles: int, device: torch.device) -> Tensor:
+        """A `Header` and the status words of a pass over `tiles` tiles."""
+        return self._workspace.zeros(HEADER_WORDS + tiles, device)
+
+    def _total_of(self, header: Tensor) -> int:
+        """The number of entries that a pass has found; waits for it."""
+        return self._workspace.read(header[1:2])[0]
 
 
 class AccumulationInputs:
@@ -44,32 +50,18 @@ class AccumulationInputs:
         momentum: Buffer (None without momentum), factor, and whether it is Nesterov's.
     """
 
-    def __init__(self, accumulation: Accumulation) -> None:
+    def __init__(self, accumulation: Accumulation, workspace: Workspace) -> None:
         self.residual = accumulation.residual
         kept = accumulation.before
         self.before: Tensor = accumulation.residual if kept is None else kept.residual
-        segments = [gradient for gradient in accumulation.gradients if gradient.numel() > 0]
-        rows: list[tuple[int, ...]] = []
-        tensors: list[tuple[int, Tensor]] = []
-        begin = self.tiles = 0
-        for segment in segments:
-            tensors.append((5 * len(rows), segment))
-            numel = segment.numel()
-            rows.append((segment.data_ptr(), begin, numel, self.tiles, DTYPE_CODES[segment.dtype]))
-            begin += numel
-            self.tiles += tile_count(numel)
-        if not segments:
-            rows.append((0, 0, accumulation.numel, 0, NO_GRADIENT))
-            self.tiles = tile_count(accumulation.numel)
-        uploaded = upload(torch.tensor(rows, dtype=torch.int64), accumulation.device)
-        self.table: tuple[Argument, Argument] = (
-            AddressTable(uploaded, tensors),
-            np.int32(len(rows)),
+        table, rows, self.tiles = workspace.segments(
+            accumulation.gradients, accumulation.numel, accumulation.device
         )
+        self.table: tuple[Argument, Argument] = (table, np.int32(rows))
         self.momentum: tuple[Argument, Argument, Argument] = (None, np.float32(0), np.int32(0))
         self.buffer_before: Tensor | None = None
         momentum = accumulation.momentum
-        if momentum is not None and segments:  # without gradients u stands still
+        if momentum is not None and table.tensors:  # without gradients u stands still
             buffer = None if kept is None else kept.buffer
             self.buffer_before = momentum.buffer if buffer is None else buffer
             self.momentum = (
@@ -84,32 +76,9 @@ class AccumulationInputs:
         return self.momentum[0] is not None
 
 
-def upload(host: Tensor, device: torch.device) -> Tensor:
-    """A small table to the device, without waiting for the device."""
-    if device.type != "cuda":
-        return host
-    # The caching host allocator keeps the pinned block until the copy on this stream is done.
-    return host.pin_memory().to(device, non_blocking=True)
-
-
-def tile_count(numel: int) -> int:
-    """Tiles of `numel` elements."""
-    return -(-numel // TILE)
-
-
 def thread_blocks(count: int) -> int:
     """Blocks that have a thread for each of `count` entries."""
     return -(-count // THREADS)
-
-
-def new_header(tiles: int, device: torch.device) -> Tensor:
-    """A `Header` and the status words of a pass over `tiles` tiles."""
-    return torch.zeros(HEADER_WORDS + tiles, dtype=torch.int64, device=device)
-
-
-def total_of(header: Tensor) -> int:
-    """The number of entries that a pass has found; waits for it."""
-    return int(header[1])
 
 
 def empty_stream(capacity: int, device: torch.device) -> Entries:
@@ -132,8 +101,11 @@ class OrderedPass:
         capacity: Room for how many entries.
     """
 
-    def __init__(self, tiles: int, capacity: int, device: torch.device) -> None:
-        self.header = new_header(tiles, device)
+    def __init__(
+        self, workspace: Workspace, tiles: int, capacity: int, device: torch.device
+    ) -> None:
+        self._workspace = workspace
+        self.header = workspace.zeros(HEADER_WORDS + tiles, device)
         self.indices, self.values = empty_stream(capacity, device)
         self.capacity = capacity
         self.first_tile = 0
@@ -157,10 +129,11 @@ class OrderedPass:
         Args:
             launch: Starts a pass that finds the same entries.
         """
-        _, total, stopped, written = self.header[:4].tolist()
+        total, stopped, written = self._workspace.read(self.header[1:4])
         if not stopped:
             return self.entries(total)
-        rest = OrderedPass(self.tiles - (stopped - 1), total - written, self.header.device)
+        tiles, left = self.tiles - (stopped - 1), total - written
+        rest = OrderedPass(self._workspace, tiles, left, self.header.device)
         rest.first_tile = self.first_tile + stopped - 1
         launch(rest)
         return (

@@ -12,8 +12,8 @@ from hvd_sparse.ops.cuda._passes import (
     AccumulationInputs,
     KernelFamily,
     thread_blocks,
-    tile_count,
 )
+from hvd_sparse.ops.cuda._workspace import tile_count
 
 DIGITS = 3
 """Of a key, from the top (csrc/cuda/topk.cu)."""
@@ -25,20 +25,24 @@ MOST_COUNTING_BLOCKS = 1024
 class Descent:
     """A radix descent to the k-th largest key.
 
+    Args:
+        state: A `Descent` (csrc/cuda/topk.cu): int64 `(DESCENT_WORDS,)`, zeros at first.
+
     Attributes:
-        state: A `Descent` (csrc/cuda/topk.cu) as int64 words; the second one is the key.
+        state: The same; its second word is the key.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.state = torch.zeros(DESCENT_WORDS, dtype=torch.int64, device=device)
+    def __init__(self, state: Tensor) -> None:
+        self.state = state
+
+    @property
+    def key_word(self) -> Tensor:
+        """The key as a word, on the device."""
+        return self.state[1:2]
 
     def key(self) -> Tensor:
         """Where the key is, on the device."""
-        return self.state[1:2].view(torch.int32)
-
-    def kth_key(self) -> int:
-        """The key; waits for it."""
-        return int(self.state[1])
+        return self.key_word.view(torch.int32)
 
 
 class CudaEstimation(KernelFamily):
@@ -46,7 +50,7 @@ class CudaEstimation(KernelFamily):
 
     def kth_magnitude(self, x: Tensor, k: int) -> float:
         """The k-th largest magnitude."""
-        return key_magnitude(self._descend(x, k).kth_key())
+        return key_magnitude(self._kth_key(self._descend(x, k)))
 
     def sample_accumulator(
         self, accumulation: Accumulation, start: int, stride: int, run: int = 1
@@ -54,7 +58,7 @@ class CudaEstimation(KernelFamily):
         """Magnitudes of some of the sums."""
         whole_runs, left = divmod(max(0, accumulation.numel - start), stride)
         samples = whole_runs * run + min(left, run)
-        return self._sample(AccumulationInputs(accumulation), start, stride, run, samples)
+        return self._sample(self._inputs(accumulation), start, stride, run, samples)
 
     def _sample(
         self, inputs: AccumulationInputs, start: int, stride: int, run: int, samples: int
@@ -84,7 +88,7 @@ class CudaEstimation(KernelFamily):
             k: Rank, from 1 on.
             passed: Header of that pass; if it does not leave k entries, the key is 0.
         """
-        descent = Descent(x.device)
+        descent = Descent(self._workspace.zeros(DESCENT_WORDS, x.device))
         for digit in range(DIGITS):
             self._launch(
                 "count_digits",
@@ -97,3 +101,10 @@ class CudaEstimation(KernelFamily):
                 descent.state,
             )
         return descent
+
+    def _kth_key(self, descent: Descent) -> int:
+        """A descent's key; waits for it."""
+        return self._workspace.read(descent.key_word)[0]
+
+    def _inputs(self, accumulation: Accumulation) -> AccumulationInputs:
+        return AccumulationInputs(accumulation, self._workspace)

@@ -16,17 +16,15 @@ from hvd_sparse.magnitude import (
     pivot_key,
     threshold_key,
 )
-from hvd_sparse.ops.accumulation import Accumulation
+from hvd_sparse.ops.accumulation import Accumulation, Before
 from hvd_sparse.ops.cuda._launcher import THREADS, Argument
 from hvd_sparse.ops.cuda._passes import (
     AccumulationInputs,
     Entries,
     OrderedPass,
     empty_stream,
-    new_header,
-    tile_count,
-    total_of,
 )
+from hvd_sparse.ops.cuda._workspace import tile_count
 from hvd_sparse.ops.cuda.estimation import CudaEstimation, Descent
 
 LEAST_CAPACITY = 1 << 16
@@ -36,8 +34,12 @@ CANDIDATES_PER_ENTRY = 4
 """Room for candidates in exact top-k, as a multiple of k."""
 LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 16
 """Elements that are sampled for a pivot: n / 64, within these limits."""
+WARP_GROUPS = {512: "accumulate_group_topk", 1024: "accumulate_long_group_topk"}
+"""Kernels for groups that a warp holds in its registers, by their most elements."""
+WARPS = 8
+"""Of a block."""
 FEW_GROUPS = 32
-"""Up to so many groups, the whole device works on one group after the other."""
+"""Up to so many larger groups, the whole device works on one group after the other."""
 
 
 class CudaSelection(CudaEstimation):
@@ -51,14 +53,14 @@ class CudaSelection(CudaEstimation):
         self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> Entries:
         """Moves out what reaches the threshold in `[start, stop)`."""
-        inputs, numel = AccumulationInputs(accumulation), accumulation.numel
+        inputs, numel = self._inputs(accumulation), accumulation.numel
         key = threshold_key(threshold)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
         def select(step: OrderedPass) -> None:
             self._select(inputs, step, key, None, start, stop)
 
-        passed = OrderedPass(inputs.tiles, capacity, accumulation.device)
+        passed = OrderedPass(self._workspace, inputs.tiles, capacity, accumulation.device)
         select(passed)
         return passed.finish(select)
 
@@ -77,7 +79,7 @@ class CudaSelection(CudaEstimation):
             self.accumulate_select(accumulation, math.inf)  # spoiled ones only
             return *empty_stream(0, device), math.inf if k == 0 else 0.0
         wanted = min(k, numel)
-        inputs = AccumulationInputs(accumulation)
+        inputs = self._inputs(accumulation)
         key = pivot_key(pivot)
         key_at = None if key else self._sampled_pivot(inputs, wanted)
 
@@ -85,18 +87,18 @@ class CudaSelection(CudaEstimation):
             self._select(inputs, step, key, key_at, 0, numel)
 
         capacity = min(numel, CANDIDATES_PER_ENTRY * wanted + LEAST_CAPACITY)
-        passed = OrderedPass(inputs.tiles, capacity, device)
+        passed = OrderedPass(self._workspace, inputs.tiles, capacity, device)
         select(passed)
         largest, descent = self._take_largest(
             residual, passed.indices, passed.values, wanted, passed.header
         )
-        total, stopped, _, kth_key = torch.cat([passed.header[1:4], descent.state[1:2]]).tolist()
+        total, stopped, _, kth_key = self._workspace.read(passed.header[1:4], descent.key_word)
         if total < wanted:
             largest, threshold = self._with_more(residual, passed.entries(total), wanted)
         else:
             if stopped:
                 largest, descent = self._take_largest(residual, *passed.finish(select), wanted)
-                kth_key = descent.kth_key()
+                kth_key = self._kth_key(descent)
             threshold = key_magnitude(kth_key)
         return *largest, threshold if k <= numel else 0.0
 
@@ -110,7 +112,7 @@ class CudaSelection(CudaEstimation):
         b: int,
     ) -> Entries:
         """Moves out what reaches the threshold and wins a slot."""
-        inputs, device = AccumulationInputs(accumulation), accumulation.device
+        inputs, device = self._inputs(accumulation), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),
             np.uint32(slots_per_bucket),
@@ -132,9 +134,13 @@ class CudaSelection(CudaEstimation):
         )
 
         def take(step: OrderedPass) -> None:
-            self._launch("hash_take", step.tiles, *arguments, *hashing, marks, *step.outputs())
+            tiles = np.int64(inputs.tiles)
+            self._launch(
+                "hash_take", step.tiles, *arguments, tiles, *hashing, marks, *step.outputs()
+            )
 
-        step = OrderedPass(inputs.tiles, min(slots, accumulation.numel), device)
+        capacity = min(slots, accumulation.numel)
+        step = OrderedPass(self._workspace, -(-inputs.tiles // WARPS), capacity, device)
         take(step)
         return step.finish(take)
 
@@ -143,18 +149,25 @@ class CudaSelection(CudaEstimation):
     ) -> Entries:
         """Moves out the k largest magnitudes of each group.
 
-        Each group is one block's, or, where that would leave most of the device idle, the whole
-        device's, one after the other.
+        A small group is a warp's. A larger one is a block's, or, where that would leave most of the
+        device idle, the whole device's, one after the other.
         """
         numel, device = accumulation.numel, accumulation.device
         groups = -(-numel // group_numel)
-        if groups <= FEW_GROUPS:
+        small = [kernel for most, kernel in WARP_GROUPS.items() if group_numel <= most]
+        if small:
+            kernel, blocks = small[0], -(-groups // WARPS)
+        elif groups > FEW_GROUPS:
+            kernel, blocks = "accumulate_large_group_topk", groups
+        else:
             return self._topk_of_each(accumulation, k, group_numel)
-        inputs = AccumulationInputs(accumulation.in_place())
-        header, entries = new_header(groups, device), empty_stream(min(numel, groups * k), device)
+        inputs = self._inputs(accumulation)
+        header, entries = self._header(blocks, device), empty_stream(min(numel, groups * k), device)
         self._launch(
-            "accumulate_group_topk",
-            groups,
+            kernel,
+            blocks,
+            inputs.before,
+            inputs.buffer_before,
             inputs.residual,
             *inputs.momentum,
             *inputs.table,
@@ -164,12 +177,11 @@ class CudaSelection(CudaEstimation):
             header,
             *entries,
         )
-        count = total_of(header)
+        count = self._total_of(header)
         return entries[0][:count], entries[1][:count]
 
     def _topk_of_each(self, accumulation: Accumulation, k: int, group_numel: int) -> Entries:
         """The same by `accumulate_topk` of one group after the other."""
-        accumulation = accumulation.in_place()
         taken = [empty_stream(0, accumulation.device)]
         for start in range(0, accumulation.numel, group_numel):
             stop = min(start + group_numel, accumulation.numel)
@@ -243,7 +255,7 @@ class CudaSelection(CudaEstimation):
                 all there, nothing happens.
         """
         descent = self._descend(values, k, passed)
-        header = new_header(tile_count(values.numel()), residual.device)
+        header = self._header(tile_count(values.numel()), residual.device)
         largest = empty_stream(k, residual.device)
         self._launch(
             "take_largest",
@@ -278,7 +290,7 @@ class CudaSelection(CudaEstimation):
 
 
 def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:
-    """What an accumulation in place does to `[start, stop)`, as one of views."""
+    """What an accumulation does to `[start, stop)`, as one of views."""
     pieces, begin = [], 0
     for gradient in accumulation.gradients:
         end = begin + gradient.numel()
@@ -288,4 +300,8 @@ def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:
     momentum = accumulation.momentum
     if momentum is not None:
         momentum = replace(momentum, buffer=momentum.buffer[start:stop])
-    return Accumulation(accumulation.residual[start:stop], pieces, momentum)
+    before = accumulation.before
+    if before is not None:
+        buffer = None if before.buffer is None else before.buffer[start:stop]
+        before = Before(before.residual[start:stop], buffer)
+    return Accumulation(accumulation.residual[start:stop], pieces, momentum, before)

@@ -19,11 +19,9 @@ from hvd_sparse.ops.cuda._passes import (
     Entries,
     KernelFamily,
     empty_stream,
-    new_header,
     thread_blocks,
-    tile_count,
-    total_of,
 )
+from hvd_sparse.ops.cuda._workspace import tile_count
 
 WORDS_PER_BLOCK = 1024
 """Words of a bitmap that a block ranks (`kRoundNumel` in csrc/cuda/gradients.cuh)."""
@@ -51,7 +49,7 @@ class CudaStreams(KernelFamily):
                 bitmap,
             )
         blocks = -(-words // WORDS_PER_BLOCK)
-        header = new_header(blocks, device)
+        header = self._header(blocks, device)
         self._launch("rank_words", blocks, bitmap, np.int64(words), header, before)
         merged, total = empty_stream(sum(indices.numel() for indices, _ in streams), device)
         total.fill_(-0.0)  # the neutral element of a float sum: 0.0 + -0.0 would lose a sign
@@ -67,7 +65,7 @@ class CudaStreams(KernelFamily):
                 merged,
                 total,
             )
-        nnz = total_of(header)
+        nnz = self._total_of(header)
         return merged[:nnz], total[:nnz]
 
     def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries:
@@ -83,12 +81,12 @@ class CudaStreams(KernelFamily):
     ) -> Entries:
         """The entries that a kernel keeps; waits for their number."""
         numel, device = indices.numel(), indices.device
-        header = new_header(tile_count(numel), device)
+        header = self._header(tile_count(numel), device)
         kept = empty_stream(numel, device)
         self._launch(
             kernel, tile_count(numel), indices, values, np.int64(numel), *arguments, header, *kept
         )
-        nnz = total_of(header)
+        nnz = self._total_of(header)
         return kept[0][:nnz], kept[1][:nnz]
 
     def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hvd_sparse.ops._checks import bad_index
 from hvd_sparse.ops._layout import GAP_BLOCK, MAX_NUMEL
-from hvd_sparse.ops.cuda._passes import KernelFamily, new_header, thread_blocks, tile_count
+from hvd_sparse.ops.cuda._passes import KernelFamily, thread_blocks
+from hvd_sparse.ops.cuda._workspace import tile_count
 
 GAPS_PER_BLOCK = 1024
 """Entries of a block at a time (`kRoundNumel` in csrc/cuda/gradients.cuh)."""
@@ -22,10 +23,10 @@ class CudaWire(KernelFamily):
         """Packs ascending indices; waits for the code's size."""
         nnz, device = indices.numel(), indices.device
         widths, blocks = -(-nnz // GAP_BLOCK), -(-nnz // GAPS_PER_BLOCK)
-        header = new_header(blocks, device)
+        header = self._header(blocks, device)
         code = torch.empty(widths + 4 * nnz, dtype=torch.uint8, device=device)
         self._launch("gap_encode", blocks, indices, np.int64(nnz), np.int64(start), header, code)
-        _, packed_bytes, unordered = header[:3].tolist()
+        packed_bytes, unordered = self._workspace.read(header[1:3])
         if unordered:
             raise bad_index(f"indices from {start} on", MAX_NUMEL)
         return code[: widths + packed_bytes]
@@ -36,7 +37,7 @@ class CudaWire(KernelFamily):
         widths, blocks = -(-nnz // GAP_BLOCK), -(-nnz // GAPS_PER_BLOCK)
         if code.numel() < widths:
             raise bad_index(what, stop)
-        headers = [new_header(blocks, device), new_header(blocks, device)]
+        headers = [self._header(blocks, device), self._header(blocks, device)]
         indices = torch.empty(nnz, dtype=torch.int32, device=device)
         self._launch(
             "gap_decode",
@@ -48,7 +49,7 @@ class CudaWire(KernelFamily):
             *headers,
             indices,
         )
-        packed_bytes, impossible, span = torch.cat([headers[0][1:3], headers[1][1:2]]).tolist()
+        packed_bytes, impossible, span = self._workspace.read(headers[0][1:3], headers[1][1:2])
         if impossible or widths + packed_bytes != code.numel() or start - 1 + span >= stop:
             raise bad_index(what, stop)
         return indices

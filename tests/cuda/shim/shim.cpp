@@ -392,8 +392,11 @@ void ServeOne() {
 // The fiber that runs leaves its warp's collective with these results.
 void Complete(const Warp& warp, Fiber* const* lanes, unsigned mask) {
   unsigned ballot = 0;
+  uint64_t largest = 0, sum = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (warp.values[lane] != 0) ballot |= 1u << lane;
+    largest = std::max(largest, warp.values[lane]);
+    sum += warp.values[lane];
   }
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(mask >> lane & 1)) continue;
@@ -408,6 +411,12 @@ void Complete(const Warp& warp, Fiber* const* lanes, unsigned mask) {
         for (int other = 0; other < kLanes; ++other) {
           if (warp.values[other] == warp.values[lane]) lanes[lane]->result |= 1u << other;
         }
+        continue;
+      case Collective::kMax:
+        lanes[lane]->result = largest;
+        continue;
+      case Collective::kSum:
+        lanes[lane]->result = sum;
         continue;
       case Collective::kShuffle:
         from = parameter & (kLanes - 1);

@@ -47,7 +47,7 @@ uint16_t NarrowFloat16(float x);
 // Whether this process runs with that mutation, of those that are built in (test_mutations.py).
 bool IsMutated(int mutation);
 
-enum class Collective { kBallot, kShuffle, kShuffleUp, kShuffleDown, kMatch };
+enum class Collective { kBallot, kShuffle, kShuffleUp, kShuffleDown, kMatch, kMax, kSum };
 
 // Every lane of the warp brings a value; what a lane gets depends on the collective.
 uint64_t OfWarp(Collective collective, unsigned mask, uint64_t value, unsigned parameter, int line);
@@ -145,6 +145,10 @@ struct alignas(8) uint2 {
 #define __any_sync(mask, predicate) (__ballot_sync(mask, predicate) != 0)
 #define __match_any_sync(mask, value) \
   static_cast<unsigned>(shim::OfWarp(shim::Collective::kMatch, mask, value, 0, __LINE__))
+#define __reduce_max_sync(mask, value) \
+  static_cast<unsigned>(shim::OfWarp(shim::Collective::kMax, mask, value, 0, __LINE__))
+#define __reduce_add_sync(mask, value) \
+  static_cast<unsigned>(shim::OfWarp(shim::Collective::kSum, mask, value, 0, __LINE__))
 #define __shfl_sync(mask, value, lane)         \
   shim::Unpack<std::decay_t<decltype(value)>>( \
       shim::OfWarp(shim::Collective::kShuffle, mask, shim::Pack(value), lane, __LINE__))

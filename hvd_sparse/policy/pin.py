@@ -1,0 +1,83 @@
+"""A plan as a policy: the same tensors by the same methods in the same buckets, for good."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hvd_sparse.engine import TensorSpec
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.policy.assignment import PolicyAssignment
+from hvd_sparse.policy.load import Policy, collectives_of
+
+DROPPED = ("profile", "plan_cache")
+"""Keys that only a planner reads."""
+OF_RULE = ("match", "compress", "bucket")
+"""Keys of a rule that do not say how to compress."""
+
+
+class Placed(Protocol):
+    """What becomes of one tensor."""
+
+    @property
+    def method(self) -> str:
+        """The method's description."""
+
+    @property
+    def bucket(self) -> str:
+        """Name of its bucket."""
+
+
+def pinned(
+    policy: Policy,
+    rules: PolicyAssignment,
+    specs: Sequence[TensorSpec],
+    placements: Mapping[str, Placed],
+) -> dict[str, Any]:
+    """The policy that a plan makes of one with `compress: auto`, as plain data.
+
+    Args:
+        policy: Left tensors to a planner.
+        rules: Its assignment for the model.
+        specs: The model's tensors.
+        placements: Of those that the planner compresses, by name.
+
+    Raises:
+        ConfigError: A tensor is placed by a method that its rule does not have.
+    """
+    data = policy.document.data
+    buckets: dict[tuple[int, str, str], list[str]] = {}
+    for spec in specs:
+        rule, placed = rules.rule_of(spec), placements.get(spec.name)
+        if rule is not None and placed is not None:
+            buckets.setdefault((rule.place, placed.method, placed.bucket), []).append(spec.name)
+    made: list[dict[str, Any]] = []
+    for (place, method, bucket), names in buckets.items():
+        one_of = "|".join(map(re.escape, names))
+        made.append(
+            {
+                "match": {"name_regex": one_of},
+                "bucket": bucket,
+                **_settings(policy, rules, place, method),
+            }
+        )
+    for rule in data["rules"]:
+        if rule.get("compress") == "auto":
+            rule = {key: rule[key] for key in ("match",) if key in rule} | {"compress": "never"}
+        made.append(dict(rule))
+    kept = {key: value for key, value in data.items() if key not in (*DROPPED, "rules")}
+    return {**kept, "rules": made}
+
+
+def _settings(policy: Policy, rules: PolicyAssignment, place: int, method: str) -> dict[str, Any]:
+    """How a rule's method compresses, as keys; a collective is the one of just this method."""
+    rule = policy.document.data["rules"][place]
+    settings = {key: value for key, value in rule.items() if key not in OF_RULE}
+    methods = [each.description for each in rules.rules[place].methods]
+    if method not in methods:
+        raise ConfigError(f"rules[{place}] has no method {method!r}")
+    if len(methods) > 1:
+        whole = {**policy.document.data.get("defaults", {}), **settings}
+        settings["collective"] = collectives_of(whole)[methods.index(method)]
+    return settings

@@ -1,0 +1,80 @@
+"""The trace in a viewer's terms: the Trace Event Format, as Perfetto and Chrome read it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from hvd_sparse.recording.log import Plan, Recording
+from hvd_sparse.recording.trace import chrome_trace, number_rows
+
+RUN = {"rank": 1, "world_size": 2, "start_unix_s": 1.7e9}
+BUCKET = {"names": ["a", "b"], "compressor": "topk"}
+
+
+def recorded(*spans: dict[str, tuple[float, float]]) -> Recording:
+    """One step of so many buckets: start and seconds of each phase."""
+    line = {"step": 1, "collective": ["oktopk"] * len(spans), "spans": list(spans)}
+    return Recording(RUN, [Plan(0, [BUCKET] * len(spans), [line])])
+
+
+def rows_of(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The events of each named row, after a look at every event's form."""
+    names = {}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    assert set(trace) == {"traceEvents", "displayTimeUnit"}
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert type(event["pid"]) is type(event["tid"]) is int
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert list(event["args"]) == ["name"]
+            if event["name"] == "thread_name":
+                names[event["pid"], event["tid"]] = event["args"]["name"]
+        else:
+            assert event["ph"] == "X"
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            rows.setdefault(names[event["pid"], event["tid"]], []).append(event)
+    for events in rows.values():
+        in_order = sorted(events, key=lambda event: event["ts"])
+        for before, after in pairwise(in_order):
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.1, (before, after)
+    return rows
+
+
+def test_what_two_threads_do_at_once_stands_on_rows_of_its_own() -> None:
+    first = {"stage_s": (0.0, 1e-6), "accumulate_select_s": (1e-6, 0.1), "exchange_s": (0.1, 0.5)}
+    ahead = {"accumulate_select_s": (0.2, 0.1), "exchange_s": (0.6, 0.1), "decode_s": (0.7, 0.1)}
+    both = {"accumulate_select_s": (0.25, 0.1), "wait_s": (0.5, 0.3)}
+    rows = rows_of(chrome_trace(recorded(first, ahead, both), None))
+    assert {name: len(events) for name, events in rows.items()} == {
+        "select": 3,
+        "select (2)": 1,
+        "exchange": 3,
+        "training thread waits": 1,
+    }
+    (waits,) = rows["training thread waits"]
+    assert waits["args"] == {
+        **{"step": 1, "tensors": "a … b (2)", "compressor": "topk", "collective": "oktopk"},
+    }
+    assert (waits["ts"], waits["dur"]) == pytest.approx((0.5e6, 0.3e6))
+
+
+def test_rounding_makes_no_overlap() -> None:
+    events = [{"tid": "select", "ts": float(at), "dur": 11.0} for at in range(0, 50, 10)]
+    assert number_rows(events) == ["select"]
+    assert [event["dur"] for event in events] == [10.0] * 4 + [11.0]
+
+
+def test_a_timeline_of_horovods_keeps_its_rows() -> None:
+    start = {"ph": "M", "name": "process_name", "pid": 0, "tid": 0}
+    start["args"] = {"start_time_since_epoch_in_micros": 1_700_000_001_000_000}
+    theirs = {"ph": "B", "name": "ALLREDUCE", "ts": 5, "pid": 1, "tid": 0}
+    trace = chrome_trace(recorded({"wait_s": (2.0, 0.5)}), [start, theirs])
+    moved, ours = trace["traceEvents"][1], trace["traceEvents"][-1]
+    assert moved["ts"] == 1_000_005
+    assert ours["ts"] == 2_000_000
+    assert ours["pid"] > 1000

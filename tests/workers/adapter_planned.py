@@ -1,0 +1,113 @@
+"""A planner over real Horovod: through its trial, a restart and a change of its mind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+import hvd_sparse
+from hvd_sparse.engine.transitions import RELEASED_SHARE
+from hvd_sparse.planner import planner as planner_module
+from tests.workers.adapter_equalities import policy_with_a_profile
+
+NUMEL = 20_000
+SPARSE_STEPS = 150
+RECALLED_STEPS = 20
+RELEASING_STEPS = 40
+
+
+class Steps:
+    """What steps take by the planner's clock, whatever they take."""
+
+    def __init__(self) -> None:
+        self.planner: Any = None
+        self.sparse_s = 0.02
+
+    def slowest(self, ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
+        step_s = self.sparse_s if self.planner.current.placements else 0.1
+        return [(step_s, 0.9 * step_s)] * len(ranks[0])
+
+
+class Training:
+    """One parameter, whose gradients have a part in common: its residual grows long."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.zeros(NUMEL))
+        self.step = 0
+
+    def connect(self, policy: dict[str, Any], state: dict[str, Any] | None = None) -> Any:
+        self.weight = nn.Parameter(self.weight.detach().clone())
+        named = [("planned.weight", self.weight)]
+        compression = hvd_sparse.Compression.from_policy(policy, named)
+        if state is not None:
+            compression.load_state_dict(state)
+        self.optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([self.weight], 1e-3), named_parameters=named, compression=compression
+        )
+        return compression
+
+    def train(self) -> float:
+        """One step; the norm of what the optimizer sees, in units of the average gradient's."""
+        gradients = [
+            1 + torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * self.step + rank))
+            for rank in range(hvd.size())
+        ]
+        self.optimizer.zero_grad()
+        self.weight.mul(gradients[hvd.rank()]).sum().backward()
+        self.optimizer.step()
+        self.step += 1
+        assert self.weight.grad is not None
+        return float(self.weight.grad.norm() / (sum(gradients) / hvd.size()).norm())
+
+
+def train_through_changes() -> None:
+    """At density 0.001 a residual is a hundred gradients long, and no step brings it at once."""
+    clock, training = Steps(), Training()
+    with (
+        mock.patch.object(planner_module, "slowest", clock.slowest),
+        mock.patch.object(planner_module, "REVIEW_INTERVAL_STEPS", SPARSE_STEPS),
+        mock.patch.object(planner_module, "RECALLED_REVIEW_STEPS", RECALLED_STEPS),
+        mock.patch.object(planner_module, "TRIAL_SHARE", 1.0),
+    ):
+        policy = policy_with_a_profile(density=0.001)
+        compression = training.connect(policy)
+        clock.planner = compression.method
+        training.train()
+        while clock.planner.is_trying:
+            training.train()
+        sparse = [training.train() for _ in range(SPARSE_STEPS - 5)]
+        plan = clock.planner.current.placements
+        assert plan
+
+        state = compression.state_dict()
+        compression.close()
+        compression = training.connect(policy, state)
+        clock.planner = compression.method
+        again = [training.train() for _ in range(RECALLED_STEPS)]
+        assert clock.planner.current.placements == plan
+        assert not clock.planner.is_trying
+        assert max(again) < 1.2 * max(sparse)
+        long = float(compression.state_dict()["residual"]["planned.weight"].norm())
+        assert long > 50 * NUMEL**0.5
+
+        clock.sparse_s = 0.5
+        training.train()  # the review
+        assert clock.planner.is_trying
+        while clock.planner.is_trying:
+            norm = training.train()  # reviews are at the begin of a step
+            if clock.planner.current.placements:
+                assert norm < 1.2 * max(*sparse, *again)
+            elif clock.planner.is_trying:
+                assert abs(norm - 1.0) < 1e-3  # what waits goes on waiting
+        assert not clock.planner.current.placements
+        after = [training.train() for _ in range(RELEASING_STEPS)]
+        assert max(after) < 1.0 + 1.2 * RELEASED_SHARE
+        assert min(after) > 1.0 + 0.5 * RELEASED_SHARE  # it is on its way
+        left = compression.state_dict()["residual"]["planned.weight"].norm()
+        assert float(left) < long
+    compression.close()
