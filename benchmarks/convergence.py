@@ -23,6 +23,7 @@ import torch
 from benchmarks._report import write_report
 from benchmarks.convergence_cases import (
     DENSITIES,
+    HOSTS,
     MEMORIES,
     METHOD_NAMES,
     SEEDS,
@@ -57,8 +58,9 @@ class Runs:
             path.write_text(whole, encoding="utf-8")
         for line in whole.splitlines():
             saved = json.loads(line)
-            self.cases.append(Case(**saved["case"]))
-            self._saved[_key(saved["case"]), _key(saved["recipe"])] = Run(**saved["run"])
+            case = Case(**saved["case"])
+            self.cases.append(case)
+            self._saved[_key(case._asdict()), _key(saved["recipe"])] = Run(**saved["run"])
 
     def task(self, name: str) -> Task:
         """A task, made when it is first asked for."""
@@ -91,8 +93,12 @@ def run_all(chosen: Sequence[Case], runs: Runs) -> None:
     start = time.perf_counter()
     for number, case in enumerate(left, 1):
         task = runs.task(case.task)
-        measure_xi = case.method == "oktopk" and case.memory == "plain"
-        run = train(task, case.make(), case.seed, WORLD_SIZE, case.budget, measure_xi=measure_xi)
+        measure_xi = (case.method, case.memory, case.hosts) == ("oktopk", "plain", 0)
+        run = train(
+            *(task, case.make(), case.seed, WORLD_SIZE, case.budget),
+            measure_xi=measure_xi,
+            hosts=case.hosts,
+        )
         runs.add(case, run)
         dense = runs.get(case.dense)
         gap = "" if dense is None else f", {task.gap(run.final, dense.final):+.2f} {task.gap_unit}"
@@ -114,6 +120,7 @@ def chosen_of(candidates: Iterable[Case], arguments: argparse.Namespace) -> list
             and case.seed in arguments.seeds
             and case.method in arguments.methods
             and (case.method == "dense" or case.memory in arguments.memories)
+            and (case.method == "dense" or case.hosts in arguments.hosts)
         )
 
     return [case for case in candidates if takes(case)]
@@ -136,6 +143,7 @@ def main() -> None:
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add("--methods", nargs="+", choices=METHOD_NAMES, default=list(METHOD_NAMES))
     add("--memories", nargs="+", choices=MEMORIES, default=list(MEMORIES))
+    add("--hosts", nargs="+", type=int, choices=HOSTS, default=list(HOSTS), help="0: flat")
     add("--densities", nargs="+", type=float, choices=DENSITIES, default=list(DENSITIES))
     add("--seeds", nargs="+", type=int, default=list(SEEDS))
     add("--report", type=Path, help="where to write the report, as JSON")

@@ -34,11 +34,15 @@ PAPER_MEMORY = {"dgc": "local", "dragonn": "local"}
 """The memory in a method's paper, where it is not plain error feedback."""
 TRIED_MEMORIES = {0.01: ("global", "local"), 0.001: ("global",)}
 """By density, what may be best: at 0.001 local momentum was worse on the tuning seed."""
+LEVELS_METHODS = ("oktopk", "dgc")
+LEVELS_HOSTS, LEVELS_DENSITY = 2, 0.001
+"""In two levels the ranks are those of so many hosts."""
+HOSTS = (0, LEVELS_HOSTS)
 LOSSY_WIRES = ("float16+gap", "qsgd4")
 
 
 class Case(NamedTuple):
-    """One training."""
+    """One training; in two levels where `hosts` is not 0, with ranks shared out evenly."""
 
     task: str
     method: str
@@ -46,6 +50,12 @@ class Case(NamedTuple):
     density: float
     wire: str
     seed: int
+    hosts: int = 0
+
+    @property
+    def levels(self) -> str:
+        """Its two levels in words; empty where it is flat."""
+        return f", {self.hosts} hosts x {WORLD_SIZE // self.hosts}" if self.hosts else ""
 
     @property
     def words(self) -> str:
@@ -54,9 +64,8 @@ class Case(NamedTuple):
         if self.method == "dense":
             return f"{self.task}, steps of density {density}, dense, seed {self.seed}"
         wire = "" if self.wire == "float32" else f", {self.wire}"
-        return (
-            f"{self.task}, density {density}, {self.method}, {self.memory}{wire}, seed {self.seed}"
-        )
+        method = f"{self.method}, {self.memory}{wire}{self.levels}"
+        return f"{self.task}, density {density}, {method}, seed {self.seed}"
 
     @property
     def budget(self) -> Budget:
@@ -101,6 +110,7 @@ class Case(NamedTuple):
             "arguments": self.arguments(),
             "world_size": WORLD_SIZE,
             "data": data,
+            **({"hosts": self.hosts} if self.hosts else {}),
         }
 
 
@@ -125,6 +135,9 @@ def cases() -> Iterator[Case]:
             yield from promised(task, seed)
         for task in small:
             yield from lossy(task, seed)
+    for seed in SEEDS:
+        for task in small:
+            yield from in_two_levels(task, seed)
     yield from others(small)
     for seed in SEEDS:
         for task in large:
@@ -141,6 +154,13 @@ def promised(task: str, seed: int) -> Iterator[Case]:
                 memories = memories_of(method, density)
                 if place < len(memories):
                     yield Case(task, method, memories[place], density, "float32", seed)
+
+
+def in_two_levels(task: str, seed: int) -> Iterator[Case]:
+    """What is trained flat, too, by the memory that may be best."""
+    memory = TRIED_MEMORIES[LEVELS_DENSITY][0]
+    for method in LEVELS_METHODS:
+        yield Case(task, method, memory, LEVELS_DENSITY, "float32", seed, LEVELS_HOSTS)
 
 
 def others(tasks: Sequence[str]) -> Iterator[Case]:

@@ -53,6 +53,7 @@ def sparse_rows(group: Case, pairs: list[tuple[Run, Run]]) -> list[Row]:
     limit = task.limits[group.density]
     goal = limit if group.method in PROMISED else None
     case = f"{task.name}, density {group.density:g}, {group.method}, {group.memory}, {group.wire}"
+    case += group.levels
     schedule = f"{schedule_of(group)}; {group.budget.steps} steps"
     density = mean(run.applied for run in runs)
     is_low = group.density == min(task.limits)
@@ -138,7 +139,8 @@ def markdown(found: Found) -> str:
         task, runs = TASKS[group.task], [found[case] for case in members]
         gaps = [task.gap(found[case].final, found[case.dense].final) for case in members]
         cells = [
-            *(group.task, f"{group.density:g}", group.method, group.memory, group.wire),
+            *(group.task, f"{group.density:g}", f"{group.method}{group.levels}"),
+            *(group.memory, group.wire),
             str(len(runs)),
             f"{mean(run.final for run in runs):.4g} {task.unit}",
             f"{mean(gaps):+.2f} {task.gap_unit}",
@@ -163,6 +165,7 @@ def plot(found: Found, path: Path) -> None:
         for case, run in found.items():
             if (case.task, case.density) == (task, density) and case.wire == "float32":
                 label = "dense" if case.method == "dense" else f"{case.method}, {case.memory}"
+                label += case.levels
                 curves.setdefault(label, []).append(run.curve)
         for label, members in curves.items():
             curve = torch.tensor(members).mean(0)

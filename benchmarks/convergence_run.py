@@ -18,8 +18,9 @@ from benchmarks.convergence_tasks import Budget, Task
 from hvd_sparse import MomentumCorrectedSGD
 from hvd_sparse.constructors import RunOptions
 from hvd_sparse.engine import Engine, Method, TensorSpec
+from hvd_sparse.hosts import Grid, Hosts
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.local import LocalWorld, run_ranks
+from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
 
 CURVE_POINTS = 20
 """Parts of a run at whose ends the model is evaluated."""
@@ -34,12 +35,13 @@ class Run:
         loss: Training loss on rank 0, a mean for every hundredth of the steps.
         curve: The task's metric after every twentieth.
         density: Entries that a rank selected, per element and step, warm-up included. With ExDyna
-            and CLT-k a rank selects its P-th part of what is applied.
+            and CLT-k a rank selects its P-th part of what is applied; in two levels, its shard's.
         applied: Entries of the sum that was applied, per element and step.
         late_density: `density` over the last quarter of the steps.
         late_applied: `applied` over the last quarter.
         updates: Times that a parameter was updated after the warm-up, on average.
-        mbytes: Megabytes that a rank sent, the dense parameters by a ring allreduce.
+        mbytes: Megabytes that a rank sent, the dense parameters by a ring allreduce; what hosts
+            exchange inside goes through memory, and does not count.
         dense_mbytes: Megabytes of the same steps by a dense ring allreduce.
         xi: Ok-Topk's ξ at the ends of the curve's parts; only where it has plain error feedback.
         seconds: Time that it took; depends on what else the machine did.
@@ -73,7 +75,12 @@ class Averaging:
     """How the ranks' gradients become their mean: through an engine, or densely."""
 
     def __init__(
-        self, model: nn.Module, method: Method | None, engine: Transport, dense: Transport
+        self,
+        model: nn.Module,
+        method: Method | None,
+        engine: LocalTransport,
+        dense: Transport,
+        hosts: int = 0,
     ):
         self.named = list(model.named_parameters())
         self.dense = dense
@@ -81,7 +88,8 @@ class Averaging:
         self.engine: Engine | None = None
         if method is not None:
             self.engine = Engine(method)
-            self.engine.connect(engine)
+            grid = Grid.regular(hosts, engine.world_size // hosts, engine.rank) if hosts else None
+            self.engine.connect(engine, None if grid is None else Hosts(engine, grid))
             self.engine.scale = 1 / engine.world_size
 
     def is_sparse(self, parameter: Tensor) -> bool:
@@ -149,6 +157,7 @@ def train(
     budget: Budget,
     *,
     measure_xi: bool = False,
+    hosts: int = 0,
 ) -> Run:
     """Train once.
 
@@ -159,6 +168,7 @@ def train(
         world_size: P.
         budget: How long.
         measure_xi: Whether to follow Ok-Topk's Assumption 1.
+        hosts: For two levels, how many hosts the ranks have; 0: flat.
     """
     start = time.perf_counter()
     dense_world = LocalWorld(world_size, timeout_s=600.0)
@@ -168,10 +178,10 @@ def train(
     warm = 0 if method is None else method.warmup.dense_steps + method.warmup.steps
     points = {budget.steps * (i + 1) // CURVE_POINTS for i in range(CURVE_POINTS)}
 
-    def worker(transport: Transport) -> tuple[Run, list[Tensor]]:
+    def worker(transport: LocalTransport) -> tuple[Run, list[Tensor]]:
         rank, recipe, run = transport.rank, task.recipe, Run()
         model = models[rank]
-        averaging = Averaging(model, method, transport, dense_world.transport(rank))
+        averaging = Averaging(model, method, transport, dense_world.transport(rank), hosts)
         optimizer = MomentumCorrectedSGD(model.parameters(), budget.lr, recipe.momentum)
         vars(optimizer)["_compression"] = averaging  # as Horovod's optimizer has one
         generator = torch.Generator().manual_seed(1000 * seed + rank)

@@ -28,7 +28,7 @@ from hvd_sparse.simulator import Network, SyntheticStreams, Workload, simulate_a
 OKTOPK_OPPONENTS = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 SPARCML = ("dense", "ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")
 GIGABIT = Network(Link(50e-6, 8e-9, 1e-10))
-CLOUD = Network(Link(30e-6, 8 * 0.32e-9, 1e-10), ranks_per_node=8, inside=Link(5e-6, 1e-10, 1e-10))
+CLOUD = Network(Link(30e-6, 8 * 0.32e-9, 1e-10), local_size=8, inside=Link(5e-6, 1e-10, 1e-10))
 
 
 @dataclass(frozen=True)

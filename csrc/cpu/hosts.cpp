@@ -37,15 +37,18 @@ void SumTile(float* tile, size_t begin, size_t length, const void* const* vector
 
 void SumVectors(float* out, size_t n, const void* const* vectors, size_t count, Dtype dtype,
                 int threads) {
-  const bool streamed = n * sizeof(float) >= kStreamedBytes &&
-                        reinterpret_cast<uintptr_t>(out) % kLineBytes == 0;
-  const size_t tiles = (n + kTileNumel - 1) / kTileNumel;
+  const bool streamed = n * sizeof(float) >= kStreamedBytes;
+  // Tiles begin on a line; what is before the first one goes by itself.
+  const size_t past_line = reinterpret_cast<uintptr_t>(out) % kLineBytes / sizeof(float);
+  const size_t head = std::min(n, past_line == 0 ? 0 : kLineBytes / sizeof(float) - past_line);
+  const size_t tiles = (n - head + kTileNumel - 1) / kTileNumel;
+  SumTile(out, 0, head, vectors, count, dtype);
   const int tasks = static_cast<int>(std::min<size_t>(tiles, TaskCount(n, threads)));
   Run(tasks, threads, [&](int t) {
     const Kernels& kernels = ActiveKernels();
     alignas(kLineBytes) float tile[kTileNumel];
     for (size_t at = tiles * t / tasks; at < tiles * (t + 1) / tasks; ++at) {
-      const size_t begin = at * kTileNumel;
+      const size_t begin = head + at * kTileNumel;
       const size_t length = std::min(kTileNumel, n - begin);
       SumTile(tile, begin, length, vectors, count, dtype);
       const size_t lines = streamed ? length * sizeof(float) / kLineBytes * kLineBytes : 0;

@@ -154,7 +154,7 @@ def _connected(grid: Grid, transport: Transport) -> Hosts | None:
     assert isinstance(transport, PointToPointTransport)
     hosts = Hosts(transport, grid)
     for problem in filter(None, _told(transport, hosts.problem())):
-        raise ConfigError(problem)
+        raise ConfigError(f"the workers of a host cannot share memory: {problem}")
     return hosts
 
 

@@ -19,7 +19,6 @@ sends to all others alike. In Bruck's allgather d of L ranks reach another host 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from hvd_sparse.checks import check_count
@@ -162,30 +161,6 @@ def dense_ring(levels: Levels, numel: int) -> Prediction:
     if levels.hosts == 1:
         return Prediction(on_the_way_s + computing_s, on_the_way_s, 0.0)
     return Prediction(on_the_way_s + computing_s, 0.0, received.nbytes())
-
-
-def two_levels_pays(
-    algorithms: Iterable[str], levels: Levels, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
-) -> bool:
-    """Whether the cheapest of some algorithms takes less time in two levels than the cheapest flat.
-
-    A pure function: ranks that give the same arguments get the same answer.
-
-    Args:
-        algorithms: Names that have a formula; at least one.
-        levels: With one rank on each, or one host alone, there is nothing to gain.
-        numel: n.
-        k: Entries of a rank, in `[0, numel]`.
-        wire: What an entry takes.
-    """
-    if levels.local_size == 1 or levels.hosts == 1:
-        return False
-    names = tuple(algorithms)
-    least = [
-        min(form(name, levels, numel, k, wire).seconds for name in names)
-        for form in (flat, two_levels)
-    ]
-    return least[1] < least[0]
 
 
 def applied_entries(algorithm: str, ranks: int, numel: int, k: int) -> float:

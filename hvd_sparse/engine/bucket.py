@@ -161,8 +161,15 @@ class Bucket:
 
     @property
     def k(self) -> int:
-        """Entries wanted in the step that comes, or is under way: of the shard that is here."""
-        numel = int(self.shard.stop - self.shard.start)
+        """Entries wanted in the step that comes, or is under way."""
+        return self._k_of(self.numel)
+
+    @property
+    def shard_k(self) -> int:
+        """Those that are wanted of the shard: all k without two levels."""
+        return self._k_of(int(self.shard.stop - self.shard.start))
+
+    def _k_of(self, numel: int) -> int:
         return numel if self._is_alone else self.method.k(numel, self.step)
 
     @property

@@ -36,7 +36,7 @@ def select(bucket: Bucket) -> None:
     with stats.timed("stage_s"):
         gradients = bucket.gradients()
     with stats.timed("accumulate_select_s"):
-        stats.nnz_wanted = bucket.k
+        stats.nnz_wanted = bucket.shard_k
         stage = bucket.stages.at(stats.nnz_wanted, bucket.step)
         bucket.stats.collective = name_of(stage.collective)
         scope = stage.collective.scope()

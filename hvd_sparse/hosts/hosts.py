@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hvd_sparse.hosts.grid import Grid
 from hvd_sparse.hosts.inside import SHARDS, InsideHost, OverTransport, scattered
-from hvd_sparse.hosts.shared import SharedHost, SharingError, share
+from hvd_sparse.hosts.shared import SharedHost, share
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 
@@ -39,13 +39,7 @@ class Hosts:
 
     def problem(self) -> str:
         """Why the ranks of this host cannot share memory, or nothing; all of them ask together."""
-        if not self._shares_memory:
-            return ""
-        try:
-            share(self.inside, 0)
-        except SharingError as error:
-            return str(error)
-        return ""
+        return share(self.inside, 0)[1] if self._shares_memory else ""
 
     @property
     def kind(self) -> str:

@@ -4,7 +4,7 @@ Symbols: L ranks of one host, n elements of the bucket, m those of a shard, abou
 
 | step | over a transport, a rank sends | through shared memory, a rank reads and writes |
 |---|---|---|
-| reduce_scatter | n (L - 1) / L values | n + n values, and m more |
+| reduce_scatter | n (L - 1) / L values | 2 (n - m) values to copy, n + m to sum |
 | gather | its stream L - 1 times | its stream, and L - 1 others |
 
 Sums are taken in float32 and in the order of the local ranks: the same bits each time.

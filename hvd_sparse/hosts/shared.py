@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +43,6 @@ GRADIENTS = 4096
 STREAM_HEADER_BYTES = 8
 
 
-class SharingError(TransportError):
-    """The ranks of a host cannot share memory; on each of them."""
-
-
 class SharedHost(InsideHost):
     """Through shared memory, one bucket's; see `InsideHost`. Collective over the host.
 
@@ -56,7 +53,7 @@ class SharedHost(InsideHost):
         dtype: The gradients' type, as `torch.float32` is spelled.
 
     Raises:
-        SharingError: On every rank of the host, where any of them cannot share memory.
+        TransportError: On every rank of the host, where any of them cannot share memory.
     """
 
     needs_order = False
@@ -73,7 +70,9 @@ class SharedHost(InsideHost):
         shards = shard_bounds(numel, inside.world_size)
         longest = max(stop - start for start, stop in pairwise(shards))
         room = STREAM_HEADER_BYTES + longest * torch.float32.itemsize
-        self._segments = share(inside, self._streams_at + room)
+        self._segments, problem = share(inside, self._streams_at + room)
+        if problem:
+            raise TransportError(f"the ranks of a host must share memory: {problem}")
         self._sum = ops.new_vector(self.shard_numel, torch.float32, torch.device("cpu"))
         self._gradients = [
             segment.data[GRADIENTS : GRADIENTS + self._nbytes].view(self._dtype)
@@ -82,17 +81,42 @@ class SharedHost(InsideHost):
         self._steps = 0
 
     def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See `InsideHost.reduce_scatter`; a gradient is copied once, whatever its strides."""
-        own = self._gradients[self._own]
-        for place, gradient in zip(
-            own.split([gradient.numel() for gradient in gradients]), gradients, strict=True
-        ):
-            place.view(gradient.shape).copy_(gradient)
+        """See `InsideHost.reduce_scatter`; what this rank itself adds up need not be copied."""
+        starts = [0, *accumulate(gradient.numel() for gradient in gradients)]
+        pieces = [
+            self._offer(gradient, start) for gradient, start in zip(gradients, starts, strict=False)
+        ]
         self._steps += 1
         self._post(GRADIENTS_POSTED)
         self._wait(GRADIENTS_POSTED, "gradients")
-        ops.sum_vectors(self._sum, [each[self.shard] for each in self._gradients])
-        return self._sum.to(gradients[0].device) if gradients else self._sum
+        for start, own in filter(None, pieces):
+            stop = start + own.numel()
+            vectors = [each[start:stop] for each in self._gradients]
+            vectors[self._own] = own
+            at = start - self.shard.start
+            ops.sum_vectors(self._sum[at : at + own.numel()], vectors)
+        return self._sum.to(gradients[0].device)
+
+    def _offer(self, gradient: Tensor, start: int) -> tuple[int, Tensor] | None:
+        """Let the others read their shards of a gradient.
+
+        Returns:
+            Where this rank's own shard of it begins in the bucket, and that part, contiguous and on
+            the host; None where it has none.
+        """
+        place = self._gradients[self._own][start : start + gradient.numel()]
+        first, last = (
+            min(max(bound - start, 0), gradient.numel())
+            for bound in (self.shard.start, self.shard.stop)
+        )
+        if gradient.is_contiguous() and gradient.device.type == "cpu":
+            flat = gradient.view(-1)
+            copied(place[:first], flat[:first])
+            copied(place[last:], flat[last:])
+        else:
+            place.view(gradient.shape).copy_(gradient)
+            flat = place
+        return (start + first, flat[first:last]) if last > first else None
 
     def gather(self, own: Sum) -> ShardedSum:
         """See `InsideHost.gather`: the sums view the memory."""
@@ -150,15 +174,24 @@ class SharedHost(InsideHost):
             del transport.awaited_beside[id(pauses)]
 
 
-def share(inside: GroupTransport, nbytes: int) -> list[Segment]:
+def copied(place: Tensor, values: Tensor) -> None:
+    """Copy a vector; a float32 one past the caches, where nobody here looks for it again."""
+    if values.dtype == torch.float32:
+        ops.sum_vectors(place, [values])
+    else:
+        place.copy_(values)
+
+
+def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
     """A segment of each rank of a host, mapped by all of them; collective.
 
     Args:
         inside: Connects the ranks of the host.
         nbytes: Bytes of each one's `data`, at least.
 
-    Raises:
-        SharingError: On all of them, where any cannot map another's.
+    Returns:
+        The segments in the order of the ranks, and nothing; or on all ranks alike, why any of them
+        could not map another's.
     """
     problem = ""
     own: OwnSegment | None = None
@@ -177,14 +210,12 @@ def share(inside: GroupTransport, nbytes: int) -> list[Segment]:
             problem = f"cannot map the memory of rank {inside.ranks[len(segments)]} ({error})"
     problems = _told(inside, problem)
     if own is not None:
-        own.hide()
-    wrong = [f"rank {rank} {why}" for rank, why in zip(inside.ranks, problems, strict=True) if why]
-    if wrong:
-        raise SharingError(f"the ranks of a host must share memory: {'; '.join(wrong)}")
-    return segments
+        own.hide()  # all have mapped it, or never will
+    told = zip(inside.ranks, problems, strict=True)
+    return segments, "; ".join(f"rank {rank} {why}" for rank, why in told if why)
 
 
-def _told(inside: GroupTransport, mine: object) -> list[object]:
+def _told(inside: GroupTransport, mine: object) -> list[Any]:
     """What every rank of the host says."""
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     messages = inside.allgather((text,), channel="host.memory")

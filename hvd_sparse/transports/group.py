@@ -47,7 +47,7 @@ class GroupTransport(Transport):
         del traffic  # the whole transport has its own
 
     @property
-    def context(self) -> Context:  # type: ignore[override]
+    def context(self) -> Context:
         """That of the whole transport."""
         return self._whole.context
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_a_shard_is_zero_where_it_is_not() -> None:
 
 @pytest.mark.parametrize("name", ["oktopk", "dgc", "exdyna"])
 def test_what_is_loaded_goes_on_bit_for_bit(name: str) -> None:
-    def worker(transport: LocalTransport) -> tuple[dict[str, Tensor], str, Any]:
+    def worker(transport: LocalTransport) -> list[dict[str, Tensor]]:
         engine = engine_of(transport, (2, 2), name)
         for step in range(3):
             reduced(engine, gradients_of(step, transport.rank))
@@ -130,11 +131,17 @@ def test_a_checkpoint_of_two_hosts_goes_on_in_other_worlds(tmp_path: Path) -> No
         assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
 
 
-def test_tensors_leave_and_come_back_by_shards() -> None:
-    """Forgotten, frozen and turned dense: each rank's part of a tensor, wherever it is cut."""
+@pytest.mark.parametrize("part_numel", [None, 300])
+def test_tensors_leave_and_come_back_by_shards(part_numel: int | None) -> None:
+    """Forgotten, frozen and turned dense: each rank's part of a tensor, wherever it is cut.
+
+    Also where its rows lie in several buckets, each with shards of its own.
+    """
 
     def worker(transport: LocalTransport) -> list[dict[str, Any]]:
-        engine = engine_of(transport, (2, 2), bucket_numel=10_000)
+        method = METHODS["topk"](density=0.05, bucket_numel=10_000).make()
+        engine = Engine(replace(method, part_numel=part_numel))
+        engine.connect(transport, Hosts(transport, Grid.regular(2, 2, transport.rank)))
         rank, states = transport.rank, []
 
         def step(number: int, frozen: str = "") -> None:
@@ -143,10 +150,9 @@ def test_tensors_leave_and_come_back_by_shards() -> None:
                 held = torch.zeros_like(gradient) if name == frozen else gradient
                 engine.submit(spec, held, frozen=name == frozen)
             engine.scale = engine.scale or 1.0
-            for name in SHAPES:
-                engine.result(name)
+            applied = {name: engine.result(name).clone() for name in SHAPES}
             engine.settle(counts=True)
-            states.append(engine.state_dict())
+            states.append({**engine.state_dict(), "applied": applied})
 
         step(0)
         step(1, frozen="a")  # cut by the shards' border
@@ -162,6 +168,9 @@ def test_tensors_leave_and_come_back_by_shards() -> None:
     first, frozen, thawed, forgotten, dense = (
         sums_of(list(s)) for s in zip(*histories, strict=True)
     )
+    for name in SHAPES:
+        came = sum(gradients_of(0, rank)[name] for rank in range(4))
+        assert torch.equal(histories[0][0]["applied"][name] + first["residual"][name], came)
     assert torch.equal(frozen["residual"]["a"], first["residual"]["a"])
     assert not torch.equal(thawed["residual"]["a"], frozen["residual"]["a"])
     assert not forgotten["residual"]["a"].any()

@@ -19,6 +19,7 @@ from benchmarks.convergence_cases import (
     cases,
 )
 from benchmarks.convergence_report import markdown, plot, rows_of
+from benchmarks.convergence_run import Run
 from benchmarks.convergence_sources import Sources
 from benchmarks.convergence_tasks import Budget, Digits
 from hvd_sparse.memories import ErrorFeedback, GlobalMomentum, MomentumCorrection
@@ -129,3 +130,33 @@ def test_the_larger_text_is_larger() -> None:
     assert len(task.train) + len(task.test) > 10_000_000
     assert sum(p.numel() for p in task.model(0).parameters()) > 2_000_000
     assert task.data() == Sources().data()
+
+
+def test_two_levels_stand_beside_the_flat_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = Budget(steps=12, lr=0.05, dense_steps=1, warmup_steps=3)
+    monkeypatch.setattr(Digits, "budgets", {0.001: budget})
+    flat, levels = (case_of("oktopk", "global", 0.001)._replace(hosts=h) for h in (0, 2))
+    done = {case._replace(seed=0) for case in cases()}
+    assert {flat, levels} <= done
+    runs = Runs(tmp_path / "runs.jsonl")
+    runs.add(flat.dense, Run(final=90.0))
+    chosen = [flat.dense, flat, levels]
+    run_all(chosen, runs)
+    found = {case: run for case in chosen if (run := runs.get(case)) is not None}
+    assert found[levels].late_applied == pytest.approx(found[flat].late_applied, rel=0.3)
+    # A rank selects of its shard alone; two exchange half of what four do.
+    assert found[levels].density == pytest.approx(found[flat].density / 2, rel=0.1)
+    assert found[levels].mbytes < found[flat].mbytes
+    named = {row.case for row in rows_of(found)}
+    assert "digits, density 0.001, oktopk, global, float32, 2 hosts x 2" in named
+    assert "| oktopk, 2 hosts x 2 | global |" in markdown(found)
+
+
+def test_trainings_of_before_there_were_two_levels_are_read(short: None, tmp_path: Path) -> None:
+    case, path = case_of("dense", "plain"), tmp_path / "runs.jsonl"
+    Runs(path).add(case, Run(final=90.0))
+    assert '"hosts": 0' in path.read_text()
+    path.write_text(path.read_text().replace(', "hosts": 0', ""))
+    assert Runs(path).get(case) is not None
