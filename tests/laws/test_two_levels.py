@@ -16,6 +16,7 @@ from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.hosts import Grid, Hosts
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import LocalTransport, run_ranks
+from tests.devices import on_every_device
 from tests.laws.test_step_commit import MEMORIES, REQUIRED, flattened
 
 SHAPES = {"a": (30, 40), "b": (257,), "c": (5,), "d": ()}
@@ -156,17 +157,21 @@ def test_every_memory_collective_and_wire(memory: str, collective: str, wire: st
                 momentum = sum(state["momentum"][name].double() for _, state in states)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
-    """Whole numbers up to 99 are exact in both, and so are their sums in float32."""
+@on_every_device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_of_any_type_and_device_are_summed_in_float32(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """Whole numbers up to 99 are exact in all types, and so are their sums in float32."""
 
     def worker(transport: LocalTransport) -> Steps:
         engine = engine_of(transport, (2, 2))
         done = []
         for step in range(3):
-            results = reduced(engine, gradients_of(step, transport.rank, dtype))
+            gradients = gradients_of(step, transport.rank, dtype)
+            results = reduced(engine, {name: g.to(device) for name, g in gradients.items()})
             engine.settle(counts=True)
-            done.append((results, residuals_of(engine)))
+            done.append((on_cpu(results), on_cpu(residuals_of(engine))))
         engine.disconnect()
         return done
 
@@ -175,6 +180,32 @@ def test_half_precision_gradients_are_summed_in_float32(dtype: torch.dtype) -> N
         first = sum(gradients_of(0, rank, dtype)[name].float() for rank in range(4))
         left = sum(rank[0][1][name] for rank in ranks)
         assert torch.equal(ranks[0][0][0][name], (first - left).to(dtype))
+
+
+def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "messages"])
+def test_gradients_may_be_strided_and_the_last_results(shares_memory: bool) -> None:
+    """What is read of them must be read before the next results are written over them."""
+
+    def worker(transport: LocalTransport) -> Tensor:
+        engine = engine_of(transport, (2, 2), shares_memory=shares_memory, density=1.0)
+        gradients = gradients_of(0, transport.rank)
+        gradients["a"] = gradients["a"].t().contiguous().t()
+        for name, gradient in gradients.items():
+            engine.submit(TensorSpec(name, SHAPES[name], "torch.float32"), gradient)
+        engine.scale = 1.0
+        views = {name: engine.result(name) for name in gradients}
+        for name, view in views.items():
+            engine.submit(TensorSpec(name, SHAPES[name], "torch.float32"), view.mul_(2))
+        result = engine.result("a").clone()
+        engine.disconnect()
+        return result
+
+    for result in run_ranks(4, worker, timeout_s=60.0):
+        assert torch.equal(result, 8 * sum(gradients_of(0, rank)["a"] for rank in range(4)))
 
 
 @pytest.mark.parametrize("name", ["topk", "oktopk", "dgc", "exdyna"])
