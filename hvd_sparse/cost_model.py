@@ -18,6 +18,8 @@ the time of an entry, β_d that of a word; what they are on a compact wire follo
 | dsar_split_allgather | P - 1 + log P | from n (P-1)/P to (2k + n) (P-1)/P |
 | gtopk | 2 log P | 4k log P |
 | oktopk | 2P + 2 log P | from 2k (P-1)/P to 6k (P-1)/P |
+| index_union, of K indices | 2 log P + P - 1 | (K + 2K) (P-1)/P where selections do not overlap |
+| exdyna, clt_k | 2 log P + P - 1 | 3k (P-1)/P |
 
 Algorithms have the names of `collectives/registry.py`. Both papers give intervals where a cost
 depends on how far the ranks' indices coincide. In between, `expected` takes them as drawn
@@ -128,6 +130,7 @@ class Cost:
         plain_entries: Entries received that every wire leaves as they are.
         plain_words: Values and counters received that every wire leaves as they are.
         work: What the rank computes.
+        indices: Indices received without values.
     """
 
     messages: float
@@ -137,16 +140,18 @@ class Cost:
     plain_words: float = 0.0
     in_flight: float = 0.0
     work: Work = NO_WORK
+    indices: float = 0.0
 
     @property
     def words(self) -> float:
-        """Words received, with two words an entry."""
-        return 2 * (self.entries + self.plain_entries) + self.dense_words + self.plain_words
+        """Words received, with two words an entry and one an index."""
+        pairs = 2 * (self.entries + self.plain_entries)
+        return pairs + self.indices + self.dense_words + self.plain_words
 
     def nbytes(self, wire: WireBytes = PLAIN_BYTES) -> float:
         """Bytes received over a wire."""
         coded = self.entries * wire.entry_bytes
-        coded += self.dense_words * wire.dense_value_bytes
+        coded += self.dense_words * wire.dense_value_bytes + self.indices * wire.index_bytes
         plain = self.plain_entries * (WORD_BYTES + wire.read_value_bytes)
         return coded + plain + self.plain_words * wire.read_value_bytes
 
@@ -281,6 +286,55 @@ def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostR
     )
 
 
+def index_union(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
+    """All accumulators at the union of all selections: indices gathered, values summed there.
+
+    Every rank gathers k indices of each. Their union has from k to kP entries.
+    """
+    others = k * (P - 1)
+    least, expected, most = (
+        _summed_at(P, union, others) for union in (k, expected_nnz(n, k, P), min(n, k * P))
+    )
+    return CostRange(least, expected, most)
+
+
+def exdyna(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostRange:
+    """ExDyna: every rank selects k/P in its own partition, so that k indices are the union.
+
+    Args:
+        P: Ranks.
+        n: Elements.
+        k: Entries, of all ranks together.
+        wire: See `Formula`.
+        head_bytes: What comes with each rank's indices: counts at the levels of the threshold.
+    """
+    share = (P - 1) / P
+    levels = Cost(0, plain_words=head_bytes / WORD_BYTES * (P - 1))
+    usual = _in_turn([_summed_at(P, k, k * share), levels])
+    again = Cost(allgather_messages(P), indices=k * share)
+    return CostRange(usual, usual, _in_turn([usual, again]))
+
+
+def clt_k(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
+    """CLT-k: the leader's k indices, which it receives itself once in P steps."""
+    cost = _summed_at(P, k, k * (P - 1) / P)
+    return CostRange(cost, cost, cost)
+
+
+def _summed_at(P: int, union: float, indices: float) -> Cost:
+    """Indices gathered, then accumulators summed at their union: to owners, and back."""
+    share, gather = (P - 1) / P, allgather_messages(P)
+    hidden = in_flight(P - 1) + 2 * allgather_in_flight(P)
+    work = Work(added_values=union * (1 + share), selected_entries=union)
+    return Cost(
+        P - 1 + 2 * gather,
+        dense_words=2 * union * share,
+        in_flight=hidden,
+        work=work,
+        indices=indices,
+    )
+
+
 def oktopk_control(P: int, head_bytes: int) -> Cost:
     """What the ranks tell each other for the next step: the counts at all levels."""
     return Cost(0, plain_words=head_bytes / WORD_BYTES * (P - 1))
@@ -349,4 +403,5 @@ def _in_turn(costs: Iterable[Cost]) -> Cost:
         sum(c.plain_words for c in every),
         sum(c.in_flight for c in every),
         sum((c.work for c in every), NO_WORK),
+        sum(c.indices for c in every),
     )

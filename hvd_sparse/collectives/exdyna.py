@@ -48,6 +48,8 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 
 LEVELS = 0.9 * 2.0 ** (torch.arange(64, dtype=torch.float64) / 63)
+LEVEL_BYTES = 8 * LEVELS.numel()
+"""What the counts at all levels take in a message."""
 
 
 class ExDyna(IndexUnion):

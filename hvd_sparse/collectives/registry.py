@@ -19,7 +19,7 @@ from hvd_sparse.collectives.base import Collective
 from hvd_sparse.collectives.clt_k import CyclicLeader
 from hvd_sparse.collectives.dense import DenseAllreduce
 from hvd_sparse.collectives.dsar_split_allgather import DsarSplitAllgather
-from hvd_sparse.collectives.exdyna import ExDyna
+from hvd_sparse.collectives.exdyna import LEVEL_BYTES, ExDyna
 from hvd_sparse.collectives.gtopk import GTopk
 from hvd_sparse.collectives.index_union import IndexUnion
 from hvd_sparse.collectives.oktopk import HEAD_BYTES, OkTopk
@@ -120,9 +120,22 @@ ALGORITHMS = (
         keeps_state=True,
         control_bytes={"shares": inf, "allgather": HEAD_BYTES},
     ),
-    Algorithm("index_union", IndexUnion, is_lossless=True),
-    Algorithm("exdyna", ExDyna, is_selectable=False, keeps_state=True),
-    Algorithm("clt_k", CyclicLeader, is_lossless=True, is_selectable=False, keeps_state=True),
+    Algorithm("index_union", IndexUnion, cost_model.index_union, is_lossless=True),
+    Algorithm(
+        "exdyna",
+        ExDyna,
+        partial(cost_model.exdyna, head_bytes=LEVEL_BYTES),
+        is_selectable=False,
+        keeps_state=True,
+    ),
+    Algorithm(
+        "clt_k",
+        CyclicLeader,
+        cost_model.clt_k,
+        is_lossless=True,
+        is_selectable=False,
+        keeps_state=True,
+    ),
 )
 """Every one of them once; where two cost the same, the first one is taken."""
 
@@ -142,7 +155,10 @@ def names_of(
 
 
 COSTED = names_of(lambda entry: entry.formula is not None)
-"""What the cost model can predict, and the simulator run."""
+"""What the cost model can predict."""
+STREAMED = names_of(lambda e: e.formula is not None and not issubclass(e.collective, IndexUnion))
+"""Those of them that exchange streams alone: what the simulator can run. The others also sum what
+the ranks did not select."""
 SELECTABLE = names_of(lambda entry: entry.is_selectable, aliases=True)
 """What `collective=` may name, beside "auto"."""
 CANDIDATES = names_of(lambda entry: entry.is_candidate)
@@ -150,7 +166,7 @@ CANDIDATES = names_of(lambda entry: entry.is_candidate)
 LOSSLESS_CANDIDATES = names_of(lambda entry: entry.is_candidate and entry.is_lossless)
 """Those of them that apply everything: what `collective="auto"` chooses from. With two ranks the
 first two send the same."""
-CHOOSABLE = names_of(lambda entry: entry.is_selectable and entry.formula is not None)
+CHOOSABLE = names_of(lambda entry: entry.is_selectable and entry.name in STREAMED)
 """What a user's own set may name."""
 
 

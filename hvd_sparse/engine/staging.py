@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.collectives import Collective, IndexUnion
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, Algorithm, name_of
-from hvd_sparse.cost_model import WORD_BYTES, WireBytes, expected_nnz
+from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.selectors import Selector
 from hvd_sparse.selectors.correction import MOST_TIMES_K
 from hvd_sparse.streams import SparseStream
@@ -113,20 +113,5 @@ class Stages:
 
 def bytes_of(algorithm: Algorithm, P: int, n: int, k: int, wire: WireBytes) -> float:
     """What a rank sends: as expected, or at most where only the k largest of a sum are applied."""
-    if algorithm.formula is None:
-        return _index_union_bytes(algorithm, P, n, k, wire)
     cost = algorithm.cost(P, n, k, wire)
     return (cost.expected if algorithm.is_lossless else cost.most).nbytes(wire)
-
-
-def _index_union_bytes(algorithm: Algorithm, P: int, n: int, k: int, wire: WireBytes) -> float:
-    """Indices of all selections, then the values at their union K, to owners and back.
-
-    What a rank selects of k is its scope's share: of `index_union` itself all k, of the others a
-    P-th, as the ranks go.
-    """
-    share = (P - 1) / P
-    selected = k * P if algorithm.name == "index_union" else k
-    union = expected_nnz(n, k, P) if algorithm.name == "index_union" else k
-    dense_bytes = wire.dense_value_bytes
-    return selected * share * min(wire.index_bytes, WORD_BYTES) + 2 * union * share * dense_bytes

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from hvd_sparse.checks import check_at_least, check_choice, check_count
-from hvd_sparse.collectives.registry import BY_NAME, COSTED, cost, names_of
+from hvd_sparse.collectives.registry import BY_NAME, STREAMED, cost, names_of
 from hvd_sparse.collectives.two_levels import applied_entries
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.simulator.forms import Flat, TwoLevels, check_hosts
@@ -22,8 +22,8 @@ from hvd_sparse.simulator.transport import SimulatedTransport, SimulatedWorld
 from hvd_sparse.transports import Traffic
 from hvd_sparse.wire import PLAIN, Wire
 
-DISTINCT = COSTED
-"""What can be simulated: every algorithm that has a formula, which tells what memory it takes."""
+DISTINCT = STREAMED
+"""What can be simulated: what exchanges streams, and has a formula that tells what memory it takes."""
 
 ALGORITHMS = names_of(lambda entry: entry.name in DISTINCT, aliases=True)
 """The same by all their names."""
