@@ -76,6 +76,11 @@ def host_bytes(found: Any, way: str) -> float:
     return float(max(rank[way] for rank in found["interface_bytes"][::WORKERS]))
 
 
+def phase_s(phase: str) -> Figure:
+    """Rank 0's seconds of a phase; the sum inside a host is in `stage_s`."""
+    return lambda found, way: float(found["phases_s"][way][phase])
+
+
 def spread(
     results: Sequence[Any], figure: Figure, way: str, over: str = "", scale: float = 1.0
 ) -> Spread:
@@ -117,6 +122,9 @@ def steps_rows(case: str, rate: str, results: Sequence[Any]) -> Iterator[Row]:
             met=None if goal is None else faster.middle >= goal,
         )
     yield from way_rows(case, "through the optimizer", "ms", 1e3, results, reduced_s)
+    for name, phases in results[0]["phases_s"].items():
+        for phase in phases:
+            yield row_of(case, f"{name} {phase}", spread(results, phase_s(phase), name, scale=1e3))
 
 
 def bytes_rows(case: str, results: Sequence[Any]) -> Iterator[Row]:

@@ -1,8 +1,8 @@
 """One rank of `benchmarks.hierarchical`: the dense reduce inside a host, against gloo's allreduce.
 
 What memory allows is measured in the same launch. All ranks copy a vector at the same time, which
-reads n values and writes n. The reduce copies the gradient once, reads n values (a shard of each
-rank) and writes n/L: 3 + 1/L where the copy has 2.
+reads n values and writes n. The reduce copies all of the gradient but the rank's own shard, reads n
+values (a shard of each rank) and writes n/L: 3 - 1/L where the copy has 2.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
             seconds[name].append(perf_counter() - start)
             dist.barrier()
     medians = {name: median(each) for name, each in slowest_ranks(seconds).items()}
-    bound_s = medians["copy"] * (3 + 1 / L) / 2
+    bound_s = medians["copy"] * (3 - 1 / L) / 2
     end_rank(options.out, {"seconds": medians, "bound_s": bound_s}, transport)
 
 

@@ -48,7 +48,7 @@ def simulated(algorithm: str, count: int, local_size: int, levels: bool, **more:
 
 
 @pytest.mark.parametrize("algorithm", DISTINCT)
-@pytest.mark.parametrize(("count", "local_size"), [(2, 2), (3, 2), (2, 4), (8, 4)])
+@pytest.mark.parametrize(("count", "local_size"), [(2, 2), (3, 2), (2, 4), (4, 4)])
 @pytest.mark.parametrize("levels", [False, True], ids=["flat", "two levels"])
 def test_a_card_carries_what_is_predicted(
     algorithm: str, count: int, local_size: int, levels: bool
@@ -73,7 +73,7 @@ def test_a_card_carries_what_is_predicted(
 @pytest.mark.parametrize("algorithm", ["oktopk", "ssar_recursive_double"])
 def test_the_order_of_threads_makes_no_difference(algorithm: str) -> None:
     outcomes = [
-        simulated(algorithm, 3, 4, True, pick=random.Random(seed).randrange) for seed in range(3)
+        simulated(algorithm, 3, 2, True, pick=random.Random(seed).randrange) for seed in range(2)
     ]
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
