@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -84,6 +84,7 @@ class Planning:
         specs: The parameters in the order in which they were named; gradients come the other way.
         transport: The engine's.
         process_set: Horovod's name for the world.
+        tell: Is told of every trial that is over, and of what is recalled, as a recording has it.
     """
 
     def __init__(
@@ -93,14 +94,17 @@ class Planning:
         specs: Sequence[TensorSpec],
         transport: Transport,
         process_set: Any,
+        tell: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._planner = planner
-        self._change_to = change_to
+        self._change_to, self._tell = change_to, tell
         self._specs = list(reversed(specs))
         self._transport = transport
         self._ready: dict[str, float] = {}
         self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
         planner.decide(self._specs, World(transport, horovods_allreduce(process_set)))
+        if planner.outcome is not None:
+            tell(planner.outcome.line(recalled=True))
         self._steps_left = planner.steps_to_review
         self._began_at = self._returned_at = perf_counter()
 
@@ -133,7 +137,10 @@ class Planning:
         ready_s = {name: at - first for name, at in self._ready.items()}
         timed = torch.tensor(list(self._timed), dtype=torch.float64)
         self._ready = {}
+        before = self._planner.outcome
         changed = self._planner.review(self._specs, ready_s, timed, self._transport)
+        if self._planner.outcome is not None and self._planner.outcome is not before:
+            self._tell(self._planner.outcome.line(recalled=False))
         self._steps_left = self._planner.steps_to_review
         if changed:
             self._change_to(self._planner.current)

@@ -239,6 +239,7 @@ class Session:
             self._parameters.sparse_specs(),
             self._transport,
             self._process_set,
+            self._engine.tell_tried,
         )
         if planner.before is not None:  # the momenta of a state are where its plan had them
             self._engine.assignment, planner.before = planner.before, None

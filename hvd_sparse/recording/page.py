@@ -11,6 +11,7 @@ from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording import figures
 from hvd_sparse.recording.log import Plan, Recording
 from hvd_sparse.recording.summary import Curves, bucket_means, curves, rank_means, slowest_rank
+from hvd_sparse.recording.trials import trials_of
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff;
@@ -93,6 +94,7 @@ def report_page(runs: Sequence[Recording], recording: Recording) -> str:
         if any(any(line["imbalance"]) for line in plan.steps)
         else "",
         ranks_section(recording),
+        *(section("Trial of plans", text, table(*cells)) for text, cells in trials_of(recording)),
         plans_section(recording),
         buckets_section(plan),
     ]
