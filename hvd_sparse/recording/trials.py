@@ -10,10 +10,11 @@ from hvd_sparse.recording.log import Recording
 COLUMNS = {"plan": "text", "tensors": "", "buckets": "", "predicted": "", "took": "", "steps": ""}
 
 
-def trials_of(
-    recording: Recording,
-) -> Iterator[tuple[str, Mapping[str, str], list[tuple[Any, ...]]]]:
-    """Of each trial a sentence, the columns of its table with their classes, and the rows."""
+Cells = tuple[Mapping[str, str], list[tuple[Any, ...]]]
+
+
+def trials_of(recording: Recording) -> Iterator[tuple[str, Cells]]:
+    """Of each trial a sentence, and its table: columns with their classes, and rows."""
     for trial in recording.trials:
         tried, chosen = trial["tried"], trial["chosen"]
         gain = tried[0]["step_s"] / tried[chosen]["step_s"]

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hvd_sparse.adapter.planning import refuse_devices
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.cost_model import Link
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
-from hvd_sparse.errors import ConfigError, PeerLostError, PlanError, UnsupportedError
+from hvd_sparse.errors import ConfigError, PeerLostError, PlanError
 from hvd_sparse.planner import Planner, Profile, World
 from hvd_sparse.planner import planner as planner_module
 from hvd_sparse.planner.choose import (
@@ -409,12 +408,6 @@ def test_a_profile_that_rank_0_cannot_use_is_named_on_every_rank(tmp_path: Path)
             planner.decide(SPECS, World(transport, dense_of(transport)))
 
     run_ranks(2, worker)
-
-
-def test_other_devices_are_refused_by_name() -> None:
-    refuse_devices([("w", nn.Parameter(torch.zeros(3)))])
-    with pytest.raises(UnsupportedError, match="plans for CPU training, but w is on meta"):
-        refuse_devices([("w", nn.Parameter(torch.zeros(3, device="meta")))])
 
 
 # -- trials and reviews ----------------------------------------------------------------------------
