@@ -25,7 +25,8 @@ class Device:
     """A device whose time is set by the test; it counts who waits for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_ms, self.waits, self.stream = 0.0, [], object()
+        self.now_ms, self.stream = 0.0, object()
+        self.waits: list[object] = []
         device = self
 
         class Event:
@@ -85,15 +86,8 @@ def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyP
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     device, planner = Device(monkeypatch), Trying()
     changes: list[object] = []
-    planning: Any = Planning(
-        planner,
-        changes.append,
-        [],
-        None,
-        None,
-        changes.append,
-        DEVICE,  # type: ignore[arg-type]
-    )
+    made: Any = Planning
+    planning = made(planner, changes.append, [], None, None, changes.append, DEVICE)
     for name, at_ms in (("last", 5.0), ("first", 35.0)):
         device.now_ms = at_ms
         planning.arrived(name)

@@ -238,9 +238,10 @@ def test_what_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
         Profile.load(path)
 
 
-@pytest.mark.parametrize("key", ["host_class", "transport", "torch"])
+@pytest.mark.parametrize("key", ["host_class", "transport", "torch", "device"])
 def test_a_profile_from_elsewhere_is_refused(key: str) -> None:
-    elsewhere = replace(HERE, **{key: "another"})
+    changed: dict[str, Any] = {key: "another"}
+    elsewhere = replace(HERE, **changed)
     with pytest.raises(ConfigError, match=f"taken elsewhere: {key} .*, here 'another'"):
         SLOW_NETWORK.carried_over(elsewhere)
 
