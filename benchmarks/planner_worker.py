@@ -1,9 +1,10 @@
-"""One rank of `benchmarks.planner`: trains one model in one way, and times its steps."""
+"""One rank of `benchmarks.planner`: trains one model in several ways, which take turns."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -12,82 +13,139 @@ from zlib import crc32
 
 import horovod.torch as hvd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks._rank import end_rank
-from benchmarks.models import MODELS, Single
+from benchmarks.models import MODELS, Single, shapes_of
 from hvd_sparse import Compression
 from hvd_sparse.planner import Planner
 
 DENSITY = 0.01
 WARMUP_STEPS = 5
-FEWEST_STEPS = 8
-"""Steps that are timed, however long they take."""
+TURN_STEPS = 5
+"""Timed steps of a turn; the first one after a change of ways is not timed."""
+FEWEST_TURNS = 3
 
 
-def compression_of(way: str, model: nn.Module) -> Any:
-    """`dense`, `uncompressed`, `planned`, or the name of a collective for all tensors."""
+class Computed(torch.autograd.Function):
+    """A layer whose backward takes a time, and whose weight has a given gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Tensor, weight: Tensor, gradient: Tensor, wait_s: float) -> Tensor:
+        ctx.gradient, ctx.wait_s = gradient, wait_s
+        return chain.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        time.sleep(ctx.wait_s)  # as on a device: the processor is free meanwhile
+        return outputs[0], ctx.gradient.clone(), None, None
+
+
+class Listed(nn.Module):
+    """A model's tensors, and a backward that takes a time in proportion to their elements."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], compute_s: float, seed: int) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        generator = torch.Generator().manual_seed(seed)
+        self.gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+        total = sum(p.numel() for p in self.tensors)
+        self.waits_s = [compute_s * p.numel() / total for p in self.tensors]
+
+    def forward(self) -> Tensor:
+        chain = torch.zeros(1, requires_grad=True)
+        for layer in zip(self.tensors, self.gradients, self.waits_s, strict=True):
+            chain = Computed.apply(chain, *layer)  # type: ignore[no-untyped-call]
+        return chain.sum()
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        return ()
+
+
+class Contestant:
+    """One way to train the model.
+
+    Args:
+        way: `dense`, `uncompressed`, `planned`, or the name of a collective for all tensors.
+        model_name: Of `MODELS`.
+        compute_s: Simulated seconds of backward; 0: the model itself is trained.
+    """
+
+    def __init__(self, way: str, model_name: str, compute_s: float) -> None:
+        torch.manual_seed(0)
+        self.model: Any = MODELS[model_name]() if not compute_s else None
+        if self.model is None:
+            self.model = Listed(shapes_of(model_name), compute_s, 1 + hvd.rank())
+        self.generator = torch.Generator().manual_seed(1 + hvd.rank())
+        named = [(f"{way}.{name}", p) for name, p in self.model.named_parameters()]
+        compression = compression_of(way, named)
+        self.planner: Planner | None = compression.method if way == "planned" else None
+        self.optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=1e-3),
+            named_parameters=named,
+            compression=compression,
+        )
+        hvd.broadcast_parameters(dict(named), root_rank=0)
+        self.seconds: list[float] = []
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        start = perf_counter()
+        self.model.zero_grad()
+        self.model(*self.model.batch(self.generator)).backward()
+        self.optimizer.step()
+        return perf_counter() - start
+
+    def prepare(self) -> float:
+        """Until the planner has decided, and some steps more; the median of those."""
+        self.step()  # the planner is at work from the first gradient on
+        while self.planner is not None and self.planner.is_trying:
+            self.step()
+        return median(self.step() for _ in range(WARMUP_STEPS))
+
+    def check_replicas(self, way: str) -> None:
+        """All ranks hold the same weights, bit for bit."""
+        checksums = {n: crc32(p.detach().numpy().data) for n, p in self.model.named_parameters()}
+        for rank, theirs in enumerate(hvd.allgather_object(checksums, name=f"checksums.{way}")):
+            differing = [name for name, checksum in checksums.items() if theirs[name] != checksum]
+            assert not differing, f"{way}: ranks {hvd.rank()} and {rank} have other {differing}"
+
+
+def compression_of(way: str, named: list[tuple[str, nn.Parameter]]) -> Any:
+    """What a way gives to Horovod's optimizer."""
     if way == "dense":
         return Compression.none
     if way == "uncompressed":
-        return Compression.topk(model.named_parameters(), dense_below=2**31)
+        return Compression.topk(named, dense_below=2**31)
     if way == "planned":
         rule = {"compress": "auto", "compressor": "topk", "density": DENSITY}
         policy = {"version": 1, "plan_cache": "none", "rules": [rule]}
-        return Compression.from_policy(policy, model.named_parameters())
-    return Compression.topk(model.named_parameters(), density=DENSITY, collective=way)
+        return Compression.from_policy(policy, named)
+    return Compression.topk(named, density=DENSITY, collective=way)
 
 
-def check_replicas(model: nn.Module) -> None:
-    """All ranks hold the same weights, bit for bit."""
-    checksums = {name: crc32(p.detach().numpy().data) for name, p in model.named_parameters()}
-    for rank, theirs in enumerate(hvd.allgather_object(checksums, name="checksums")):
-        differing = [name for name, checksum in checksums.items() if theirs[name] != checksum]
-        assert not differing, f"ranks {hvd.rank()} and {rank} have different {differing}"
-
-
-def run(model_name: str, way: str, steps: int, seconds: float) -> dict[str, Any]:
-    """Train, check, time: so many steps, or those that fit into so many seconds."""
-    torch.manual_seed(0)
-    model = MODELS[model_name]()
-    generator = torch.Generator().manual_seed(1 + hvd.rank())
-    compression = compression_of(way, model)
-    optimizer: Any = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-3),
-        named_parameters=model.named_parameters(),
-        compression=compression,
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-
-    def training_step() -> None:
-        model.zero_grad()
-        model(*model.batch(generator)).backward()
-        optimizer.step()
-
-    planner = compression.method if way == "planned" else None
-    training_step()  # the planner is at work from the first gradient on
-    while planner is not None and planner.is_trying:
-        training_step()
-    expected_s = median(timed_s(training_step) for _ in range(WARMUP_STEPS))
-    fitting = hvd.broadcast_object(int(seconds / expected_s), name="fitting")
-    timed = [timed_s(training_step) for _ in range(max(FEWEST_STEPS, min(steps, fitting)))]
-    check_replicas(model)
-
-    every = hvd.allgather_object(timed, name="timed")
-    found: dict[str, Any] = {"step_s": median(max(at) for at in zip(*every, strict=True))}
-    if planner is not None and hvd.rank() == 0:
-        found |= described(planner)
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Train by all ways, in turns: so many steps, or those that fit into so many seconds."""
+    every = {way: Contestant(way, options.model, options.compute_s) for way in options.ways}
+    expected_s = {way: contestant.prepare() for way, contestant in every.items()}
+    round_s = (1 + TURN_STEPS) * sum(expected_s.values())
+    turns = min(options.steps // TURN_STEPS, int(options.seconds * len(every) / round_s))
+    turns = max(FEWEST_TURNS, hvd.broadcast_object(turns, name="turns"))
+    for turn in range(turns):
+        for contestant in list(every.values())[:: -1 if turn % 2 else 1]:
+            contestant.step()
+            contestant.seconds += [contestant.step() for _ in range(TURN_STEPS)]
+    found: dict[str, Any] = {}
+    for way, contestant in every.items():
+        contestant.check_replicas(way)
+        ranks = hvd.allgather_object(contestant.seconds, name=f"seconds.{way}")
+        found[way] = {"step_s": median(max(at) for at in zip(*ranks, strict=True))}
+        if contestant.planner is not None:
+            found[way] |= described(contestant.planner)
     return found
 
 
-def timed_s(training_step: Callable[[], None]) -> float:
-    """Seconds of one step."""
-    start = perf_counter()
-    training_step()
-    return perf_counter() - start
-
-
-def described(planner: Planner) -> dict[str, Any]:
+def described(planner: Planner) -> Mapping[str, Any]:
     """The plan, and what was tried."""
     assert planner.outcome is not None
     outcome = planner.outcome
@@ -101,20 +159,21 @@ def described(planner: Planner) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run one way, and write what rank 0 found."""
+    """Run all ways, and write what rank 0 found."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--interface")  # every launch gives it
     parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--way", required=True)
+    parser.add_argument("--ways", nargs="+", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--compute-s", type=float, default=0.0)
     parser.add_argument("--single-numel", type=int, default=Single.numel)
     options = parser.parse_args()
     Single.numel = options.single_numel
     hvd.init()
     torch.set_num_threads(1)
-    found = run(options.model, options.way, options.steps, options.seconds)
-    end_rank(options.out, found)
+    end_rank(options.out, run(options))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import spec_of
 from hvd_sparse.engine import Assignment, TensorSpec
-from hvd_sparse.errors import ConfigError, UnsupportedError
+from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.planner import Planner, World, planner_of
+from hvd_sparse.planner.clock import clock_of
 from hvd_sparse.planner.trial import TIMED_STEPS
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.horovod_handles import outcome_of
@@ -35,18 +36,9 @@ def horovods_allreduce(process_set: Any) -> Any:
     return allreduce
 
 
-def refuse_devices(parameters: Iterable[tuple[str, Parameter]]) -> None:
-    """Costs are measured on the CPU: elsewhere they would say nothing.
-
-    Raises:
-        UnsupportedError: A parameter is on another device.
-    """
-    for name, p in parameters:
-        if p.device.type != "cpu":
-            raise UnsupportedError(
-                f"compress: auto plans for CPU training, but {name} is on {p.device}: say always "
-                "or never"
-            )
+def device_of(parameters: Iterable[tuple[str, Parameter]]) -> torch.device:
+    """Where the gradients are: on the first parameter's device."""
+    return next((p.device for _, p in parameters), torch.device("cpu"))
 
 
 def planned_memory(assignment: Assignment, name: str, parameter: Parameter) -> MemoryOptions | None:
@@ -84,6 +76,8 @@ class Planning:
         specs: The parameters in the order in which they were named; gradients come the other way.
         transport: The engine's.
         process_set: Horovod's name for the world.
+        tell: Is told of every trial that is over, and of what is recalled, as a recording has it.
+        device: Where the gradients are.
     """
 
     def __init__(
@@ -93,14 +87,19 @@ class Planning:
         specs: Sequence[TensorSpec],
         transport: Transport,
         process_set: Any,
+        tell: Callable[[Mapping[str, Any]], None],
+        device: torch.device,
     ) -> None:
         self._planner = planner
-        self._change_to = change_to
+        self._change_to, self._tell = change_to, tell
         self._specs = list(reversed(specs))
         self._transport = transport
-        self._ready: dict[str, float] = {}
+        self._ready: dict[str, Any] = {}
+        self._clock = clock_of(device)
         self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
-        planner.decide(self._specs, World(transport, horovods_allreduce(process_set)))
+        planner.decide(self._specs, World(transport, horovods_allreduce(process_set), device))
+        if planner.outcome is not None:
+            tell(planner.outcome.line(recalled=True))
         self._steps_left = planner.steps_to_review
         self._began_at = self._returned_at = perf_counter()
 
@@ -112,14 +111,19 @@ class Planning:
     def arrived(self, name: str) -> None:
         """A gradient is there; of interest in the last step before a review."""
         if self._steps_left == 1:
-            self._ready[name] = perf_counter()
+            self._ready[name] = self._clock.mark()
 
     def returned(self) -> None:
         """A reduced gradient goes back; the last one ends the step's reductions."""
         self._returned_at = perf_counter()
 
     def begin_step(self) -> None:
-        """Review the plan where that is due; all ranks begin the same steps."""
+        """Review the plan where that is due; all ranks begin the same steps.
+
+        In a trial, a step begins when the device has done the one before.
+        """
+        if self._planner.is_trying:
+            self._clock.wait()
         now = perf_counter()
         self._timed.append((now - self._began_at, self._returned_at - self._began_at))
         self._steps_left -= 1
@@ -129,11 +133,14 @@ class Planning:
         self._began_at = now
 
     def _review(self) -> None:
-        first = min(self._ready.values(), default=0.0)
-        ready_s = {name: at - first for name, at in self._ready.items()}
+        first = next(iter(self._ready.values()), None)  # they come in order
+        ready_s = {name: self._clock.seconds(first, at) for name, at in self._ready.items()}
         timed = torch.tensor(list(self._timed), dtype=torch.float64)
         self._ready = {}
+        before = self._planner.outcome
         changed = self._planner.review(self._specs, ready_s, timed, self._transport)
+        if self._planner.outcome is not None and self._planner.outcome is not before:
+            self._tell(self._planner.outcome.line(recalled=False))
         self._steps_left = self._planner.steps_to_review
         if changed:
             self._change_to(self._planner.current)

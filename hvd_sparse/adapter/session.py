@@ -16,7 +16,7 @@ from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, place_of_this_rank
-from hvd_sparse.adapter.planning import Planning, refuse_devices
+from hvd_sparse.adapter.planning import Planning, device_of
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
@@ -96,7 +96,6 @@ class Session:
             ConfigError: Horovod is not initialised, or ranks want transports that cannot be.
             PlanError: Ranks have different assignments.
             HorovodInternalError: The ranks could not be connected.
-            UnsupportedError: A planner is to plan for gradients on a device.
         """
         from horovod.torch import mpi_ops
 
@@ -251,13 +250,14 @@ class Session:
 
     def _plan(self, planner: Planner) -> None:
         """Let a planner decide."""
-        refuse_devices(self._parameters)
         self.planning = Planning(
             planner,
             self._change_to,
             self._parameters.sparse_specs(),
             self._transport,
             self._process_set,
+            self._engine.tell_tried,
+            device_of(self._parameters),
         )
         if planner.before is not None:  # the momenta of a state are where its plan had them
             self._engine.assignment, planner.before = planner.before, None

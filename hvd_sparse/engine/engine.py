@@ -280,6 +280,11 @@ class Engine:
         self._restored.momentum[name] = share * unit
         self._restored.residual.setdefault(name, torch.zeros_like(share))
 
+    def tell_tried(self, trial: Mapping[str, Any]) -> None:
+        """Tell the observer what a planner tried and chose."""
+        assert self._transport is not None
+        self._observer.tried(self._transport, trial)
+
     def agree(self) -> None:
         """Check that all ranks have the same assignment; they call this together, between steps.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -49,6 +50,11 @@ class Guard:
     def ended(self) -> None:
         """See `Observer.ended`."""
         self._call(lambda observer: observer.ended())
+
+    def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
+        """See `Recorder.tried`, which an observer need not have."""
+        if hasattr(self._observer, "tried"):
+            self._call(lambda observer: observer.tried(transport, trial))  # type: ignore[attr-defined]
 
     def _call(self, call: Callable[[Observer], None]) -> None:
         if self._observer is None:

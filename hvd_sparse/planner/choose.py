@@ -258,11 +258,11 @@ def _refined(
         name = tensor.spec.name
         mine = {method.description for method in tensor.candidates}
         alike = {p for n, p in chosen.items() if planned[n].spec.dtype == tensor.spec.dtype}
-        others: list[Placement | None] = sorted(
+        others = sorted(
             (p for p in alike if p.method in mine and p != chosen.get(name)),
             key=lambda p: (p.method, p.bucket),
         )
-        for placement in [None, *others] if name in chosen else others:
+        for placement in (None, *others) if name in chosen else others:
             candidate = {n: p for n, p in chosen.items() if n != name}
             if placement is not None:
                 candidate[name] = placement

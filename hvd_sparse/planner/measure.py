@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hvd_sparse.collectives.registry import name_of
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.exchange import decode, exchange
+from hvd_sparse.engine.exchange import decode, reduce, select
 from hvd_sparse.engine.plan import Method, TensorSpec
 from hvd_sparse.engine.stats import StepStats
+from hvd_sparse.planner.clock import clock_of
 from hvd_sparse.planner.profile import (
     REFERENCE_NUMEL,
     Line,
@@ -67,8 +68,12 @@ def measure_profile(
         What this rank measured; ranks differ, and rank 0's counts.
     """
     share_s = limit_s / (1 + len(methods))
-    dense = _sweep(transport, lambda numel: _time_dense(transport, dense_allreduce, numel), share_s)
-    costs = {name: _method_costs(transport, method, share_s) for name, method in methods.items()}
+    dense = _sweep(
+        transport, lambda numel: _time_dense(transport, dense_allreduce, numel, device), share_s
+    )
+    costs = {
+        name: _method_costs(transport, method, share_s, device) for name, method in methods.items()
+    }
     lines = fit_line(list(dense), [seconds["dense"] for seconds in dense.values()])
     return Profile(place, lines, costs)
 
@@ -83,8 +88,12 @@ def measure_encoding(
     }
 
 
-def _method_costs(transport: Transport, method: Method, share_s: float) -> MethodCosts:
-    seconds = _sweep(transport, lambda numel: _time_method(transport, method, numel), share_s)
+def _method_costs(
+    transport: Transport, method: Method, share_s: float, device: torch.device = CPU_DEVICE
+) -> MethodCosts:
+    seconds = _sweep(
+        transport, lambda numel: _time_method(transport, method, numel, device), share_s
+    )
 
     def line(phase: str) -> Line:
         return fit_line(list(seconds), [max(1e-9, s[phase]) for s in seconds.values()])
@@ -122,40 +131,51 @@ def _sweep(
 
 
 def _time_dense(
-    transport: Transport, dense_allreduce: DenseAllreduce, numel: int
+    transport: Transport, dense_allreduce: DenseAllreduce, numel: int, device: torch.device
 ) -> dict[str, float]:
-    gradient = torch.ones(numel)
+    gradient, clock = torch.ones(numel, device=device), clock_of(device)
     seconds = []
     for step in range(WARMUP_STEPS + TIMED_STEPS):
+        clock.wait()
         _meet(transport)
         start = perf_counter()
         dense_allreduce(gradient)
+        clock.wait()
         if step >= WARMUP_STEPS:
             seconds.append(perf_counter() - start)
     return {"dense": median(seconds)}
 
 
-def _time_method(transport: Transport, method: Method, numel: int) -> dict[str, float]:
-    """The median seconds of each phase."""
+def _time_method(
+    transport: Transport, method: Method, numel: int, device: torch.device
+) -> dict[str, float]:
+    """The median seconds of each phase; each ends when the device has done it."""
     generator = torch.Generator().manual_seed(transport.rank)
-    gradient = torch.randn(numel, generator=generator)
+    gradient = torch.randn(numel, generator=generator).to(device)
     spec = TensorSpec("profile", (numel,), "torch.float32")
-    bucket = Bucket((spec,), method, transport, torch.device("cpu"), step=AFTER_WARMUP)
-    steps = []
+    bucket = Bucket((spec,), method, transport, device, step=AFTER_WARMUP)
+    clock = clock_of(device)
+    steps: list[dict[str, float]] = []
     for _ in range(WARMUP_STEPS + TIMED_STEPS):
         bucket.put(0, gradient)
         bucket.step_stats = StepStats()
+        clock.wait()
         _meet(transport)
-        exchange(bucket)
-        decode(bucket, 1.0, bucket.step_stats)
+        took = {}
+        with bucket.lane.work():
+            for phase, work in (
+                ("encode", select),
+                ("exchange", reduce),
+                ("decode", lambda b: decode(b, 1.0, b.step_stats)),
+            ):
+                start = perf_counter()
+                work(bucket)
+                clock.wait()
+                took[phase] = perf_counter() - start
+        bucket.lane.hand_back()
         bucket.close_step()
-        steps.append(bucket.step_stats)
-    timed = steps[WARMUP_STEPS:]
-    return {
-        "encode": median(s.stage_s + s.accumulate_select_s for s in timed),
-        "exchange": median(s.exchange_s for s in timed),
-        "decode": median(s.decode_s for s in timed),
-    }
+        steps.append(took)
+    return {phase: median(took[phase] for took in steps[WARMUP_STEPS:]) for phase in steps[0]}
 
 
 def _meet(transport: Transport) -> None:

@@ -78,6 +78,17 @@ class Outcome:
         data["tried"] = [{**each, "methods": list(each["methods"])} for each in data["tried"]]
         return data
 
+    def line(self, *, recalled: bool) -> dict[str, Any]:
+        """As a recording has it."""
+        tried = [
+            {
+                **{key: value for key, value in each.items() if key != "took"},
+                **{key: each["took"][key] for key in ("step_s", "error_s", "steps")},
+            }
+            for each in self.to_json()["tried"]
+        ]
+        return {"tried": tried, "chosen": self.chosen, "recalled": recalled}
+
     @staticmethod
     def from_json(data: Any) -> Outcome:
         """Read what `to_json` made; anything else raises TypeError, KeyError or ValueError."""

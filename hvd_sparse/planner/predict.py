@@ -129,11 +129,8 @@ def verdict(
             and what it saves is its own part of Horovod's fused reduction. None: it is alone.
     """
     if bucket_numel is None:
-        return Verdict(
-            profile.dense.at(numel),
-            *(line.at(numel) for line in (costs.encode, costs.decode)),
-            costs.exchange.at(numel),
-        )
+        encode_s, decode_s = costs.encode.at(numel), costs.decode.at(numel)
+        return Verdict(profile.dense.at(numel), encode_s, decode_s, costs.exchange.at(numel))
     share = numel / bucket_numel
     encode_s, decode_s, exchange_s = (
         share * line.at(bucket_numel) for line in (costs.encode, costs.decode, costs.exchange)

@@ -156,10 +156,18 @@ class Trial:
         if self._turns or self._rounds == ROUNDS:
             return
         best = min(self.tried, key=lambda tried: tried.took.step_s)
-        rivals = [tried for tried in self.tried if tried is best or not tried.is_settled_with(best)]
+        rivals = [tried for tried in self.tried if tried is best or self._may_win(tried, best)]
         if len(rivals) > 1:
             self._rounds += 1
             self._turns += rivals if self._rounds % 2 else reversed(rivals)
+
+    def _may_win(self, tried: Tried, best: Tried) -> bool:
+        """Whether a plan that is not the best so far needs another round.
+
+        The dense one does: its first turn was the first of all, when nothing had settled.
+        """
+        is_first = tried is self.tried[0] and len(tried.rounds) == 1
+        return is_first or not tried.is_settled_with(best)
 
     @property
     def is_over(self) -> bool:

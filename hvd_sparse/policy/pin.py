@@ -62,10 +62,10 @@ def pinned(
                 **_settings(policy, rules, place, method),
             }
         )
-    for rule in data["rules"]:
-        if rule.get("compress") == "auto":
-            rule = {key: rule[key] for key in ("match",) if key in rule} | {"compress": "never"}
-        made.append(dict(rule))
+    for written in data["rules"]:
+        is_open = written.get("compress") == "auto"
+        kept_keys = {key: value for key, value in written.items() if key == "match" or not is_open}
+        made.append({**kept_keys, "compress": "never"} if is_open else kept_keys)
     kept = {key: value for key, value in data.items() if key not in (*DROPPED, "rules")}
     return {**kept, "rules": made}
 

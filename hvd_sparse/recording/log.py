@@ -24,6 +24,7 @@ class Recording:
         run: The first line.
         plans: Plans; each holds its own `steps` and `residuals`, whose buckets are the plan's.
         ranks: Comparisons of the ranks.
+        trials: What planners tried and chose.
         torn_lines: Lines that were cut off, by a kill or a full disk, while this was the file's
             last run; nothing of them is known.
     """
@@ -31,6 +32,7 @@ class Recording:
     run: dict[str, Any]
     plans: list[Plan] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
+    trials: list[dict[str, Any]] = field(default_factory=list)
     torn_lines: int = 0
 
     @property
@@ -139,6 +141,10 @@ class _Reader:
         elif kind == "ranks":
             _check_lengths(line, COMPARED_PHASES, run.run["world_size"], place)
             run.ranks.append(line)
+        elif kind == "trial":
+            if line["chosen"] >= len(line["tried"]):
+                raise ConfigError(f"{place}: plan {line['chosen']} is not in the trial")
+            run.trials.append(line)
         elif not run.plans:
             raise ConfigError(f"{place}: a {kind!r} line before any plan")
         elif kind == "residual":

@@ -24,6 +24,7 @@ from hvd_sparse.recording.summary import (
     slowest_rank,
     steps_of,
 )
+from hvd_sparse.recording.trials import trials_of
 from hvd_sparse.tables import nbytes, tensors
 
 REACHED = ("wanted", "selected", "applied")
@@ -80,6 +81,7 @@ def report_page(runs: Sequence[Recording], recording: Recording) -> str:
         ),
         *bucket_sections(recording, of_run),
         ranks_section(recording),
+        *(section("Trial of plans", text, table(*cells)) for text, cells in trials_of(recording)),
         plans_section(recording),
         *buckets_sections(last_plan(recording)),
     ]

@@ -9,6 +9,7 @@ A recording is a file of JSON lines, each with its `kind`:
 | `steps` | as often as the budget allows | sums over `steps` steps, one list entry per bucket |
 | `residual` | one bucket in turn, as the budget allows | its residual's Euclidean norm |
 | `ranks` | every 64 steps | seconds per phase on every rank, sums over `steps` steps |
+| `trial` | when a planner has decided | the plans that it tried, what they took, the chosen one |
 
 All times are seconds since the start of the run. A file may hold several runs, one after the other
 or at the same time: every line has the `id` of its run. A process that is started again, and one
@@ -25,7 +26,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, Protocol
@@ -180,6 +181,17 @@ class Recorder:
         """See `Observer.ended`."""
         self._write_rest()
         atexit.unregister(self._at_exit)
+
+    def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
+        """A planner has decided; told between two steps.
+
+        Args:
+            transport: Connects the ranks.
+            trial: `tried` plans, which of them was `chosen`, and whether that was `recalled`.
+        """
+        if self._transport() is not transport:
+            self._begin(transport)
+        self._write({"kind": "trial", "step": self._step, **trial})
 
     def close(self) -> None:
         """Close the file; a later step opens it again and appends."""

@@ -42,6 +42,16 @@ def is_number_or_none(value: Any) -> bool:
     return value is None or is_number(value)
 
 
+def is_seconds(value: Any) -> bool:
+    """A time above 0."""
+    return is_number(value) and value > 0
+
+
+def is_flag(value: Any) -> bool:
+    """True or false."""
+    return isinstance(value, bool)
+
+
 def is_moment(value: Any) -> bool:
     """Seconds since 1970."""
     return is_number(value) and value <= MOST_UNIX_S
@@ -85,6 +95,30 @@ BUCKET: Mapping[str, Check] = {
     "compressor": is_text,
     "wire": is_text,
 }
+ATTEMPT: Mapping[str, Check] = {
+    "methods": list_of(is_text),
+    "sparse_tensors": is_count,
+    "buckets": is_count,
+    "predicted_s": is_number,
+    "step_s": is_seconds,
+    "error_s": is_number,
+    "steps": is_count,
+}
+
+
+def is_trial(value: Any) -> bool:
+    """One attempt or more, the dense one first."""
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(
+            isinstance(each, dict)
+            and all(key in each and check(each[key]) for key, check in ATTEMPT.items())
+            for each in value
+        )
+    )
+
+
 LINES: Mapping[str, Mapping[str, Check]] = {
     "run": {
         "id": is_text,
@@ -116,6 +150,13 @@ LINES: Mapping[str, Mapping[str, Check]] = {
         "step": is_count,
         "bucket": is_count,
         "norm": is_number_or_none,
+    },
+    "trial": {
+        "id": is_text,
+        "step": is_count,
+        "tried": is_trial,
+        "chosen": is_count,
+        "recalled": is_flag,
     },
     "ranks": {
         "id": is_text,

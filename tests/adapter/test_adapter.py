@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from hvd_sparse.recording.log import read_runs
+from hvd_sparse.recording.page import report_page
 from tests.launch import horovodrun, launch_environment, python_command
 from tests.ranks import Ranks, World, with_ranks
 from tests.workers.adapter_alone import train_alone
@@ -37,8 +40,17 @@ def test_a_planner_hands_momentum_over(ranks: Ranks, scenario: str) -> None:
 
 
 @with_ranks(World(2))
-def test_no_norm_spikes_when_a_planner_restarts_or_changes_its_mind(ranks: Ranks) -> None:
-    ranks.run(train_through_changes)
+def test_no_norm_spikes_when_a_planner_restarts_or_changes_its_mind(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(train_through_changes, str(tmp_path / "run.jsonl"))
+    runs = read_runs(tmp_path / "run.jsonl")
+    told = [[(t["chosen"] > 0, t["recalled"]) for t in run.trials] for run in runs]
+    assert told == [[(True, False)], [(True, True), (False, False)]]
+    page = report_page(runs, runs[1])
+    assert "The planner chose plan" in page
+    assert "as an earlier run had found" in page
+    assert "The planner stayed dense, at step" in page
 
 
 @with_ranks(World(3), World(3, "mpi"))

@@ -241,7 +241,8 @@ def test_a_plan_of_methods_that_a_rank_has_not_is_refused(
 
 
 def test_what_is_no_plan_is_named() -> None:
-    for data in (None, [], {"key": {}}, {"key": {"model": 1}}):
+    wrong: list[Any] = [None, [], {"key": {}}, {"key": {"model": 1}}]
+    for data in wrong:
         with pytest.raises(ConfigError, match="not a plan: "):
             Remembered.from_json(data)
 

@@ -40,10 +40,12 @@ class Training:
         self.weight = nn.Parameter(torch.zeros(NUMEL))
         self.step = 0
 
-    def connect(self, policy: dict[str, Any], state: dict[str, Any] | None = None) -> Any:
+    def connect(
+        self, policy: dict[str, Any], record: str, state: dict[str, Any] | None = None
+    ) -> Any:
         self.weight = nn.Parameter(self.weight.detach().clone())
         named = [("planned.weight", self.weight)]
-        compression = hvd_sparse.Compression.from_policy(policy, named)
+        compression = hvd_sparse.Compression.from_policy(policy, named, record=record)
         if state is not None:
             compression.load_state_dict(state)
         self.optimizer = hvd.DistributedOptimizer(
@@ -65,7 +67,7 @@ class Training:
         return float(self.weight.grad.norm() / (sum(gradients) / hvd.size()).norm())
 
 
-def train_through_changes() -> None:
+def train_through_changes(record: str) -> None:
     """At density 0.001 a residual is a hundred gradients long, and no step brings it at once."""
     clock, training = Steps(), Training()
     with (
@@ -75,7 +77,7 @@ def train_through_changes() -> None:
         mock.patch.object(planner_module, "TRIAL_SHARE", 1.0),
     ):
         policy = policy_with_a_profile(density=0.001)
-        compression = training.connect(policy)
+        compression = training.connect(policy, record)
         clock.planner = compression.method
         training.train()
         while clock.planner.is_trying:
@@ -86,7 +88,7 @@ def train_through_changes() -> None:
 
         state = compression.state_dict()
         compression.close()
-        compression = training.connect(policy, state)
+        compression = training.connect(policy, record, state)
         clock.planner = compression.method
         again = [training.train() for _ in range(RECALLED_STEPS)]
         assert clock.planner.current.placements == plan

@@ -1,0 +1,143 @@
+"""The planner on a device: what is waited for, and what a mark says, with a fake torch.cuda."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_sparse.adapter.planning import Planning, device_of, refuse_lone_momentum
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.memories import MemoryOptions
+from hvd_sparse.methods import METHODS
+from hvd_sparse.optim import MomentumCorrectedSGD
+from hvd_sparse.planner import measure
+from hvd_sparse.planner.clock import Clock, CudaClock, clock_of
+from hvd_sparse.planner.planner import device_name
+from hvd_sparse.planner.profile import place_of
+from hvd_sparse.transports import Transport, run_ranks
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Device:
+    """A device whose time is set by the test; it counts who waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ms, self.stream = 0.0, object()
+        self.waits: list[object] = []
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+                self.at_ms = -1.0
+
+            def record(self, stream: object) -> None:
+                assert stream is device.stream
+                self.at_ms = device.now_ms
+
+            def synchronize(self) -> None:
+                device.waits.append(self)
+
+            def elapsed_time(self, other: Event) -> float:
+                return other.at_ms - self.at_ms
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.waits.append)
+
+
+def test_a_mark_is_an_event_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    clock = clock_of(DEVICE)
+    assert isinstance(clock, CudaClock)
+    first = clock.mark()
+    device.now_ms = 250.0
+    last = clock.mark()
+    assert device.waits == []
+    assert clock.seconds(first, last) == 0.25
+    assert device.waits == [first, last]
+    clock.wait()
+    assert device.waits[2:] == [DEVICE]
+    assert type(clock_of(torch.device("cpu"))) is Clock
+
+
+class Trying:
+    """A planner in a trial of one step at a time."""
+
+    is_trying, steps_to_review, outcome = True, 1, None
+
+    def __init__(self) -> None:
+        self.ready: list[dict[str, float]] = []
+
+    def decide(self, specs: Any, world: Any) -> None:
+        assert world.device == DEVICE
+
+    def review(self, specs: Any, ready_s: dict[str, float], *_: object) -> bool:
+        self.ready.append(ready_s)
+        self.is_trying, self.steps_to_review = False, 500
+        return False
+
+
+def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a step of a trial begins when the device is done; no other step waits for it."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    device, planner = Device(monkeypatch), Trying()
+    changes: list[object] = []
+    made: Any = Planning
+    planning = made(planner, changes.append, [], None, None, changes.append, DEVICE)
+    for name, at_ms in (("last", 5.0), ("first", 35.0)):
+        device.now_ms = at_ms
+        planning.arrived(name)
+        planning.returned()
+    assert device.waits == []
+    planning.begin_step()
+    assert planner.ready == [{"last": 0.0, "first": 0.03}]
+    assert device.waits[0] == DEVICE
+    before = len(device.waits)
+    for _ in range(3):
+        planning.arrived("last")
+        planning.begin_step()
+    assert len(device.waits) == before
+    assert changes == []
+
+
+def test_every_phase_is_timed_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+
+    class Counting(Clock):
+        def wait(self) -> None:
+            waits.append(1)
+
+    monkeypatch.setattr(measure, "clock_of", lambda device: Counting())
+    monkeypatch.setattr(measure, "NUMELS", (256, 512))
+    method = METHODS["topk"](density=0.1).make()
+
+    def worker(transport: Transport) -> None:
+        place = place_of("local", 1, 1)
+        measure.measure_profile(transport, lambda tensor: None, {"topk": method}, place)
+
+    run_ranks(1, worker)
+    steps = 2 * (measure.WARMUP_STEPS + measure.TIMED_STEPS)
+    assert len(waits) == steps * 2 + steps * 4  # around a dense allreduce, around three phases
+
+
+def test_a_device_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_name(None) == device_name(torch.device("cpu")) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert device_name(DEVICE) == "NVIDIA H200"
+    on_meta = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    assert device_of([("w", on_meta)]).type == "meta"
+    assert device_of([]).type == "cpu"
+
+
+def test_momentum_needs_an_optimizer_that_has_it_for_dense_tensors() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(3))]
+    plain, ours = torch.optim.SGD(weights, 0.1), MomentumCorrectedSGD(weights, 0.1, 0.9)
+    refuse_lone_momentum(plain, [MemoryOptions()])
+    refuse_lone_momentum(ours, [MemoryOptions(momentum=0.9)])
+    with pytest.raises(ConfigError, match=r"momentum=0.9 needs hvd_sparse.MomentumCorrectedSGD"):
+        refuse_lone_momentum(plain, [MemoryOptions(momentum=0.9)])
