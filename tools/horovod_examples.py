@@ -74,8 +74,8 @@ def main() -> None:
         after = with_compression(before, options.compression)
     except (OSError, ExampleError) as error:
         sys.exit(f"error: {options.script}: {error}")
-    lines = (text.splitlines(keepends=True) for text in (before, after))
-    sys.stdout.writelines(difflib.unified_diff(*lines, "as published", "as run", n=0))
+    one, other = (text.splitlines(keepends=True) for text in (before, after))
+    sys.stdout.writelines(difflib.unified_diff(one, other, "as published", "as run", n=0))
     sys.stdout.flush()
     if options.show:
         return
