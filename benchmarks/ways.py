@@ -14,6 +14,8 @@ A way is named as this:
 | `oktopk@0.01`, `dgc@0.001`, … | a constructor of `Compression` at a density |
 | `topk:oktopk@0.01/float16+gap` | the same with a collective and a wire |
 | `oktopk@0.01,hierarchical` | the same in two levels: inside the hosts, and between them |
+
+Ours exchange the sparse gradients of embeddings, too; Horovod's optimizer gathers them.
 """
 
 from __future__ import annotations
@@ -198,6 +200,8 @@ def make_way(
         optimizer, compression = hvd_sparse.dgc_sgd(named, lr=lr, **options, **whole)
     else:
         compression = getattr(hvd_sparse.Compression, base)(named, **options, **whole)
+    if any(getattr(module, "sparse", False) for module in model.modules()):
+        compression.exchange_embeddings(named)
     way = through_horovod(name, model, named, optimizer, compression)
     way.first_error, way.warmup_steps = None, SPARSE_WARMUP_STEPS
     way.compression = compression

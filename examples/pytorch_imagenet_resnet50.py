@@ -307,7 +307,7 @@ def learning_rate(args: argparse.Namespace, epochs: float) -> float:
     # Horovod: the learning rate grows with the number of workers, but not from the very beginning.
     full = float(args.base_lr * hvd.size() * args.batches_per_allreduce)
     if epochs < args.warmup_epochs:
-        return full / hvd.size() * (1 + (hvd.size() - 1) * epochs / args.warmup_epochs)
+        full *= (1 + (hvd.size() - 1) * epochs / args.warmup_epochs) / hvd.size()
     return float(full * 0.1 ** sum(epochs >= end for end in (30, 60, 80)))
 
 
