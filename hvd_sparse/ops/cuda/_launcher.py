@@ -78,7 +78,7 @@ class CupyLauncher:
 
     def _on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         """CuPy's object for a stream, made once: torch's streams live as long as the process."""
-        known = self._streams.get(stream.cuda_stream)
+        known: AbstractContextManager[Any] | None = self._streams.get(stream.cuda_stream)
         if known is None:
             known = self._streams[stream.cuda_stream] = self._foreign(stream)
         return known
