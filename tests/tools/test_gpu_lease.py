@@ -16,7 +16,7 @@ from tests.cuda.shim_launcher import FAMILIES, Shim, ShimLauncher
 from tools.gpu_lease.__main__ import launch
 from tools.gpu_lease.compiled import Resources, build, loads_of, resources_of
 from tools.gpu_lease.counters import kernels_of
-from tools.gpu_lease.phases import PHASES, Phase
+from tools.gpu_lease.phases import PHASES, Phase, run
 from tools.gpu_lease.results import FILE, Results, read
 from tools.gpu_lease.smoke import compare
 from tools.gpu_lease.suite import PLACES
@@ -54,6 +54,18 @@ def test_without_a_device_every_phase_says_so(bare: dict[str, str], tmp_path: Pa
     assert skipped == {phase.name for phase in PHASES if phase.needs_device}
     [library] = [row for row in rows if row["name"] == "native library"]
     assert library["backend"].startswith("native-")
+
+
+def test_a_device_without_cupy_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr("tools.gpu_lease.phases.find_spec", lambda name: None)
+    run("smoke", tmp_path)
+    [row] = read(tmp_path)
+    assert not row["ok"]
+    assert row["error"].endswith(f"{sys.executable} -m pip install cupy-cuda12x`")
 
 
 @pytest.mark.slow
