@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hvd_sparse.ops.cuda import Argument, selection
 from tests.cuda.shim_launcher import FAMILIES, Shim, ShimLauncher
+from tools.gpu_lease import variants
 from tools.gpu_lease.__main__ import launch
 from tools.gpu_lease.compiled import Resources, build, loads_of, resources_of
 from tools.gpu_lease.counters import kernels_of
@@ -96,6 +98,30 @@ class Idle:
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
         if kernel != self._kernel:
             self._launcher.launch(kernel, blocks, *arguments)
+
+
+class Clock:
+    """Gives launches on, and takes each for a second."""
+
+    def __init__(self, launcher: ShimLauncher) -> None:
+        self._launcher, self._spent_s = launcher, 0.0
+
+    def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
+        self._spent_s += 1.0
+        self._launcher.launch(kernel, blocks, *arguments)
+
+    def spent_s(self) -> float:
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+
+def test_variants_run_one_kernel_each(sanitized: Shim, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "NUMEL", 3000)
+    monkeypatch.setattr(variants, "REPETITIONS", 1)
+    monkeypatch.setattr(variants, "hold_device", lambda: None)
+    clock: Any = Clock(sanitized.launcher(0))
+    told = variants.measured(clock, [torch.ones(7), torch.ones(2993)])
+    assert set(told.values()) == {1e6}
 
 
 def test_a_kernel_that_does_nothing_is_found(sanitized: Shim, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ PHASES = (
     Phase("smoke", 90.0),
     Phase("suite", 180.0),
     Phase("timing", 120.0),
+    Phase("variants", 45.0),
     Phase("host_time", 45.0),
     Phase("step", 60.0),
     Phase("nccl", 45.0, needs_cupy=False),
