@@ -57,8 +57,6 @@ inline f32 Multiply(f32 a, f32 b) { return shim::Multiply(a, b); }
 inline f32 Divide(f32 a, f32 b) { return shim::Divide(a, b); }
 inline f32 WidenFloat16(u16 h) { return shim::WidenFloat16(h); }
 inline u16 NarrowFloat16(f32 x) { return shim::NarrowFloat16(x); }
-[[noreturn]] inline void Trap() { shim::Fail("trap"); }
-
 HVDS_UNTRACED inline u64 LoadRelaxed(const u64* at) {
   shim::SpinYield();
   return *at;
@@ -72,6 +70,7 @@ HVDS_UNTRACED inline u32 LoadRelaxed(const u32* at) {
   shim::SpinYield();
   return *at;
 }
+HVDS_UNTRACED inline void StoreToHost(u64* at, u64 value) { *at = value; }
 
 #else
 
@@ -105,8 +104,6 @@ __device__ __forceinline__ u16 NarrowFloat16(f32 x) {  // to nearest, ties to ev
   return h;
 }
 
-__device__ __forceinline__ void Trap() { asm volatile("trap;"); }
-
 // Past the L1 cache, whole, and in no order with other accesses.
 __device__ __forceinline__ u64 LoadRelaxed(const u64* at) {
   u64 value;
@@ -120,6 +117,10 @@ __device__ __forceinline__ u32 LoadRelaxed(const u32* at) {
   u32 value;
   asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
   return value;
+}
+// Whole; the host sees it once it has waited for the kernel.
+__device__ __forceinline__ void StoreToHost(u64* at, u64 value) {
+  asm volatile("st.relaxed.sys.u64 [%0], %1;" : : "l"(at), "l"(value) : "memory");
 }
 
 #endif

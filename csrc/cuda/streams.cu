@@ -1,21 +1,25 @@
 // Streams: merging, filtering, and the way back to a dense vector.
 //
 // Sums are taken stream by stream, in the order of the list, without atomics: every rank has the
-// same bits. An index out of range stops the kernel, as it does in torch.
+// same bits. An entry whose index is out of range is left out, and the host is told.
 #include "compact.cuh"
 
-__device__ __forceinline__ i64 CheckedIndex(i32 index, i64 numel) {
-  if (index < 0 || index >= numel) Trap();
-  return index;
+// Whether an index is one of a vector of `numel` elements, fewer than 2**31. `fault` is a word of
+// the host's memory, zero at first: an index out of range, numel and a 1 behind it.
+__device__ __forceinline__ bool IsIndex(i32 index, i64 numel, u64* fault) {
+  if (index >= 0 && index < numel) return true;
+  StoreToHost(fault, u64{static_cast<u32>(index)} << 32 | static_cast<u64>(numel) << 1 | 1);
+  return false;
 }
 
 // -- Merging: a bitmap of the union tells every index its place --------------------------------
 
 // One thread per entry. `bitmap` has a bit per index, zero at first.
-KERNEL mark_indices(const i32* indices, i64 count, i64 numel, u32* bitmap) {
+KERNEL mark_indices(const i32* indices, i64 count, i64 numel, u32* bitmap, u64* fault) {
   const i64 i = ThreadInGrid();
   if (i >= count) return;
-  const i64 index = CheckedIndex(indices[i], numel);
+  const i32 index = indices[i];
+  if (!IsIndex(index, numel, fault)) return;
   atomicOr(&bitmap[index / 32], 1u << (index % 32));
 }
 
@@ -40,11 +44,12 @@ KERNEL rank_words(const u32* bitmap, i64 words, Header* header, u32* before) {
 }
 
 // Adds one stream to the merged one, whose values are -0.0 at first. One thread per entry.
-KERNEL add_stream(const i32* indices, const f32* values, i64 count, const u32* bitmap,
+KERNEL add_stream(const i32* indices, const f32* values, i64 count, i64 numel, const u32* bitmap,
                   const u32* before, i32* out_indices, f32* out_values) {
   const i64 i = ThreadInGrid();
   if (i >= count) return;
   const i32 index = indices[i];
+  if (index < 0 || index >= numel) return;  // mark_indices has told of it
   const u32 below = bitmap[index / 32] & ((1u << (index % 32)) - 1u);
   const u32 to = before[index / 32] + static_cast<u32>(__popc(below));
   out_indices[to] = index;
@@ -112,18 +117,22 @@ KERNEL keep_absent(const i32* indices, const f32* values, i64 count, const i32* 
 // -- A dense vector at a stream's indices, one thread per entry
 // ------------------------------------
 
-KERNEL scatter_add(f32* x, i64 numel, const i32* indices, const f32* values, i64 count) {
+KERNEL scatter_add(f32* x, i64 numel, const i32* indices, const f32* values, i64 count,
+                   u64* fault) {
   const i64 i = ThreadInGrid();
   if (i >= count) return;
-  const i64 index = CheckedIndex(indices[i], numel);
+  const i32 index = indices[i];
+  if (!IsIndex(index, numel, fault)) return;
   x[index] = Add(x[index], values[i]);
 }
 
 // `out`, of the given dtype, is zero at first.
-KERNEL scatter(void* out, i32 dtype, i64 numel, const i32* indices, const f32* values, i64 count) {
+KERNEL scatter(void* out, i32 dtype, i64 numel, const i32* indices, const f32* values, i64 count,
+               u64* fault) {
   const i64 i = ThreadInGrid();
   if (i >= count) return;
-  const i64 index = CheckedIndex(indices[i], numel);
+  const i32 index = indices[i];
+  if (!IsIndex(index, numel, fault)) return;
   if (dtype == kFloat32) {
     static_cast<f32*>(out)[index] = values[i];
   } else {
@@ -132,11 +141,14 @@ KERNEL scatter(void* out, i32 dtype, i64 numel, const i32* indices, const f32* v
   }
 }
 
-// Zeroes entries, after copying them to `values` unless that is null.
-KERNEL clear_at(f32* x, i64 numel, const i32* indices, i64 count, f32* values) {
+// Zeroes entries, after copying them to `values` unless that is null; 0 where there is no such
+// entry.
+KERNEL clear_at(f32* x, i64 numel, const i32* indices, i64 count, f32* values, u64* fault) {
   const i64 i = ThreadInGrid();
   if (i >= count) return;
-  const i64 index = CheckedIndex(indices[i], numel);
-  if (values != nullptr) values[i] = x[index];
+  const i32 index = indices[i];
+  const bool is_index = IsIndex(index, numel, fault);
+  if (values != nullptr) values[i] = is_index ? x[index] : 0.0f;
+  if (!is_index) return;
   x[index] = 0.0f;
 }

@@ -18,6 +18,9 @@ from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
 
+ALIGNED_NUMEL = 4
+"""Elements of float32 in 16 bytes, which the kernels load at once."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -164,7 +167,10 @@ class BucketPlan:
 
 
 def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list[BucketPlan]:
-    """Group tensors of one type, method and bucket name in the order of their arrival."""
+    """Group tensors of one type, method and bucket name in the order of their arrival.
+
+    Within a bucket the tensors that would misalign all that follow come last.
+    """
     groups: list[list[TensorSpec]] = []
     methods: list[Method] = []
     open_groups: dict[tuple[str, str, str], list[TensorSpec]] = {}
@@ -191,8 +197,13 @@ def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list
             methods.append(choice.method)
         group.append(spec)
     last_arrival = {spec.name: place for place, spec in enumerate(arrivals)}
-    plans = [BucketPlan(tuple(g), m) for g, m in zip(groups, methods, strict=True)]
-    return sorted(plans, key=lambda plan: last_arrival[plan.specs[-1].name])
+    order = sorted(range(len(groups)), key=lambda i: last_arrival[groups[i][-1].name])
+    return [BucketPlan(tuple(sorted(groups[i], key=_misaligns)), methods[i]) for i in order]
+
+
+def _misaligns(spec: TensorSpec) -> bool:
+    """Whether what lies behind a tensor begins where no kernel loads 16 bytes: it goes last."""
+    return spec.numel % ALIGNED_NUMEL != 0
 
 
 def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:

@@ -30,7 +30,6 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
-from hvd_sparse.streams import SparseStream
 
 
 class MomentumCorrection(ErrorFeedback):
@@ -74,9 +73,10 @@ class MomentumCorrection(ErrorFeedback):
 
     def mask(self) -> None:
         """Momentum factor masking: u = 0 where the last step's entries were applied."""
-        for left in (self._applied(), *self._taken_elsewhere):
-            if left.nnz and not self._lossless:
-                ops.zero_at(self.momentum_buffer, left.indices.to(self.residual.device))
+        if not self._lossless:
+            self._mask_taken()
+            for each in self._taken_elsewhere:
+                ops.zero_at(self.momentum_buffer, each.indices)
         self._forget()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -84,15 +84,21 @@ class MomentumCorrection(ErrorFeedback):
         self.mask()
         return {"residual": self.residual, "momentum": self.momentum_buffer}
 
-    def _applied(self) -> SparseStream:
-        """The entries that were taken, without those that came back whole."""
-        taken, returned = self._taken.to("cpu"), self._returned.to("cpu")
-        if not (taken.nnz and returned.nnz):
-            return taken
-        place = torch.searchsorted(returned.indices, taken.indices).clamp_(max=returned.nnz - 1)
-        came_back = returned.indices[place] == taken.indices
-        came_back &= returned.values[place] == taken.values
-        return taken.where(~came_back)
+    def _mask_taken(self) -> None:
+        """Masks the entries that were taken, without those that came back whole.
+
+        On the residual's device: nothing is waited for.
+        """
+        taken, returned = self._taken, self._returned.to(self.residual.device)
+        if taken.nnz and returned.nnz:
+            place = torch.searchsorted(returned.indices, taken.indices).clamp_(max=returned.nnz - 1)
+            came_back = returned.indices[place] == taken.indices
+            came_back &= returned.values[place] == taken.values
+            indices = taken.indices.long()
+            kept = torch.where(came_back, self.momentum_buffer[indices], 0.0)
+            self.momentum_buffer[indices] = kept
+        elif taken.nnz:
+            ops.zero_at(self.momentum_buffer, taken.indices)
 
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
         momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)

@@ -30,10 +30,9 @@ def keep_largest(
     """
     rest = ops.Accumulation(stream.values.clone())
     order, values, threshold = ops.accumulate_topk(rest, k)
-    kept = SparseStream(stream.indices[order.long()], values, stream.numel)
-    others = ops.difference(stream.indices, stream.values, kept.indices)
-    accumulator.put_back(SparseStream(*others, stream.numel))
-    return kept, threshold
+    # What is kept left a zero there, and so did what is not finite.
+    ops.scatter_add(accumulator.residual, stream.indices, rest.residual)
+    return SparseStream(stream.indices[order.long()], values, stream.numel), threshold
 
 
 def take_more(

@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hvd_sparse import ops
@@ -49,13 +50,15 @@ class Sampler:
         self.step = 0
 
     def sample(self, accumulator: Accumulator) -> Tensor:
-        """Finite magnitudes of some thousand elements at least, or of all; float32 `(s,)`."""
+        """Magnitudes of some thousand elements at least, or of all; float32 `(s,)`.
+
+        What is not finite counts as zero, so that nobody has to wait for how many are.
+        """
         stride = sample_stride(accumulator.numel, self.share)
         start = mixed(self.seed, self.step) % stride
         self.step += 1
         magnitudes = accumulator.sample(start, stride, min(RUN, stride))
-        finite = magnitude_keys(magnitudes) < INFINITE_KEY
-        return magnitudes if bool(finite.all()) else magnitudes[finite]
+        return torch.where(magnitude_keys(magnitudes) < INFINITE_KEY, magnitudes, 0.0)
 
     def sampled(self, numel: int) -> int:
         """About how many of `numel` elements a sample has, at least 1."""

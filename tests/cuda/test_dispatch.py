@@ -35,6 +35,7 @@ class FakeCupy(ModuleType):
     def __init__(self, broken: str = "") -> None:
         super().__init__("cupy")
         self.launches: list[tuple[object, ...]] = []
+        self.options: list[tuple[str, ...]] = []
         compiler = SimpleNamespace(CompileException=type("CompileException", (Exception,), {}))
         stream = SimpleNamespace(from_external=nullcontext)
 
@@ -46,13 +47,14 @@ class FakeCupy(ModuleType):
         class RawModule:
             def __init__(self, code: str, options: tuple[str, ...], backend: str) -> None:
                 self.code = code
+                told.append(options)
 
             def get_function(self, name: str) -> object:
                 if broken and f'#line 1 "{broken}"' in self.code:
                     raise compiler.CompileException("expected a ;")
                 return lambda *call: launches.append((name, *call))
 
-        launches = self.launches
+        launches, told = self.launches, self.options
         self.RawModule = RawModule
         self.cuda = SimpleNamespace(Device=device, Stream=stream, compiler=compiler)
 
@@ -98,6 +100,13 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, blocks, threads) == ("scatter_add", (2,), (256,))
     assert arguments == (x.data_ptr(), rows.data_ptr(), 0, 5)
     assert [type(argument) for argument in arguments] == [np.uint64, np.uint64, np.uint64, np.int64]
+
+
+def test_the_compiler_is_told_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = FakeCupy()
+    launcher(monkeypatch, cupy)
+    CupyLauncher(DEVICE, ("-DBLOCKS_PER_PROCESSOR=3",)).launch("scatter_add", 1)
+    assert cupy.options == [("-std=c++17", "-DBLOCKS_PER_PROCESSOR=3")]
 
 
 def test_an_error_names_kernel_and_architecture(monkeypatch: pytest.MonkeyPatch) -> None:

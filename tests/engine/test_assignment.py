@@ -76,6 +76,13 @@ def test_buckets_hold_one_method_type_and_name() -> None:
     ]
 
 
+def test_tensors_that_misalign_others_come_last_in_their_bucket() -> None:
+    specs = [TensorSpec(f"t{n}", (n,), "torch.float32") for n in (10, 8, 7, 400, 92, 3, 12)]
+    [first, second] = form_buckets(specs, TopkOptions(bucket_numel=500).make())
+    assert [spec.numel for spec in first.specs] == [8, 400, 10, 7]
+    assert [spec.numel for spec in second.specs] == [92, 12, 3]
+
+
 def test_each_tensor_is_exchanged_by_its_own_method() -> None:
     table = Table(a=Choice(SMALL), b=Choice(SMALL), e=Choice(LARGE))
 

@@ -1,4 +1,4 @@
-"""What crosses to a bucket's lane and back, and how seldom: streams that count, no device."""
+"""What crosses to a bucket's lane and back, and how seldom: the streams here only count."""
 
 from __future__ import annotations
 

@@ -7,16 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hvd_sparse.ops.cuda import Argument, selection
 from tests.cuda.shim_launcher import FAMILIES, Shim, ShimLauncher
+from tools.gpu_lease import variants
 from tools.gpu_lease.__main__ import launch
 from tools.gpu_lease.compiled import Resources, build, loads_of, resources_of
 from tools.gpu_lease.counters import kernels_of
-from tools.gpu_lease.phases import PHASES, Phase
+from tools.gpu_lease.phases import PHASES, Phase, run
 from tools.gpu_lease.results import FILE, Results, read
 from tools.gpu_lease.smoke import compare
 from tools.gpu_lease.suite import PLACES
@@ -56,6 +58,18 @@ def test_without_a_device_every_phase_says_so(bare: dict[str, str], tmp_path: Pa
     assert library["backend"].startswith("native-")
 
 
+def test_a_device_without_cupy_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr("tools.gpu_lease.phases.find_spec", lambda name: None)
+    run("smoke", tmp_path)
+    [row] = read(tmp_path)
+    assert not row["ok"]
+    assert row["error"].endswith(f"{sys.executable} -m pip install cupy-cuda12x`")
+
+
 @pytest.mark.slow
 def test_the_tests_for_a_device_are_found_in_a_bare_environment(bare: dict[str, str]) -> None:
     places = [f"tests/{place}" for place in PLACES]
@@ -84,6 +98,30 @@ class Idle:
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
         if kernel != self._kernel:
             self._launcher.launch(kernel, blocks, *arguments)
+
+
+class Clock:
+    """Gives launches on, and takes each for a second."""
+
+    def __init__(self, launcher: ShimLauncher) -> None:
+        self._launcher, self._spent_s = launcher, 0.0
+
+    def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
+        self._spent_s += 1.0
+        self._launcher.launch(kernel, blocks, *arguments)
+
+    def spent_s(self) -> float:
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+
+def test_variants_run_one_kernel_each(sanitized: Shim, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "NUMEL", 3000)
+    monkeypatch.setattr(variants, "REPETITIONS", 1)
+    monkeypatch.setattr(variants, "hold_device", lambda: None)
+    clock: Any = Clock(sanitized.launcher(0))
+    told = variants.measured(clock, [torch.ones(7), torch.ones(2993)])
+    assert set(told.values()) == {1e6}
 
 
 def test_a_kernel_that_does_nothing_is_found(sanitized: Shim, tmp_path: Path) -> None:

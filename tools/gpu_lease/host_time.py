@@ -10,6 +10,8 @@ import torch
 
 from hvd_sparse.ops import Accumulation
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
+from hvd_sparse.ops.cuda._passes import AccumulationInputs
+from hvd_sparse.ops.cuda._workspace import Workspace
 from tools.gpu_lease.cases import HASH_A, HASH_B
 from tools.gpu_lease.results import Results
 
@@ -37,7 +39,8 @@ def calls_of(ops: CudaOps, accumulation: Accumulation) -> dict[str, Callable[[],
     """By name."""
     k = accumulation.numel // 1000
     return {
-        "table of the tensors": lambda: ops._inputs(accumulation),
+        "table that is kept": lambda: ops._inputs(accumulation),
+        "table made anew": lambda: AccumulationInputs(accumulation, Workspace()),
         "accumulate_select": lambda: ops.accumulate_select(accumulation, 8.0),
         "accumulate_topk": lambda: ops.accumulate_topk(accumulation, k, 4.0),
         "hash_select": lambda: ops.hash_select(accumulation, 8.0, 4 * k, 1, HASH_A, HASH_B),

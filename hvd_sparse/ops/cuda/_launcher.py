@@ -51,16 +51,18 @@ class CupyLauncher:
 
     Args:
         device: The device.
+        options: What the compiler is told beside the language.
 
     Raises:
         ImportError: CuPy is not installed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, options: Sequence[str] = ()) -> None:
         import cupy
 
         self._cupy: Any = cupy
         self._device = device
+        self._options = ("-std=c++17", *options)
         self._families = _sources.kernels()
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}
@@ -78,7 +80,7 @@ class CupyLauncher:
 
     def _on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         """CuPy's object for a stream, made once: torch's streams live as long as the process."""
-        known = self._streams.get(stream.cuda_stream)
+        known: AbstractContextManager[Any] | None = self._streams.get(stream.cuda_stream)
         if known is None:
             known = self._streams[stream.cuda_stream] = self._foreign(stream)
         return known
@@ -94,7 +96,7 @@ class CupyLauncher:
         with self._compiling:
             if family not in self._modules:
                 self._modules[family] = self._cupy.RawModule(
-                    code=_sources.source(family), options=("-std=c++17",), backend="nvrtc"
+                    code=_sources.source(family), options=self._options, backend="nvrtc"
                 )
             try:
                 function = self._modules[family].get_function(kernel)

@@ -125,13 +125,13 @@ class Workspace:
         return words
 
     def fault(self, device: torch.device) -> Tensor:
-        """A word where kernels write that they were given an index out of range (`Fault`)."""
-        if self._fault is None:
-            with self._lock:
+        """Where kernels tell of an index out of range (`IsIndex` in csrc/cuda/streams.cu)."""
+        with self._lock:
+            if self._fault is None:
                 # The device writes to the host's memory: looking there takes no copy.
                 word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-                self._fault = self._fault or (word, word.numpy())
-        return self._fault[0]
+                self._fault = (word, word.numpy())
+            return self._fault[0]
 
     def _raise_fault(self) -> None:
         if self._fault is None:
@@ -142,7 +142,7 @@ class Workspace:
         self._fault[1][0] = 0
         index, numel = told >> 32, (told & 0xFFFFFFFF) >> 1
         raise ValueError(
-            f"indices must be in [0, {numel}), got {index}; an operation before this one left the "
+            f"indices must be in [0, {numel}), got {index}: an operation on the device left that "
             "entry out"
         )
 
@@ -176,7 +176,7 @@ def _stream_of(device: torch.device) -> int:
 def _rows(
     pointers: Sequence[int], numels: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> tuple[Tensor, int]:
-    """Segments as csrc/cuda/gradients.cuh has them, and their tiles; one where there are none."""
+    """Rows of `Segment`, and their tiles; without pointers it is one segment with no gradient."""
     rows = np.zeros((len(numels), COLUMNS), np.int64)
     rows[:, 2] = numels
     tiles = -(-rows[:, 2] // TILE)

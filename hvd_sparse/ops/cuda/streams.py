@@ -1,7 +1,7 @@
 """Streams, and their way back to a dense vector.
 
-An index out of range, which the other implementations refuse, stops the kernel here: torch reports
-it as a device-side failure with the next operation that waits, as it does for its own indexing.
+The other implementations refuse an index out of range. Here its entry is left out, and the next
+operation that waits raises the error.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class CudaStreams(KernelFamily):
                 np.int64(indices.numel()),
                 np.int64(numel),
                 bitmap,
+                self._workspace.fault(device),
             )
         blocks = -(-words // WORDS_PER_BLOCK)
         header = self._header(blocks, device)
@@ -60,6 +61,7 @@ class CudaStreams(KernelFamily):
                 indices,
                 values,
                 np.int64(indices.numel()),
+                np.int64(numel),
                 bitmap,
                 before,
                 merged,
@@ -99,6 +101,7 @@ class CudaStreams(KernelFamily):
             indices,
             values,
             np.int64(indices.numel()),
+            self._workspace.fault(x.device),
         )
 
     def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -113,6 +116,7 @@ class CudaStreams(KernelFamily):
             indices,
             values,
             np.int64(indices.numel()),
+            self._workspace.fault(out.device),
         )
 
     def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
@@ -135,4 +139,5 @@ class CudaStreams(KernelFamily):
             indices,
             np.int64(indices.numel()),
             values,
+            self._workspace.fault(x.device),
         )
