@@ -24,6 +24,7 @@ from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.fate import StepFate
 from hvd_sparse.adapter.handover import Handover, memory_of
 from hvd_sparse.adapter.refusals import (
+    Registered,
     refuse_double_momentum,
     refuse_unsupported,
     warn_of_slow_settings,
@@ -112,6 +113,7 @@ class SparseCompressor:
             self._states.know(self._lookup)
         self._optimizer: weakref.ref[Any] | None = None
         self._fate: StepFate | None = None
+        self._registered: Registered | None = None
         self._stepping = False
         self._warned: set[str] = set()
         try:
@@ -401,6 +403,9 @@ class SparseCompressor:
         if self._bound() is not optimizer:
             self._bind(optimizer)
         assert self._fate is not None
+        assert self._registered is not None
+        self._fate.refuse_closures(optimizer)
+        self._registered.refuse_others()
         self._settle()
         self._fate.begin_step()
         self._engine.unit = self._unit()
@@ -446,7 +451,7 @@ class SparseCompressor:
             self._states.know(self._lookup)
         self._refuse_double_momentum(optimizer, self._engine.assignment)
         self._optimizer = weakref.ref(optimizer)
-        self._fate = StepFate(optimizer)
+        self._fate, self._registered = StepFate(optimizer), Registered(optimizer)
         self._states.bind(self._fate)
         let_go_after_steps(optimizer, self._engine)
         synchronize_asleep(optimizer, self._session.raise_failure)
