@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import horovod.torch as hvd
 import pytest
 import torch
@@ -186,6 +187,27 @@ def change_the_type() -> None:
     compression.close()
 
 
+def train_by_a_pickled_copy() -> None:
+    """As `gradient_compression=` of Horovod's Spark estimators: it binds itself on arrival."""
+    original = Compression.topk(density=1.0, dense_below=0)
+    copy, uncalled = cloudpickle.loads(cloudpickle.dumps((original, Compression.topk)))
+    for compression in (copy, uncalled):
+        model, plain = (training()[0] for _ in range(2))
+        gc.collect()  # their optimizers, which nobody needs here
+        named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.02),
+            named_parameters=named,
+            compression=compression,
+        )
+        train(model, optimizer, 2)
+        assert not torch.equal(weights(model), weights(plain))
+        assert_alike(model)
+    assert copy.stats().steps == 2
+    assert original.stats().steps == 0
+    copy.close()
+
+
 HABITS = (
     validate_on_rank_0,
     add_a_group,
@@ -194,4 +216,5 @@ HABITS = (
     step_with_a_closure,
     step_by_lbfgs,
     change_the_type,
+    train_by_a_pickled_copy,
 )
