@@ -63,8 +63,11 @@ format: setup ## rewrite the sources as lint wants them
 	@$(bin)/ruff format
 	@$(bin)/clang-format -i $(cxx_sources)
 
-build: setup ## wheel and sdist in dist/
-	@$(bin)/python -m build --outdir dist
+build: setup ## sdist and, made from it in isolation, a manylinux wheel: dist/
+	@rm -rf build/dist && mkdir -p dist
+	@$(bin)/python -m build --outdir build/dist
+	@mv build/dist/*.tar.gz dist/
+	@PATH="$(CURDIR)/$(bin):$$PATH" $(bin)/auditwheel repair --wheel-dir dist build/dist/*.whl
 
 bench: setup ## the benchmarks; results as JSON in benchmarks/results/
 	@mkdir -p benchmarks/results

@@ -17,6 +17,7 @@ from pathlib import Path
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent.resolve()
 SOURCE_DIR = Path("csrc/cpu")
@@ -130,6 +131,14 @@ class PlatformWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
+class VisibleEditable(editable_wheel):
+    """Puts the checkout on the path, where the default is a hook that mypy does not see."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.mode = self.mode or "compat"
+
+
 class NativeDistribution(Distribution):
     """A distribution with a library to build, though without extension modules."""
 
@@ -139,5 +148,9 @@ class NativeDistribution(Distribution):
 
 setup(
     distclass=NativeDistribution,
-    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
+    cmdclass={
+        "build_ext": BuildNative,
+        "bdist_wheel": PlatformWheel,
+        "editable_wheel": VisibleEditable,
+    },
 )

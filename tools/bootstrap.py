@@ -340,9 +340,9 @@ class Setup:
     def build_horovod(self, torch: str, entry: Path) -> None:
         """Build the wheel and move it into the cache in one rename.
 
-        Horovod asks for C++14 where torch's headers need C++20; its build strips CXXFLAGS and
-        takes no CMake arguments, so a wrapper around the compiler, whose last -std wins, is the
-        way that patches nothing. Build isolation would hide torch.
+        Horovod asks for C++14, where torch's headers refuse less than C++17 and use C++20. Its
+        build strips CXXFLAGS and takes no CMake arguments, so a wrapper around the compiler, whose
+        last -std wins, is the way that patches nothing. Build isolation would hide torch.
         """
         with tempfile.TemporaryDirectory(prefix=".building-", dir=entry.parent) as directory:
             work = Path(directory)

@@ -26,6 +26,7 @@ from hvd_sparse.adapter.handover import Handover, handing_over, memory_of
 from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.planning import planned_memory, refuse_lone_momentum
 from hvd_sparse.adapter.refusals import (
+    Registered,
     refuse_double_momentum,
     refuse_unsupported,
     warn_of_slow_settings,
@@ -121,6 +122,7 @@ class SparseCompressor:
             self._states.know(self._lookup)
         self._optimizer: weakref.ref[Any] | None = None
         self._fate: StepFate | None = None
+        self._registered: Registered | None = None
         self._stepping = False
         self._warned: set[str] = set()
         try:
@@ -411,6 +413,9 @@ class SparseCompressor:
         if self._bound() is not optimizer:
             self._bind(optimizer)
         assert self._fate is not None
+        assert self._registered is not None
+        self._fate.refuse_closures(optimizer)
+        self._registered.refuse_others()
         self._settle()
         self._fate.begin_step()
         self._engine.unit = self._unit()
@@ -456,7 +461,7 @@ class SparseCompressor:
             self._states.know(self._lookup)
         self._refuse_double_momentum(optimizer, self._engine.assignment)
         self._optimizer = weakref.ref(optimizer)
-        self._fate = StepFate(optimizer)
+        self._fate, self._registered = StepFate(optimizer), Registered(optimizer)
         self._states.bind(self._fate)
         named = [(name, p) for name, p in self._lookup if p.dtype in SPARSE_DTYPES]
         self._session.handing = handing_over(optimizer, self._engine, named, self._dense_below)

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_sparse.errors import UnsupportedError
+
+SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
 SEARCHED_FRAMES = 16
 """From an optimizer's hook up to the loss scaler that called its `step`."""
 
@@ -40,11 +43,39 @@ class StepFate:
         self._saw_non_finite = False
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self.unit: float | None = None
+        self._reductions_inside: int | None = None  # a step with a closure, which has begun
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._on_step)
+
+    def refuse_closures(self, optimizer: Any) -> None:
+        """A reduction begins: in a step with a closure only one that the closure waits for.
+
+        Raises:
+            UnsupportedError: The optimizer would apply what is not reduced, or reduce twice.
+        """
+        if self._reductions_inside is None:
+            return
+        self._reductions_inside += 1
+        if optimizer._should_synchronize:
+            raise UnsupportedError(
+                "optimizer.step(closure) would apply gradients that are not reduced, since Horovod "
+                "synchronizes before it calls the closure: call optimizer.synchronize() at the end "
+                "of the closure, and step(closure) under optimizer.skip_synchronize()"
+            )
+        if self._reductions_inside > 1:
+            raise UnsupportedError(
+                "optimizer.step(closure) called its closure more than once, as LBFGS does: one "
+                "step cannot send parts of two gradients; use an optimizer that calls it once"
+            )
 
     def begin_step(self) -> None:
         """The last step is settled, and the next one begins."""
         self._stepped = self._saw_non_finite = False
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        """Of Horovod's step, and once more of the wrapped one's, after Horovod has synchronized."""
+        closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
+        self._reductions_inside = None if closure is None else 0
 
     def reduced_densely(self, gradient: Tensor) -> None:
         """Horovod has reduced a gradient itself."""
@@ -69,14 +100,20 @@ class StepFate:
         if self._scaler is None:
             self._look_for_scaler()
         self._has_stepped = True
+        self._reductions_inside = None
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
         self._stepped = not (isinstance(found_inf, Tensor) and bool(found_inf))
 
     def _look_for_scaler(self) -> None:
-        """Find it among the callers of `step`; it has not updated its scale yet."""
+        """Find it among the callers of `step`; it has not updated its scale yet.
+
+        No other frame's variables are looked at: until Python 3.12 a frame keeps what was seen of
+        them, so that an optimizer which its caller has let go of would stay.
+        """
         frame = sys._getframe(1)
         for _ in range(SEARCHED_FRAMES):
-            candidate = frame.f_locals.get("self")
+            is_scalers = frame.f_code.co_filename == SCALERS_FILE
+            candidate = frame.f_locals.get("self") if is_scalers else None
             if isinstance(candidate, torch.amp.GradScaler):
                 scale = candidate.get_scale()
                 if self.unit is not None and self.unit != scale:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,49 @@ def refuse_unsupported(optimizer: Any) -> None:
         raise UnsupportedError(
             f"op=hvd.{name} cannot be applied to sparse gradients: use hvd.Average or hvd.Sum"
         )
+
+
+class Registered:
+    """The parameters whose gradients Horovod reduces: those that it found when it wrapped.
+
+    Parameters that come later, by `add_param_group`, and those that required no gradient then, keep
+    their own gradients on each rank, without a word of Horovod's.
+
+    Args:
+        optimizer: Horovod's, which registers its hooks once.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._known: list[bool] = []
+
+    def refuse_others(self) -> None:
+        """Check it again, where a parameter was added, frozen or thawed.
+
+        Raises:
+            UnsupportedError: Horovod does not reduce all gradients; the parameters are named.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        groups = optimizer.param_groups
+        known = [p.requires_grad for group in groups for p in group["params"]]
+        if known == self._known:
+            return
+        names = optimizer._parameter_names
+        missed = [
+            repr(names[p]) if p in names else f"one of shape {tuple(p.shape)}"
+            for group in groups
+            for p in group["params"]
+            if p.requires_grad and p not in optimizer._requires_update
+        ]
+        if missed:
+            raise UnsupportedError(
+                f"Horovod does not reduce the gradients of {', '.join(missed)}: these parameters "
+                "came, or were thawed, after hvd.DistributedOptimizer had wrapped the optimizer. "
+                "Give it all parameters, thawed; or drop it and wrap again, with a new compression"
+            )
+        self._known = known
 
 
 def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryOptions]) -> None:

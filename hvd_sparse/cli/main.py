@@ -16,12 +16,13 @@ from hvd_sparse.cli.plan import PLAN
 from hvd_sparse.cli.profile import PROFILE
 from hvd_sparse.cli.report import REPORT
 from hvd_sparse.cli.simulate import SIMULATE
+from hvd_sparse.cli.top import TOP
 from hvd_sparse.cli.trace import TRACE
 from hvd_sparse.cli.validate import VALIDATE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.files import write_text
 
-COMMANDS: tuple[Command, ...] = (CHECK, PLAN, PROFILE, REPORT, TRACE, VALIDATE, SIMULATE)
+COMMANDS: tuple[Command, ...] = (CHECK, PLAN, PROFILE, REPORT, TOP, TRACE, VALIDATE, SIMULATE)
 
 FAILED = 2
 """Exit status where a command could not do its work, as argparse's own for wrong arguments."""

@@ -67,7 +67,7 @@ def read_runs(path: str | os.PathLike[str]) -> list[Recording]:
         ConfigError: A line is not as it must be, or there is no run; the message names the line.
         OSError: The file cannot be read.
     """
-    reader = _Reader(os.fspath(path))
+    reader = Reader(os.fspath(path))
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     for number, content in enumerate(text.split("\n"), 1):
         if content.strip():  # an empty line parts the runs
@@ -90,8 +90,11 @@ def chosen_run(runs: list[Recording], number: int | None) -> Recording:
     return runs[number - 1]
 
 
-class _Reader:
-    """Puts lines together to runs.
+class Reader:
+    """Puts lines together to runs, one after the other.
+
+    Args:
+        path: The file's name, for messages.
 
     Attributes:
         runs: By their ids.

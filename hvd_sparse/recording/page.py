@@ -19,6 +19,7 @@ from hvd_sparse.recording.summary import (
     bucket_means,
     collectives,
     curves,
+    kinds,
     last_plan,
     rank_ms,
     slowest_rank,
@@ -128,18 +129,6 @@ def heading(recording: Recording) -> str:
         else ""
     )
     return f"<h1>What happened</h1>\n<p>{escape(facts)}</p>{warning}"
-
-
-def kinds(plan: Plan) -> list[str]:
-    """How a plan's buckets were compressed, each kind once."""
-    by_kind: dict[str, list[int]] = {}
-    for place, bucket in enumerate(plan.buckets):
-        words = f"{bucket['compressor']} at density {bucket['density']:.3g}, wire {bucket['wire']}"
-        by_kind.setdefault(words, []).append(place)
-    return [
-        f"{words}, exchanged by {', then '.join(collectives(plan, places)) or 'nothing yet'}"
-        for words, places in by_kind.items()
-    ]
 
 
 def begun(recording: Recording, after_s: float = 0.0) -> str:

@@ -143,6 +143,18 @@ def collectives(plan: Plan, buckets: Sequence[int] | None = None) -> list[str]:
     return [name for name in dict.fromkeys(used) if name]
 
 
+def kinds(plan: Plan) -> list[str]:
+    """How a plan's buckets were compressed, each kind once."""
+    by_kind: dict[str, list[int]] = {}
+    for place, bucket in enumerate(plan.buckets):
+        words = f"{bucket['compressor']} at density {bucket['density']:.3g}, wire {bucket['wire']}"
+        by_kind.setdefault(words, []).append(place)
+    return [
+        f"{words}, exchanged by {', then '.join(collectives(plan, places)) or 'nothing yet'}"
+        for words, places in by_kind.items()
+    ]
+
+
 def rank_ms(recording: Recording, name: str) -> Floats:
     """Milliseconds per step of a phase, one row per comparison and one column per rank."""
     steps = np.array([line["steps"] for line in recording.ranks], dtype=np.float64)

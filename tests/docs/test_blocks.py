@@ -36,7 +36,7 @@ from tests.docs.pages import BLOCKS, ROOT, Block, commands_of
 from tests.launch import horovodrun
 
 RUN_LIMIT_S = 240
-RUNNABLE = ("check", "plan", "report", "trace", "validate")
+RUNNABLE = ("check", "plan", "report", "top", "trace", "validate")
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 MAKE_VARIABLES = set(re.findall(r"^([A-Z_]+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
 PACKAGE_SOURCES = ("pyproject.toml", "tools/bootstrap.py", ".ci/run")

