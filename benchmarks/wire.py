@@ -26,7 +26,7 @@ from hvd_sparse import ops
 from hvd_sparse.ops import reference
 from hvd_sparse.streams import ENTRY_BYTES, Part, SparseStream
 from hvd_sparse.wire import PLAIN, WIRES
-from hvd_sparse.wire.base import flat_message
+from hvd_sparse.wire.values import flat_message
 
 NUMEL = 14_700_000
 DENSITY = 0.01

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
 from itertools import count
 from time import perf_counter
 
@@ -56,7 +57,10 @@ def link_of(transport: Transport) -> Link:
 
 
 def _remembered(transport: Transport) -> Link:
-    """What this world's processes have measured before, if all of them remember it, or now."""
+    """What this world's processes have measured before, if all of them remember the same, or now.
+
+    They may not: two transports can be measured at a time, on two threads of each process.
+    """
     if transport.world_size == 1:
         return ORDINARY_LINK
     token = torch.frombuffer(bytearray(_process_token()), dtype=torch.uint8)
@@ -64,11 +68,12 @@ def _remembered(transport: Transport) -> Link:
     if len(set(tokens)) < len(tokens):  # threads: what they measure says nothing of another world
         return measure_link(transport)
     world = (transport.name.encode(), *tokens)
-    known = torch.tensor([world in _links])
-    everyone = transport.allgather((known,), channel="link.known")
-    if not all(bool(message.view(torch.bool)) for message in everyone):
-        _links[world] = measure_link(transport)
-    return _links[world]
+    link = _links.get(world)
+    digest = torch.frombuffer(bytearray(sha256(repr(link).encode()).digest()), dtype=torch.uint8)
+    everyone = transport.allgather((digest,), channel="link.known")
+    if link is None or not all(torch.equal(message, digest) for message in everyone):
+        link = _links[world] = measure_link(transport)
+    return link
 
 
 @cache

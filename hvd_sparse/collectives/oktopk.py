@@ -54,7 +54,12 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
-from hvd_sparse.collectives.threshold_levels import LEVELS, counts_at_levels, threshold_at
+from hvd_sparse.collectives.threshold_levels import (
+    LEVELS,
+    counts_at_levels,
+    nearest_level,
+    threshold_at,
+)
 from hvd_sparse.magnitude import magnitude_keys, threshold_key
 from hvd_sparse.streams import Part, SparseStream, sum_of
 from hvd_sparse.topology import allgather_loads, batches
@@ -185,11 +190,12 @@ class OkTopk(Collective):
 
     def _cut(self, stream: SparseStream) -> list[Part]:
         """The stream's entries in every rank's region."""
-        cuts = torch.searchsorted(stream.indices, self.boundaries.to(torch.int32)).tolist()
-        ends = pairwise([0, *cuts, stream.nnz])
+        ends = self.boundaries.to(torch.int32).numpy()
+        cuts = stream.indices.numpy().searchsorted(ends).tolist()
+        stretches = pairwise([0, *cuts, stream.nnz])
         return [
             _part(stream.slice(*positions), span)
-            for positions, span in zip(ends, self._spans(), strict=True)
+            for positions, span in zip(stretches, self._spans(), strict=True)
         ]
 
     def _read(self, message: Tensor, packer: Packer, span: Span) -> SparseStream:
@@ -233,9 +239,9 @@ class OkTopk(Collective):
         """
         if self.global_threshold == 0.0:
             return None
-        totals = self.level_counts.sum(0)
-        level = int((totals - self._aimed()).abs().argmin())
-        if not self._is_near(int(totals[level])):
+        totals: list[int] = self.level_counts.sum(0).tolist()
+        level = nearest_level(totals, self._aimed())
+        if not self._is_near(totals[level]):
             return None
         self.global_threshold = threshold_at(self.global_threshold, level)
         shares: list[int] = self.level_counts[:, level].tolist()
@@ -287,15 +293,15 @@ class OkTopk(Collective):
         """Bring entries to every rank, and with them what the next step needs to know."""
         rank = self.transport.rank
         counts = counts_at_levels(reduced_topk.values, self.global_threshold)
-        head = torch.cat([counts, torch.tensor([self._received], dtype=torch.int32)])
+        received = torch.tensor([self._received], dtype=torch.int32)
         payload, own = packer.pack(_part(chosen, spans[rank]))
-        messages = self.transport.allgather((head, *payload), channel="allgather")
+        messages = self.transport.allgather((counts, received, *payload), channel="allgather")
         for message in messages:
             check_bytes(self.wire.name, "counts at levels", message[:HEAD_BYTES], HEAD_BYTES)
         heads = torch.stack([message[:HEAD_BYTES].view(torch.int32) for message in messages])
-        self.level_counts, received = heads[:, :-1].clone(), heads[:, -1].double()
-        even = max(self.k, FEW_ENTRIES, UNEVEN_FACTOR * float(received.mean()))
-        self.regions_are_uneven = float(received.max()) > even
+        self.level_counts, entries = heads[:, :-1].clone(), heads[:, -1].tolist()
+        even = max(self.k, FEW_ENTRIES, UNEVEN_FACTOR * sum(entries) / len(entries))
+        self.regions_are_uneven = max(entries) > even
         parts = [
             own.to_stream(self.numel)
             if source == rank

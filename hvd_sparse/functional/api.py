@@ -1,7 +1,8 @@
 """Sparse collectives among Horovod's ranks, for sparse vectors of any origin.
 
-Each Horovod world has one connection for these calls, made at the first of them, beside Horovod's
-own and beside those of compressors.
+Each Horovod world has a connection for these calls, made at the first of them, beside Horovod's
+own and beside those of compressors; and a second one from the second asynchronous call on, so that
+these overlap.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from hvd_sparse.functional.communicator import Communicator, SparseHandle
 from hvd_sparse.functional.user_vector import SparseVector
 from hvd_sparse.streams import Operation
+from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import create_transport
 from hvd_sparse.wire import Wire
 
@@ -58,8 +60,8 @@ def sparse_allreduce(
         PlanError: Ranks made different calls.
         TransportError: A peer is gone or did not answer.
     """
-    handle = sparse_allreduce_async(
-        x, algorithm=algorithm, op=op, wire=wire, process_set=process_set
+    handle = communicator(process_set).allreduce_async(
+        x, algorithm=algorithm, op=op, wire=wire, overlaps=False
     )
     return handle.wait()
 
@@ -72,7 +74,10 @@ def sparse_allreduce_async(
     wire: str | Wire = "float32",
     process_set: Any = None,
 ) -> SparseHandle[Vector]:
-    """Start what `sparse_allreduce` does; `x` must not change until the handle is waited for."""
+    """Start what `sparse_allreduce` does; `x` must not change until the handle is waited for.
+
+    Two such calls may be under way at a time; more wait for these.
+    """
     return communicator(process_set).allreduce_async(x, algorithm=algorithm, op=op, wire=wire)
 
 
@@ -90,7 +95,7 @@ def sparse_allgather(x: Vector, *, process_set: Any = None) -> list[Vector]:
         TypeError: `x` is nothing of that kind. The other errors are those of `sparse_allreduce`,
             too.
     """
-    return sparse_allgather_async(x, process_set=process_set).wait()
+    return communicator(process_set).allgather_async(x, overlaps=False).wait()
 
 
 def sparse_allgather_async(x: Vector, *, process_set: Any = None) -> SparseHandle[list[Vector]]:
@@ -122,4 +127,7 @@ def communicator(process_set: Any = None) -> Communicator:
 def _connect(generation: _Generation, process_set: Any) -> Communicator:
     from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
 
-    return Communicator(create_transport("auto", HorovodBootstrap(process_set), TIMEOUT_S))
+    def connect() -> Transport:
+        return create_transport("auto", HorovodBootstrap(process_set), TIMEOUT_S)
+
+    return Communicator(connect(), connect)

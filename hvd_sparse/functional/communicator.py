@@ -69,20 +69,37 @@ class SparseHandle(Generic[Result]):
         return self._future.result().lost
 
 
-class Communicator:
-    """Sparse collectives over one transport, which nothing else uses.
-
-    Calls are made in the same order on all ranks; a thread of its own executes them one by one, so
-    that the caller can go on meanwhile.
-
-    Args:
-        transport: Carries the messages.
-    """
+class Lane:
+    """A transport, and the thread that executes calls over it, one by one."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._calls = 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="hvd_sparse.communicator")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="hvd_sparse.communicator")
+
+    def close(self) -> None:
+        """Finish what was started, and close the transport."""
+        self.thread.shutdown()
+        self.transport.close()
+
+
+class Communicator:
+    """Sparse collectives over transports that nothing else uses.
+
+    Calls are made in the same order on all ranks; a thread executes them, so that the caller can go
+    on meanwhile. With a second transport, calls that follow one another take turns between the two,
+    and overlap: one computes while the other is on the wire.
+
+    Args:
+        transport: Carries the messages.
+        second: Makes another one between the same ranks, at the second call that may overlap
+            another; all ranks come to that together. None: there is none, and calls wait in line.
+    """
+
+    def __init__(self, transport: Transport, second: Callable[[], Transport] | None = None) -> None:
+        self.transport = transport
+        self._lanes = [Lane(transport)]
+        self._second = second
+        self._calls = self._overlapping = 0
 
     def allreduce_async(
         self,
@@ -91,8 +108,12 @@ class Communicator:
         algorithm: str = "auto",
         op: str | Operation = "sum",
         wire: str | Wire = "float32",
+        overlaps: bool = True,
     ) -> SparseHandle[Vector]:
-        """Start to combine the ranks' vectors; see `sparse_allreduce`."""
+        """Start to combine the ranks' vectors; see `sparse_allreduce`.
+
+        A caller that waits at once says that the call `overlaps` no other one.
+        """
         check_choice("algorithm", algorithm, ["auto", *ALGORITHMS])
         if isinstance(op, str):
             op = OPERATIONS[check_choice("op", op, OPERATIONS)]
@@ -105,54 +126,74 @@ class Communicator:
             raise UnsupportedError(
                 f"wire {wire.name!r} carries sums of float32 vectors, got op {op.name!r} on {form}"
             )
-        return self._start(self._allreduce, part, form, algorithm, op, wire)
+        return self._start(overlaps, self._allreduce, part, form, algorithm, op, wire)
 
-    def allgather_async(self, x: Vector) -> SparseHandle[list[Vector]]:
-        """Start to gather the ranks' vectors; see `sparse_allgather`."""
-        return self._start(self._allgather, *read_vector(x))
+    def allgather_async(self, x: Vector, *, overlaps: bool = True) -> SparseHandle[list[Vector]]:
+        """Start to gather the ranks' vectors; see `sparse_allgather` and `allreduce_async`."""
+        return self._start(overlaps, self._allgather, *read_vector(x))
 
     def close(self) -> None:
-        """Finish what was started, and close the transport."""
-        self._worker.shutdown()
-        self.transport.close()
+        """Finish what was started, and close the transports."""
+        for lane in self._lanes:
+            lane.close()
 
     def _start(
-        self, call: Callable[..., Outcome[Result]], *arguments: object
+        self, overlaps: bool, call: Callable[..., Outcome[Result]], *arguments: object
     ) -> SparseHandle[Result]:
-        threads = torch.get_num_threads()
+        lane = self._next_lane() if overlaps else self._lanes[0]
+        self._calls += 1
+        number, threads = self._calls, torch.get_num_threads()
 
         def task() -> Outcome[Result]:
             if torch.get_num_threads() != threads:  # a new thread does not inherit it
                 torch.set_num_threads(threads)
-            return call(*arguments)
+            return call(lane.transport, number, *arguments)
 
-        return SparseHandle(self._worker.submit(task))
+        return SparseHandle(lane.thread.submit(task))
+
+    def _next_lane(self) -> Lane:
+        """Where the next call that may overlap others goes: the same on all ranks."""
+        place = self._overlapping
+        self._overlapping += 1
+        if place == 1 and self._second is not None:
+            self._lanes.append(Lane(self._second()))
+        return self._lanes[place % len(self._lanes)]
 
     def _allreduce(
-        self, part: Part, form: Form, algorithm: str, op: Operation, wire: Wire
+        self,
+        transport: Transport,
+        number: int,
+        part: Part,
+        form: Form,
+        algorithm: str,
+        op: Operation,
+        wire: Wire,
     ) -> Outcome[Any]:
-        k = self._agree(part, f"allreduce {algorithm} {op.name} {wire.name} {form}")
+        k = _agree(transport, part, f"allreduce {algorithm} {op.name} {wire.name} {form}")
         if algorithm == "auto":
-            algorithm = cheapest_algorithm(self.transport, part.numel, k, tuple(ALGORITHMS), wire)
-        packer = Packer(wire, self.transport.rank, self._calls)
-        total = join(ALGORITHMS[algorithm](part, self.transport, packer, op), op)
+            algorithm = cheapest_algorithm(transport, part.numel, k, tuple(ALGORITHMS), wire)
+        packer = Packer(wire, transport.rank, number)
+        total = join(ALGORITHMS[algorithm](part, transport, packer, op), op)
         lost = None if wire.is_lossless else packer.lost(form.numel)
         return Outcome(form.restore(total, op), lost)
 
-    def _allgather(self, part: Part, form: Form) -> Outcome[list[Any]]:
-        self._agree(part, f"allgather {form}")
+    def _allgather(
+        self, transport: Transport, number: int, part: Part, form: Form
+    ) -> Outcome[list[Any]]:
+        del number  # nothing is rounded
+        _agree(transport, part, f"allgather {form}")
         wire = PlainWire(form.dtype, form.block)
-        messages = self.transport.allgather(wire.encode(part, 0), channel="sparse_allgather")
+        messages = transport.allgather(wire.encode(part, 0), channel="sparse_allgather")
         parts = [wire.decode(message, part.start, part.stop) for message in messages]
         return Outcome([form.restore(each, SUM) for each in parts])
 
-    def _agree(self, part: Part, call: str) -> int:
-        """Check that all ranks make the same call; the most entries that any of them brings."""
-        self._calls += 1
-        mine = torch.tensor([zlib.crc32(call.encode()), part.nnz])
-        messages = self.transport.allgather((mine,), channel="sparse_call")
-        calls = torch.stack([message.view(torch.int64) for message in messages])
-        for rank, code in enumerate(calls[:, 0].tolist()):
-            if code != int(mine[0]):
-                raise PlanError(f"rank {rank} makes another call than this one: {call}")
-        return int(calls[:, 1].max())
+
+def _agree(transport: Transport, part: Part, call: str) -> int:
+    """Check that all ranks make the same call; the most entries that any of them brings."""
+    mine = torch.tensor([zlib.crc32(call.encode()), part.nnz])
+    messages = transport.allgather((mine,), channel="sparse_call")
+    calls = torch.stack([message.view(torch.int64) for message in messages])
+    for rank, code in enumerate(calls[:, 0].tolist()):
+        if code != int(mine[0]):
+            raise PlanError(f"rank {rank} makes another call than this one: {call}")
+    return int(calls[:, 1].max())

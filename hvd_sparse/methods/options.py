@@ -122,9 +122,8 @@ class MethodOptions(ABC):
     )
     bucket_numel: int = option(
         BUCKET_NUMEL,
-        "Elements at which a bucket of tensors is closed. A tensor that is larger, and has more "
-        f"than {LEAST_CUT_NUMEL} elements, is cut by rows into equal parts, each with a bucket of "
-        "its own: one is selected from while another is exchanged.",
+        "Elements at which a bucket of tensors is closed; a tensor above that, and above "
+        f"{LEAST_CUT_NUMEL}, is cut by rows over buckets of its own.",
         count(1),
     )
     wire: str = option(

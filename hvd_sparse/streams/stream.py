@@ -56,7 +56,9 @@ class SparseStream:
 
     def common_with(self, indices: Tensor) -> SparseStream:
         """The entries whose index is among `indices`, int32 `(m,)` ascending."""
-        if self.nnz == 0 or indices.numel() == 0:
+        if self.nnz == 0:
+            return self
+        if indices.numel() == 0:
             return SparseStream.empty(self.numel)
         others, _ = ops.difference(*self.payload(), indices)
         return SparseStream(*ops.difference(*self.payload(), others), self.numel)

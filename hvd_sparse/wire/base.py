@@ -11,6 +11,7 @@ from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import INDEX_BYTES, SUM, Operation, Part, SparseStream, sum_of
 from hvd_sparse.wire.checks import check_ascending
+from hvd_sparse.wire.values import flat_message
 
 SEED_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 """Odd constants that spread a step, a rank and a message over 64 bits."""
@@ -35,6 +36,13 @@ class Wire(ABC):
             part: Sparse or dense.
             seed: What stochastic rounding depends on, beside a value's place; in `[0, 2**64)`.
         """
+
+    def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
+        """The message of a part, and the part as its receivers will read it."""
+        payload = self.encode(part, seed)
+        if self.is_lossless:
+            return payload, part
+        return payload, self.decode(flat_message(payload), part.start, part.stop)
 
     @abstractmethod
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
@@ -123,11 +131,8 @@ class Packer:
         place = (self.step, author, self._messages)
         self._messages += 1
         seed = sum(n * factor for n, factor in zip(place, SEED_FACTORS, strict=True)) % (1 << 64)
-        payload = self.wire.encode(part, seed)
-        if self.wire.is_lossless:
-            return payload, part
-        read = self.wire.decode(flat_message(payload), part.start, part.stop)
-        if author == self.rank:
+        payload, read = self.wire.encode_and_read(part, seed)
+        if author == self.rank and read is not part:
             self._lost.append(_difference(part, read))
         return payload, read
 
@@ -138,11 +143,6 @@ class Packer:
     def lost(self, numel: int) -> SparseStream:
         """What rounding has lost so far and this rank is to keep, as one stream."""
         return sum_of(self._lost, numel)
-
-
-def flat_message(payload: tuple[Tensor, ...]) -> Tensor:
-    """A payload as its receiver gets it."""
-    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in payload])
 
 
 def _difference(part: Part, read: Part) -> SparseStream:

@@ -5,6 +5,8 @@ Nothing is allocated by a count that the message's own bytes do not bear out.
 
 from __future__ import annotations
 
+from ctypes import c_int64
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,13 @@ from hvd_sparse.errors import MessageError
 HEADER_BYTES = 8
 DENSE = -1
 """The header of a dense part's message, in place of a count of entries."""
+
+
+def header(count: int) -> Tensor:
+    """What a message begins with: a number of entries, or `DENSE`."""
+    written = torch.empty(1, dtype=torch.int64)
+    c_int64.from_address(written.data_ptr()).value = count
+    return written
 
 
 def entry_count(wire: str, message: Tensor, start: int, stop: int) -> int:
@@ -26,7 +35,7 @@ def entry_count(wire: str, message: Tensor, start: int, stop: int) -> int:
             f"a message of wire {wire!r} must have at least {HEADER_BYTES} bytes, "
             f"got {message.numel()}"
         )
-    count = int(message[:HEADER_BYTES].view(torch.int64))
+    count = c_int64.from_address(message.data_ptr()).value
     if count != DENSE and not 0 <= count <= stop - start:
         raise MessageError(
             f"a message of wire {wire!r} claims {count} entries in [{start}, {stop})"

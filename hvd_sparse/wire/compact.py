@@ -18,6 +18,7 @@ from hvd_sparse.wire.checks import (
     check_ascending,
     check_bytes,
     entry_count,
+    header,
 )
 from hvd_sparse.wire.plain import PLAIN
 from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec
@@ -54,14 +55,27 @@ class CompactWire(Wire):
 
     def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
         """See `Wire.encode`."""
+        return self._message(part, self._codec_of(part).encode(part.values, seed))
+
+    def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
+        """See `Wire.encode_and_read`; indices are not read again."""
+        if self.is_lossless:
+            return self.encode(part, seed), part
+        codec = self._codec_of(part)
+        values = codec.encode(part.values, seed)
+        read = Part(part.indices, codec.read(values, part.nnz), part.start, part.stop)
+        return self._message(part, values), read
+
+    def _codec_of(self, part: Part) -> ValueCodec:
+        return self._dense_values if part.indices is None else self._values
+
+    def _message(self, part: Part, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if part.indices is None:
-            header = torch.tensor([DENSE])
-            return (header, *self._dense_values.encode(part.values, seed))
-        header = torch.tensor([part.nnz])
-        values = self._values.encode(part.values, seed)
+            return (header(DENSE), *values)
         if self._has_gaps:
-            return (header, *values, ops.gap_encode(part.indices.contiguous(), part.start))
-        return (header, part.indices.contiguous(), *values)
+            code = ops.gap_encode(part.indices.contiguous(), part.start)
+            return (header(part.nnz), *values, code)
+        return (header(part.nnz), part.indices.contiguous(), *values)
 
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
         """See `Wire.decode`."""
@@ -95,7 +109,7 @@ class CompactWire(Wire):
         """See `Wire.encode_indices`; gaps come after their number (int64)."""
         if not self._has_gaps:
             return super().encode_indices(indices, numel)
-        return (torch.tensor([indices.numel()]), ops.gap_encode(indices.contiguous(), 0))
+        return (header(indices.numel()), ops.gap_encode(indices.contiguous(), 0))
 
     def decode_indices(self, message: Tensor, numel: int) -> Tensor:
         """See `Wire.decode_indices`."""

@@ -16,6 +16,7 @@ from hvd_sparse.wire.checks import (
     check_ascending,
     check_bytes,
     entry_count,
+    header,
 )
 
 
@@ -38,11 +39,10 @@ class PlainWire(Wire):
     def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
         """See `Wire.encode`."""
         del seed  # nothing is rounded
-        header = torch.tensor([DENSE if part.indices is None else part.nnz])
         if part.indices is None:
-            return (header, part.values.contiguous())
+            return (header(DENSE), part.values.contiguous())
         # Values first: they may need an alignment of 8 bytes.
-        return (header, part.values.contiguous(), part.indices.contiguous())
+        return (header(part.nnz), part.values.contiguous(), part.indices.contiguous())
 
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
         """See `Wire.decode`; the part views the message."""
@@ -53,9 +53,10 @@ class PlainWire(Wire):
             return Part(None, self._values(body), start, stop)
         cut = nnz * self._value_bytes
         check_bytes(self.name, f"{nnz} entries", body, cut + nnz * INDEX_BYTES)
-        indices = body[cut:].view(torch.int32)
+        values, indices = body.tensor_split((cut,))
+        indices = indices.view(torch.int32)
         check_ascending(self.name, indices, start, stop)
-        return Part(indices, self._values(body[:cut]), start, stop)
+        return Part(indices, self._values(values), start, stop)
 
     def expected_bytes(self, numel: int, k: int) -> WireBytes:
         """See `Wire.expected_bytes`."""
@@ -64,7 +65,8 @@ class PlainWire(Wire):
         return WireBytes(INDEX_BYTES, value, value, value)
 
     def _values(self, data: Tensor) -> Tensor:
-        return data.view(self.dtype).view(-1, *self.block)
+        values = data.view(self.dtype)
+        return values.view(-1, *self.block) if self.block else values
 
 
 PLAIN = PlainWire()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from ctypes import c_float
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,15 @@ class ValueCodec(ABC):
     def decode(self, data: Tensor, count: int) -> Tensor:
         """Read uint8 `(nbytes(count),)`, 4-byte aligned, as float32 `(count,)`."""
 
+    def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
+        """What `decode` gives at the receivers, from what `encode` gave."""
+        return self.decode(flat_message(encoded), count)
+
+
+def flat_message(payload: tuple[Tensor, ...]) -> Tensor:
+    """A payload as its receiver gets it."""
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in payload])
+
 
 class Float32Values(ValueCodec):
     """The values as they are."""
@@ -64,6 +74,11 @@ class Float32Values(ValueCodec):
         """See `ValueCodec.decode`; a view."""
         del count
         return data.view(torch.float32)
+
+    def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
+        """See `ValueCodec.read`."""
+        del count
+        return encoded[0]
 
 
 @dataclass(frozen=True)
@@ -92,13 +107,19 @@ class HalfValues(ValueCodec):
         if top == MOST_EXPONENT:  # what is rounded up here could not be scaled back
             below = 2.0 ** (top + shift) * (1 - torch.finfo(self.dtype).eps / 2)
             scaled = torch.where(values.isfinite(), scaled.clamp(-below, below), scaled)
-        return (torch.tensor([2.0**-shift]), scaled.to(self.dtype))
+        return (torch.full((1,), 2.0**-shift, dtype=torch.float32), scaled.to(self.dtype))
 
     def decode(self, data: Tensor, count: int) -> Tensor:
         """See `ValueCodec.decode`."""
         del count
-        scale = float(data[:SCALE_BYTES].view(torch.float32))
+        scale = c_float.from_address(data.data_ptr()).value
         return data[SCALE_BYTES:].view(self.dtype).float().mul_(scale)
+
+    def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
+        """See `ValueCodec.read`."""
+        del count
+        scale, values = encoded
+        return values.float().mul_(c_float.from_address(scale.data_ptr()).value)
 
 
 def _exponent(values: Tensor) -> int:
@@ -139,6 +160,11 @@ class QsgdValues(ValueCodec):
         cut = self._scales_bytes(count)
         scales = data[:cut].view(torch.float32)
         return ops.qsgd_dequantize(data[cut:], scales, count, self.bits, self.bucket_numel)
+
+    def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
+        """See `ValueCodec.read`."""
+        scales, codes = encoded
+        return ops.qsgd_dequantize(codes, scales, count, self.bits, self.bucket_numel)
 
     def _scales_bytes(self, count: int) -> int:
         return SCALE_BYTES * -(-count // self.bucket_numel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from hvd_sparse.errors import ConfigError, PlanError, UnsupportedError
 from hvd_sparse.functional.communicator import ALGORITHMS, Communicator
 from hvd_sparse.streams import Operation, SparseStream
 from hvd_sparse.transports import Transport, run_ranks
+from hvd_sparse.transports.local import LocalWorld
 
 PRODUCT = Operation("product", torch.mul, lambda dtype: 1)
 REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,7 +50,7 @@ def run(world_size: int, fn: Callable[[Communicator], object]) -> list[object]:
         try:
             return fn(communicator)
         finally:
-            communicator._worker.shutdown()
+            communicator.close()
 
     return run_ranks(world_size, worker, timeout_s=20.0)
 
@@ -170,3 +172,39 @@ def test_ranks_that_make_different_calls_are_told() -> None:
             communicator.allreduce_async(x, op=op).wait()
 
     run(2, worker)
+
+
+def test_calls_overlap() -> None:
+    """The first one ends only after the second one has: each rank's sum waits for that."""
+    second_world = LocalWorld(2, 20.0)
+    made: list[int] = []
+
+    def worker(transport: Transport) -> list[list[float]]:
+        rank, ended = transport.rank, threading.Event()
+
+        def second() -> Transport:
+            made.append(rank)
+            return second_world.transport(rank)
+
+        def add_late(a: Tensor, b: Tensor) -> Tensor:
+            assert ended.wait(20.0)
+            return a + b
+
+        late = Operation("late sum", add_late, lambda dtype: 0)
+        communicator = Communicator(transport, second)
+        x = sparse_tensor(rank, torch.float64, (4,), 1, 9)
+        alone = [communicator.allreduce_async(x, overlaps=False).wait() for _ in range(3)]
+        assert rank not in made
+        first = communicator.allreduce_async(x, op=late)
+        other = communicator.allreduce_async(x)
+        alone.append(other.wait())
+        assert not first.done()
+        ended.set()
+        alone.append(first.wait())
+        alone += [h.wait() for h in [communicator.allreduce_async(x) for _ in range(5)]]
+        communicator.close()
+        return [each.to_dense().tolist() for each in alone]
+
+    for results in run_ranks(2, worker, timeout_s=20.0):
+        assert results == [results[0]] * 10
+    assert sorted(made) == [0, 1]

@@ -18,7 +18,7 @@ from hvd_sparse.streams import (
     uniform_regions,
 )
 from hvd_sparse.wire import WIRES, CompactWire, Packer, PlainWire
-from hvd_sparse.wire.base import flat_message
+from hvd_sparse.wire.values import flat_message
 
 NUMEL = 60
 WHOLE_NUMBERS = st.integers(-100, 100)

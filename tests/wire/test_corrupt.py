@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import Part
 from hvd_sparse.wire import WIRES, PlainWire, Wire
-from hvd_sparse.wire.base import flat_message
 from hvd_sparse.wire.compact import CompactWire
+from hvd_sparse.wire.values import flat_message
 
 EVERY_WIRE: dict[str, Wire] = {
     **WIRES,

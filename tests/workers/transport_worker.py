@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import horovod.torch as hvd
 import pytest
@@ -173,11 +174,17 @@ def process_sets(name: str) -> None:
         hvd.remove_process_set(process_set)
 
 
-def link_of_three_transports() -> list[tuple[Link, int]]:
-    """What each of three transports, one after the other, costs by its own account; messages."""
-    found = []
+def links_of_transports(others: int) -> list[tuple[Link, int]]:
+    """What each of several transports, one after the other, costs by its own account; messages.
+
+    Before the last one rank 0 remembers something else than its peers.
+    """
+    found: list[tuple[Link, int]] = []
     link._links.clear()  # what other tests in these processes have measured
-    for _ in range(3):
+    for place in range(1 + others):
+        if place == others and hvd.rank() == 0:
+            [world] = link._links
+            link._links[world] = replace(link._links[world], alpha_s=1.0)
         transport = create_transport("gloo", HorovodBootstrap(), 60.0)
         found.append((link_of(transport), transport.traffic.messages_sent))
         transport.close()

@@ -76,6 +76,11 @@ def empty_stream(nnz: int) -> tuple[Tensor, Tensor]:
     return torch.empty(nnz, dtype=torch.int32), torch.empty(nnz, dtype=torch.float32)
 
 
+def first(nnz: int, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The first `nnz` entries of a stream; all of them are the stream itself."""
+    return (indices, values) if nnz == indices.numel() else (indices[:nnz], values[:nnz])
+
+
 def check(status: int, what: str = "", numel: int = 0) -> None:
     """Turns a status into its exception; `what` are the indices that belong in `[0, numel)`."""
     if status == _OK:

@@ -11,7 +11,13 @@ from torch import Tensor
 from hvd_sparse.magnitude import pivot_key, threshold_key
 from hvd_sparse.ops.accumulation import Accumulation
 from hvd_sparse.ops.native._accumulation import AccumulationStruct
-from hvd_sparse.ops.native._library import NativeLibrary, Signatures, check, empty_stream
+from hvd_sparse.ops.native._library import (
+    NativeLibrary,
+    Signatures,
+    check,
+    empty_stream,
+    first,
+)
 
 
 class NativeSelection(NativeLibrary):
@@ -106,7 +112,7 @@ class NativeSelection(NativeLibrary):
             byref(nnz),
             byref(threshold),
         )
-        return indices[: nnz.value], values[: nnz.value], threshold.value
+        return *first(nnz.value, indices, values), threshold.value
 
     def _accumulate(
         self, function: Callable[..., int], accumulation: Accumulation, *arguments: object

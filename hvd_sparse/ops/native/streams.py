@@ -16,6 +16,7 @@ from hvd_sparse.ops.native._library import (
     Signatures,
     check,
     empty_stream,
+    first,
 )
 
 
@@ -56,7 +57,7 @@ class NativeStreams(NativeLibrary):
             "the indices of every stream",
             numel,
         )
-        return out_indices[: nnz.value], out_values[: nnz.value]
+        return first(nnz.value, out_indices, out_values)
 
     def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """The entries whose index is not in `other`."""
@@ -74,7 +75,7 @@ class NativeStreams(NativeLibrary):
                 byref(nnz),
             )
         )
-        return out_indices[: nnz.value], out_values[: nnz.value]
+        return first(nnz.value, out_indices, out_values)
 
     def threshold_stream(
         self, indices: Tensor, values: Tensor, threshold: float
@@ -93,7 +94,7 @@ class NativeStreams(NativeLibrary):
                 byref(nnz),
             )
         )
-        return out_indices[: nnz.value], out_values[: nnz.value]
+        return first(nnz.value, out_indices, out_values)
 
     def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
         """Adds a stream to a vector."""
