@@ -49,12 +49,17 @@ def policy_model() -> type[BaseModel]:
         ),
         "bucket": (str | None, _key("Tensors of one bucket name are exchanged as one vector")),
     }
+    types: dict[str, Any] = {}
+    meanings: dict[str, dict[str, list[str]]] = {}
     for name, options in METHODS.items():
-        types = get_type_hints(options)
+        types |= get_type_hints(options)
         for item in fields(options):
-            others = f"{settings[item.name][1].description} " if item.name in settings else ""
-            text = f"{others}{name}: {item.metadata['meaning']}"
-            settings[item.name] = (types[item.name] | None, _key(text))
+            methods = meanings.setdefault(item.name, {}).setdefault(item.metadata["meaning"], [])
+            methods.append(name)
+    for key, texts in meanings.items():
+        said = (f"{', '.join(methods)}: {text}" for text, methods in texts.items())
+        words = next(iter(texts)) if [*texts.values()] == [[*METHODS]] else " ".join(said)
+        settings[key] = (types[key] | None, _key(words))
     of_rule: dict[str, Any] = {
         "match": (Match, Field(default=Match(), description="Tensors that the rule is for")),
         "compress": (
