@@ -107,6 +107,14 @@ def torch_on_one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def caches_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a planner remembers of a test is not for its user, nor for the next test run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """The ranks of a world, which `tests.ranks.with_ranks` names."""
