@@ -36,8 +36,8 @@ def select(bucket: Bucket) -> None:
     with stats.timed("stage_s"):
         gradients = bucket.gradients()
     with stats.timed("accumulate_select_s"):
-        stats.nnz_wanted = bucket.shard_k
-        stage = bucket.stages.at(stats.nnz_wanted, bucket.step)
+        stats.nnz_wanted = bucket.k
+        stage = bucket.stages.at(bucket.shard_k, bucket.step)
         bucket.stats.collective = name_of(stage.collective)
         scope = stage.collective.scope()
         bucket.open_step()

@@ -25,7 +25,8 @@ class StepStats:
     """One bucket in one step, or the sum of several.
 
     Attributes:
-        nnz_wanted: k: entries that this rank was to take out, by the density of the step.
+        nnz_wanted: k: entries that were to be taken out, by the density of the step. Under two
+            levels the ranks of a host take them out together, each of its shard.
         nnz_selected: Entries taken out of this rank's accumulator.
         nnz_held_back: Entries that were selected beside them, and went back into the residual:
             more than four times k would have been sent.
