@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvd_sparse.engine.account import Account
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.exchange import decode, work, work_ahead
-from hvd_sparse.engine.guard import Guard, warn
+from hvd_sparse.engine.guard import warn
 from hvd_sparse.engine.location import Location, Wholes
-from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
+from hvd_sparse.engine.observer import Observer
 from hvd_sparse.engine.plan import (
     Assignment,
     BucketPlan,
@@ -36,9 +36,6 @@ from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.hosts import Hosts
 from hvd_sparse.transports import Transport
-
-COMPARISON_INTERVAL = 64
-"""Steps from one comparison of the ranks' times to the next, where an observer asks for it."""
 
 
 class Engine:
@@ -62,16 +59,13 @@ class Engine:
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
         self.assignment = assignment
-        self._observer = Guard(observer)
+        self._account = Account(observer)
         self.skipped_steps = 0
         self.dropped_l1 = self.lost_l1 = 0.0
         self._unsettled = False
         self._release = Release()
         self._frozen = Frozen()
         self._freezing: set[str] = set()
-        self._let_go_l1 = 0.0
-        self._before, self._steps_before, self._plans = StepStats(), 0, 0
-        self._step_began = self._told_of_transport = False
         self._specs: dict[str, TensorSpec] = {}
         self._unit = 1.0
         self._clipping: StepClipping | None = None
@@ -85,8 +79,6 @@ class Engine:
         self._taken: dict[TensorSpec, bool] = {}  # asked for every tensor in every step
         self._restored = EngineState()
         self._restored_strictly = False
-        self._comparing = False
-        self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64)
 
     @property
     def scale(self) -> float | None:
@@ -246,7 +238,7 @@ class Engine:
                     tensor.mul_(will_be / was)
         self.assignment = assignment
         if self._transport is not None:
-            self._tell_plan()  # that of the next step follows, if it has any bucket
+            self._account.tell_plan(self._transport)  # the next step's follows, if it has buckets
 
     def take_momentum(self, shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
         """The momenta of tensors that have none here any more, summed over the ranks.
@@ -283,7 +275,7 @@ class Engine:
     def tell_tried(self, trial: Mapping[str, Any]) -> None:
         """Tell the observer what a planner tried and chose."""
         assert self._transport is not None
-        self._observer.tried(self._transport, trial)
+        self._account.tell_tried(self._transport, trial)
 
     def agree(self) -> None:
         """Check that all ranks have the same assignment; they call this together, between steps.
@@ -308,9 +300,7 @@ class Engine:
     def disconnect(self) -> None:
         """Stop the background thread and close the transport, if there are any; keep the state."""
         self._give_up_plan()
-        if self._told_of_transport:
-            self._observer.ended()
-        self._told_of_transport = False
+        self._account.disconnected()
         self._worker.close()
         self.hosts = None
 
@@ -319,10 +309,7 @@ class Engine:
         self._end_dense_step()
         self._worker.stop()  # before the state is read, which it changes
         self._restored = self._state()
-        self._let_go_l1 += sum(bucket.memory.let_go_l1 for bucket in self._buckets)
-        self._steps_before = self._steps
-        for bucket in self._buckets:
-            self._before.add(bucket.stats)
+        self._account.end_plan()
         self._frozen = Frozen()
         self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
 
@@ -331,22 +318,11 @@ class Engine:
     def begin_step(self) -> None:
         """Say that a step begins; without this, steps of dense tensors only are not counted."""
         self._end_dense_step()
-        self._step_began = True
+        self._account.begin_step()
 
     def _end_dense_step(self) -> None:
-        """Count the last step, if it has begun and nothing was exchanged in it."""
-        began, self._step_began = self._step_began, False
-        if not began or self._buckets or self._arrivals or self._transport is None:
-            return
-        if not self._told_of_transport:
-            self._tell_plan()
-        self._steps_before += 1
-        self._observer.stepped(())
-
-    def _tell_plan(self) -> None:
-        assert self._transport is not None
-        self._told_of_transport = True
-        self._observer.planned(self._transport, self._buckets)
+        was_dense = not self._buckets and not self._arrivals
+        self._account.end_dense_step(self._transport, was_dense=was_dense)
 
     def submit(self, spec: TensorSpec, gradient: Tensor, *, frozen: bool = False) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned.
@@ -411,26 +387,15 @@ class Engine:
             with stats.timed("wait_s"):
                 self._worker.wait_for(bucket, Phase.EXCHANGED)
             bucket.lane.hand_back()
-        self._unsettled, self._step_began = True, False
+        self._unsettled = True
         for bucket, stats in zip(self._buckets, late, strict=True):
             if bucket.reduced is not None:
                 assert self.scale is not None
                 decode(bucket, self.scale, stats)
             bucket.stats.amend(stats)
             self._spent.append(bucket.close_step())
-        if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
-            self._compare_ranks()
-        self._observer.stepped(self._buckets)
-
-    def _compare_ranks(self) -> None:
-        """Gather what the phases took on every rank; the background thread is idle meanwhile."""
         assert self._transport is not None
-        stats = [bucket.stats for bucket in self._buckets]
-        sums = [sum(getattr(each, name) for each in stats) for name in COMPARED_PHASES]
-        now = torch.tensor(sums, dtype=torch.float64)
-        since, self._compared = now - self._compared, now
-        messages = self._transport.allgather((since,), channel="compare")
-        self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
+        self._account.end_step(self._transport)
 
     def fail(self, error: BaseException) -> None:
         """Give up on the step under way: its waits, here and at the peers, end with an error."""
@@ -445,12 +410,9 @@ class Engine:
         leftover = self._restored.restore(buckets, self._transport, self._restored_strictly)
         self._restored, self._restored_strictly = EngineState(leftover), False
         self._buckets = buckets
-        self._plans += 1
         self._places = wholes.locate(buckets)
         self._specs |= {name: location.spec for name, location in self._places.items()}
-        self._comparing = self._rank_0_observes()
-        self._compared.zero_()
-        self._tell_plan()
+        self._account.begin_plan(self._transport, buckets)
         for name in self._freezing & self._places.keys():
             self._frozen.freeze(name, self._places[name])
         for name, location in self._places.items():
@@ -465,11 +427,6 @@ class Engine:
         in_order = any(b.inside is not None and b.inside.needs_order for b in buckets)
         self._worker.start(self._buckets, together=clipping.is_on, in_order=in_order)
 
-    def _rank_0_observes(self) -> bool:
-        assert self._transport is not None
-        mine = torch.tensor([self._observer.is_on], dtype=torch.int64)
-        return bool(self._transport.broadcast((mine,), 0, channel="observe").view(torch.int64))
-
     def _new_bucket(self, plan: BucketPlan, wholes: Wholes) -> Bucket:
         assert self._transport is not None
         device = self._arrivals[plan.specs[0].name][1].device
@@ -480,31 +437,18 @@ class Engine:
 
     # -- reports and state -------------------------------------------------------------------------
 
-    @property
-    def _steps(self) -> int:
-        return self._steps_before + (self._buckets[0].stats.steps if self._buckets else 0)
-
     def stats(self) -> Stats:
         """What was selected, sent and waited for, per bucket and step: a snapshot."""
-        transport = self._transport.name if self._transport is not None else ""
-        with self._worker.at_pause():
-            buckets = [b.stats.snapshot(b.memory.let_go_l1) for b in self._buckets]
-            steps = self._steps
-        let_go = self._let_go_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
         waiting = [parts["residual"] for parts in self._frozen.held.values()]
         waiting += self._restored.residual.values()
-        return Stats(
-            transport,
-            tuple(buckets),
-            self.skipped_steps,
-            self.dropped_l1,
-            waiting_l1=l1_of(waiting),
-            lost_l1=self.lost_l1,
-            let_go_l1=let_go,
-            steps=steps,
-            before=replace(self._before),
-            plan=self._plans,
-        )
+        with self._worker.at_pause():
+            return self._account.stats(
+                self._transport,
+                skipped_steps=self.skipped_steps,
+                dropped_l1=self.dropped_l1,
+                waiting_l1=l1_of(waiting),
+                lost_l1=self.lost_l1,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives.

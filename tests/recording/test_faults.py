@@ -23,7 +23,7 @@ from torch import Tensor
 from hvd_sparse import ConfigError, Recorder
 from hvd_sparse.collectives import TopkAllgather
 from hvd_sparse.engine import Engine, Method, TensorSpec
-from hvd_sparse.engine import engine as engine_module
+from hvd_sparse.engine import account as account_module
 from hvd_sparse.recording.budget import Budget
 from hvd_sparse.recording.log import Recording, read_runs
 from hvd_sparse.selectors import ReusedThreshold
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(60)
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is recorded, and ranks are compared in every third one."""
     monkeypatch.setattr(Budget, "covers", lambda self, cost_s: True)
-    monkeypatch.setattr(engine_module, "COMPARISON_INTERVAL", 3)
+    monkeypatch.setattr(account_module, "COMPARISON_INTERVAL", 3)
 
 
 def results(

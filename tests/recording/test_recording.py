@@ -20,7 +20,7 @@ from hvd_sparse import ConfigError, Recorder
 from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.collectives import TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
-from hvd_sparse.engine import engine as engine_module
+from hvd_sparse.engine import account as account_module
 from hvd_sparse.recording.budget import SAVED_S, Budget
 from hvd_sparse.recording.log import Recording, read_runs
 from hvd_sparse.recording.summary import slowest_rank
@@ -120,7 +120,7 @@ def test_ranks_need_not_all_record(tmp_path: Path, recording_rank: int) -> None:
 
 @pytest.mark.usefixtures("unlimited")
 def test_the_slowest_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "COMPARISON_INTERVAL", 4)
+    monkeypatch.setattr(account_module, "COMPARISON_INTERVAL", 4)
 
     def work(rank: int) -> None:
         if rank == 1:

@@ -1,0 +1,123 @@
+"""What an engine has done under all of its plans: told to its observer, and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.engine.guard import Guard
+from hvd_sparse.engine.observer import COMPARED_PHASES, Observer
+from hvd_sparse.engine.stats import Stats, StepStats
+from hvd_sparse.transports import Transport
+
+COMPARISON_INTERVAL = 64
+"""Steps from one comparison of the ranks' times to the next, where an observer asks for it."""
+
+
+class Account:
+    """The books of one engine.
+
+    Args:
+        observer: Is told of plans and steps; see `Engine`.
+    """
+
+    def __init__(self, observer: Observer | None) -> None:
+        self._observer = Guard(observer)
+        self._buckets: Sequence[Bucket] = ()
+        self._plans = self._steps_before = 0
+        self._before = StepStats()
+        self._let_go_before_l1 = 0.0
+        self._step_began = self._told_of_transport = self._comparing = False
+        self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64)
+
+    def begin_plan(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
+        """There is a new plan; the ranks agree on whether they compare their times."""
+        self._buckets = buckets
+        self._plans += 1
+        mine = torch.tensor([self._observer.is_on], dtype=torch.int64)
+        told = transport.broadcast((mine,), 0, channel="observe")
+        self._comparing = bool(told.view(torch.int64))
+        self._compared.zero_()
+        self.tell_plan(transport)
+
+    def end_plan(self) -> None:
+        """The plan's buckets are given up; what they have done stays counted."""
+        self._let_go_before_l1 = self._let_go_l1
+        self._steps_before = self._steps
+        for bucket in self._buckets:
+            self._before.add(bucket.stats)
+        self._buckets = ()
+
+    def tell_plan(self, transport: Transport) -> None:
+        """Tell the observer of the buckets, which may be none."""
+        self._told_of_transport = True
+        self._observer.planned(transport, self._buckets)
+
+    def tell_tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
+        """Tell the observer what a planner tried and chose."""
+        self._observer.tried(transport, trial)
+
+    def disconnected(self) -> None:
+        """The observer's transport is gone."""
+        if self._told_of_transport:
+            self._observer.ended()
+        self._told_of_transport = False
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._step_began = True
+
+    def end_dense_step(self, transport: Transport | None, *, was_dense: bool) -> None:
+        """Count the last step, if it has begun and nothing was exchanged in it."""
+        began, self._step_began = self._step_began, False
+        if not began or not was_dense or transport is None:
+            return
+        if not self._told_of_transport:
+            self.tell_plan(transport)
+        self._steps_before += 1
+        self._observer.stepped(())
+
+    def end_step(self, transport: Transport) -> None:
+        """All buckets' sums are there; the background thread is idle meanwhile."""
+        self._step_began = False
+        if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
+            self._compare_ranks(transport)
+        self._observer.stepped(self._buckets)
+
+    def _compare_ranks(self, transport: Transport) -> None:
+        """Gather what the phases took on every rank."""
+        stats = [bucket.stats for bucket in self._buckets]
+        sums = [sum(getattr(each, name) for each in stats) for name in COMPARED_PHASES]
+        now = torch.tensor(sums, dtype=torch.float64)
+        since, self._compared = now - self._compared, now
+        messages = transport.allgather((since,), channel="compare")
+        self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
+
+    @property
+    def _steps(self) -> int:
+        return self._steps_before + (self._buckets[0].stats.steps if self._buckets else 0)
+
+    @property
+    def _let_go_l1(self) -> float:
+        return self._let_go_before_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
+
+    def stats(self, transport: Transport | None, **figures: Any) -> Stats:
+        """A snapshot; no bucket's exchange may end meanwhile.
+
+        Args:
+            transport: Connects the ranks.
+            **figures: Fields of `Stats` that are not counted here.
+        """
+        return Stats(
+            transport.name if transport is not None else "",
+            tuple(b.stats.snapshot(b.memory.let_go_l1) for b in self._buckets),
+            let_go_l1=self._let_go_l1,
+            steps=self._steps,
+            before=replace(self._before),
+            plan=self._plans,
+            **figures,
+        )
