@@ -6,7 +6,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from hvd_sparse.adapter.binding import (
     calling_parameter,
     name_in,
 )
+from hvd_sparse.adapter.dense import Dense, clipped_dense_method, hand_to_horovod
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.fate import StepFate
 from hvd_sparse.adapter.handover import Handover, handing_over, memory_of
@@ -38,7 +38,6 @@ from hvd_sparse.checks import check_choice
 from hvd_sparse.engine import (
     Assignment,
     Engine,
-    Method,
     Observer,
     Stats,
     TensorSpec,
@@ -47,20 +46,6 @@ from hvd_sparse.engine import (
 )
 from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.functional.communicator import ALGORITHMS
-from hvd_sparse.methods import METHODS
-
-
-@dataclass(frozen=True)
-class Dense:
-    """Context of a gradient that Horovod reduces itself.
-
-    Attributes:
-        dtype: Type in which it is to be given back.
-        flushed: The parameter's name, where its residual was added to the gradient.
-    """
-
-    dtype: torch.dtype
-    flushed: str | None = None
 
 
 class Sparse(NamedTuple):
@@ -159,7 +144,10 @@ class SparseCompressor:
             self._session.planning.arrived(name)
         spec = self._lookup.spec_of(name, tensor)
         if not (self._engine.awaits(spec) or self._is_sparse(spec, tensor)):
-            return self._hand_to_horovod(name, tensor)
+            planning = self._session.planning
+            held = planning is not None and planning.holds
+            held = held or not self._lookup.requires_grad(name)
+            return hand_to_horovod(name, tensor, self._engine, releases=not held)
         frozen = not self._lookup.requires_grad(name)  # Horovod reduces it all the same
         gradient = tensor.detach().zero_() if frozen else tensor.detach()
         self._engine.submit(spec, gradient, frozen=frozen)
@@ -507,32 +495,10 @@ class SparseCompressor:
             return False
         return True
 
-    def _hand_to_horovod(self, name: str, tensor: Tensor) -> tuple[Tensor, Dense]:
-        """A dense gradient, and with it what was not sent while it was exchanged sparsely."""
-        assert self._lookup is not None
-        leftover = self._engine.leftover(name)
-        planning = self._session.planning
-        held = planning is not None and planning.holds
-        if leftover is None or held or not self._lookup.requires_grad(name):
-            return as_horovod_takes_it(tensor), Dense(tensor.dtype)
-        if leftover.shape != tensor.shape:
-            raise ConfigError(
-                f"residual of {name!r}: shape must be {tuple(tensor.shape)}, "
-                f"got {tuple(leftover.shape)}"
-            )
-        released = self._engine.release(name, tensor)
-        assert released is not None
-        return released.to(tensor.device) + tensor, Dense(tensor.dtype, name)  # float32, or 64
-
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
-
-
-def clipped_dense_method(clip_norm: float) -> Method:
-    """How tensors are reduced that would be Horovod's, but must be clipped first."""
-    return METHODS["topk"](density=1.0, clip_norm=clip_norm).make()
 
 
 def let_go_after_steps(optimizer: Any, engine: Engine) -> None:
@@ -545,10 +511,3 @@ def let_go_after_steps(optimizer: Any, engine: Engine) -> None:
             engine.let_go()
 
     optimizer.register_step_post_hook(let_go)
-
-
-def as_horovod_takes_it(tensor: Tensor) -> Tensor:
-    """A dense gradient in a form that Horovod's allreduce accepts: contiguous, and not bfloat16."""
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()
-    return tensor.contiguous()

@@ -1,0 +1,67 @@
+"""Gradients that Horovod reduces itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.engine import Engine, Method
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.methods import METHODS
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Context of a gradient that Horovod reduces itself.
+
+    Attributes:
+        dtype: Type in which it is to be given back.
+        flushed: The parameter's name, where its residual was added to the gradient.
+    """
+
+    dtype: torch.dtype
+    flushed: str | None = None
+
+
+def hand_to_horovod(
+    name: str, tensor: Tensor, engine: Engine, *, releases: bool
+) -> tuple[Tensor, Dense]:
+    """A dense gradient, and with it what was not sent while it was exchanged sparsely.
+
+    Args:
+        name: The parameter's.
+        tensor: Its gradient.
+        engine: Has what was not sent.
+        releases: Whether any of that goes out in this step.
+
+    Returns:
+        What Horovod is to reduce, and what is to be known when it has.
+
+    Raises:
+        ConfigError: What was not sent has another shape.
+    """
+    leftover = engine.leftover(name) if releases else None
+    if leftover is None:
+        return as_horovod_takes_it(tensor), Dense(tensor.dtype)
+    if leftover.shape != tensor.shape:
+        raise ConfigError(
+            f"residual of {name!r}: shape must be {tuple(tensor.shape)}, "
+            f"got {tuple(leftover.shape)}"
+        )
+    released = engine.release(name, tensor)
+    assert released is not None
+    return released.to(tensor.device) + tensor, Dense(tensor.dtype, name)  # float32, or 64
+
+
+def as_horovod_takes_it(tensor: Tensor) -> Tensor:
+    """A dense gradient in a form that Horovod's allreduce accepts: contiguous, and not bfloat16."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.contiguous()
+
+
+def clipped_dense_method(clip_norm: float) -> Method:
+    """How tensors are reduced that would be Horovod's, but must be clipped first."""
+    return METHODS["topk"](density=1.0, clip_norm=clip_norm).make()
