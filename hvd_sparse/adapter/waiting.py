@@ -18,9 +18,12 @@ CAUSE_S = 1.0
 
 CAUSE_INTERVAL_S = 0.01
 
+LOOK_S = 0.05
+"""From one look at Horovod to the next, while exchanges are waited for."""
+
 
 def synchronize_asleep(
-    optimizer: Any, raise_failure: Callable[[], None], exchanged: Callable[[], None]
+    optimizer: Any, raise_failure: Callable[[], None], exchanged: Callable[[float], bool]
 ) -> None:
     """Let a Horovod optimizer's `synchronize`, which `step` calls, sleep while it waits.
 
@@ -32,8 +35,10 @@ def synchronize_asleep(
         optimizer: Horovod's.
         raise_failure: Raises what the exchange of this step has failed by, if it has. Horovod would
             wait on: for its own timeout, or for good.
-        exchanged: Returns when the exchanges of this step are done, have failed, or cannot begin.
+        exchanged: Waits for so many seconds at most; returns whether the exchanges of this step are
+            done, have failed, or cannot begin.
     """
+    import horovod.torch as hvd
     from horovod.common.exceptions import HorovodInternalError
 
     synchronize = optimizer.synchronize
@@ -42,9 +47,10 @@ def synchronize_asleep(
         if optimizer.process_set.included():
             hand_over_rest(optimizer)
             handles = [handle for handle, _ in optimizer._handles.values()]
-            exchanged()
-            # A callable stands for two gathers.
-            wait_for((handle for handle in handles if not callable(handle)), raise_failure)
+            handles = [handle for handle in handles if not callable(handle)]  # that is two gathers
+            while not exchanged(LOOK_S) and not all(map(hvd.poll, handles)):
+                pass  # where Horovod is done first, it may know why: a rank that has joined, say
+            wait_for(handles, raise_failure)
         try:
             synchronize()
         except HorovodInternalError:

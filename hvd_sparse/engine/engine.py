@@ -356,12 +356,13 @@ class Engine:
         for bucket, place, part in location.parts(gradient):
             self._worker.put(bucket, place, part)
 
-    def wait(self) -> None:
-        """Wait, without a look in between, until the step is exchanged or has failed.
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the step is exchanged or has failed, but no longer than `timeout_s`.
 
-        Returns at once where gradients of it are missing, and where there is no plan yet.
+        Returns:
+            Whether that is so; at once where gradients are missing, and where there is no plan yet.
         """
-        self._worker.wait_for_all()
+        return self._worker.wait_for_all(timeout_s)
 
     def result(self, name: str) -> Tensor:
         """The reduced gradient of a tensor, a view; waits for the whole step.

@@ -169,13 +169,18 @@ class Worker:
         """A block in which no bucket's exchange ends, so that its statistics stay what they are."""
         return self._changed
 
-    def wait_for_all(self) -> None:
-        """Wait while the exchanges of a whole step are under way; whether they fail is not told.
+    def wait_for_all(self, timeout_s: float) -> bool:
+        """Wait while the exchanges of a whole step are under way, but no longer than `timeout_s`.
 
         Where a gradient has not come yet, who waits may be the one to bring it: there is no wait.
+
+        Returns:
+            Whether none is under way any more; whether they failed is not told.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.error is not None or not self._has_whole_step)
+            return self._changed.wait_for(
+                lambda: self.error is not None or not self._has_whole_step, timeout_s
+            )
 
     @property
     def _has_whole_step(self) -> bool:

@@ -124,10 +124,7 @@ class Recorder:
             self._begin(transport)
         else:
             self._write_rest()
-        self._buckets = buckets
-        self._totals = {name: [0.0] * len(buckets) for name in FIGURES}
-        self._counted = self._compared = self._step
-        self._norms = 0
+        self._count_anew(buckets)
         described = [
             {
                 "names": list(bucket.stats.names),
@@ -211,6 +208,7 @@ class Recorder:
         self._rank = transport.rank
         self._start, self._last_s = perf_counter(), 0.0
         self._due = {kind: Thinning(self._step) for kind in ("steps", "residual", "ranks")}
+        self._count_anew(())
         if self._budgets is None:
             self._budgets = Budget(self.share / 2), Budget(self.share / 2)
         self._for_lines, self._for_norms = self._budgets
@@ -235,6 +233,12 @@ class Recorder:
                 "start_unix_s": time.time(),
             }
         )
+
+    def _count_anew(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._totals = {name: [0.0] * len(buckets) for name in FIGURES}
+        self._counted = self._compared = self._step
+        self._norms = 0
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._target is None:

@@ -178,7 +178,7 @@ def test_the_choice_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
     told = run_ranks(8, train)
     assert {name for name, _ in told} == {"ssar_recursive_double"}
     assert "sums 200 of 2000 elements by ssar_recursive_double" in caplog.text
-    assert '"collective":"SsarRecursiveDouble"' in (tmp_path / "run.jsonl").read_text()
+    assert '"collective":["ssar_recursive_double"]' in (tmp_path / "run.jsonl").read_text()
     assert run_ranks(8, restart) == ["ssar_recursive_double"] * 8
     assert "by ssar_recursive_double: as in the state" in caplog.text
 

@@ -300,14 +300,14 @@ def test_a_whole_step_is_waited_for_without_a_look() -> None:
 
     def worker(transport: Transport) -> None:
         engine = connected(transport, method())
-        engine.wait()  # there is no plan
+        assert engine.wait(DEADLINE_S)  # there is no plan
         submit(engine, gradients(transport.rank, 0))
         results(engine)
         submit(engine, gradients(transport.rank, 1), "abc")
-        engine.wait()  # "d" is missing
+        assert engine.wait(DEADLINE_S)  # "d" is missing
         if transport.rank == 0:
             submit(engine, gradients(0, 1), "d")
-            waiting = threading.Thread(target=engine.wait)
+            waiting = threading.Thread(target=engine.wait, args=(DEADLINE_S,))
             waiting.start()
             waiting.join(0.05)
             assert waiting.is_alive()
@@ -321,7 +321,7 @@ def test_a_whole_step_is_waited_for_without_a_look() -> None:
         submit(engine, gradients(transport.rank, 2), "abcd" if transport.rank == 0 else "abc")
         if transport.rank == 0:
             threading.Timer(0.05, engine.fail, [RuntimeError("no more")]).start()
-            engine.wait()
+            assert engine.wait(DEADLINE_S)
             assert engine.error is not None
         engine.disconnect()
 
