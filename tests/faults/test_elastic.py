@@ -6,7 +6,6 @@ Commits that are apart are in tests/adapter/test_elastic.py.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import launch_environment, python_command, run_in_group
+from tests.rest import rest
 from tests.workers.elastic_faults import Event, write_plan
 
 pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(300)]
 A, B, C, D, E = "localhost", "127.0.0.1", "127.1", "127.0.1", "0x7f.1"
 """Names of this machine: to Horovod each one is a host. It does not take one back that failed."""
 
-rest = pytest.mark.skipif("HVD_SPARSE_FAULTS" not in os.environ, reason="`make faults` runs it")
 
 START_S = 60
 """What a message of Horovod's own may take. Those who wait for a worker that joins wait so long for

@@ -6,7 +6,6 @@ Where a rank ends between `backward()` and `step()`, see tests/adapter/test_exit
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
 import signal
@@ -20,6 +19,7 @@ import pytest
 
 from tests.endings import Ending, endings_in
 from tests.launch import WORKERS, horovodrun, launch_environment
+from tests.rest import ALL, rest
 from tests.workers.adapter_exits import FAILING, TIMEOUT_S, WORLD_SIZE
 from tests.workers.fault_matrix import FAULTS, PHASES
 
@@ -34,8 +34,6 @@ WORLDS = 3
 REST = ("connect", "exchange", "commit", "checkpoint")
 """Phases of a death under MPI that only `make faults` tries."""
 
-ALL = "HVD_SPARSE_FAULTS" in os.environ
-rest = pytest.mark.skipif(not ALL, reason="`make faults` runs it")
 
 CASES = [
     f"{phase}-{fault}"

@@ -55,7 +55,7 @@ def gradients_of(rank: int, step: int, numel: int = NUMEL) -> list[Tensor]:
 @in_worlds([3, 1, 2, 4, 7])
 @pytest.mark.parametrize("memory_name", MEMORIES)
 @pytest.mark.parametrize("name", METHODS)
-def test_nothing_is_lost_in_200_steps(
+def test_nothing_is_lost_in_many_steps(
     name: str, memory_name: str, world_size: int, device: torch.device
 ) -> None:
     method = method_of(name, memory_name)
@@ -65,7 +65,7 @@ def test_nothing_is_lost_in_200_steps(
         memory = method.memory.make(NUMEL, device, transport.world_size)
         selector, collective = method.selector(), method.collective(transport, NUMEL, k)
         given, applied = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
-        for step in range(200):
+        for step in range(200 if world_size <= 2 else 60):
             gradients = [g.to(device) for g in gradients_of(transport.rank, step)]
             if isinstance(memory, GlobalMomentum):
                 given += memory.momentum * memory.tensors()["momentum"].double().cpu()

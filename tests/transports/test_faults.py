@@ -7,12 +7,14 @@ import re
 import pytest
 
 from tests.launch import Controller, horovodrun
+from tests.rest import rest
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.launches, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    ("name", "controller"), [("gloo", "gloo"), ("mpi", "mpi"), ("horovod", "gloo")]
+    ("name", "controller"),
+    [("gloo", "gloo"), ("mpi", "mpi"), pytest.param("horovod", "gloo", marks=rest)],
 )
 def test_faults(name: str, controller: Controller) -> None:
     # MPI says that the processes ended without it, which they mean to.

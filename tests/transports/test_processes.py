@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch import Controller, horovodrun
 from tests.ranks import DYNAMIC_SETS, Ranks, World, with_ranks
+from tests.rest import rest
 from tests.workers.transport_worker import (
     chosen,
     conformance,
@@ -30,8 +31,9 @@ TRANSPORTS: list[tuple[str, Controller]] = [
     ("horovod", "gloo"),
     ("horovod", "mpi"),
 ]
-FEWER = [("gloo", "gloo"), ("mpi", "mpi"), ("horovod", "gloo")]
-"""Each transport once: where each case is a launch."""
+ONE_EACH = [("gloo", "gloo"), ("mpi", "mpi"), ("horovod", "gloo")]
+LAUNCHED = [case if case in ONE_EACH else pytest.param(*case, marks=rest) for case in TRANSPORTS]
+"""Where each case is a launch."""
 
 UNDER_GLOO, UNDER_MPI = (
     pytest.mark.parametrize("name", [name for name, under in TRANSPORTS if under == controller])
@@ -124,7 +126,7 @@ def test_survivors_of_a_death_know_at_once_over_gloo() -> None:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(("name", "controller"), FEWER)
+@pytest.mark.parametrize(("name", "controller"), LAUNCHED)
 def test_a_death_ends_the_job(name: str, controller: Controller) -> None:
     env = {"TEST_DEATH_STATUS": "3"}
     output, status = launch(3, name, peer_dies, controller, env=env, check=False)
@@ -135,7 +137,7 @@ def test_a_death_ends_the_job(name: str, controller: Controller) -> None:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(("name", "controller"), FEWER)
+@pytest.mark.parametrize(("name", "controller"), LAUNCHED)
 def test_a_peer_that_shuts_down_is_noticed(name: str, controller: Controller) -> None:
     output, _ = launch(3, name, peer_leaves, controller)
     assert output.count("noticed it") == 2, output
