@@ -95,7 +95,7 @@ class Recorder:
         self._target: str | None = None
         self._file: LineFile | None = None
         self._transport: Callable[[], Transport | None] = lambda: None
-        self._rank = self._step = 0
+        self._rank = self._step = self._compared = 0
         self._read_bytes_per_s = READ_BYTES_PER_S
         self._budgets: tuple[Budget, Budget] | None = None
         self._at_exit = _LastLine(self)
