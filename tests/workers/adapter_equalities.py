@@ -79,7 +79,7 @@ class Run:
         if self.sparse:
             self._compressions.append(compression)
         else:  # as with hvd_sparse, lest ranks that spin starve the others
-            synchronize_asleep(distributed, lambda: None, lambda: None)
+            synchronize_asleep(distributed, lambda: None, lambda timeout_s: True)
         return distributed
 
     def close(self) -> None:
