@@ -19,7 +19,12 @@ from hvd_sparse.adapter.binding import (
     calling_parameter,
     name_in,
 )
-from hvd_sparse.adapter.dense import Dense, clipped_dense_method, hand_to_horovod
+from hvd_sparse.adapter.dense import (
+    Dense,
+    as_horovod_takes_it,
+    clipped_dense_method,
+    with_leftover,
+)
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.fate import StepFate
 from hvd_sparse.adapter.handover import Handover, handing_over, memory_of
@@ -144,10 +149,10 @@ class SparseCompressor:
             self._session.planning.arrived(name)
         spec = self._lookup.spec_of(name, tensor)
         if not (self._engine.awaits(spec) or self._is_sparse(spec, tensor)):
-            planning = self._session.planning
-            held = planning is not None and planning.holds
-            held = held or not self._lookup.requires_grad(name)
-            return hand_to_horovod(name, tensor, self._engine, releases=not held)
+            leftover = self._engine.leftover(name)
+            if leftover is None or self._holds(name):
+                return as_horovod_takes_it(tensor), Dense(tensor.dtype)
+            return with_leftover(name, tensor, leftover, self._engine)
         frozen = not self._lookup.requires_grad(name)  # Horovod reduces it all the same
         gradient = tensor.detach().zero_() if frozen else tensor.detach()
         self._engine.submit(spec, gradient, frozen=frozen)
@@ -494,6 +499,12 @@ class SparseCompressor:
             )
             return False
         return True
+
+    def _holds(self, name: str) -> bool:
+        """Whether what waits of a dense tensor is to go on waiting in this step."""
+        assert self._lookup is not None
+        planning = self._session.planning
+        return (planning is not None and planning.holds) or not self._lookup.requires_grad(name)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

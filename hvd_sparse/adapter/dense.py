@@ -25,16 +25,16 @@ class Dense:
     flushed: str | None = None
 
 
-def hand_to_horovod(
-    name: str, tensor: Tensor, engine: Engine, *, releases: bool
+def with_leftover(
+    name: str, tensor: Tensor, leftover: Tensor, engine: Engine
 ) -> tuple[Tensor, Dense]:
-    """A dense gradient, and with it what was not sent while it was exchanged sparsely.
+    """A dense gradient, and with it some of what was not sent while it was exchanged sparsely.
 
     Args:
         name: The parameter's.
         tensor: Its gradient.
-        engine: Has what was not sent.
-        releases: Whether any of that goes out in this step.
+        leftover: What was not sent.
+        engine: Says how much of that goes out in this step.
 
     Returns:
         What Horovod is to reduce, and what is to be known when it has.
@@ -42,9 +42,6 @@ def hand_to_horovod(
     Raises:
         ConfigError: What was not sent has another shape.
     """
-    leftover = engine.leftover(name) if releases else None
-    if leftover is None:
-        return as_horovod_takes_it(tensor), Dense(tensor.dtype)
     if leftover.shape != tensor.shape:
         raise ConfigError(
             f"residual of {name!r}: shape must be {tuple(tensor.shape)}, "
