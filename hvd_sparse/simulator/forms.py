@@ -46,9 +46,13 @@ class Form(ABC):
         streams: StreamSource,
     ) -> None:
         self.transport = transport
-        self.numel = numel
-        self.k = k
         self.streams = streams
+        self.numel, self.k, peers = self._part(numel, k)
+        self.collective = entry.collective(peers, self.numel, self.k, wire=wire)
+
+    @abstractmethod
+    def _part(self, numel: int, k: int) -> tuple[int, int, SimulatedTransport]:
+        """Elements and entries of what this rank exchanges, and what connects it to its peers."""
 
     @abstractmethod
     def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
@@ -66,17 +70,8 @@ class Form(ABC):
 class Flat(Form):
     """Every rank exchanges with all others."""
 
-    def __init__(
-        self,
-        transport: SimulatedTransport,
-        entry: Algorithm,
-        numel: int,
-        k: int,
-        wire: Wire,
-        streams: StreamSource,
-    ) -> None:
-        super().__init__(transport, entry, numel, k, wire, streams)
-        self.collective = entry.collective(transport, numel, k, wire=wire)
+    def _part(self, numel: int, k: int) -> tuple[int, int, SimulatedTransport]:
+        return numel, k, self.transport
 
     def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
         """See `Form.take_step`."""
@@ -89,24 +84,14 @@ class Flat(Form):
 class TwoLevels(Form):
     """A rank exchanges its shard with the ranks of the same local rank, one of each host."""
 
-    def __init__(
-        self,
-        transport: SimulatedTransport,
-        entry: Algorithm,
-        numel: int,
-        k: int,
-        wire: Wire,
-        streams: StreamSource,
-    ) -> None:
+    def _part(self, numel: int, k: int) -> tuple[int, int, SimulatedTransport]:
+        transport = self.transport
         local_size = transport.world.network.local_size
-        super().__init__(
-            transport, entry, -(-numel // local_size), -(-k // local_size), wire, streams
-        )
         host, local = divmod(transport.rank, local_size)
         first = host * local_size
         self.inside = transport.group(range(first, first + local_size), "inside")
         across = transport.group(range(local, transport.world_size, local_size), "across")
-        self.collective = entry.collective(across, self.numel, self.k, wire=wire)
+        return -(-numel // local_size), -(-k // local_size), across
 
     def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
         """See `Form.take_step`."""
