@@ -118,36 +118,31 @@ def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
     others = [way for way in step_s if way != "planned"]
     best = min(others, key=lambda way: step_s[way])
     what = f"{planned['sparse_tensors']} tensors sparse"
+    not_slower = f"at most {100 * MOST_LOSS:.0f} % slower"
     rows = [
-        Row(
-            case=case,
-            metric=f"planned step, {what}",
-            value=1e3 * step_s["planned"],
-            unit="ms",
-            baseline=f"plain Horovod, dense: {1e3 * step_s['dense']:.1f} ms",
-            ratio=step_s["dense"] / step_s["planned"],
-            goal=f"at most {100 * MOST_LOSS:.0f} % slower",
-            met=step_s["planned"] <= (1 + MOST_LOSS) * step_s["dense"],
+        planned_row(
+            case,
+            f"planned step, {what}",
+            step_s["planned"],
+            ("plain Horovod, dense", step_s["dense"]),
+            MOST_LOSS,
+            not_slower,
         ),
-        Row(
-            case=case,
-            metric="planned step",
-            value=1e3 * step_s["planned"],
-            unit="ms",
-            baseline=f"Horovod with sleeping waits: {1e3 * step_s['uncompressed']:.1f} ms",
-            ratio=step_s["uncompressed"] / step_s["planned"],
-            goal=f"at most {100 * MOST_LOSS:.0f} % slower",
-            met=step_s["planned"] <= (1 + MOST_LOSS) * step_s["uncompressed"],
+        planned_row(
+            case,
+            "planned step",
+            step_s["planned"],
+            ("Horovod with sleeping waits", step_s["uncompressed"]),
+            MOST_LOSS,
+            not_slower,
         ),
-        Row(
-            case=case,
-            metric="planned step",
-            value=1e3 * step_s["planned"],
-            unit="ms",
-            baseline=f"the best of all, {best}: {1e3 * step_s[best]:.1f} ms",
-            ratio=step_s[best] / step_s["planned"],
-            goal=f"within {100 * WITHIN_BEST:.0f} %",
-            met=step_s["planned"] <= (1 + WITHIN_BEST) * step_s[best],
+        planned_row(
+            case,
+            "planned step",
+            step_s["planned"],
+            (f"the best of all, {best}", step_s[best]),
+            WITHIN_BEST,
+            f"within {100 * WITHIN_BEST:.0f} %",
         ),
         prediction(case, "predicted step, by its trial", planned["tried_s"], step_s["planned"]),
         prediction(
@@ -167,6 +162,28 @@ def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
         if way not in ("planned", "dense")
     ]
     return rows
+
+
+def planned_row(
+    case: str,
+    metric: str,
+    planned_s: float,
+    other: tuple[str, float],
+    tolerance: float,
+    goal: str,
+) -> Row:
+    """The planned step beside another way's: its name and seconds."""
+    name, seconds = other
+    return Row(
+        case=case,
+        metric=metric,
+        value=1e3 * planned_s,
+        unit="ms",
+        baseline=f"{name}: {1e3 * seconds:.1f} ms",
+        ratio=seconds / planned_s,
+        goal=goal,
+        met=planned_s <= (1 + tolerance) * seconds,
+    )
 
 
 def prediction(case: str, metric: str, predicted_s: float, measured_s: float) -> Row:
