@@ -94,7 +94,9 @@ class Bucket:
         self.step = step
         self.selector = method.selector()
         self.hosts = hosts
-        self.inside = None if hosts is None else hosts.exchange_of(self.numel, specs[0].dtype)
+        self.inside = None
+        if hosts is not None:
+            self.inside = hosts.exchange_of(self.numel, specs[0].dtype, device)
         self.shard = slice(0, self.numel) if self.inside is None else self.inside.shard
         numel = self.shard.stop - self.shard.start
         peers = transport if hosts is None else hosts.across

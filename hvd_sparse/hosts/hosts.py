@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from hvd_sparse.hosts.devices import OverDevices
 from hvd_sparse.hosts.grid import Grid
 from hvd_sparse.hosts.inside import SHARDS, InsideHost, OverTransport, scattered
 from hvd_sparse.hosts.shared import SharedHost, share
 from hvd_sparse.transports.group import GroupTransport
+from hvd_sparse.transports.nccl import NcclTransport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 
 ACROSS, INSIDE = 1, 2
@@ -46,16 +49,20 @@ class Hosts:
         """What state that is bound to a place is bound to."""
         return f"shard {self.grid.local_rank} of {self.grid.local_size}"
 
-    def exchange_of(self, numel: int, dtype: str) -> InsideHost:
+    def exchange_of(self, numel: int, dtype: str, device: torch.device) -> InsideHost:
         """A bucket's exchange inside this host; all of its ranks call this together.
 
         Args:
             numel: n.
             dtype: The gradients' type, as `torch.float32` is spelled.
+            device: Where they are.
 
         Raises:
             TransportError: A peer is gone, or memory cannot be shared.
         """
+        transport = self._transport
+        if isinstance(transport, NcclTransport) and device.type == transport.device.type:
+            return OverDevices(transport, self.inside, numel)
         if self._shares_memory:
             return SharedHost(self._transport, self.inside, numel, dtype)
         return OverTransport(self.inside, numel)

@@ -67,6 +67,27 @@ class DeviceGroup:
                 end = self._down.record_event()
         return Transfer(work, end, (sent, arrived, outgoing, incoming))
 
+    def all_to_all(
+        self, sent: torch.Tensor, to_peers: list[int], from_peers: list[int]
+    ) -> tuple[torch.Tensor, Transfer]:
+        """Queues an exchange of what is on the devices behind the current stream's work.
+
+        Args:
+            sent: uint8 `(n,)` on the device, what goes to rank 0 first.
+            to_peers: Its bytes for each rank; at least one is above 0.
+            from_peers: The bytes that each rank sends.
+
+        Returns:
+            What comes, on the device: the current stream waits for it.
+        """
+        arrived = self._empty(sum(from_peers))
+        work = self._group.alltoall_base(arrived, sent, from_peers, to_peers)
+        end = None
+        if self._up is not None:
+            work.wait()  # of the stream, not of the host
+            end = torch.cuda.current_stream(self._device).record_event()
+        return arrived, Transfer(work, end, (sent, arrived))
+
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory, uint8 `(nbytes,)`, into which a device can copy while nobody waits."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._down is not None)

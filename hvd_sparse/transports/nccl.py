@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,7 @@ from hvd_sparse.transports.gloo import GlooTransport
 from hvd_sparse.transports.meeting import dist
 from hvd_sparse.transports.pauses import Pauses
 from hvd_sparse.transports.point_to_point import Request
+from hvd_sparse.transports.position import Awaiting
 
 DIRECT_BYTES = POOLED_BYTES
 """Up to this capacity gloo is quicker: NCCL has two copies and a launch to make first."""
@@ -152,6 +153,46 @@ class NcclTransport(GlooTransport):
         if outgoing is not None or incoming is not None:
             self._start_group(outgoing, incoming)
         return handle
+
+    def exchange_on_devices(
+        self, sent: torch.Tensor, to_peers: Mapping[int, int], from_peers: Mapping[int, int]
+    ) -> torch.Tensor:
+        """Brings bytes from device to device; waits for them, since NCCL would for good.
+
+        The ranks that exchange something call this together, between the same other calls.
+
+        Args:
+            sent: uint8 `(n,)` on this rank's device, n above 0, what goes to the lowest rank first.
+            to_peers: How many bytes of it go to a rank; 0 to a rank that is not named.
+            from_peers: How many bytes come from a rank.
+
+        Returns:
+            uint8 on this rank's device, what comes from the lowest rank first.
+
+        Raises:
+            TransportError: A peer is gone or did not answer.
+        """
+        self._raise_failure()
+        assert self._devices is not None
+        began = time.monotonic()
+        peers = sorted({*to_peers, *from_peers} - {self.rank})
+        told = f"devices of ranks {', '.join(map(str, peers))}"
+        self.awaited_beside[id(sent)] = Awaiting(tuple(peers), began, told)
+        to, of = (
+            [sizes.get(rank, 0) for rank in range(self.world_size)]
+            for sizes in (to_peers, from_peers)
+        )
+        try:
+            arrived, transfer = self._devices.all_to_all(sent, to, of)
+            self.poll(transfer.is_through, self.deadline_from(began), f"one of the {told}")
+        except RuntimeError as error:
+            known = isinstance(error, TransportError)
+            lost = error if known else self.error_of(error, peers[0] if peers else self.rank)
+            story = f"it has waited {time.monotonic() - began:.2f} s for {told}"
+            self.raise_first(lost, None, story)
+        finally:
+            del self.awaited_beside[id(sent)]
+        return arrived
 
     def close(self) -> None:
         """Closes the connections; if exchanges are pending, as `abort` does."""

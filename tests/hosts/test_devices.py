@@ -1,0 +1,76 @@
+"""Gradients of a host from device to device: with a stand-in for NCCL whose devices are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_sparse.errors import TransportError
+from hvd_sparse.hosts import Grid, Hosts
+from hvd_sparse.hosts.devices import OverDevices
+from hvd_sparse.transports.nccl import NcclTransport
+from tests.laws.test_two_levels import Steps, check_laws, engine_of, gradients_of, reduced
+from tests.laws.test_two_levels import residuals_of as kept_by
+from tests.transports.test_nccl import over_nccl
+
+pytestmark = pytest.mark.timeout(60)
+
+CPU = torch.device("cpu")
+MIXED = Grid(((3, 0), (1, 2)), 0, 0)
+"""A host whose local ranks are not in the ranks' order."""
+
+
+def place_in(grid: Grid, rank: int) -> Grid:
+    [(host, local)] = [(h, row.index(rank)) for h, row in enumerate(grid.ranks) if rank in row]
+    return Grid(grid.ranks, host, local)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [1, 5, 64, 1000])
+@pytest.mark.parametrize("grid", [Grid.regular(2, 2, 0), Grid.regular(1, 3, 0), MIXED], ids=str)
+def test_the_bits_are_those_of_the_hosts_memory(grid: Grid, numel: int, dtype: torch.dtype) -> None:
+    def rank(transport: NcclTransport) -> None:
+        hosts = Hosts(transport, place_in(grid, transport.rank))
+        ours = hosts.exchange_of(numel, str(dtype), CPU)
+        assert isinstance(ours, OverDevices)
+        gloo = Hosts(transport, place_in(grid, transport.rank), shares_memory=False)
+        theirs = gloo.exchange_of(numel, str(dtype), torch.device("meta"))
+        assert not isinstance(theirs, OverDevices)
+        generator = torch.Generator().manual_seed(transport.rank)
+        whole = torch.randn(numel, 2, generator=generator).to(dtype).T[0]  # strided
+        pieces = list(whole.split(numel // 3 + 1))
+        for _ in range(2):
+            assert torch.equal(ours.reduce_scatter(pieces), theirs.reduce_scatter(pieces))
+
+    over_nccl(grid.hosts * grid.local_size, rank)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (1, 2), (3, 2), (2, 1)], ids=str)
+def test_laws(grid: tuple[int, int]) -> None:
+    def rank(transport: NcclTransport) -> Steps:
+        engine = engine_of(transport, grid)
+        done = []
+        for step in range(4):
+            results = reduced(engine, gradients_of(step, transport.rank))
+            engine.settle(counts=True)
+            done.append((results, kept_by(engine)))
+        engine.disconnect()
+        return done
+
+    check_laws(over_nccl(grid[0] * grid[1], rank), 4)
+
+
+def test_a_rank_that_does_not_come_is_told_by_all() -> None:
+    def rank(transport: NcclTransport) -> Any:
+        hosts = Hosts(transport, Grid.regular(1, 3, transport.rank))
+        inside = hosts.exchange_of(100, "torch.float32", CPU)
+        if transport.rank == 2:
+            return None
+        with pytest.raises(TransportError) as caught:
+            inside.reduce_scatter([torch.ones(100)])
+        return str(caught.value)
+
+    says = over_nccl(3, rank, timeout_s=1.0)
+    assert all("it has waited" in each or "gave the transport up" in each for each in says[:2])
