@@ -76,6 +76,8 @@ def run(options: argparse.Namespace) -> Output:
         for name, p in reversed(list(model.named_parameters()))
         if p.requires_grad
     ]
+    if not specs:
+        raise ConfigError(f"model {options.model!r} has no parameter that is trained")
     tensors = as_they_come(specs, rules, options.backward)
     plans = [choose_plan(each, tensors) for each in profiles]
     plan, profile = min(zip(plans, profiles, strict=True), key=lambda pair: pair[0].predicted_s)
@@ -90,7 +92,9 @@ def run(options: argparse.Namespace) -> Output:
         "tensors": rows,
         "rests_on": costs_from(options, profile),
     }
-    written = write_outputs(options, rules, profile, tensors, plan)
+    written = write_outputs(
+        options, rules, profile, tensors, plan, in_two_levels=profile is not profiles[0]
+    )
     return Output(report, text_of(report, options.backward) + written)
 
 
@@ -138,6 +142,8 @@ def write_outputs(
     profile: Profile,
     tensors: list[PlannedTensor],
     plan: ChosenPlan,
+    *,
+    in_two_levels: bool,
 ) -> str:
     """Draw and pin the plan where that is asked for; what was written, in words."""
     words = ""
@@ -147,6 +153,8 @@ def write_outputs(
     if options.write_policy is not None:
         specs = [tensor.spec for tensor in reversed(tensors)]
         data = pinned(policy_of(options), rules, specs, plan.placements)
+        if in_two_levels:
+            data["hierarchical"] = "auto"
         title = f"# A plan of hvd-sparse {__version__}: {profile.source}; "
         title += f"{costs_from(options, profile)}.\n"
         write_text(options.write_policy, title + yaml.safe_dump(data, sort_keys=False))

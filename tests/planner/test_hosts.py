@@ -13,6 +13,7 @@ from hvd_sparse.collectives.two_levels import Levels, dense_ring, flat, shared, 
 from hvd_sparse.cost_model import Link
 from hvd_sparse.planner.levels import modelled_on_hosts
 from hvd_sparse.planner.profile import Line, MethodCosts, Place
+from hvd_sparse.policy.load import load_policy
 
 NOTHING = Line(0.0, 0.0)
 METHODS = {"topk": MethodCosts("topk_allgather", 0.01, Line(1e-4, 8e-9), NOTHING, NOTHING)}
@@ -41,13 +42,17 @@ def test_the_command_takes_the_better_form(
     monkeypatch.setattr("hvd_sparse.planner.measure.NUMELS", (1 << 8, 1 << 12))
     world = ["--bandwidth", "100mbit", "--local-bandwidth", "300gbyte", "--latency", "1us"]
     work = ["plan", "hosts_models:make", "--hosts", "4", "--local", "8", *world]
-    assert main([*work, "--json"]) == 0
+    policy = tmp_path / "policy.yaml"
+    assert main([*work, "--json", "--write-policy", str(policy)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ranks"] == 32
     flat_s, levels_s = report["forms"].values()
     assert report["costs"].endswith("4 hosts x 8 ranks, two levels")
     assert report["predicted_s"] == levels_s < flat_s / 3
     assert levels_s < report["dense_s"]
+    assert load_policy(policy).hierarchical == "auto"
+    assert main([*work[:4], "--local", "1", *world, "--write-policy", str(policy)]) == 0
+    assert load_policy(policy).hierarchical is False
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,9 @@ def test_the_command_takes_the_better_form(
 def test_wrong_hosts_are_named(arguments: list[str], message: str, capsys: Any) -> None:
     assert main(["plan", "torch.nn:Identity", *arguments]) == FAILED
     assert message in capsys.readouterr().err
+
+
+def test_a_model_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("hvd_sparse.planner.measure.NUMELS", (1 << 8, 1 << 12))
+    assert main(["plan", "torch.nn:Identity"]) == FAILED
+    assert "model 'torch.nn:Identity' has no parameter that is trained" in capsys.readouterr().err
