@@ -111,16 +111,20 @@ void DecodeAs(T* out, Dtype dtype, size_t n, const Stream& stream, int threads) 
   });
 }
 
-// Calls use(i, indices[i]) for every i, each index checked to lie in [0, n).
+// Calls use(i, indices[i]) for every i, each index checked to lie in [0, n). The elements of `x`
+// there are fetched some entries ahead: they are far apart, so that each would wait for memory.
 template <typename Use>
-void ForEachIndex(const int32_t* indices, size_t nnz, size_t n, int threads, Use use) {
+void ForEachIndex(const float* x, const int32_t* indices, size_t nnz, size_t n, int threads,
+                  Use use) {
   constexpr size_t kTaskEntries = size_t{1} << 15;
+  constexpr size_t kAhead = 32;
   const size_t useful = std::max<size_t>(1, nnz / kTaskEntries);
   const int tasks =
       threads <= 1 ? 1 : static_cast<int>(std::min(useful, 4 * static_cast<size_t>(threads)));
   Run(tasks, threads, [&](int t) {
     const size_t end = nnz * (t + 1) / tasks;
     for (size_t i = nnz * t / tasks; i < end; ++i) {
+      if (i + kAhead < end) __builtin_prefetch(x + indices[i + kAhead], 1);
       const size_t at = static_cast<uint32_t>(indices[i]);
       if (at >= n) throw BadIndex();
       use(i, at);
@@ -131,12 +135,12 @@ void ForEachIndex(const int32_t* indices, size_t nnz, size_t n, int threads, Use
 }  // namespace
 
 void ScatterAdd(float* x, size_t n, const Stream& stream, int threads) {
-  ForEachIndex(stream.indices, stream.nnz, n, threads,
+  ForEachIndex(x, stream.indices, stream.nnz, n, threads,
                [&](size_t i, size_t at) { x[at] += stream.values[i]; });
 }
 
 void TakeAt(float* x, size_t n, const int32_t* indices, size_t nnz, int threads, float* values) {
-  ForEachIndex(indices, nnz, n, threads, [&](size_t i, size_t at) {
+  ForEachIndex(x, indices, nnz, n, threads, [&](size_t i, size_t at) {
     if (values != nullptr) values[i] = x[at];
     x[at] = 0.0f;
   });

@@ -31,7 +31,8 @@ def keep_largest(
     rest = ops.Accumulation(stream.values.clone())
     order, values, threshold = ops.accumulate_topk(rest, k)
     # What is kept left a zero there, and so did what is not finite.
-    ops.scatter_add(accumulator.residual, stream.indices, rest.residual)
+    left = ops.threshold_stream(stream.indices, rest.residual, 0.0)
+    ops.scatter_add(accumulator.residual, *left)
     return SparseStream(stream.indices[order.long()], values, stream.numel), threshold
 
 
