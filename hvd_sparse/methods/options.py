@@ -38,7 +38,7 @@ CollectiveFactory = Callable[..., Collective]
 """Makes one bucket's collective, from the transport, numel, k and `wire`."""
 
 BUCKET_NUMEL = 1 << 23
-LEAST_CUT_NUMEL = 1 << 22
+LEAST_CUT_NUMEL = 1 << 24
 """Tensors are not cut below that, however small buckets are: each part costs messages of its own,
 while selecting from so many elements takes no longer than these."""
 AUTOMATIC = "auto"
