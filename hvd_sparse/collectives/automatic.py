@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from hvd_sparse.accumulator import Scope
 from hvd_sparse.checks import check_choice
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
@@ -82,6 +84,11 @@ class AutomaticCollective(Collective):
     def chosen(self) -> Collective:
         """See `Collective.chosen`."""
         return self._candidates[self.algorithm]
+
+    @property
+    def device(self) -> torch.device | None:
+        """See `Collective.device`."""
+        return self.chosen.device
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """See `Collective.reduce`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hvd_sparse.accumulator import Scope
@@ -60,12 +61,17 @@ class Collective(ABC):
         """Who does the work: this one, but where it has chosen another."""
         return self
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where `reduce` takes streams beside the host, and leaves the sum; None: nowhere."""
+        return None
+
     @abstractmethod
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Sum the ranks' streams.
 
         Args:
-            stream: What this rank selected.
+            stream: What this rank selected; on the host, or on `device` on all ranks.
             take_at: Gives what the accumulator holds at other indices, once the stream is out of
                 it; None: nothing. Only collectives that sum at other ranks' indices call it.
 

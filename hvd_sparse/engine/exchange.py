@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hvd_sparse.collectives.registry import name_of
 from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.engine.staging import Stage
 from hvd_sparse.engine.stats import StepStats
 from hvd_sparse.selectors.correction import hold_back
 from hvd_sparse.transports import Context
@@ -44,7 +45,8 @@ def select(bucket: Bucket) -> None:
         accumulator = memory.accumulate(gradients, stage.k, scope)
         selected = stage.select(bucket.selector, accumulator)
         bucket.taken = hold_back(accumulator, selected, stage.k)
-        bucket.lane.send(bucket.taken)
+        if not stays(stage, bucket):
+            bucket.lane.send(bucket.taken)
     bucket.stage = stage
     stats.nnz_held_back = selected.nnz - bucket.taken.nnz
 
@@ -64,7 +66,8 @@ def reduce(bucket: Bucket) -> None:
     transport.context = Context(bucket.specs[0].label, bucket.step)
     traffic = transport.traffic.snapshot()
     with stats.timed("exchange_s"):
-        reduction = stage.collective.reduce(bucket.lane.landed(taken), memory.take_at)
+        sent = taken if stays(stage, bucket) else bucket.lane.landed(taken)
+        reduction = stage.collective.reduce(sent, memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
         applied = memory.applied(reduction.reduced)
         bucket.reduced = applied if bucket.inside is None else bucket.inside.gather(applied)
@@ -76,6 +79,12 @@ def reduce(bucket: Bucket) -> None:
     stats.nnz_selected, stats.nnz_applied = taken.nnz, of_all.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
+
+
+def stays(stage: Stage, bucket: Bucket) -> bool:
+    """Whether entries are exchanged from the device on which they are."""
+    device = stage.collective.device
+    return device is not None and device.type == bucket.decoded.device.type
 
 
 def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:

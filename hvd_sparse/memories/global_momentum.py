@@ -89,6 +89,7 @@ class GlobalMomentum(ErrorFeedback):
         self.share, self._last_sum = share.to(self.residual.device), share.times(P).to("cpu")
         if not self.nesterov:
             return reduced
+        last = last.to(entries.indices.device)
         return sum_of([entries.times(1.0 + m), last.times(-m)], self.residual.numel())
 
     def roll_back(self) -> None:

@@ -121,9 +121,11 @@ class Transport(ABC):
         link: what a message costs, the same on all ranks, where somebody has measured or given it.
         context: what the caller is at, the same on all ranks; messages and errors carry it.
         failure: what this transport has failed by, here or at a peer; None where it has not.
+        device: from whose memory `allgather_on_devices` sends to the peers'; None: there is none.
     """
 
     name: str = "abstract"
+    device: torch.device | None = None
     link: Link | None = None
     context: Context = NO_CONTEXT
     failure: HvdSparseError | None = None
@@ -246,6 +248,20 @@ class Transport(ABC):
             sizes += new_sizes
             distance *= 2
         return [blocks[(i - r) % P] for i in range(P)]
+
+    def allgather_on_devices(self, sent: torch.Tensor) -> torch.Tensor:
+        """Brings every rank's bytes to every rank, from device to device; waits until they are.
+
+        Args:
+            sent: uint8 `(m,)` on `device`, m above 0 and the same on all ranks.
+
+        Returns:
+            uint8 `(P, m)` on `device`, by rank.
+
+        Raises:
+            TransportError: A peer is gone or did not answer.
+        """
+        raise NotImplementedError(f"{self.name} has no device")
 
     def allreduce_sum(self, tensor: torch.Tensor, *, channel: str) -> torch.Tensor:
         """Sums a small tensor over all ranks; every rank gets the same bits.

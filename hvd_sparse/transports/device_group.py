@@ -82,11 +82,17 @@ class DeviceGroup:
         """
         arrived = self._empty(sum(from_peers))
         work = self._group.alltoall_base(arrived, sent, from_peers, to_peers)
-        end = None
-        if self._up is not None:
-            work.wait()  # of the stream, not of the host
-            end = torch.cuda.current_stream(self._device).record_event()
-        return arrived, Transfer(work, end, (sent, arrived))
+        return arrived, self._behind(work, sent, arrived)
+
+    def allgather(self, sent: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+        """Queues as many bytes of every rank for all of them; otherwise like `all_to_all`.
+
+        Returns:
+            What comes, `(P, n)`.
+        """
+        arrived = self._empty(self._world_size * sent.numel())
+        work = self._group._allgather_base(arrived, sent)
+        return arrived.view(self._world_size, -1), self._behind(work, sent, arrived)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory, uint8 `(nbytes,)`, into which a device can copy while nobody waits."""
@@ -99,6 +105,14 @@ class DeviceGroup:
     def shutdown(self) -> None:
         """Ends the connections in order; may wait until the peers do."""
         self._group.shutdown()
+
+    def _behind(self, work: Any, *kept: torch.Tensor) -> Transfer:
+        """Let the current stream wait for an exchange; the host does not."""
+        end = None
+        if self._up is not None:
+            work.wait()
+            end = torch.cuda.current_stream(self._device).record_event()
+        return Transfer(work, end, kept)
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

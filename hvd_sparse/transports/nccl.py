@@ -1,6 +1,6 @@
 """Large messages from device to device over NCCL; small ones, beside them, over gloo.
 
-Streams and messages are made on the host. A large message goes through pinned memory to the
+Messages are made on the host. A large message goes through pinned memory to the
 device, over NCCL to the peer's device, and through pinned memory to its host. All of that is queued
 on the device when the exchange starts; the host only looks, in `wait`, whether it is through.
 
@@ -15,6 +15,9 @@ started. The messages of one exchange, a send, a receive or both, are one group,
 call is made; groups run one after the other, in the order of the calls. Group i waits for none but
 its peers' groups up to i, and all ranks make the same calls: no circle of waits can arise.
 
+**Without the host.** What is on the devices can stay there (`exchange_on_devices`,
+`allgather_on_devices`): the sizes are then known to both ends, and nothing is padded.
+
 **Ends.** NCCL cannot give up a wait by itself, and does not tell the peers of a failure. Waits
 here look whether the group is through, until their deadline, and now and then whether a peer has
 left a note in the store that it gave up.
@@ -25,8 +28,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +136,7 @@ class NcclTransport(GlooTransport):
     ) -> None:
         gloo_store = dist.PrefixStore("gloo", store)
         super().__init__(rank, world_size, gloo_store, host=host, timeout_s=timeout_s)
-        self.device = device
+        self.device: torch.device = device
         self.direct_bytes = direct_bytes
         self._notes = dist.PrefixStore("notes", store)
         self._outgoing: _Half | None = None
@@ -172,26 +176,40 @@ class NcclTransport(GlooTransport):
         Raises:
             TransportError: A peer is gone or did not answer.
         """
-        self._raise_failure()
         assert self._devices is not None
-        began = time.monotonic()
         peers = sorted({*to_peers, *from_peers} - {self.rank})
-        told = f"devices of ranks {', '.join(map(str, peers))}"
-        self.awaited_beside[id(sent)] = Awaiting(tuple(peers), began, told)
         to, of = (
             [sizes.get(rank, 0) for rank in range(self.world_size)]
             for sizes in (to_peers, from_peers)
         )
+        return self._brought(partial(self._devices.all_to_all, sent, to, of), peers)
+
+    def allgather_on_devices(self, sent: torch.Tensor) -> torch.Tensor:
+        """See `Transport.allgather_on_devices`; waits for the bytes, since NCCL would for good."""
+        assert self._devices is not None
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        arrived = self._brought(partial(self._devices.allgather, sent), peers)
+        self.traffic.sent(sent.numel() * len(peers), len(peers))
+        self.traffic.received(sent.numel() * len(peers), len(peers))
+        return arrived
+
+    def _brought(
+        self, start: Callable[[], tuple[torch.Tensor, Transfer]], peers: Sequence[int]
+    ) -> torch.Tensor:
+        """What an exchange among the devices brings, once it is there."""
+        self._raise_failure()
+        began, told = time.monotonic(), f"devices of ranks {', '.join(map(str, peers))}"
+        self.awaited_beside[id(start)] = Awaiting(tuple(peers), began, told)
         try:
-            arrived, transfer = self._devices.all_to_all(sent, to, of)
+            arrived, transfer = start()
             self.poll(transfer.is_through, self.deadline_from(began), f"one of the {told}")
         except RuntimeError as error:
-            known = isinstance(error, TransportError)
-            lost = error if known else self.error_of(error, peers[0] if peers else self.rank)
+            peer = peers[0] if peers else self.rank
+            lost = error if isinstance(error, TransportError) else self.error_of(error, peer)
             story = f"it has waited {time.monotonic() - began:.2f} s for {told}"
             self.raise_first(lost, None, story)
         finally:
-            del self.awaited_beside[id(sent)]
+            del self.awaited_beside[id(start)]
         return arrived
 
     def close(self) -> None:

@@ -79,6 +79,10 @@ class RendezvousGroup:
         self._calls.put((sends, receives, work))
         return work
 
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        each = [input.numel()] * self.world_size
+        return self.alltoall_base(output, input.repeat(self.world_size), each, each)
+
     def abort(self) -> None:
         self.aborted.set()
 
