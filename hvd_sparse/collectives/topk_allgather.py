@@ -62,10 +62,8 @@ class TopkAllgather(Collective):
         if room == 0:
             return Reduction(nothing, nothing)
         sent = torch.zeros(2, room, dtype=torch.int32, device=device)
-        sent[0, : stream.nnz], sent[1, : stream.nnz] = (
-            stream.indices,
-            stream.values.view(torch.int32),
-        )
+        sent[0, : stream.nnz] = stream.indices
+        sent[1, : stream.nnz] = stream.values.view(torch.int32)
         arrived = self.transport.allgather_on_devices(sent.view(torch.uint8).flatten())
         entries = arrived.view(torch.int32).view(P, 2, room)
         parts = [
