@@ -1,4 +1,4 @@
-"""One process's messages to itself over NCCL, by size."""
+"""One process's messages to itself over NCCL, by size: from the host, and without it."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def run(results: Results) -> None:
                 times_s.append(time.perf_counter() - started_s)
             ok = torch.equal(buffer, message)
             results.row(f"{size} bytes", ok=ok, microseconds=statistics.median(times_s[5:]) * 1e6)
+        with results.guarded(f"{size} bytes on the device"):
+            message = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+            times_s = []
+            for _ in range(20):
+                torch.cuda.synchronize(device)
+                started_s = time.perf_counter()
+                arrived, transfer = group.allgather(message)
+                while not transfer.is_through():
+                    pass
+                times_s.append(time.perf_counter() - started_s)
+            ok = torch.equal(arrived[0], message)
+            median_us = statistics.median(times_s[5:]) * 1e6
+            results.row(f"{size} bytes on the device", ok=ok, microseconds=median_us)
