@@ -110,9 +110,10 @@ def test_large_tensors_are_cut_by_default() -> None:
         return [plan.specs[0].numel for plan in form_buckets([spec], chosen)]
 
     assert parts_of(1 << 23) == [1 << 23]
-    assert parts_of(14_700_000) == [7_350_000, 7_350_000]
-    assert parts_of(1 << 22, bucket_numel=1) == [1 << 22]
-    assert parts_of(1 << 23, bucket_numel=1) == [1 << 22, 1 << 22]
+    assert parts_of(14_700_000) == [14_700_000]
+    assert parts_of(20_000_000) == [10_000_000, 10_000_000]
+    assert parts_of(1 << 24, bucket_numel=1) == [1 << 24]
+    assert parts_of(1 << 25, bucket_numel=1) == [1 << 24, 1 << 24]
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
