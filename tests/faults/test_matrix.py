@@ -21,7 +21,7 @@ from tests.endings import Ending, endings_in
 from tests.launch import WORKERS, horovodrun, launch_environment
 from tests.rest import ALL, rest
 from tests.workers.adapter_exits import FAILING, TIMEOUT_S, WORLD_SIZE
-from tests.workers.fault_matrix import FAULTS, PHASES
+from tests.workers.fault_matrix import FAULTS, PHASES, TWO_LEVELS
 
 pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -144,3 +144,19 @@ def assert_in_time(endings: list[Ending], clean: list[Ending]) -> None:
     for ending in endings:
         assert not math.isnan(ending.seconds), ending
         assert ending.seconds < limit_s, ending
+
+
+@pytest.mark.parametrize("phase", ["forward", pytest.param("between", marks=rest)])
+def test_a_stopped_worker_of_two_levels_is_named(tmp_path: Path, phase: str) -> None:
+    """Its neighbour waits for it in the memory that they share, the others for messages."""
+    done = horovodrun(
+        *(4, "fault_matrix.py", f"{phase}-stop", tmp_path / "world"),
+        hosts="localhost:2,127.0.0.1:2",
+        env={TWO_LEVELS: "1"},
+        timeout=190,
+        check=False,
+    )
+    endings = endings_in(done.stdout)[f"{phase}-stop"]
+    survivors = [ending for ending in endings if ending.code != CODES["stop"]]
+    assert len(survivors) == 3, endings
+    assert all(re.search(NAMED, survivor.stderr) for survivor in survivors), survivors

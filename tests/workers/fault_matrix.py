@@ -29,6 +29,8 @@ FAILED_STEP = 3
 LATE_S = 1.0
 HOROVODS_TIMEOUT_S = "10"
 """How long a message of Horovod's own may take; in a commit and a checkpoint, ranks wait for it."""
+TWO_LEVELS = "HVD_SPARSE_TEST_TWO_LEVELS"
+"""A variable: if it is there, ranks exchange in two levels."""
 SECOND_S = 0.3
 """Between the two deaths of a double fault."""
 AFTER_S = 0.4
@@ -119,7 +121,10 @@ def train(case: str, failed_at: Path) -> None:
     model = Model()
     torch.manual_seed(hvd.rank())
     compression = Compression.topk(
-        model.named_parameters(), bucket_numel=1 << 16, timeout_s=TIMEOUT_S
+        model.named_parameters(),
+        bucket_numel=1 << 16,
+        timeout_s=TIMEOUT_S,
+        hierarchical=TWO_LEVELS in os.environ,
     )
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01),
