@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch import launch_environment, python_command, run_in_group
 from tests.rest import rest
-from tests.workers.elastic_faults import Event, write_plan
+from tests.workers.elastic_faults import TWO_LEVELS, Event, write_plan
 
 pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,19 +31,28 @@ SHORT_S = 8
 """The same where nobody joins. A death within Horovod's own exchange leaves some waiting for it."""
 
 
-def train_through(folder: Path, events: Sequence[Event], timeout_s: int = START_S) -> str:
+def train_through(
+    folder: Path,
+    events: Sequence[Event],
+    timeout_s: int = START_S,
+    *,
+    hosts: Sequence[str] = (A, B, C),
+    slots: int = 1,
+) -> str:
     """Run the job to its end; how many workers were there then."""
-    hosts = [A, B, C]
-    (folder / "hosts").write_text("".join(f"{host}:1\n" for host in hosts))
+    (folder / "hosts").write_text("".join(f"{host}:{slots}\n" for host in hosts))
     script = folder / "discover.sh"
     script.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
     script.chmod(0o755)
     write_plan(folder, events)
-    command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(len(hosts))]
+    workers = str(slots * len(hosts))
+    command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", workers]
     command += ["--min-np", "1", "--host-discovery-script", str(script)]
     command += ["--network-interface", "lo", "--gloo-timeout-seconds", str(timeout_s)]
     command += python_command("elastic_faults.py", folder)
     environment = launch_environment({"PYTHONHASHSEED": "0"})
+    if slots > 1:
+        environment[TWO_LEVELS] = "1"
     done = run_in_group(command, env=environment, timeout=280, check=False)
     output = done.stdout + done.stderr
     print(output)
@@ -111,3 +120,9 @@ def test_deaths_in_an_exchange(tmp_path: Path) -> None:
 def test_the_death_of_rank_0(tmp_path: Path) -> None:
     events = [Event("committed", [A], step=8), Event("between", [B], how="exit")]
     assert train_through(tmp_path, events, SHORT_S) == "1"
+
+
+def test_a_host_of_two_workers_dies(tmp_path: Path) -> None:
+    """In two levels, of two hosts with two workers each; Horovod ends the dead one's neighbour."""
+    events = [Event("between", [f"{B}:1"], step=6)]
+    assert train_through(tmp_path, events, SHORT_S, hosts=[A, B], slots=2) == "2"

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 import hvd_sparse
 
+TWO_LEVELS = "HVD_SPARSE_TEST_TWO_LEVELS"
+"""A variable: if it is there, each host has two workers, which exchange in two levels."""
 COMMIT_EVERY = 4
 STEP_S = 0.02
 TIMEOUT_S = 10.0
@@ -41,7 +43,8 @@ class Event:
         phase: Where in a step: "backward", "between", "connect" (the first step of a new world),
             "save" and "committed" (before and after a commit is kept), "sync"; or "hosts", which
             changes the hosts there are; or "world", which waits for a world of `size`.
-        hosts: Whom it happens to; with "hosts", who is there from then on.
+        hosts: Whom it happens to; with "hosts", who is there from then on. In two levels a worker is
+            called by its host and its local rank, as in `localhost:1`.
         how: "kill", "exit" or "raise".
         step: From which step of this history on.
         size: Of the world.
@@ -63,6 +66,8 @@ class Plan:
 
     def __init__(self, folder: Path) -> None:
         self.host = os.environ["HOROVOD_HOSTNAME"]
+        if TWO_LEVELS in os.environ:
+            self.host += f":{os.environ['HOROVOD_LOCAL_RANK']}"
         self._folder = folder
         self._events = [Event(**event) for event in json.loads((folder / "plan.json").read_text())]
 
@@ -195,7 +200,11 @@ def train_on(folder: Path) -> None:
     plan = Plan(folder)
     model = Model()
     compression = hvd_sparse.Compression.oktopk(
-        model.named_parameters(), density=0.02, dense_below=100, timeout_s=TIMEOUT_S
+        model.named_parameters(),
+        density=0.02,
+        dense_below=100,
+        timeout_s=TIMEOUT_S,
+        hierarchical=TWO_LEVELS in os.environ,
     )
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0),
