@@ -43,8 +43,8 @@ class Event:
         phase: Where in a step: "backward", "between", "connect" (the first step of a new world),
             "save" and "committed" (before and after a commit is kept), "sync"; or "hosts", which
             changes the hosts there are; or "world", which waits for a world of `size`.
-        hosts: Whom it happens to; with "hosts", who is there from then on. In two levels a worker is
-            called by its host and its local rank, as in `localhost:1`.
+        hosts: Whom it happens to; with "hosts", who is there from then on. In two levels a worker
+            is called by its host and its local rank, as in `localhost:1`.
         how: "kill", "exit" or "raise".
         step: From which step of this history on.
         size: Of the world.
