@@ -11,8 +11,7 @@ from hvd_sparse.errors import TransportError
 from hvd_sparse.hosts import Grid, Hosts
 from hvd_sparse.hosts.devices import OverDevices
 from hvd_sparse.transports.nccl import NcclTransport
-from tests.laws.test_two_levels import Steps, check_laws, engine_of, gradients_of, reduced
-from tests.laws.test_two_levels import residuals_of as kept_by
+from tests.laws.test_two_levels import Steps, check_laws, engine_of, trained
 from tests.transports.test_nccl import over_nccl
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,14 +49,7 @@ def test_the_bits_are_those_of_the_hosts_memory(grid: Grid, numel: int, dtype: t
 @pytest.mark.parametrize("grid", [(2, 2), (1, 2), (3, 2), (2, 1)], ids=str)
 def test_laws(grid: tuple[int, int]) -> None:
     def rank(transport: NcclTransport) -> Steps:
-        engine = engine_of(transport, grid)
-        done = []
-        for step in range(4):
-            results = reduced(engine, gradients_of(step, transport.rank))
-            engine.settle(counts=True)
-            done.append((results, kept_by(engine)))
-        engine.disconnect()
-        return done
+        return trained(engine_of(transport, grid), transport.rank, 4)
 
     check_laws(over_nccl(grid[0] * grid[1], rank), 4)
 

@@ -60,6 +60,17 @@ def residuals_of(engine: Engine) -> dict[str, Tensor]:
 Steps = list[tuple[dict[str, Tensor], dict[str, Tensor]]]
 
 
+def trained(engine: Engine, rank: int, steps: int) -> Steps:
+    """What each step has applied, and what this rank then keeps; disconnects."""
+    done = []
+    for step in range(steps):
+        results = reduced(engine, gradients_of(step, rank))
+        engine.settle(counts=True)
+        done.append((results, residuals_of(engine)))
+    engine.disconnect()
+    return done
+
+
 def check_laws(ranks: list[Steps], steps: int, dtype: torch.dtype = torch.float32) -> None:
     """Every step: what was there and came in is what was applied and stays; all ranks apply it."""
     for name in SHAPES:
@@ -79,14 +90,7 @@ def test_shards_and_what_was_applied_are_the_gradients(
     grid: tuple[int, int], shares_memory: bool
 ) -> None:
     def worker(transport: LocalTransport) -> Steps:
-        engine = engine_of(transport, grid, shares_memory=shares_memory)
-        done = []
-        for step in range(4):
-            results = reduced(engine, gradients_of(step, transport.rank))
-            engine.settle(counts=True)
-            done.append((results, residuals_of(engine)))
-        engine.disconnect()
-        return done
+        return trained(engine_of(transport, grid, shares_memory=shares_memory), transport.rank, 4)
 
     ranks = run_ranks(grid[0] * grid[1], worker, timeout_s=60.0)
     check_laws(ranks, 4)
@@ -103,14 +107,7 @@ def test_every_compressor(name: str) -> None:
     grid = (2, 2)
 
     def worker(transport: LocalTransport) -> Steps:
-        engine = engine_of(transport, grid, name, momentum=0.0)
-        done = []
-        for step in range(3):
-            results = reduced(engine, gradients_of(step, transport.rank))
-            engine.settle(counts=True)
-            done.append((results, residuals_of(engine)))
-        engine.disconnect()
-        return done
+        return trained(engine_of(transport, grid, name, momentum=0.0), transport.rank, 3)
 
     check_laws(run_ranks(4, worker, timeout_s=60.0), 3)
 
