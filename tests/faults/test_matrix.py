@@ -146,7 +146,8 @@ def assert_in_time(endings: list[Ending], clean: list[Ending]) -> None:
         assert ending.seconds < limit_s, ending
 
 
-@pytest.mark.parametrize("phase", ["forward", pytest.param("between", marks=rest)])
+@rest
+@pytest.mark.parametrize("phase", ["forward", "between"])
 def test_a_stopped_worker_of_two_levels_is_named(tmp_path: Path, phase: str) -> None:
     """Its neighbour waits for it in the memory that they share, the others for messages."""
     done = horovodrun(
