@@ -31,7 +31,9 @@ def keep_largest(
     rest = ops.Accumulation(stream.values.clone())
     order, values, threshold = ops.accumulate_topk(rest, k)
     # What is kept left a zero there, and so did what is not finite.
-    left = ops.threshold_stream(stream.indices, rest.residual, 0.0)
+    left = stream.indices, rest.residual
+    if ops.backend(stream.indices.device) != "cuda":  # there it costs a wait for their number
+        left = ops.threshold_stream(*left, 0.0)
     ops.scatter_add(accumulator.residual, *left)
     return SparseStream(stream.indices[order.long()], values, stream.numel), threshold
 
