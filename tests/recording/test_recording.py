@@ -202,9 +202,7 @@ def test_the_cost_is_below_one_percent_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, gradients = itertools.count(), itertools.count()
-    tick_s = (
-        1e-4  # from one look at the clock to the next; ten for a gradient of the one who writes
-    )
+    tick_s = 1e-4  # from one look at the clock to the next; ten for the writer's gradient
 
     def now() -> float:
         return tick_s * (next(looks) + 10 * next(gradients))
