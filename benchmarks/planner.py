@@ -119,31 +119,17 @@ def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
     best = min(others, key=lambda way: step_s[way])
     what = f"{planned['sparse_tensors']} tensors sparse"
     not_slower = f"at most {100 * MOST_LOSS:.0f} % slower"
+    close = f"within {100 * WITHIN_BEST:.0f} %"
+    judged = [
+        (f"planned step, {what}", "plain Horovod, dense", "dense", MOST_LOSS, not_slower),
+        ("planned step", "Horovod with sleeping waits", "uncompressed", MOST_LOSS, not_slower),
+        ("planned step", f"the best of all, {best}", best, WITHIN_BEST, close),
+    ]
     rows = [
-        planned_row(
-            case,
-            f"planned step, {what}",
-            step_s["planned"],
-            ("plain Horovod, dense", step_s["dense"]),
-            MOST_LOSS,
-            not_slower,
-        ),
-        planned_row(
-            case,
-            "planned step",
-            step_s["planned"],
-            ("Horovod with sleeping waits", step_s["uncompressed"]),
-            MOST_LOSS,
-            not_slower,
-        ),
-        planned_row(
-            case,
-            "planned step",
-            step_s["planned"],
-            (f"the best of all, {best}", step_s[best]),
-            WITHIN_BEST,
-            f"within {100 * WITHIN_BEST:.0f} %",
-        ),
+        planned_row(case, metric, step_s["planned"], (name, step_s[way]), tolerance, goal)
+        for metric, name, way, tolerance, goal in judged
+    ]
+    rows += [
         prediction(case, "predicted step, by its trial", planned["tried_s"], step_s["planned"]),
         prediction(
             case, "predicted step, by costs alone", planned["predicted_s"], step_s["planned"]

@@ -15,7 +15,8 @@ import pytest
 
 from tests.launch import launch_environment, python_command, run_in_group
 from tests.rest import rest
-from tests.workers.elastic_faults import TWO_LEVELS, Event, write_plan
+from tests.workers.elastic_faults import Event, write_plan
+from tests.workers.fault_matrix import TWO_LEVELS
 
 pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(300)]
 

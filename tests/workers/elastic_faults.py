@@ -2,6 +2,8 @@
 
     horovodrun --host-discovery-script … python elastic_faults.py FOLDER
 
+With the variable `TWO_LEVELS`, each host has two workers, which exchange in two levels.
+
 FOLDER/plan.json is a list of events, one after the other; see `Event`. FOLDER/hosts is what the
 discovery script shows. Every gradient is a whole number. With each commit a worker writes down what
 it has brought and what it holds; so in the end the books can be balanced over the dead, too.
@@ -25,9 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
+from tests.workers.fault_matrix import TWO_LEVELS
 
-TWO_LEVELS = "HVD_SPARSE_TEST_TWO_LEVELS"
-"""A variable: if it is there, each host has two workers, which exchange in two levels."""
 COMMIT_EVERY = 4
 STEP_S = 0.02
 TIMEOUT_S = 10.0
