@@ -39,6 +39,20 @@ HVDS_API int32_t hvds_difference(const int32_t* indices, const float* values, in
   });
 }
 
+// The output has room for `nnz_sent` and `nnz_lost`.
+HVDS_API int32_t hvds_unapplied(const int32_t* sent_indices, const float* sent_values,
+                                int64_t nnz_sent, const int32_t* lost_indices,
+                                const float* lost_values, int64_t nnz_lost, const int32_t* applied,
+                                int64_t applied_count, int32_t* out_indices, float* out_values,
+                                int64_t* nnz) {
+  return Guarded([&] {
+    *nnz = static_cast<int64_t>(
+        hvds::Unapplied({sent_indices, sent_values, static_cast<size_t>(nnz_sent)},
+                        {lost_indices, lost_values, static_cast<size_t>(nnz_lost)}, applied,
+                        static_cast<size_t>(applied_count), out_indices, out_values));
+  });
+}
+
 // The output has room for `nnz_in`.
 HVDS_API int32_t hvds_threshold_stream(const int32_t* indices, const float* values, int64_t nnz_in,
                                        uint32_t key, int32_t* out_indices, float* out_values,

@@ -59,12 +59,14 @@ Tile& ThreadTile() {
   return *tile;
 }
 
-// used ? value : kNeutral, by masks: compilers make a branch of the plain form, and half of the
-// time it would be predicted wrong.
-float IfUsed(bool used, float value) {
-  const uint32_t mask = 0u - used;
-  return FloatOf((BitsOf(value) & mask) | (BitsOf(kNeutral) & ~mask));
+// condition ? a : b, by masks: compilers make a branch of the plain form, and half of the time it
+// would be predicted wrong.
+float Choose(bool condition, float a, float b) {
+  const uint32_t mask = 0u - condition;
+  return FloatOf((BitsOf(a) & mask) | (BitsOf(b) & ~mask));
 }
+
+float IfUsed(bool used, float value) { return Choose(used, value, kNeutral); }
 
 // The merge of two streams as far as it has come.
 struct TwoWayMerge {
@@ -152,6 +154,22 @@ size_t MergeByTile(std::vector<Stream>& streams, size_t span, int32_t* indices, 
   }
 }
 
+// Writes streams that follow one another in some order, where they do; returns whether they do.
+bool Concatenate(std::vector<Stream> streams, int32_t* indices, float* values) {
+  const auto is_before = [](const Stream& a, const Stream& b) {
+    return a.indices[0] < b.indices[0];
+  };
+  std::sort(streams.begin(), streams.end(), is_before);
+  for (size_t s = 1; s < streams.size(); ++s) {
+    if (streams[s - 1].indices[streams[s - 1].nnz - 1] >= streams[s].indices[0]) return false;
+  }
+  for (const Stream& stream : streams) {
+    indices = std::copy_n(stream.indices, stream.nnz, indices);
+    values = std::copy_n(stream.values, stream.nnz, values);
+  }
+  return true;
+}
+
 // What the streams hold in [begin, end), without the streams that hold nothing there.
 std::vector<Stream> Slices(const Stream* streams, size_t count, int64_t begin, int64_t end) {
   std::vector<Stream> slices;
@@ -212,6 +230,7 @@ size_t MergeSum(Workspace& workspace, const Stream* streams, size_t count, size_
   }
   if (total == 0) return 0;
   const auto end = static_cast<int64_t>(numel);
+  if (Concatenate(Slices(streams, count, 0, end), indices, values)) return total;
 
   constexpr size_t kTaskEntries = size_t{1} << 14;
   const int tasks =
@@ -273,6 +292,37 @@ size_t Difference(const Stream& stream, const int32_t* other, size_t other_count
     j += against <= at;
   }
   emit_until(stream.nnz);
+  return count;
+}
+
+size_t Unapplied(const Stream& sent, const Stream& lost, const int32_t* applied,
+                 size_t applied_count, int32_t* indices, float* values) {
+  size_t i = 0, j = 0, k = 0, count = 0;
+  while (i < sent.nnz && j < lost.nnz && k < applied_count) {  // without branches on the data
+    const int32_t at_sent = sent.indices[i], at_lost = lost.indices[j], at_applied = applied[k];
+    const int32_t at = std::min(std::min(at_sent, at_lost), at_applied);
+    const bool is_sent = at_sent == at, is_lost = at_lost == at, is_applied = at_applied == at;
+    indices[count] = at;
+    values[count] = Choose(is_applied, lost.values[j], sent.values[i]);
+    count += (is_applied & is_lost) | (!is_applied & is_sent);
+    i += is_sent;
+    j += is_lost;
+    k += is_applied;
+  }
+  // One of them has ended: what is left of `sent` stays, but for what is applied, or all of `sent`
+  // is through.
+  if (i < sent.nnz) {
+    return count + Difference({sent.indices + i, sent.values + i, sent.nnz - i}, applied + k,
+                              applied_count - k, indices + count, values + count);
+  }
+  while (j < lost.nnz && k < applied_count) {
+    const int32_t at_lost = lost.indices[j], at_applied = applied[k];
+    indices[count] = at_lost;
+    values[count] = lost.values[j];
+    count += at_lost == at_applied;
+    j += at_lost <= at_applied;
+    k += at_applied <= at_lost;
+  }
   return count;
 }
 

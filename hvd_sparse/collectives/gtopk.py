@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
-from hvd_sparse.streams import Part, SparseStream, sum_of
+from hvd_sparse.streams import Part, SparseStream, sum_of, unapplied
 from hvd_sparse.wire import Packer
 from hvd_sparse.work import Work
 
@@ -36,10 +36,7 @@ class GTopk(Collective):
         total, dropped = self._reduce_to_root(stream, packer)
         u = self._broadcast(total, packer)
         self.step += 1
-        unapplied = ops.difference(stream.indices, stream.values, u.indices)
-        missing = sum_of([*dropped, packer.lost(self.numel)], self.numel).common_with(u.indices)
-        returned = sum_of([SparseStream(*unapplied, self.numel), missing], self.numel)
-        return Reduction(u, returned)
+        return Reduction(u, unapplied(stream, [*dropped, packer.lost(self.numel)], u))
 
     def _reduce_to_root(
         self, stream: SparseStream, packer: Packer

@@ -61,7 +61,7 @@ from hvd_sparse.collectives.threshold_levels import (
     threshold_at,
 )
 from hvd_sparse.magnitude import magnitude_keys, threshold_key
-from hvd_sparse.streams import Part, SparseStream, sum_of
+from hvd_sparse.streams import Part, SparseStream, sum_of, unapplied
 from hvd_sparse.topology import allgather_loads, batches
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
@@ -142,9 +142,7 @@ class OkTopk(Collective):
         u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due)
         self.step += 1
         self.transport.worked(Work(selected_entries=reduced_topk.nnz + stream.nnz))
-        unapplied = ops.difference(stream.indices, stream.values, u.indices)
-        rounding = packer.lost(self.numel).common_with(u.indices)
-        return Reduction(u, sum_of([SparseStream(*unapplied, self.numel), rounding], self.numel))
+        return Reduction(u, unapplied(stream, [packer.lost(self.numel)], u))
 
     # -- phase 1: split and reduce (section 3.1.1) -------------------------------------------------
 

@@ -34,6 +34,7 @@ from hvd_sparse.ops.streams import (
     scatter_add,
     take_at,
     threshold_stream,
+    unapplied,
     zero_at,
 )
 from hvd_sparse.ops.wire import gap_decode, gap_encode, qsgd_dequantize, qsgd_quantize
@@ -65,6 +66,7 @@ __all__ = [
     "sum_vectors",
     "take_at",
     "threshold_stream",
+    "unapplied",
     "zero_at",
     "zero_vector",
 ]

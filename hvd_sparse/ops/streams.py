@@ -57,6 +57,30 @@ def difference(indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, 
     return implementation(device).difference(indices, values, other)
 
 
+def unapplied(
+    sent: tuple[Tensor, Tensor], lost: tuple[Tensor, Tensor], applied: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What an exchange leaves with its sender: what had no part in it, and what rounding lost.
+
+    Args:
+        sent: Indices and values, `(nnz,)`: of these, those whose index is not in `applied` stay.
+        lost: Indices and values, `(m,)`: of these, those whose index is in `applied`.
+        applied: int32 `(l,)`, strictly ascending.
+
+    Returns:
+        `(indices, values)`.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: Lengths do not match, or a tensor is not contiguous or on another device.
+    """
+    device = checks.device_of(sent[0])
+    checks.stream(*sent, device)
+    checks.stream(*lost, device)
+    checks.tensor("applied", applied, (torch.int32,), device)
+    return implementation(device).unapplied(sent, lost, applied)
+
+
 def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """The entries of a stream that reach a threshold, as `accumulate_select` understands it.
 

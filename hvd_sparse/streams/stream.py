@@ -54,15 +54,6 @@ class SparseStream:
         """The entries where a bool tensor `(nnz,)` is true."""
         return SparseStream(self.indices[kept], self.values[kept], self.numel)
 
-    def common_with(self, indices: Tensor) -> SparseStream:
-        """The entries whose index is among `indices`, int32 `(m,)` ascending."""
-        if self.nnz == 0:
-            return self
-        if indices.numel() == 0:
-            return SparseStream.empty(self.numel)
-        others, _ = ops.difference(*self.payload(), indices)
-        return SparseStream(*ops.difference(*self.payload(), others), self.numel)
-
     def to(self, device: torch.device | str) -> SparseStream:
         """The same stream on a device; itself, where it is there.
 
@@ -126,3 +117,18 @@ def sum_of(streams: Sequence[SparseStream], numel: int) -> SparseStream:
     if len(filled) == 1:
         return SparseStream(*filled[0].payload(), numel)
     return SparseStream(*ops.merge_sum([stream.payload() for stream in filled], numel), numel)
+
+
+def unapplied(
+    sent: SparseStream, lost: Sequence[SparseStream], applied: SparseStream
+) -> SparseStream:
+    """What goes back to a rank after an exchange: entries without part in it, and roundings.
+
+    Args:
+        sent: What the rank brought; entries at indices that were applied stay out.
+        lost: What it dropped on the way, or rounding lost in its messages. It counts at indices
+            that were applied; elsewhere the entries go back whole to whoever brought them.
+        applied: The sum.
+    """
+    rest = sum_of(lost, sent.numel).payload()
+    return SparseStream(*ops.unapplied(sent.payload(), rest, applied.indices), sent.numel)

@@ -46,6 +46,11 @@ def test_filters(cuda: CudaOps, nnz: int) -> None:
         assert_same(
             cuda.difference(indices, values, other), reference.difference(indices, values, other)
         )
+        lost = stream(NUMEL, 500, 6)
+        assert_same(
+            cuda.unapplied((indices, values), lost, other),
+            reference.unapplied((indices, values), lost, other),
+        )
 
 
 @pytest.mark.parametrize("nnz", [0, 1, 3000])

@@ -44,6 +44,8 @@ BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ops.merge_sum([(I32, F32)], 3), ValueError, r"strictly ascending in \[0, 3\)"),
     (lambda: ops.difference(I32, F32, F32), TypeError, "other must be int32"),
     (lambda: ops.difference(I32.long(), F32, I32), TypeError, "indices must be int32"),
+    (lambda: ops.unapplied((I32, F32), (I32, F32), F32), TypeError, "applied must be int32"),
+    (lambda: ops.unapplied((I32, F32), (I32, F32[:3]), I32), ValueError, "values must have"),
     (lambda: ops.threshold_stream(I32, F32, -0.5), ValueError, "threshold must be >= 0"),
     (lambda: ops.scatter_add(F32[:2], I32, F32), ValueError, r"ascending in \[0, 2\)"),
     (lambda: ops.decode(I32, I32, F32), TypeError, "out must be float32 or float16 or bfloat16"),

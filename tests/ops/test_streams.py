@@ -45,6 +45,19 @@ def test_merge_sum_adds_in_the_order_of_the_list(native: NativeOps) -> None:
         assert_same(native.merge_sum(streams, 10), (indices, torch.tensor([total])))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 0)])
+def test_merge_sum_of_streams_that_follow_one_another(
+    native: NativeOps, order: tuple[int, ...]
+) -> None:
+    """Neighbours that touch, in any order; and one index too many for it."""
+    whole = stream(NUMEL, 9000, 5)
+    cuts = [slice(0, 2000), slice(2000, 2001), slice(2001, 9000)]
+    streams = [(whole[0][cuts[i]].contiguous(), whole[1][cuts[i]].contiguous()) for i in order]
+    assert_same(native.merge_sum(streams, NUMEL), reference.merge_sum(streams, NUMEL))
+    streams.append((streams[0][0][-1:], torch.ones(1)))
+    assert_same(native.merge_sum(streams, NUMEL), reference.merge_sum(streams, NUMEL))
+
+
 def test_merge_sum_at_the_end_of_the_index_range(native: NativeOps) -> None:
     numel = 2**31 - 1
     indices = torch.tensor([0, 5, numel - 1], dtype=torch.int32)
@@ -74,6 +87,22 @@ def test_difference(native: NativeOps, nnz: int, other_nnz: int) -> None:
     one, other = stream(20_000, nnz, 1), stream(20_000, other_nnz, 2)
     assert_same(native.difference(*one, other[0]), reference.difference(*one, other[0]))
     assert native.difference(*one, one[0])[0].numel() == 0
+
+
+@pytest.mark.parametrize("sent_nnz", [0, 1, 300, 5000])
+@pytest.mark.parametrize("lost_nnz", [0, 1, 300, 5000])
+@pytest.mark.parametrize("applied_nnz", [0, 1, 300, 5000, 20_000])
+def test_unapplied(native: NativeOps, sent_nnz: int, lost_nnz: int, applied_nnz: int) -> None:
+    """Every way in which one of the three ends first; some of what is lost was never sent."""
+    sent, lost = stream(20_000, sent_nnz, 1), stream(20_000, lost_nnz, 2)
+    applied = stream(20_000, applied_nnz, 3)[0]
+    for low in (sent, (sent[0][: sent_nnz // 9], sent[1][: sent_nnz // 9])):
+        for held in (lost, (low[0], low[1] * 1e-3)):
+            found = native.unapplied(low, held, applied)
+            assert_same(found, reference.unapplied(low, held, applied))
+            stays = {int(i) for i in low[0]} - {int(i) for i in applied}
+            comes = {int(i) for i in held[0]} & {int(i) for i in applied}
+            assert found[0].tolist() == sorted(stays | comes)
 
 
 @pytest.mark.parametrize("nnz", [0, 1, 15, 16, 17, 1000])
@@ -164,6 +193,7 @@ def test_disorder_harms_nothing(native: NativeOps) -> None:
                     continue
                 assert merged.numel() <= 50_000 * world_size
             native.difference(indices, values, indices.flip(0).contiguous())
+            native.unapplied((indices, values), (indices.flip(0), values), indices)
             try:
                 native.decode(torch.empty(numel), indices, values)
             except ValueError:

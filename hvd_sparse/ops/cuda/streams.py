@@ -74,6 +74,13 @@ class CudaStreams(KernelFamily):
         """The entries whose index is not in `other`."""
         return self._filter("keep_absent", indices, values, other, np.int64(other.numel()))
 
+    def unapplied(self, sent: Entries, lost: Entries, applied: Tensor) -> Entries:
+        """What an exchange leaves with its sender; in passes, since collectives sum on the host."""
+        strangers, _ = self.difference(*lost, applied)
+        parts = [self.difference(*sent, applied), self.difference(*lost, strangers)]
+        last = [int(indices[-1]) for indices, _ in parts if indices.numel()]
+        return self.merge_sum(parts, max(last, default=-1) + 1)
+
     def threshold_stream(self, indices: Tensor, values: Tensor, threshold: float) -> Entries:
         """The entries that reach the threshold."""
         return self._filter("keep_large", indices, values, np.uint32(threshold_key(threshold)))

@@ -19,7 +19,7 @@ ISA_NAMES = ("portable", "avx2", "avx512")
 Signatures = Mapping[str, tuple[type, ...]]
 """Arguments of a family's C functions, without their prefix `hvds_`; each returns a status."""
 
-_ABI_VERSION = 6
+_ABI_VERSION = 7
 _OK, _BAD_INDEX, _BAD_ARGUMENT = 0, 2, 3
 
 

@@ -26,6 +26,7 @@ class NativeStreams(NativeLibrary):
     signatures: ClassVar[Signatures] = {
         "merge_sum": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p),
         "difference": (c_void_p, c_void_p, c_int64, c_void_p, c_int64) + (c_void_p,) * 3,
+        "unapplied": (c_void_p, c_void_p, c_int64) * 2 + (c_void_p, c_int64) + (c_void_p,) * 3,
         "threshold_stream": (c_void_p, c_void_p, c_int64, c_uint32) + (c_void_p,) * 3,
         "scatter_add": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32),
         "take_at": (c_void_p, c_int64, c_void_p, c_int64, c_int32, c_void_p),
@@ -70,6 +71,29 @@ class NativeStreams(NativeLibrary):
                 indices.numel(),
                 other.data_ptr(),
                 other.numel(),
+                out_indices.data_ptr(),
+                out_values.data_ptr(),
+                byref(nnz),
+            )
+        )
+        return first(nnz.value, out_indices, out_values)
+
+    def unapplied(
+        self, sent: tuple[Tensor, Tensor], lost: tuple[Tensor, Tensor], applied: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What an exchange leaves with its sender."""
+        out_indices, out_values = empty_stream(sent[0].numel() + lost[0].numel())
+        nnz = c_int64()
+        check(
+            self._library.hvds_unapplied(
+                sent[0].data_ptr(),
+                sent[1].data_ptr(),
+                sent[0].numel(),
+                lost[0].data_ptr(),
+                lost[1].data_ptr(),
+                lost[0].numel(),
+                applied.data_ptr(),
+                applied.numel(),
                 out_indices.data_ptr(),
                 out_values.data_ptr(),
                 byref(nnz),

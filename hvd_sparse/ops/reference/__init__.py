@@ -19,6 +19,7 @@ from hvd_sparse.ops.reference.streams import (
     scatter_add,
     take_at,
     threshold_stream,
+    unapplied,
     zero_at,
 )
 from hvd_sparse.ops.reference.wire import (
@@ -49,5 +50,6 @@ __all__ = [
     "sum_vectors",
     "take_at",
     "threshold_stream",
+    "unapplied",
     "zero_at",
 ]

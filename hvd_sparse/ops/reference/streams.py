@@ -29,6 +29,16 @@ def difference(indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, 
     return indices[kept], values[kept]
 
 
+def unapplied(
+    sent: tuple[Tensor, Tensor], lost: tuple[Tensor, Tensor], applied: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What an exchange leaves with its sender."""
+    kept = torch.isin(lost[0], applied)
+    parts = [difference(*sent, applied), (lost[0][kept], lost[1][kept])]
+    indices, order = torch.cat([indices for indices, _ in parts]).sort()
+    return indices, torch.cat([values for _, values in parts])[order]
+
+
 def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """The entries that reach the threshold."""
     kept = magnitude_keys(values) >= threshold_key(threshold)
