@@ -67,10 +67,7 @@ class GTopk(Collective):
         """The k largest magnitudes, and the rest."""
         if total.nnz <= self.k:
             return total, SparseStream.empty(self.numel)
-        order, values, _ = ops.accumulate_topk(ops.Accumulation(total.values.clone()), self.k)
-        kept = SparseStream(total.indices[order.long()], values, self.numel)
-        rest = ops.difference(total.indices, total.values, kept.indices)
-        return kept, SparseStream(*rest, self.numel)
+        return total.split_largest(self.k)
 
     def _broadcast(self, total: SparseStream, packer: Packer) -> SparseStream:
         """Rank 0's stream, as all ranks read it."""

@@ -54,6 +54,16 @@ class SparseStream:
         """The entries where a bool tensor `(nnz,)` is true."""
         return SparseStream(self.indices[kept], self.values[kept], self.numel)
 
+    def split_largest(self, count: int) -> tuple[SparseStream, SparseStream]:
+        """So many entries of the largest magnitudes, ties to the lower index; and the rest.
+
+        Zeros are never among the first.
+        """
+        order, values, _ = ops.accumulate_topk(ops.Accumulation(self.values.clone()), count)
+        kept = SparseStream(self.indices[order.long()], values, self.numel)
+        rest = ops.difference(self.indices, self.values, kept.indices)
+        return kept, SparseStream(*rest, self.numel)
+
     def to(self, device: torch.device | str) -> SparseStream:
         """The same stream on a device; itself, where it is there.
 
