@@ -72,9 +72,11 @@ class Stages:
         if self._last is None or k != self._last_k:
             self._last, self._last_k = self._choose(k), k
         stage = self._last
-        if stage.collective is not self._own:
-            stage.collective.step = step  # what it draws at random depends on it, and nothing else
-        stage.collective.aim(stage.k)
+        if stage.collective is self._own:
+            stage.collective.aim(stage.k)
+        else:  # it has no state: what it does depends on these two, and nothing else
+            stage.collective.step = step
+            stage.collective.aim(self._most(stage.k))
         return stage
 
     def _choose(self, k: int) -> Stage:
@@ -83,12 +85,16 @@ class Stages:
         if P == 1 or algorithm is None:
             return Stage(own, k, self._takes_all)
         wire = own.wire.expected_bytes(n, k)
-        most = min(n, round(k * self._most_times_k))
+        most = self._most(k)
         if bytes_of(algorithm, P, n, most, wire) <= 2 * n * (P - 1) / P * wire.dense_value_bytes:
             return Stage(own, k)
         takes_all = isinstance(own, IndexUnion)
         name = self._cheapest(n if takes_all else most)
         return Stage(self._other(name), n if takes_all else k, takes_all)
+
+    def _most(self, k: int) -> int:
+        """Entries that a rank may have to send where k are wanted."""
+        return min(self._own.numel, round(k * self._most_times_k))
 
     def _cheapest(self, k: int) -> str:
         """What sends the fewest bytes, and of equals the fewest messages."""
