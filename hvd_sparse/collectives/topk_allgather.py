@@ -11,23 +11,37 @@ Cost: α log P + 2k(P-1) β. It has no fill-in on the wire and the lowest latenc
 with P, so it is for two or three ranks, or for small k.
 
 Where the transport connects devices, streams and their sum stay on them, with the wire's plain
-form. The ranks gather their counts, then as many entries of each as the longest stream has. The
-merge and its order, and so the bits, are the host's.
+form (device_allgather.py). The merge and its order, and so the bits, are the host's.
+
+Departure: on devices a message has a fixed room. It holds what selectors take that hold to k, and
+follows the others. The step in which a stream outgrows it returns the smallest entries.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
+from hvd_sparse.collectives.device_allgather import DeviceAllgather
 from hvd_sparse.streams import Part, SparseStream
-from hvd_sparse.wire import PLAIN
+from hvd_sparse.transports import Transport
+from hvd_sparse.wire import PLAIN, Wire
 from hvd_sparse.work import Work
 
 
 class TopkAllgather(Collective):
-    """TopkA. Everything that goes in is applied; only what rounding loses is returned."""
+    """TopkA. What goes in is applied, and what rounding loses is returned.
+
+    On devices, entries that a message has no room for are returned, too.
+    """
+
+    def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
+        super().__init__(transport, numel, k, wire=wire)
+        self._on_devices = DeviceAllgather(transport, numel)
 
     @property
     def device(self) -> torch.device | None:
@@ -53,22 +67,19 @@ class TopkAllgather(Collective):
         return Reduction(SparseStream(*total, self.numel), packer.lost(self.numel))
 
     def _reduce_on_devices(self, stream: SparseStream) -> Reduction:
-        P, device = self.transport.world_size, stream.indices.device
-        count = torch.full((1,), stream.nnz, dtype=torch.int32, device=device)
-        gathered = self.transport.allgather_on_devices(count.view(torch.uint8))
-        counts: list[int] = gathered.view(torch.int32).flatten().tolist()
-        room, self.step = max(counts), self.step + 1
-        nothing = SparseStream.empty(self.numel)
-        if room == 0:
-            return Reduction(nothing, nothing)
-        sent = torch.zeros(2, room, dtype=torch.int32, device=device)
-        sent[0, : stream.nnz] = stream.indices
-        sent[1, : stream.nnz] = stream.values.view(torch.int32)
-        arrived = self.transport.allgather_on_devices(sent.view(torch.uint8).flatten())
-        entries = arrived.view(torch.int32).view(P, 2, room)
-        parts = [
-            (indices[:nnz], values[:nnz].view(torch.float32))
-            for (indices, values), nnz in zip(entries, counts, strict=True)
-        ]
-        self.transport.worked(Work(sum(counts)))
-        return Reduction(SparseStream(*ops.merge_sum(parts, self.numel), self.numel), nothing)
+        parts, rest = self._on_devices.gather(stream, self.k)
+        self.step += 1
+        entries = sum(indices.numel() for indices, _ in parts)
+        if entries == 0:
+            return Reduction(SparseStream.empty(self.numel), rest)
+        self.transport.worked(Work(entries))
+        return Reduction(SparseStream(*ops.merge_sum(parts, self.numel), self.numel), rest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Collective.state_dict`; on devices, the longest stream decides what is sent next."""
+        return {**super().state_dict(), "longest": self._on_devices.longest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Collective.load_state_dict`."""
+        super().load_state_dict(state)
+        self._on_devices.longest = int(state["longest"])

@@ -249,14 +249,18 @@ class Transport(ABC):
             distance *= 2
         return [blocks[(i - r) % P] for i in range(P)]
 
-    def allgather_on_devices(self, sent: torch.Tensor) -> torch.Tensor:
+    def allgather_on_devices(
+        self, sent: torch.Tensor, header_bytes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Brings every rank's bytes to every rank, from device to device; waits until they are.
 
         Args:
             sent: uint8 `(m,)` on `device`, m above 0 and the same on all ranks.
+            header_bytes: How many of a message's first bytes the host is to have, too; at most m,
+                and the same on all ranks.
 
         Returns:
-            uint8 `(P, m)` on `device`, by rank.
+            uint8 `(P, m)` on `device`, and uint8 `(P, header_bytes)` on the host; by rank.
 
         Raises:
             TransportError: A peer is gone or did not answer.

@@ -82,17 +82,32 @@ class DeviceGroup:
         """
         arrived = self._empty(sum(from_peers))
         work = self._group.alltoall_base(arrived, sent, from_peers, to_peers)
-        return arrived, self._behind(work, sent, arrived)
+        self._let_stream_wait(work)
+        return arrived, self._transfer(work, sent, arrived)
 
-    def allgather(self, sent: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+    def allgather(
+        self, sent: torch.Tensor, header_bytes: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], Transfer]:
         """Queues as many bytes of every rank for all of them; otherwise like `all_to_all`.
 
+        Args:
+            sent: uint8 `(n,)` on the device, n above 0.
+            header_bytes: How many of the first bytes go on to the host, behind the exchange.
+
         Returns:
-            What comes, `(P, n)`.
+            What comes, `(P, n)`, and in host memory its first bytes, `(P, header_bytes)`; the
+            transfer is through when both are there.
         """
-        arrived = self._empty(self._world_size * sent.numel())
+        P = self._world_size
+        arrived = self._empty(P * sent.numel())
         work = self._group._allgather_base(arrived, sent)
-        return arrived.view(self._world_size, -1), self._behind(work, sent, arrived)
+        self._let_stream_wait(work)
+        arrived = arrived.view(P, -1)
+        headers = arrived[:, :header_bytes]
+        if self._up is not None:
+            on_host = self.host_buffer(P * header_bytes).view(P, header_bytes)
+            headers = on_host.copy_(headers, non_blocking=True)
+        return (arrived, headers), self._transfer(work, sent, arrived, headers)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory, uint8 `(nbytes,)`, into which a device can copy while nobody waits."""
@@ -106,11 +121,15 @@ class DeviceGroup:
         """Ends the connections in order; may wait until the peers do."""
         self._group.shutdown()
 
-    def _behind(self, work: Any, *kept: torch.Tensor) -> Transfer:
+    def _let_stream_wait(self, work: Any) -> None:
         """Let the current stream wait for an exchange; the host does not."""
-        end = None
         if self._up is not None:
             work.wait()
+
+    def _transfer(self, work: Any, *kept: torch.Tensor) -> Transfer:
+        """An exchange, with what the current stream has queued behind it."""
+        end = None
+        if self._up is not None:
             end = torch.cuda.current_stream(self._device).record_event()
         return Transfer(work, end, kept)
 

@@ -16,7 +16,8 @@ call is made; groups run one after the other, in the order of the calls. Group i
 its peers' groups up to i, and all ranks make the same calls: no circle of waits can arise.
 
 **Without the host.** What is on the devices can stay there (`exchange_on_devices`,
-`allgather_on_devices`): the sizes are then known to both ends, and nothing is padded.
+`allgather_on_devices`): the sizes are then known to both ends, and nothing is padded here. What the
+host is to read of it follows on the same stream, and one wait is for both.
 
 **Ends.** NCCL cannot give up a wait by itself, and does not tell the peers of a failure. Waits
 here look whether the group is through, until their deadline, and now and then whether a peer has
@@ -31,7 +32,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -62,6 +63,8 @@ WATCHDOG_S = 600.0
 """How much later than the waits here torch's watchdog ends: it would end the whole process."""
 
 _NOTE = "gave up"
+
+Brought = TypeVar("Brought")
 
 
 def problem_with_nccl() -> str | None:
@@ -184,18 +187,20 @@ class NcclTransport(GlooTransport):
         )
         return self._brought(partial(self._devices.all_to_all, sent, to, of), peers)
 
-    def allgather_on_devices(self, sent: torch.Tensor) -> torch.Tensor:
+    def allgather_on_devices(
+        self, sent: torch.Tensor, header_bytes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Transport.allgather_on_devices`; waits for the bytes, since NCCL would for good."""
         assert self._devices is not None
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        arrived = self._brought(partial(self._devices.allgather, sent), peers)
+        arrived = self._brought(partial(self._devices.allgather, sent, header_bytes), peers)
         self.traffic.sent(sent.numel() * len(peers), len(peers))
         self.traffic.received(sent.numel() * len(peers), len(peers))
         return arrived
 
     def _brought(
-        self, start: Callable[[], tuple[torch.Tensor, Transfer]], peers: Sequence[int]
-    ) -> torch.Tensor:
+        self, start: Callable[[], tuple[Brought, Transfer]], peers: Sequence[int]
+    ) -> Brought:
         """What an exchange among the devices brings, once it is there."""
         self._raise_failure()
         began, told = time.monotonic(), f"devices of ranks {', '.join(map(str, peers))}"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -246,9 +247,51 @@ def test_a_device_group_over_a_backend_of_torch() -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             assert torch.equal(buffer[:100], torch.full((100,), src, dtype=torch.uint8))
+        for header_bytes in (0, 8, 100):
+            (arrived, headers), transfer = group.allgather(message, header_bytes)
+            deadline = time.monotonic() + 10.0
+            while not transfer.is_through():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            assert arrived.tolist() == [[rank] * 100 for rank in range(3)]
+            assert headers.tolist() == [[rank] * header_bytes for rank in range(3)]
         local.allreduce_sum(torch.zeros(1), channel="end")
 
     run_ranks(3, rank, timeout_s=20.0)
+
+
+def test_on_a_stream_headers_follow_the_message_and_the_end_follows_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for a stream: what is queued is done at once."""
+    backend, stream = Mock(), Mock()
+
+    def allgather(output: torch.Tensor, sent: torch.Tensor) -> Mock:
+        output.fill_(99)  # what stands there before the message has come
+        return Mock(wait=lambda: output.copy_(sent.repeat(2)))
+
+    def record_event() -> Mock:
+        at_the_end.append(buffers[0].tolist())
+        return Mock(query=lambda: True)
+
+    at_the_end: list[list[int]] = []
+    buffers: list[torch.Tensor] = []
+    backend._allgather_base, stream.record_event = allgather, record_event
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    group = DeviceGroup(backend, 2, CPU)
+    monkeypatch.setattr(group, "_up", stream)
+
+    def host_buffer(nbytes: int) -> torch.Tensor:
+        buffers.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return buffers[-1]
+
+    monkeypatch.setattr(group, "host_buffer", host_buffer)
+    sent = torch.arange(10, dtype=torch.uint8)
+    (arrived, headers), transfer = group.allgather(sent, 3)
+    assert transfer.is_through()
+    assert arrived.tolist() == [list(range(10))] * 2
+    assert headers.tolist() == [[0, 1, 2]] * 2
+    assert at_the_end == [[0, 1, 2] * 2]
 
 
 def test_without_a_device_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,4 +335,24 @@ def test_messages_through_one_device() -> None:
         while not transfer.is_through():
             assert time.monotonic() < deadline
         assert torch.equal(buffer[: message.numel()], message)
+    group.shutdown()
+
+
+@pytest.mark.gpu
+def test_headers_of_what_stays_on_one_device_are_on_the_host() -> None:
+    """They follow the message on its stream: one wait is for both."""
+    store, _ = serve_store("127.0.0.1", 20.0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    group = DeviceGroup(connect_nccl(store, 0, 1, device, 50.0), 1, device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        message = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+        for number in range(8):
+            message.fill_(number)
+            (arrived, headers), transfer = group.allgather(message, 8)
+            deadline = time.monotonic() + 20.0
+            while not transfer.is_through():
+                assert time.monotonic() < deadline
+            assert headers.is_pinned()
+            assert headers.tolist() == [[number] * 8]
+            assert torch.equal(arrived[0], message)
     group.shutdown()

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from hvd_sparse.collectives.device_allgather import HEADER_BYTES
 from hvd_sparse.transports.device_group import DeviceGroup
 from hvd_sparse.transports.meeting import serve_store
 from hvd_sparse.transports.nccl import connect_nccl
@@ -42,10 +43,11 @@ def run(results: Results) -> None:
             for _ in range(20):
                 torch.cuda.synchronize(device)
                 started_s = time.perf_counter()
-                arrived, transfer = group.allgather(message)
+                (arrived, headers), transfer = group.allgather(message, HEADER_BYTES)
                 while not transfer.is_through():
                     pass
                 times_s.append(time.perf_counter() - started_s)
             ok = torch.equal(arrived[0], message)
+            ok = ok and torch.equal(headers[0], message[:HEADER_BYTES].cpu())
             median_us = statistics.median(times_s[5:]) * 1e6
             results.row(f"{size} bytes on the device", ok=ok, microseconds=median_us)
