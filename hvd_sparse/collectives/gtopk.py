@@ -20,7 +20,6 @@ node that dropped it (or that lost a bit of it to rounding) takes that back as w
 
 from __future__ import annotations
 
-from hvd_sparse import ops
 from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
 from hvd_sparse.streams import Part, SparseStream, sum_of, unapplied
 from hvd_sparse.wire import Packer

@@ -82,4 +82,4 @@ class TopkAllgather(Collective):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Collective.load_state_dict`."""
         super().load_state_dict(state)
-        self._on_devices.longest = int(state["longest"])
+        self._on_devices.longest = int(state.get("longest", 0))
