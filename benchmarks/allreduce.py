@@ -26,6 +26,7 @@ that are done are kept beside the report, so that the same command goes on where
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,9 @@ def job_of(case: str, at: Launcher, ranks: int, launch: int, options: argparse.N
         arguments: tuple[str, ...] = ("--numel", str(BYTES_NUMEL), "--density", "0.01")
         cycles = (("HOROVOD_CYCLE_TIME", "300"),)
         return Job(case, at, ranks, launch, BYTES, arguments, cycles)
-    arguments = ("--case", case_of(case), "--repeats", str(options.repeats))
+    has_slowest = at.rate is None or ranks <= (os.cpu_count() or 1)
+    arguments = ("--case", case_of(case, has_slowest=has_slowest))
+    arguments += ("--repeats", str(options.repeats))
     arguments += ("--seconds", f"{options.seconds:g}")
     return Job(case, at, ranks, launch, OPTIMIZER, arguments)
 
