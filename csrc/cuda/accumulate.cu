@@ -64,7 +64,12 @@ KERNEL accumulate_select(const f32* before, f32* residual, const Segment* segmen
                     start, stop, first_tile, capacity, header, indices, values);
 }
 
-// The same with momentum. u is not masked where entries leave.
+// The same with momentum. u is not masked where entries leave. On sm_80 the 64 registers that four
+// blocks leave a thread are too few.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#undef BLOCKS_PER_PROCESSOR
+#define BLOCKS_PER_PROCESSOR 3
+#endif
 KERNEL accumulate_momentum_select(const f32* before, const f32* buffer_before, f32* residual,
                                   f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
                                   i32 segment_count, u32 key, const u32* key_at, i64 start,

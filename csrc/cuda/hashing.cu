@@ -80,12 +80,6 @@ __device__ __forceinline__ void ClaimTile(const f32* before, f32* residual,
   const u32 spoiled = sums.Where(tile, [=](u32 found, i64) { return found >= kNonFiniteKey; });
   Mark(own_marks, 0, hits);
   Mark(own_marks, 1, spoiled);
-  for (u32 left = hits; left != 0; left &= left - 1) {
-    const u32 item = static_cast<u32>(__ffs(static_cast<int>(left))) - 1;
-    const i64 index = tile.begin + PlaceOf(item / kQuad, item % kQuad);
-    Claim(BucketOf(table, index, buckets, slots_per_bucket, a, b), slots_per_bucket,
-          RankOf(sums.KeyAt(item), index));
-  }
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
 #pragma unroll
@@ -97,6 +91,12 @@ __device__ __forceinline__ void ClaimTile(const f32* before, f32* residual,
     }
   }
   sums.Store(residual, momentum, tile, is_wide);
+  for (u32 left = hits; left != 0; left &= left - 1) {
+    const u32 item = static_cast<u32>(__ffs(static_cast<int>(left))) - 1;
+    const i64 index = tile.begin + PlaceOf(item / kQuad, item % kQuad);
+    Claim(BucketOf(table, index, buckets, slots_per_bucket, a, b), slots_per_bucket,
+          RankOf(sums.KeyAt(item), index));
+  }
   __syncthreads();
   marks[ThreadInGrid()] = own_marks[threadIdx.x];
 }

@@ -34,6 +34,7 @@ __device__ inline void Descend(Descent* descent, u32 digit, u64 wanted) {
   SHARED(u32, of_warp, kWarps);
   u32 counts[kBinsOfThread];
   u32 own = 0;
+#pragma unroll
   for (u32 i = 0; i < kBinsOfThread; ++i) {
     counts[i] = LoadRelaxed(&descent->counts[digit][threadIdx.x * kBinsOfThread + i]);
     own += counts[i];
@@ -50,7 +51,12 @@ __device__ inline void Descend(Descent* descent, u32 digit, u64 wanted) {
   u64 above = from - own;
   if (above >= wanted || from < wanted) return;
   u32 bin = kBinsOfThread - 1;
-  while (above + counts[bin] < wanted) above += counts[bin--];
+#pragma unroll  // with a place known only at run time the counts would lie in memory
+  for (u32 each = kBinsOfThread - 1; each > 0; --each) {
+    if (bin != each || above + counts[each] >= wanted) continue;
+    above += counts[each];
+    --bin;
+  }
   descent->key |= (threadIdx.x * kBinsOfThread + bin) << ShiftOf(digit);
   descent->wanted = wanted - above;
 }

@@ -126,8 +126,8 @@ MUTATIONS = {
     "bin off by one": Mutation(
         "topk",
         "u32 bin = kBinsOfThread - 1;",
-        "above + counts[bin] < wanted",
-        "above + counts[bin] <= wanted",
+        "above + counts[each] >= wanted",
+        "above + counts[each] > wanted",
     ),
     # groups.cu
     "no barrier after a group's bins are cleared": Mutation(

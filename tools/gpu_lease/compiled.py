@@ -20,6 +20,7 @@ FLAGS = ("-std=c++17", "-ftz=true", "-Werror=all-warnings", "-Xptxas=-v", "-cubi
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([\w.]+)", re.MULTILINE)
+STACKS = re.compile(r"Function (\w+):\s+REG:\d+ STACK:(\d+)")
 WHEELS = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"
 """Where NVIDIA's wheels have cuobjdump and nvdisasm."""
 REGISTERS = re.compile(r"Used (\d+) registers")
@@ -81,12 +82,22 @@ def resources_of(said: str) -> dict[str, Resources]:
     return resources
 
 
+def stacks_of(cubin: Path) -> dict[str, int] | None:
+    """Bytes of stack by kernel, or None where there is no cuobjdump."""
+    told = _cuobjdump("--dump-resource-usage", cubin)
+    return None if told is None else {kernel: int(stack) for kernel, stack in STACKS.findall(told)}
+
+
 def disassembled(cubin: Path) -> str | None:
     """The SASS of a file, or None where there is no cuobjdump."""
+    return _cuobjdump("-sass", cubin)
+
+
+def _cuobjdump(option: str, cubin: Path) -> str | None:
     path = f"{os.environ['PATH']}:{WHEELS}"
     if shutil.which("cuobjdump", path=path) is None or shutil.which("nvdisasm", path=path) is None:
         return None
-    command, env = ["cuobjdump", "-sass", str(cubin)], {**os.environ, "PATH": path}
+    command, env = ["cuobjdump", option, str(cubin)], {**os.environ, "PATH": path}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
 
 
