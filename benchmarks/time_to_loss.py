@@ -28,8 +28,8 @@ from hvd_sparse.simulator.plots import load_pyplot
 WORKER = "benchmarks/time_to_loss_worker.py"
 RANKS = 2
 DENSE = "horovod"
-WAYS = (DENSE, "oktopk@0.01", "powersgd-2", "topk@0.01", "planned@0.01")
-QUICK_WAYS = WAYS[:3]
+WAYS = (DENSE, "topk@0.05/float16+gap", "topk@0.01/float16+gap", "powersgd-2", "planned@0.01")
+QUICK_WAYS = WAYS[:4]
 WITHIN = 0.01
 BESIDE_TRAINING = 3.0
 """A launch may take so many times the time that it trains for."""
@@ -53,6 +53,8 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job
                 arguments += ["--checkpoint", str((checkpoints_of(options) / mark).resolve())]
                 arguments += ["--lr", f"{options.lr:g}", "--width", str(options.width)]
                 arguments += ["--corpus-bytes", str(options.corpus_bytes)]
+                if is_ours(way):
+                    arguments += ["--warmup-steps", str(options.warmup_steps)]
                 yield Job(way, at, RANKS, seed, WORKER, tuple(arguments))
 
 
@@ -159,6 +161,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=768, help="of the LSTM")
     parser.add_argument("--corpus-bytes", type=int, default=24_000_000)
+    parser.add_argument("--warmup-steps", type=int, default=0, help="of our density; each is slow")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK_WAYS)}")
     parser.add_argument("--plot", type=Path, metavar="PREFIX", help="PREFIX-RATE.png")
     Launcher.add_arguments(parser, several=True)
