@@ -71,9 +71,7 @@ class DeviceAllgather:
             TransportError: A peer is gone or did not answer, or its header cannot be.
         """
         room = room_for(max(k, self.longest), self._numel)
-        sent, rest = stream, SparseStream.empty(self._numel)
-        if stream.nnz > room:
-            sent, rest = stream.split_largest(room)
+        sent, rest = stream.split_largest(room)
         message = self._message(sent, stream.nnz, room)
         arrived, headers = self._transport.allgather_on_devices(
             message.view(torch.uint8), HEADER_BYTES

@@ -135,18 +135,11 @@ class ExDyna(IndexUnion):
         total = sum(part.numel() for part in parts)
         if total > self.k * (1 + self.tolerance):
             edges = [self.k * s // total for s in accumulate([0, *map(Tensor.numel, parts)])]
-            kept = self._largest(kept, edges[rank + 1] - edges[rank])
+            if kept.isfinite():  # else all of it goes, to be told
+                kept = kept.largest(edges[rank + 1] - edges[rank])
             parts = self.gather(kept.indices)
         self.threshold = level if total >= self.k * (1 - self.tolerance) else 0.0
         return kept, parts
-
-    def _largest(self, stream: SparseStream, count: int) -> SparseStream:
-        """The largest entries of a stream; all of it, where it is not finite."""
-        if not stream.isfinite():
-            return stream
-        rest = ops.Accumulation(stream.values.clone())
-        order, values, _ = ops.accumulate_topk(rest, count)
-        return SparseStream(stream.indices[order.long()], values, self.numel)
 
     def _reach(self, candidates: SparseStream, levels: Tensor) -> Tensor:
         """How many candidates reach each level, int64 `(64,)`; non-finite ones do."""

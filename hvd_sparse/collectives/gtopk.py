@@ -42,7 +42,7 @@ class GTopk(Collective):
     ) -> tuple[SparseStream, list[SparseStream]]:
         """The tree; at rank 0, the sum. Returns what this rank dropped, too."""
         P, rank = self.transport.world_size, self.transport.rank
-        total, rest = self._keep_largest(stream)
+        total, rest = stream.split_largest(self.k)
         dropped = [rest]
         mask = 1
         while mask < P:
@@ -57,16 +57,10 @@ class GTopk(Collective):
                 theirs = packer.unpack(message, 0, self.numel).to_stream(self.numel)
                 entries = total.nnz + theirs.nnz
                 self.transport.worked(Work(entries, selected_entries=entries))
-                total, rest = self._keep_largest(sum_of([total, theirs], self.numel))
+                total, rest = sum_of([total, theirs], self.numel).split_largest(self.k)
                 dropped.append(rest)
             mask *= 2
         return total, dropped
-
-    def _keep_largest(self, total: SparseStream) -> tuple[SparseStream, SparseStream]:
-        """The k largest magnitudes, and the rest."""
-        if total.nnz <= self.k:
-            return total, SparseStream.empty(self.numel)
-        return total.split_largest(self.k)
 
     def _broadcast(self, total: SparseStream, packer: Packer) -> SparseStream:
         """Rank 0's stream, as all ranks read it."""

@@ -223,7 +223,7 @@ class OkTopk(Collective):
             if not self._is_near(sum(shares)):
                 return self._gather_exactly(reduced_topk, packer)
             return self._trimmed(self._level_and_gather(chosen, shares, reduced_topk, packer))
-        sent = largest(chosen, most)
+        sent = chosen.largest(most)
         u = self._gather(sent, self._spans(), reduced_topk, packer)
         if u.nnz < (1 - self.tolerance) * self.k:
             u = sum_of([u, self._gather_missing(sent, reduced_topk, packer)], self.numel)
@@ -310,7 +310,7 @@ class OkTopk(Collective):
 
     def _trimmed(self, u: SparseStream) -> SparseStream:
         """The k largest, where there are too many: the same ones on every rank."""
-        return u if u.nnz <= (1 + self.tolerance) * self.k else largest(u, self.k)
+        return u if u.nnz <= (1 + self.tolerance) * self.k else u.largest(self.k)
 
     def _is_unbalanced(self, shares: Sequence[int]) -> bool:
         """Whether one share is far above the average, or gathering alone would pass the bound."""
@@ -415,17 +415,6 @@ def _part(stream: SparseStream, span: Span) -> Part:
 
 def _length(span: Span) -> int:
     return span[1] - span[0]
-
-
-def largest(stream: SparseStream, count: int) -> SparseStream:
-    """So many entries of the largest magnitudes, ties to the lower index; all, if they are fewer.
-
-    Entries that are zero are dropped first.
-    """
-    if stream.nnz <= count:
-        return stream
-    places, values, _ = ops.accumulate_topk(ops.Accumulation(stream.values.clone()), count)
-    return SparseStream(stream.indices[places.long()], values, stream.numel)
 
 
 def _fill_in_order(room: int, wishes: Sequence[int]) -> list[int]:

@@ -54,14 +54,22 @@ class SparseStream:
         """The entries where a bool tensor `(nnz,)` is true."""
         return SparseStream(self.indices[kept], self.values[kept], self.numel)
 
-    def split_largest(self, count: int) -> tuple[SparseStream, SparseStream]:
-        """So many entries of the largest magnitudes, ties to the lower index; and the rest.
+    def largest(self, count: int) -> SparseStream:
+        """So many entries of the largest magnitudes, ties to the lower index; all, if fewer.
 
-        Zeros are never among the first.
+        Where there are more, zeros are never among them.
         """
+        if self.nnz <= count:
+            return self
         order, values, _ = ops.accumulate_topk(ops.Accumulation(self.values.clone()), count)
-        kept = SparseStream(self.indices[order.long()], values, self.numel)
-        rest = ops.difference(self.indices, self.values, kept.indices)
+        return SparseStream(self.indices[order.long()], values, self.numel)
+
+    def split_largest(self, count: int) -> tuple[SparseStream, SparseStream]:
+        """The same, and the rest."""
+        if self.nnz <= count:
+            return self, SparseStream.empty(self.numel)
+        kept = self.largest(count)
+        rest = ops.difference(*self.payload(), kept.indices)
         return kept, SparseStream(*rest, self.numel)
 
     def to(self, device: torch.device | str) -> SparseStream:
