@@ -230,13 +230,14 @@ size_t MergeSum(Workspace& workspace, const Stream* streams, size_t count, size_
   }
   if (total == 0) return 0;
   const auto end = static_cast<int64_t>(numel);
-  if (Concatenate(Slices(streams, count, 0, end), indices, values)) return total;
+  std::vector<Stream> filled = Slices(streams, count, 0, end);
+  if (Concatenate(filled, indices, values)) return total;
 
   constexpr size_t kTaskEntries = size_t{1} << 14;
   const int tasks =
       static_cast<int>(std::min({threads > 1 ? 4 * static_cast<size_t>(threads) : 1,
                                  std::max<size_t>(1, total / kTaskEntries), longest->nnz}));
-  if (tasks == 1) return Merge(Slices(streams, count, 0, end), end, indices, values);
+  if (tasks == 1) return Merge(std::move(filled), end, indices, values);
 
   // Cut where the longest stream falls into equal pieces: the entries may be anywhere.
   const auto boundary = [&](int t) -> int64_t {
