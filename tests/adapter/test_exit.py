@@ -90,12 +90,9 @@ def test_a_rank_that_fails_ends_by_its_own_failure(
 
 @pytest.mark.timeout(600)
 def test_ranks_that_all_fail_do_so_too(under_gloo: dict[str, list[Ending]]) -> None:
-    """By its own error, or in its last backward by that of a peer that was faster."""
     for ending in under_gloo["raise_everywhere"]:
         assert ending.code == 1, ending
-        assert "a failure of the script's own" in ending.stderr
-    errors = [ending.stderr for ending in under_gloo["raise_everywhere"]]
-    assert any("ValueError: a failure of the script's own" in error for error in errors)
+        assert "ValueError: a failure of the script's own" in ending.stderr
     assert_in_time(under_gloo["raise_everywhere"], under_gloo["nothing"])
 
 

@@ -93,6 +93,8 @@ def train(case: str, failed_at: Path) -> None:
             time.sleep(LATE_S)
         model(torch.randn(4, 1024)).square().mean().backward()
         if step == STEPS - 1 and (everywhere or hvd.rank() == FAILING):
+            if everywhere:
+                hvd.barrier()  # else the first to fail would end a slow one's backward
             until_the_end.append(Lingers())
             failed_at.write_text(str(time.time()))
             failure()
