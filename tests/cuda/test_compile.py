@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -65,6 +66,12 @@ def nvrtc_library() -> Path | None:
     return None
 
 
+@cache
+def compiled(family: str, architecture: int) -> bytes:
+    """The machine code of a file of kernels."""
+    return Nvrtc().compile(f"{family}.cu", _sources.source(family), architecture)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(nvrtc_library() is None, reason="no NVRTC wheel (nvidia-cuda-nvrtc)")
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,7 +79,7 @@ def test_nvrtc(family: str, tmp_path: Path) -> None:
     """No register is spilt to memory, which would cost more than the kernels' own traffic."""
     kernels = {kernel for kernel, of in _sources.kernels().items() if of == family}
     for architecture in ARCHITECTURES:
-        code = Nvrtc().compile(f"{family}.cu", _sources.source(family), architecture)
+        code = compiled(family, architecture)
         cubin = tmp_path / f"{architecture}.cubin"
         cubin.write_bytes(code)
         stacks = stacks_of(cubin)
@@ -100,8 +107,7 @@ def test_nvcc(family: str, tmp_path: Path) -> None:
 def test_a_wide_tile_is_loaded_back_to_back(architecture: int, tmp_path: Path) -> None:
     """Four loads of 16 bytes of the residual and of float32 gradients, of 8 of 16-bit ones."""
     cubin = tmp_path / "accumulate.cubin"
-    source = _sources.source("accumulate")
-    cubin.write_bytes(Nvrtc().compile("accumulate.cu", source, architecture))
+    cubin.write_bytes(compiled("accumulate", architecture))
     sass = disassembled(cubin)
     if sass is None:
         pytest.skip("no cuobjdump")
