@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--batch", type=int, default=4, help="windows of 32 tokens per rank")
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--warmup-steps", type=int, default=50, help="of our density")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="of our density")
     parser.add_argument("--corpus-bytes", type=int, default=MOST_BYTES)
     options = start_rank(parser)
     found = train(options)
