@@ -25,10 +25,10 @@ from hvd_sparse.planner.choose import ChosenPlan
 
 SETTLING_STEPS = 3
 """First steps of a turn, which are not timed: buckets are made in them, and memory is touched."""
-TIMED_STEPS = 5
+TIMED_STEPS = 8
 CONTENDERS = 3
 """Plans that are tried beside the dense one."""
-ROUNDS = 4
+ROUNDS = 6
 """Turns that a plan may have, at most."""
 MOST_STEPS = (SETTLING_STEPS + TIMED_STEPS) * (1 + CONTENDERS) * ROUNDS
 """Steps of a trial, at most."""
@@ -38,6 +38,8 @@ ALIKE = 0.10
 """Share of a step by which plans may differ that need not be told apart."""
 FAR = 0.25
 """From this share on one round is enough to tell plans apart."""
+FAR_UNSETTLED = 1.0
+"""The same for the very first turn, the dense plan's, when nothing has settled."""
 CONFIDENCE = 2.0
 """Standard errors by which a difference must exceed what it is compared with."""
 MEDIAN_ERROR = 1.4826 * 1.2533
@@ -118,11 +120,16 @@ class Tried:
         """All of its steps together."""
         return Took.of(self.rounds)
 
-    def is_settled_with(self, best: Tried) -> bool:
-        """Whether no further round is needed to compare it with the best one."""
+    def is_settled_with(self, best: Tried, far: float = FAR) -> bool:
+        """Whether no further round is needed to compare it with the best one.
+
+        Args:
+            best: That one.
+            far: Share by which it must be slower where it has had a single turn.
+        """
         took, least = self.took, best.took
         if len(self.rounds) == 1:
-            return took.step_s > (1 + FAR) * least.step_s and took.differs_from(least)
+            return took.step_s > (1 + far) * least.step_s and took.differs_from(least)
         return took.differs_from(least) or took.is_near(least)
 
 
@@ -148,8 +155,14 @@ class Trial:
         self._turns += entered
 
     def record(self, steps: Sequence[Step]) -> None:
-        """What the current plan's turn took, as `slowest` has it."""
-        self._turns.popleft().rounds.append(list(steps))
+        """What the current plan's turn took, as `slowest` has it.
+
+        The dense plan's second turn replaces its first one, when nothing had settled.
+        """
+        tried = self._turns.popleft()
+        if tried is self.tried[0] and self._rounds == 2:
+            tried.rounds.clear()
+        tried.rounds.append(list(steps))
 
     def go_on(self) -> None:
         """Begin another round where the last one has left plans that may be the fastest."""
@@ -162,12 +175,9 @@ class Trial:
             self._turns += rivals if self._rounds % 2 else reversed(rivals)
 
     def _may_win(self, tried: Tried, best: Tried) -> bool:
-        """Whether a plan that is not the best so far needs another round.
-
-        The dense one does: its first turn was the first of all, when nothing had settled.
-        """
-        is_first = tried is self.tried[0] and len(tried.rounds) == 1
-        return is_first or not tried.is_settled_with(best)
+        """Whether a plan that is not the best so far needs another round."""
+        unsettled = tried is self.tried[0] and self._rounds == 1
+        return not tried.is_settled_with(best, FAR_UNSETTLED if unsettled else FAR)
 
     @property
     def is_over(self) -> bool:

@@ -486,7 +486,7 @@ def turns_of(trial: Trial, noise_s: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("noise_s", "turns", "winner_s"), [(0.0, 7, 0.60), (0.02, 7, 0.60), (10.0, 16, 1.0)]
+    ("noise_s", "turns", "winner_s"), [(0.0, 7, 0.60), (0.02, 7, 0.60), (10.0, 24, 1.0)]
 )
 def test_plans_that_noise_does_not_tell_apart_have_further_turns(
     noise_s: float, turns: int, winner_s: float
@@ -499,6 +499,23 @@ def test_plans_that_noise_does_not_tell_apart_have_further_turns(
     assert trial.current is trial.winner
 
 
+def test_the_first_turn_of_all_does_not_count_once_dense_has_another() -> None:
+    """Nothing had settled in it; as noise it would hide what a plan gains."""
+    trial = Trial(plan_of(1.0))
+    trial.enter([plan_of(0.9)])
+    trial.record([(1.5, 0.0)] * TIMED_STEPS)
+    turns_of(trial, 0.0)
+    assert trial.tried[0].took.step_s == 1.0
+    assert trial.winner.plan.predicted_s == 0.9
+
+
+def test_dense_that_is_far_slower_has_one_turn() -> None:
+    trial = Trial(plan_of(1.0))
+    trial.enter([plan_of(0.3)])
+    assert turns_of(trial, 0.0) == 2
+    assert trial.winner.plan.predicted_s == 0.3
+
+
 @pytest.mark.parametrize(
     ("factor", "again"), [(1.0, False), (1.2, False), (0.7, True), (3.0, True)]
 )
@@ -506,6 +523,7 @@ def test_a_trial_is_repeated_where_steps_take_something_else(
     factor: float, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
+    monkeypatch.setattr(planner_module, "REVIEW_INTERVAL_STEPS", 1000)  # trials have their share
     step_s = {"dense": DENSE_STEP_S, "gather 0.01": 0.06, "oktopk 0.01": 0.07}
 
     def worker(transport: Transport) -> str:
