@@ -9,6 +9,7 @@ exchange, since they would go on moving its weights.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -40,8 +41,7 @@ class Release:
             residual: What waits, float32.
             gradient: In the residual's shape.
         """
-        norm = float(torch.linalg.vector_norm(residual, dtype=torch.float64))
-        limit = RELEASED_SHARE * float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        norm, limit = norm_of(residual), RELEASED_SHARE * norm_of(gradient)
         if not limit < norm:
             limit = norm  # all of it; also where the gradient is NaN, and the step will not count
         self._parts[name] = residual if limit == norm else residual * (limit / norm)
@@ -54,11 +54,11 @@ class Release:
     def settle(self, residuals: dict[str, Tensor], counts: bool) -> None:
         """Take what was released out of the residuals, if its step counts."""
         for name in self._flushed & self._parts.keys() & residuals.keys() if counts else ():
-            rest = residuals[name] - self._parts[name]
-            if bool(rest.any()):
-                residuals[name] = rest
-            else:
+            part = self._parts[name]
+            if part is residuals[name]:
                 del residuals[name]
+            else:
+                residuals[name] = torch.sub(residuals[name], part, out=part)
         self._flushed.clear()
         self._parts.clear()
 
@@ -97,6 +97,12 @@ def momentum_unit(assignment: Assignment, spec: TensorSpec) -> float:
     """What an assignment's momentum of a tensor is multiplied by; see `MemoryOptions`."""
     method = assignment.choice_of(spec).method
     return 1.0 if method is None else method.memory.momentum_unit
+
+
+def norm_of(tensor: Tensor) -> float:
+    """L2 norm; its squares are added in float64, which takes 15 times as long, only if need be."""
+    norm = float(torch.linalg.vector_norm(tensor))
+    return norm if isfinite(norm) else float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def l1_of(tensors: Iterable[Tensor]) -> float:

@@ -115,6 +115,12 @@ def test_a_residual_is_released_to_the_end() -> None:
     assert parts == [1.0, 1.0, 1.0]
 
 
+def test_a_release_is_capped_where_squares_overflow() -> None:
+    residual, g = torch.full((4,), 3e30), torch.full((4,), 2e30)
+    part = Release().part("w", residual, g)
+    torch.testing.assert_close(part, torch.full((4,), 1e30))
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", ["topk", "exdyna", "oktopk"])
 def test_a_frozen_tensor_holds_what_it_has(name: str, memory: str) -> None:
