@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -94,7 +95,7 @@ class Planning:
         self._change_to, self._tell = change_to, tell
         self._specs = list(reversed(specs))
         self._transport = transport
-        self._ready: dict[str, Any] = {}
+        self._ready: deque[dict[str, Any]] = deque([{}], maxlen=TIMED_STEPS)
         self._clock = clock_of(device)
         self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
         planner.decide(self._specs, World(transport, horovods_allreduce(process_set), device))
@@ -109,9 +110,9 @@ class Planning:
         return self._planner.is_trying
 
     def arrived(self, name: str) -> None:
-        """A gradient is there; of interest in the last step before a review."""
-        if self._steps_left == 1:
-            self._ready[name] = self._clock.mark()
+        """A gradient is there; of interest in the last steps before a review."""
+        if self._steps_left <= TIMED_STEPS:
+            self._ready[-1][name] = self._clock.mark()
 
     def returned(self) -> None:
         """A reduced gradient goes back; the last one ends the step's reductions."""
@@ -130,15 +131,19 @@ class Planning:
         if self._steps_left == 0:
             self._review()
             now = perf_counter()
+        self._ready.append({})
         self._began_at = now
 
     def _review(self) -> None:
-        first = next(iter(self._ready.values()), None)  # they come in order
-        ready_s = {name: self._clock.seconds(first, at) for name, at in self._ready.items()}
+        ready_s: dict[str, list[float]] = {}
+        for arrived in self._ready:
+            first = next(iter(arrived.values()), None)  # they come in order
+            for name, at in arrived.items():
+                ready_s.setdefault(name, []).append(self._clock.seconds(first, at))
+        middle_s = {name: median(each) for name, each in ready_s.items()}
         timed = torch.tensor(list(self._timed), dtype=torch.float64)
-        self._ready = {}
         before = self._planner.outcome
-        changed = self._planner.review(self._specs, ready_s, timed, self._transport)
+        changed = self._planner.review(self._specs, middle_s, timed, self._transport)
         if self._planner.outcome is not None and self._planner.outcome is not before:
             self._tell(self._planner.outcome.line(recalled=False))
         self._steps_left = self._planner.steps_to_review

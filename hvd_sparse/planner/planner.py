@@ -191,7 +191,7 @@ class Planner:
 
         Args:
             specs: As in `decide`.
-            ready_s: When gradients became ready in the last step, from the first one on.
+            ready_s: When gradients became ready, from a step's first one on.
             timed: This rank's last steps, float64 `(steps, 2)` in seconds; see `slowest`.
             transport: The world's.
 

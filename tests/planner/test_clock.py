@@ -65,9 +65,9 @@ def test_a_mark_is_an_event_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 class Trying:
-    """A planner in a trial of one step at a time."""
+    """A planner in a trial of three steps."""
 
-    is_trying, steps_to_review, outcome = True, 1, None
+    is_trying, steps_to_review, outcome = True, 3, None
 
     def __init__(self) -> None:
         self.ready: list[dict[str, float]] = []
@@ -82,20 +82,20 @@ class Trying:
 
 
 def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a step of a trial begins when the device is done; no other step waits for it."""
+    """In the median step. And one of a trial begins when the device is done; no other waits."""
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     device, planner = Device(monkeypatch), Trying()
     changes: list[object] = []
     made: Any = Planning
     planning = made(planner, changes.append, [], None, None, changes.append, DEVICE)
-    for name, at_ms in (("last", 5.0), ("first", 35.0)):
-        device.now_ms = at_ms
-        planning.arrived(name)
-        planning.returned()
-    assert device.waits == []
-    planning.begin_step()
+    for first_ms in (35.0, 95.0, 30.0):
+        for name, at_ms in (("last", 5.0), ("first", first_ms)):
+            device.now_ms = at_ms
+            planning.arrived(name)
+            planning.returned()
+        assert device.waits == [DEVICE] * len(device.waits)
+        planning.begin_step()
     assert planner.ready == [{"last": 0.0, "first": 0.03}]
-    assert device.waits[0] == DEVICE
     before = len(device.waits)
     for _ in range(3):
         planning.arrived("last")
