@@ -24,6 +24,8 @@ DENSITY = 0.01
 WARMUP_STEPS = 5
 TURN_STEPS = 5
 """Timed steps of a turn; the first one after a change of ways is not timed."""
+LONG_STEP_S = 1.0
+"""A way whose steps take longer has a single one in a turn, which is timed."""
 FEWEST_TURNS = 3
 
 
@@ -78,7 +80,7 @@ class Contestant:
             self.model = Listed(shapes_of(model_name), compute_s, 1 + hvd.rank())
         self.generator = torch.Generator().manual_seed(1 + hvd.rank())
         named = [(f"{way}.{name}", p) for name, p in self.model.named_parameters()]
-        compression = compression_of(way, named)
+        self.compression = compression = compression_of(way, named)
         self.planner: Planner | None = compression.method if way == "planned" else None
         self.optimizer: Any = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=1e-3),
@@ -97,11 +99,21 @@ class Contestant:
         return perf_counter() - start
 
     def prepare(self) -> float:
-        """Until the planner has decided, and some steps more; the median of those."""
+        """Until the planner has decided, and some steps more; the median of those.
+
+        What its plans had not sent of tensors that stay dense is out by then.
+        """
         self.step()  # the planner is at work from the first gradient on
-        while self.planner is not None and self.planner.is_trying:
+        while self.planner is not None and self._is_unsettled(self.planner):
             self.step()
         return median(self.step() for _ in range(WARMUP_STEPS))
+
+    def _is_unsettled(self, planner: Planner) -> bool:
+        """The same on all ranks."""
+        if planner.is_trying:
+            return True
+        waits = self.compression.stats().waiting_l1 > 0.0
+        return any(hvd.allgather_object(waits, name="waits"))
 
     def check_replicas(self, way: str) -> None:
         """All ranks hold the same weights, bit for bit."""
@@ -127,14 +139,17 @@ def compression_of(way: str, named: list[tuple[str, nn.Parameter]]) -> Any:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train by all ways, in turns: so many steps, or those that fit into so many seconds."""
     every = {way: Contestant(way, options.model, options.compute_s) for way in options.ways}
-    expected_s = {way: contestant.prepare() for way, contestant in every.items()}
-    round_s = (1 + TURN_STEPS) * sum(expected_s.values())
+    mine = {way: contestant.prepare() for way, contestant in every.items()}
+    expected_s = hvd.broadcast_object(mine, name="expected")
+    settling = {way: int(seconds < LONG_STEP_S) for way, seconds in expected_s.items()}
+    timed = {way: TURN_STEPS if settles else 1 for way, settles in settling.items()}
+    round_s = sum((settling[way] + timed[way]) * expected_s[way] for way in every)
     turns = min(options.steps // TURN_STEPS, int(options.seconds * len(every) / round_s))
-    turns = max(FEWEST_TURNS, hvd.broadcast_object(turns, name="turns"))
-    for turn in range(turns):
-        for contestant in list(every.values())[:: -1 if turn % 2 else 1]:
-            contestant.step()
-            contestant.seconds += [contestant.step() for _ in range(TURN_STEPS)]
+    for turn in range(max(FEWEST_TURNS, turns)):
+        for way in list(every)[:: -1 if turn % 2 else 1]:
+            for _ in range(settling[way]):
+                every[way].step()
+            every[way].seconds += [every[way].step() for _ in range(timed[way])]
     found: dict[str, Any] = {}
     for way, contestant in every.items():
         contestant.check_replicas(way)

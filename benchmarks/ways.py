@@ -76,9 +76,15 @@ class Way:
 
     @property
     def is_settled(self) -> bool:
-        """Whether its planner, if it has one, has decided; it is at work from the first step on."""
+        """Whether its planner, if it has one, has decided, and nothing of its trial waits here.
+
+        It is at work from the first step on. What plans had not sent of tensors that then stay
+        dense goes out with their next gradients, which takes some time of each step.
+        """
         planner = None if self.compression is None else self.compression.method
-        return not isinstance(planner, Planner) or not planner.is_trying
+        if not isinstance(planner, Planner):
+            return True
+        return not planner.is_trying and self.compression.stats().waiting_l1 == 0.0
 
     def gradients(self) -> list[Tensor]:
         """As the optimizer has them."""
