@@ -30,6 +30,15 @@ def figure(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def measured(row: dict[str, Any]) -> str:
+    """A row's figure, and its spread where there were several launches."""
+    words = f"{figure(row['value'])} {row['unit']}"
+    if row.get("launches", 1) == 1 or not row.get("spread"):
+        return words
+    least, most = map(figure, row["spread"])
+    return f"{words} ({least} to {most})"
+
+
 def comparison(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """All ways in all worlds, with the factor over the baseline."""
     cells: dict[str, dict[str, str]] = {}
@@ -38,7 +47,7 @@ def comparison(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         if way is None or row["case"] in cells.get(way, {}):
             continue
         factor = "" if row["ratio"] is None else f", {row['ratio']:.2g} ×"
-        cells.setdefault(way, {})[row["case"]] = f"{figure(row['value'])} {row['unit']}{factor}"
+        cells.setdefault(way, {})[row["case"]] = measured(row) + factor
     worlds = list(dict.fromkeys(world for found in cells.values() for world in found))
     yield from table(
         ["", *worlds], [[w, *(c.get(x, "") for x in worlds)] for w, c in cells.items()]
@@ -51,15 +60,10 @@ def promises(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         if row["goal"] is None:
             continue
-        spread = row.get("spread") or (row["value"], row["value"])
-        measured = f"{figure(row['value'])} {row['unit']}"
-        if row.get("launches", 1) > 1:
-            measured += f" ({figure(spread[0])} to {figure(spread[1])})"
-        if row["ratio"] is not None:
-            measured += f", {row['ratio']:.2g} ×"
+        factor = "" if row["ratio"] is None else f", {row['ratio']:.2g} ×"
         is_met = "yes" if row["met"] else "**no**"
-        baseline = row["baseline"] or ""
-        lines.append([row["case"], row["metric"], measured, baseline, str(row["goal"]), is_met])
+        found = [measured(row) + factor, row["baseline"] or "", str(row["goal"]), is_met]
+        lines.append([row["case"], row["metric"], *found])
     yield from table(["where", "what", "median (spread)", "against", "goal", "met"], lines)
 
 
