@@ -80,12 +80,12 @@ class Contestant:
             self.model = Listed(shapes_of(model_name), compute_s, 1 + hvd.rank())
         self.generator = torch.Generator().manual_seed(1 + hvd.rank())
         named = [(f"{way}.{name}", p) for name, p in self.model.named_parameters()]
-        self.compression = compression = compression_of(way, named)
-        self.planner: Planner | None = compression.method if way == "planned" else None
+        self.compression = compression_of(way, named)
+        self.planner: Planner | None = self.compression.method if way == "planned" else None
         self.optimizer: Any = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=1e-3),
             named_parameters=named,
-            compression=compression,
+            compression=self.compression,
         )
         hvd.broadcast_parameters(dict(named), root_rank=0)
         self.seconds: list[float] = []
