@@ -88,13 +88,14 @@ def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyP
     changes: list[object] = []
     made: Any = Planning
     planning = made(planner, changes.append, [], None, None, changes.append, DEVICE)
-    for first_ms in (35.0, 95.0, 30.0):
+    for step, first_ms in enumerate((35.0, 95.0, 30.0)):
         for name, at_ms in (("last", 5.0), ("first", first_ms)):
             device.now_ms = at_ms
             planning.arrived(name)
             planning.returned()
-        assert device.waits == [DEVICE] * len(device.waits)
+        assert device.waits == [DEVICE] * step
         planning.begin_step()
+    assert device.waits[:3] == [DEVICE] * 3
     assert planner.ready == [{"last": 0.0, "first": 0.03}]
     before = len(device.waits)
     for _ in range(3):
