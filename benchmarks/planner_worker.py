@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks._rank import end_rank
 from benchmarks.models import MODELS, Single, shapes_of
+from benchmarks.ways import is_settled
 from hvd_sparse import Compression
 from hvd_sparse.planner import Planner
 
@@ -104,16 +105,9 @@ class Contestant:
         What its plans had not sent of tensors that stay dense is out by then.
         """
         self.step()  # the planner is at work from the first gradient on
-        while self.planner is not None and self._is_unsettled(self.planner):
+        while not is_settled(self.compression):
             self.step()
         return median(self.step() for _ in range(WARMUP_STEPS))
-
-    def _is_unsettled(self, planner: Planner) -> bool:
-        """The same on all ranks."""
-        if planner.is_trying:
-            return True
-        waits = self.compression.stats().waiting_l1 > 0.0
-        return any(hvd.allgather_object(waits, name="waits"))
 
     def check_replicas(self, way: str) -> None:
         """All ranks hold the same weights, bit for bit."""

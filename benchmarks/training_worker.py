@@ -28,7 +28,7 @@ from benchmarks._rank import (
     start_rank,
 )
 from benchmarks.models import MODELS, BenchmarkModel
-from benchmarks.ways import Way, make_way
+from benchmarks.ways import Way, is_settled, make_way
 from hvd_sparse.planner import Planner
 
 LEARNING_RATE = 1e-3
@@ -70,7 +70,7 @@ class Trained:
         start = time.perf_counter()
         for _ in range(1, self.way.warmup_steps):
             self.step()
-        while not all(hvd.allgather_object(self.way.is_settled, name="benchmark.settled")):
+        while not is_settled(self.way.compression):
             self.step()
             late = time.perf_counter() - start > PLANNING_LIMIT_S
             if hvd.broadcast_object(late, 0, name="benchmark.late"):
@@ -101,7 +101,7 @@ class Trained:
         """What a planner has decided, and what backward hides of exchanges."""
         found: dict[str, Any] = {}
         planner = None if self.way.compression is None else self.way.compression.method
-        if isinstance(planner, Planner) and planner.trial is not None and self.way.is_settled:
+        if isinstance(planner, Planner) and planner.trial is not None and not planner.is_trying:
             found["sparse_tensors"] = len(planner.trial.winner.plan.placements)
         if self.hidden_shares:
             found["hidden_share"] = median(self.hidden_shares)

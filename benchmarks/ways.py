@@ -74,18 +74,6 @@ class Way:
     reduce: Callable[[], None] | None = None
     backward_end_s: float = 0.0
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether its planner, if it has one, has decided, and nothing of its trial waits here.
-
-        It is at work from the first step on. What plans had not sent of tensors that then stay
-        dense goes out with their next gradients, which takes some time of each step.
-        """
-        planner = None if self.compression is None else self.compression.method
-        if not isinstance(planner, Planner):
-            return True
-        return not planner.is_trying and self.compression.stats().waiting_l1 == 0.0
-
     def gradients(self) -> list[Tensor]:
         """As the optimizer has them."""
         return [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -128,6 +116,22 @@ class Way:
     def close(self) -> None:
         if self.compression is not None:
             self.compression.close()
+
+
+def is_settled(compression: Any) -> bool:
+    """Whether a planner, if there is one, has decided, and nothing of its trial waits on any rank.
+
+    A planner is at work from the first step on. What its plans had not sent of tensors that then
+    stay dense goes out with their next gradients, which takes some time of each step. All ranks
+    call this together; in a trial it costs nothing.
+    """
+    planner = getattr(compression, "method", None)
+    if not isinstance(planner, Planner):
+        return True
+    if planner.is_trying:
+        return False
+    waits = compression.stats().waiting_l1 > 0.0
+    return not any(hvd.allgather_object(waits, name="benchmark.waits"))
 
 
 def share_before(end_s: float, spans: Iterable[tuple[float, float]]) -> float | None:
