@@ -79,11 +79,12 @@ def filter_() -> Iterator[bytes]:
 
 
 def scatter() -> Iterator[bytes]:
-    """Every function and type, on short vectors and long ones."""
+    """Every function and type, on short vectors and long ones, and on empty ones: these have no
+    address to fetch ahead from."""
     for isa in range(ISAS):
-        for is_long, what in ((0, 0), (0, 1), (255, 0)):
+        for is_long, what, numel in ((0, 0, 4001), (0, 1, 4001), (255, 0, 4001), (0, 1, 0)):
             indices = moves(indices_of(4000, 100, isa))
-            head = struct.pack("<BBBBHI", isa, what, isa, is_long, 4001, 9)
+            head = struct.pack("<BBBBHI", isa, what, isa, is_long, numel, 9)
             for choice in range(3):
                 yield head + indices + struct.pack("<BB", choice, 5)
 

@@ -124,7 +124,10 @@ void ForEachIndex(const float* x, const int32_t* indices, size_t nnz, size_t n, 
   Run(tasks, threads, [&](int t) {
     const size_t end = nnz * (t + 1) / tasks;
     for (size_t i = nnz * t / tasks; i < end; ++i) {
-      if (i + kAhead < end) __builtin_prefetch(x + indices[i + kAhead], 1);
+      if (i + kAhead < end) {
+        const size_t next = static_cast<uint32_t>(indices[i + kAhead]);
+        if (next < n) __builtin_prefetch(x + next, 1);
+      }
       const size_t at = static_cast<uint32_t>(indices[i]);
       if (at >= n) throw BadIndex();
       use(i, at);
