@@ -1,8 +1,8 @@
-"""Draws the README's figure from the planner's results: what a training step takes, by network.
+"""Draws the figure of docs/results.md from the planner's results: what a step takes, by network.
 
     python -m benchmarks.plot_steps --plot docs/steps.png
 
-Measures nothing: it reads benchmarks/results/planner-*.json.
+Measures nothing: it reads benchmarks/results/planner.json.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from pathlib import Path
 
 from hvd_sparse.simulator.plots import load_pyplot
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "planner.json"
 WORLDS = {
-    "planner-100mbit": "100 Mb/s\n4 workers",
-    "planner-1gbit": "1 Gb/s\n4 workers",
-    "planner-10gbit": "10 Gb/s\n4 workers",
-    "planner-loopback-2ranks": "one host\n2 workers",
+    "P=2, 100mbit": "100 Mb/s",
+    "P=2, 1gbit": "1 Gb/s",
+    "P=2, 10gbit": "10 Gb/s",
+    "P=2, loopback": "one host",
 }
+"""Ends of the cases' names: two workers, with a core each."""
 MODELS = {
     "cnn": "CNN with a large linear layer",
     "transformer": "small transformer",
@@ -35,16 +36,18 @@ BAR_WIDTH = 0.27
 DENSE = re.compile(r"plain Horovod, dense: ([\d.]+) ms")
 
 
-def steps_of(name: str) -> dict[str, dict[str, float]]:
+def steps_of(world: str) -> dict[str, dict[str, float]]:
     """Milliseconds of a step, by model and by the names in `BARS`."""
     found: dict[str, dict[str, float]] = {model: {} for model in MODELS}
-    for row in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]:
-        steps = found[row["case"].partition(",")[0]]
+    for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
+        model, _, place = row["case"].partition(", ")
+        if place != world:
+            continue
         dense = DENSE.fullmatch(row["baseline"])
         if row["metric"].startswith("planned step,") and dense is not None:
-            steps["dense"], steps["planned"] = float(dense[1]), row["value"]
+            found[model] |= {"dense": float(dense[1]), "planned": row["value"]}
         elif row["metric"] == "step, uncompressed":
-            steps["uncompressed"] = row["value"]
+            found[model]["uncompressed"] = row["value"]
     return found
 
 

@@ -136,12 +136,16 @@ class Planning:
 
     def _review(self) -> None:
         ready_s: dict[str, list[float]] = {}
+        last_s: list[float] = []
         for arrived in self._ready:
             first = next(iter(arrived.values()), None)  # they come in order
-            for name, at in arrived.items():
-                ready_s.setdefault(name, []).append(self._clock.seconds(first, at))
+            come_s = {name: self._clock.seconds(first, at) for name, at in arrived.items()}
+            last_s.append(max(come_s.values(), default=0.0))
+            for name, seconds in come_s.items():
+                ready_s.setdefault(name, []).append(seconds)
         middle_s = {name: median(each) for name, each in ready_s.items()}
-        timed = torch.tensor(list(self._timed), dtype=torch.float64)
+        steps = [(*took, last) for took, last in zip(self._timed, last_s, strict=True)]
+        timed = torch.tensor(steps, dtype=torch.float64)
         before = self._planner.outcome
         changed = self._planner.review(self._specs, middle_s, timed, self._transport)
         if self._planner.outcome is not None and self._planner.outcome is not before:

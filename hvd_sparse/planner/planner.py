@@ -40,9 +40,9 @@ from hvd_sparse.planner.trial import (
     CONTENDERS,
     SETTLING_STEPS,
     TIMED_STEPS,
-    Step,
     Took,
     Trial,
+    lateness,
     slowest,
 )
 from hvd_sparse.transports import Transport
@@ -192,7 +192,7 @@ class Planner:
         Args:
             specs: As in `decide`.
             ready_s: When gradients became ready, from a step's first one on.
-            timed: This rank's last steps, float64 `(steps, 2)` in seconds; see `slowest`.
+            timed: This rank's last steps, float64 `(steps, 3)` in seconds; see `slowest`.
             transport: The world's.
 
         Returns:
@@ -206,11 +206,11 @@ class Planner:
             return False
         before = dict(self.current.placements)
         with _aborting(transport):
-            ranks = transport.allgather((timed,), channel="review")
-            steps = slowest([message.view(torch.float64).view(-1, 2) for message in ranks])
+            messages = transport.allgather((timed,), channel="review")
+            ranks = [message.view(torch.float64).view(-1, 3) for message in messages]
             self._steps += self.steps_to_review
             self._trial_steps += self.steps_to_review * self.is_trying
-            self._follow_rank_0(specs, transport, lambda: self._reviewed(specs, ready_s, steps))
+            self._follow_rank_0(specs, transport, lambda: self._reviewed(specs, ready_s, ranks))
         return before != dict(self.current.placements)
 
     def _follow_rank_0(
@@ -301,10 +301,11 @@ class Planner:
         self,
         specs: Sequence[TensorSpec],
         ready_s: Mapping[str, float],
-        steps: Sequence[Step],
+        ranks: Sequence[Tensor],
     ) -> dict[str, Any]:
         assert self.profile is not None
-        tensors = self._planned_tensors(specs, ready_s)
+        steps = slowest(ranks)
+        tensors = self._planned_tensors(specs, ready_s, lateness(ranks))
         trial = self.trial
         if not self.is_trying:
             return self._looked_at(Took.of([steps]), tensors)
@@ -355,11 +356,12 @@ class Planner:
         return found.to_json()
 
     def _planned_tensors(
-        self, specs: Sequence[TensorSpec], ready_s: Mapping[str, float]
+        self, specs: Sequence[TensorSpec], ready_s: Mapping[str, float], late_s: float = 0.0
     ) -> list[PlannedTensor]:
+        """Tensors, when their gradients come, and which methods they may have."""
+        come_s = {spec.name: late_s + ready_s.get(spec.name, 0.0) for spec in specs}
         return [
-            PlannedTensor(spec, ready_s.get(spec.name, 0.0), self.rules.candidates_of(spec))
-            for spec in specs
+            PlannedTensor(spec, come_s[spec.name], self.rules.candidates_of(spec)) for spec in specs
         ]
 
     def _warmup_steps(self) -> int:

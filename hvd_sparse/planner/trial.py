@@ -53,11 +53,27 @@ def slowest(ranks: Sequence[Tensor]) -> list[Step]:
     """All ranks' steps as one: what each took on the rank that took longest.
 
     Args:
-        ranks: From every rank float64 `(steps, 2)`: of each step the seconds from its first
-            gradient to the next step's, and to its last reduced gradient.
+        ranks: From every rank float64 `(steps, 3)`: of each step the seconds from its first
+            gradient to the next step's, to its last reduced gradient, and to its last gradient.
     """
     worst = torch.stack(list(ranks)).amax(0)
-    return [(step_s, reduction_s) for step_s, reduction_s in worst.tolist()]
+    return [(step_s, reduction_s) for step_s, reduction_s, _ in worst.tolist()]
+
+
+def lateness(ranks: Sequence[Tensor]) -> float:
+    """Seconds by which the last gradient comes later on the slowest rank than on rank 0.
+
+    Both from a step's first gradient on, rank 0's own and the first of all ranks'. No exchange ends
+    before the slowest rank has begun it, and which rank that is changes from step to step. All end
+    together, so the end is what times on different ranks are compared by.
+
+    Args:
+        ranks: As in `slowest`.
+    """
+    _, reduction_s, ready_s = torch.stack(list(ranks)).unbind(-1)
+    left_s = reduction_s - ready_s  # from each rank's last gradient to the end of all
+    latest_s = reduction_s.amax(0) - left_s.amin(0)
+    return max(0.0, float(latest_s.quantile(0.5) - ready_s[0].quantile(0.5)))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from hvd_sparse.planner.measure import measure_profile
 from hvd_sparse.planner.planner import TRIAL_STEPS
 from hvd_sparse.planner.predict import Job, finish_s, verdict
 from hvd_sparse.planner.profile import Line, MethodCosts, Place, fit_line, modelled
-from hvd_sparse.planner.trial import TIMED_STEPS, Trial, slowest
+from hvd_sparse.planner.trial import TIMED_STEPS, Trial, lateness, slowest
 from hvd_sparse.selectors import ExactTopK
 from hvd_sparse.transports import LocalWorld, Transport
 from hvd_sparse.transports.local import run_ranks
@@ -329,7 +329,9 @@ def test_devices_of_different_speed_follow_rank_0(
         planner = decide(transport)
         assert planner.plan is not None
         assert not planner.plan.placements
-        timed = torch.tensor([[0.1, SLOW_NETWORK.dense.at(2_038_928)]] * 2, dtype=torch.float64)
+        timed = torch.tensor(
+            [[0.1, SLOW_NETWORK.dense.at(2_038_928), 0.0]] * 2, dtype=torch.float64
+        )
         assert planner.review(SPECS, {}, (1 + transport.rank) * timed, transport)
         return planner
 
@@ -426,7 +428,8 @@ def method_of(planner: Planner) -> str:
 def steps_of(step_s: Mapping[str, float], planner: Planner, noise: float = 0.0) -> Tensor:
     """Steps that the plan takes, by its method; every other one longer by `noise`."""
     took = step_s[method_of(planner)]
-    rows = [[took * (1 + noise * (i % 2)), max(0.0, took - REST_S)] for i in range(TIMED_STEPS)]
+    rest = [max(0.0, took - REST_S), 0.0]
+    rows = [[took * (1 + noise * (i % 2)), *rest] for i in range(TIMED_STEPS)]
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -466,8 +469,39 @@ def test_what_is_fastest_in_its_trial_stays(
 
 
 def test_the_slowest_rank_counts() -> None:
-    ranks = torch.tensor([[[1.0, 0.5], [4.0, 0.25]], [[2.0, 0.125], [3.0, 0.375]]])
+    ranks = torch.tensor([[[1.0, 0.5, 0], [4.0, 0.25, 0]], [[2.0, 0.125, 0], [3.0, 0.375, 0]]])
     assert slowest(list(ranks)) == [(2.0, 0.5), (4.0, 0.375)]
+
+
+def test_the_last_gradient_is_the_slowest_ranks() -> None:
+    """Rank 1 begins 9 s after rank 0, and its backward takes 3 s longer."""
+    early, late = torch.tensor([60.0, 50.0, 20.0]), torch.tensor([60.0, 41.0, 23.0])
+    assert lateness([early.expand(5, 3), late.expand(5, 3)]) == 12.0
+    assert lateness([late.expand(5, 3), early.expand(5, 3)]) == 9.0
+    assert lateness([early.expand(5, 3)]) == 0.0
+    in_turns = [torch.stack([early, late] * 4), torch.stack([late, early] * 4)]
+    assert lateness(in_turns) == 32.0 - 21.5
+
+
+def test_no_reduction_is_blamed_for_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step waits for a slower rank is there by every plan."""
+    monkeypatch.setattr(planner_module, "measure_profile", lambda *_: SLOW_NETWORK)
+    reduction_s = SLOW_NETWORK.dense.at(sum(spec.numel for spec in SPECS))
+    late_s = 0.5
+
+    def worker(transport: Transport) -> tuple[float, float]:
+        planner = decide(transport)
+        waits_s = late_s if transport.rank == 0 else 0.0
+        took = [1.0, reduction_s + waits_s, 0.0]
+        steps = torch.tensor([took] * TIMED_STEPS, dtype=torch.float64)
+        planner.review(SPECS, {}, steps, transport)
+        assert planner.plan is not None
+        return planner.plan.dense_s, planner.plan.predicted_s
+
+    for dense_s, predicted_s in run_ranks(2, worker):
+        assert dense_s == pytest.approx(late_s + reduction_s, rel=1e-3)
+        assert predicted_s > late_s
+        assert predicted_s - late_s < 0.7 * reduction_s
 
 
 def plan_of(seconds: float) -> ChosenPlan:
@@ -576,7 +610,7 @@ def test_a_review_knows_when_gradients_come(monkeypatch: pytest.MonkeyPatch) -> 
     def worker(transport: Transport, ready_s: Mapping[str, float]) -> bool:
         planner = Planner(Rules())
         planner.decide(specs, World(transport, dense_of(transport)))
-        timed = torch.tensor([[0.2, 0.14]] * TIMED_STEPS, dtype=torch.float64)
+        timed = torch.tensor([[0.2, 0.14, 0.0]] * TIMED_STEPS, dtype=torch.float64)
         assert planner.review(specs, ready_s, timed, transport)
         return planner.choice_of(specs[0]).bucket == planner.choice_of(specs[1]).bucket
 

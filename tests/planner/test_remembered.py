@@ -80,7 +80,7 @@ def decided(
 def settled(planner: Planner, transport: Transport, sparse_s: float = 0.02) -> Planner:
     while planner.is_trying:
         step_s = sparse_s if planner.current.placements else 0.1
-        steps = torch.tensor([[step_s, 0.9 * step_s]] * TIMED_STEPS, dtype=torch.float64)
+        steps = torch.tensor([[step_s, 0.9 * step_s, 0.0]] * TIMED_STEPS, dtype=torch.float64)
         planner.review(SPECS, {}, steps, transport)
     return planner
 
