@@ -359,9 +359,11 @@ class Planner:
         self, specs: Sequence[TensorSpec], ready_s: Mapping[str, float], late_s: float = 0.0
     ) -> list[PlannedTensor]:
         """Tensors, when their gradients come, and which methods they may have."""
-        come_s = {spec.name: late_s + ready_s.get(spec.name, 0.0) for spec in specs}
         return [
-            PlannedTensor(spec, come_s[spec.name], self.rules.candidates_of(spec)) for spec in specs
+            PlannedTensor(
+                spec, late_s + ready_s.get(spec.name, 0.0), self.rules.candidates_of(spec)
+            )
+            for spec in specs
         ]
 
     def _warmup_steps(self) -> int:

@@ -71,12 +71,14 @@ class Trying:
 
     def __init__(self) -> None:
         self.ready: list[dict[str, float]] = []
+        self.last_s: list[list[float]] = []
 
     def decide(self, specs: Any, world: Any) -> None:
         assert world.device == DEVICE
 
-    def review(self, specs: Any, ready_s: dict[str, float], *_: object) -> bool:
+    def review(self, specs: Any, ready_s: dict[str, float], timed: Any, transport: Any) -> bool:
         self.ready.append(ready_s)
+        self.last_s.append(timed[:, 2].tolist())
         self.is_trying, self.steps_to_review = False, 500
         return False
 
@@ -97,6 +99,7 @@ def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyP
         planning.begin_step()
     assert device.waits[:3] == [DEVICE] * 3
     assert planner.ready == [{"last": 0.0, "first": 0.03}]
+    assert planner.last_s == [[0.03, 0.09, 0.025]]
     before = len(device.waits)
     for _ in range(3):
         planning.arrived("last")
