@@ -38,7 +38,7 @@ LEAST_GROWTH = 3.0
 """Sizes grow at least until the fixed part is no longer most of the time."""
 CPU_DEVICE = torch.device("cpu")
 WARMUP_STEPS = 2
-TIMED_STEPS = 3
+TIMED_STEPS = 5
 AFTER_WARMUP = 1 << 30
 """A step at which any warm-up of density has ended."""
 
