@@ -46,13 +46,13 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> list[Job]:
     """All launches, the first of every case first."""
     cases = [(model, options.ranks, at, 0.0) for at in places for model in options.models]
     if options.goals:
-        cases = [
+        cases = [(model, ranks, Launcher(rate), COMPUTE_S) for model, ranks, rate in LISTS]
+        cases += [
             (model, ranks, Launcher(rate), 0.0)
             for ranks, rates in WORLDS.items()
             for rate in rates
             for model in MODELS
         ]
-        cases += [(model, ranks, Launcher(rate), COMPUTE_S) for model, ranks, rate in LISTS]
     jobs = []
     for launch in range(1, options.launches + 1):
         for model, ranks, at, compute_s in cases:

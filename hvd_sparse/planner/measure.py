@@ -7,7 +7,7 @@ all ranks do the same exchanges.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 
@@ -31,13 +31,13 @@ from hvd_sparse.planner.profile import (
 from hvd_sparse.transports import Transport
 
 LIMIT_S = 3.0
-NUMELS = (1 << 12, 1 << 18, 1 << 20, 1 << 22)
+NUMELS = (1 << 12, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 LEAST_SIZES = 2
 """Sizes that are always measured: a line needs two points."""
 LEAST_GROWTH = 3.0
 """Sizes grow at least until the fixed part is no longer most of the time."""
 CPU_DEVICE = torch.device("cpu")
-WARMUP_STEPS = 2
+WARMUP_STEPS = 3
 TIMED_STEPS = 5
 AFTER_WARMUP = 1 << 30
 """A step at which any warm-up of density has ended."""
@@ -53,6 +53,7 @@ def measure_profile(
     place: Place,
     limit_s: float = LIMIT_S,
     device: torch.device = CPU_DEVICE,
+    most_numel: int = NUMELS[-1],
 ) -> Profile:
     """Measure dense allreduces and all methods; all ranks call this together.
 
@@ -63,17 +64,20 @@ def measure_profile(
         place: Where this is.
         limit_s: Seconds that it may take, about.
         device: Where the gradients are.
+        most_numel: Elements of the largest vector that is of interest: those of a model.
 
     Returns:
         What this rank measured; ranks differ, and rank 0's counts.
     """
-    share_s = limit_s / (1 + len(methods))
+    numels, ends_at = _up_to(most_numel), perf_counter() + limit_s
+    costs = {}
+    for done, (name, method) in enumerate(methods.items()):
+        share_s = (ends_at - perf_counter()) / (1 + len(methods) - done)
+        costs[name] = _method_costs(transport, method, numels, share_s, device)
     dense = _sweep(
-        transport, lambda numel: _time_dense(transport, dense_allreduce, numel, device), share_s
+        *(transport, lambda numel: _time_dense(transport, dense_allreduce, numel, device)),
+        *(numels, ends_at - perf_counter()),
     )
-    costs = {
-        name: _method_costs(transport, method, share_s, device) for name, method in methods.items()
-    }
     lines = fit_line(list(dense), [seconds["dense"] for seconds in dense.values()])
     return Profile(place, lines, costs)
 
@@ -83,16 +87,26 @@ def measure_encoding(
 ) -> dict[str, MethodCosts]:
     """Costs of methods alone, without a dense allreduce to compare them with."""
     return {
-        name: _method_costs(transport, method, limit_s / len(methods))
+        name: _method_costs(transport, method, NUMELS, limit_s / len(methods))
         for name, method in methods.items()
     }
 
 
+def _up_to(most_numel: int) -> list[int]:
+    """The sizes that are measured for vectors of at most so many elements."""
+    most = min(max(most_numel, NUMELS[LEAST_SIZES - 1]), NUMELS[-1])
+    return [*(numel for numel in NUMELS if numel < most), most]
+
+
 def _method_costs(
-    transport: Transport, method: Method, share_s: float, device: torch.device = CPU_DEVICE
+    transport: Transport,
+    method: Method,
+    numels: Sequence[int],
+    share_s: float,
+    device: torch.device = CPU_DEVICE,
 ) -> MethodCosts:
     seconds = _sweep(
-        transport, lambda numel: _time_method(transport, method, numel, device), share_s
+        transport, lambda numel: _time_method(transport, method, numel, device), numels, share_s
     )
 
     def line(phase: str) -> Line:
@@ -110,24 +124,54 @@ def _method_costs(
 
 
 def _sweep(
-    transport: Transport, time_one: Callable[[int], dict[str, float]], share_s: float
+    transport: Transport,
+    time_one: Callable[[int], dict[str, float]],
+    numels: Sequence[int],
+    share_s: float,
 ) -> dict[int, dict[str, float]]:
-    """Seconds by number of elements, for as many sizes as the time allows."""
+    """Seconds by number of elements, up to the largest size that the time allows."""
     start = perf_counter()
     found: dict[int, dict[str, float]] = {}
-    for place, numel in enumerate(NUMELS):
+    walls: list[float] = []
+    numel = numels[0]
+    while numel:
         before = perf_counter()
         found[numel] = time_one(numel)
         now = perf_counter()
-        is_last = place + 1 == len(NUMELS)
-        growth = 1 if is_last else NUMELS[place + 1] / numel
-        fits = now - start + growth * (now - before) <= share_s
-        first_s, last_s = (sum(found[n].values()) for n in (NUMELS[0], numel))
-        wanted = place + 1 < LEAST_SIZES or last_s < LEAST_GROWTH * first_s
-        mine = torch.tensor([wanted or fits], dtype=torch.int64)
-        if is_last or not transport.broadcast((mine,), 0, channel="sweep").view(torch.int64).item():
-            break
+        walls.append(now - before)
+        larger = [each for each in numels if each > numel]
+        mine = torch.tensor([_next(larger, found, walls, share_s - (now - start))])
+        numel = int(transport.broadcast((mine,), 0, channel="sweep").view(torch.int64).item())
     return found
+
+
+def _next(
+    larger: Sequence[int],
+    found: Mapping[int, dict[str, float]],
+    walls: Sequence[float],
+    left_s: float,
+) -> int:
+    """The size to be measured next, or 0 at the end.
+
+    What is larger than the largest vector measured is on the line that was found, and so is its
+    noise. So of the sizes that fit into the time left the largest is next; others are left out.
+
+    Args:
+        larger: Sizes above those measured.
+        found: What was measured, by size.
+        walls: How long measuring took, size by size.
+        left_s: How long it may go on.
+    """
+    if not larger:
+        return 0
+    if len(found) < LEAST_SIZES:
+        return larger[0]
+    wall = fit_line(list(found), walls)
+    fitting = [numel for numel in larger if wall.at(numel) <= left_s]
+    if fitting:
+        return fitting[-1]
+    first_s, *_, last_s = (sum(seconds.values()) for seconds in found.values())
+    return larger[0] if last_s < LEAST_GROWTH * first_s else 0
 
 
 def _time_dense(

@@ -176,7 +176,7 @@ class Planner:
             if self.profile is None and self.profile_path is None:
                 self.profile = measure_profile(
                     *(transport, world.dense_allreduce, self._methods, place),
-                    *(LIMIT_S, world.device),
+                    *(LIMIT_S, world.device, sum(spec.numel for spec in specs)),
                 )
             self._follow_rank_0(specs, transport, lambda: self._started(specs, place))
 
