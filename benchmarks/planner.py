@@ -15,6 +15,8 @@ made for; VGG-16 and BERT-base are there with their tensors, and a backward that
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,12 +69,14 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> list[Job]:
 
 
 def median_launch(launches: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of every way the median step; of the planned one all of its median launch."""
+    """Of every way the median step and its spread; of the planned one all of its median launch."""
     found = {}
     for way in launches[0]:
         ordered = sorted((launch[way] for launch in launches), key=lambda each: each["step_s"])
         found[way] = ordered[len(ordered) // 2]
-        found[way] = {**found[way], "step_s": median(each["step_s"] for each in ordered)}
+        steps_s = [each["step_s"] for each in ordered]
+        spread = (1e3 * steps_s[0], 1e3 * steps_s[-1]) if len(steps_s) > 1 else None
+        found[way] = {**found[way], "step_s": median(steps_s), "spread": spread}
     return found
 
 
@@ -126,7 +130,7 @@ def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
         ("planned step", f"the best of all, {best}", best, WITHIN_BEST, close),
     ]
     rows = [
-        planned_row(case, metric, step_s["planned"], (name, step_s[way]), tolerance, goal)
+        planned_row(case, metric, planned, (name, step_s[way]), tolerance, goal)
         for metric, name, way, tolerance, goal in judged
     ]
     rows += [
@@ -143,6 +147,7 @@ def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
             unit="ms",
             ratio=step_s["dense"] / seconds,
             baseline="plain Horovod, dense",
+            spread=results[way]["spread"],
         )
         for way, seconds in step_s.items()
         if way not in ("planned", "dense")
@@ -153,17 +158,19 @@ def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
 def planned_row(
     case: str,
     metric: str,
-    planned_s: float,
+    planned: Mapping[str, Any],
     other: tuple[str, float],
     tolerance: float,
     goal: str,
 ) -> Row:
     """The planned step beside another way's: its name and seconds."""
     name, seconds = other
+    planned_s = planned["step_s"]
     return Row(
         case=case,
         metric=metric,
         value=1e3 * planned_s,
+        spread=planned["spread"],
         unit="ms",
         baseline=f"{name}: {1e3 * seconds:.1f} ms",
         ratio=seconds / planned_s,
@@ -207,7 +214,8 @@ def main() -> None:
     jobs.run(options.minutes, timeout_s=LAUNCH_S)
     rows = []
     for (model, place, ranks), launches in jobs.results().items():
-        rows += rows_of(f"{model}, P={ranks}, {place}", median_launch(launches))
+        found = rows_of(f"{model}, P={ranks}, {place}", median_launch(launches))
+        rows += [replace(row, launches=len(launches)) for row in found]
     write_report("planner", [*summary(rows), *rows], options.json)
     jobs.exit_where_missing()
 

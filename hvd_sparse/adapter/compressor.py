@@ -23,6 +23,7 @@ from hvd_sparse.adapter.dense import (
     Dense,
     as_horovod_takes_it,
     clipped_dense_method,
+    dense_of,
     with_leftover,
 )
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
@@ -114,6 +115,7 @@ class SparseCompressor:
         self._fate: StepFate | None = None
         self._registered: Registered | None = None
         self._stepping = False
+        self._left: dict[str, tuple[TensorSpec, Assignment]] = {}  # Horovod's, by an assignment
         self._warned: set[str] = set()
         try:
             import horovod.torch.elastic  # noqa: F401
@@ -135,7 +137,7 @@ class SparseCompressor:
             What Horovod is to reduce, and what `decompress` needs to know.
         """
         if not (self._stepping and self._session.is_current()) and not self._begin_step():
-            return tensor, Dense(tensor.dtype)
+            return tensor, dense_of(tensor.dtype)
         assert self._lookup is not None
         name = self._lookup.name_of(tensor)
         if name is None:
@@ -144,14 +146,14 @@ class SparseCompressor:
                 f"belongs to none of the {len(self._lookup)} named_parameters: it is reduced "
                 "densely"
             )
-            return tensor, Dense(tensor.dtype)
+            return tensor, dense_of(tensor.dtype)
         if self._session.planning is not None:
             self._session.planning.arrived(name)
         spec = self._lookup.spec_of(name, tensor)
         if not (self._engine.awaits(spec) or self._is_sparse(spec, tensor)):
             leftover = self._engine.leftover(name)
             if leftover is None or self._holds(name):
-                return as_horovod_takes_it(tensor), Dense(tensor.dtype)
+                return as_horovod_takes_it(tensor), dense_of(tensor.dtype)
             return with_leftover(name, tensor, leftover, self._engine)
         frozen = not self._lookup.requires_grad(name)  # Horovod reduces it all the same
         gradient = tensor.detach().zero_() if frozen else tensor.detach()
@@ -489,9 +491,11 @@ class SparseCompressor:
         return next((p.device for _, p in self._lookup if self._is_large(p)), None)
 
     def _is_sparse(self, spec: TensorSpec, tensor: Tensor) -> bool:
-        if not self._is_large(tensor):
+        left = self._left.get(spec.name)
+        if left is not None and left[0] is spec and left[1] is self._engine.assignment:
             return False
-        if not self._engine.takes(spec):
+        if not (self._is_large(tensor) and self._engine.takes(spec)):
+            self._left[spec.name] = (spec, self._engine.assignment)
             return False
         if not self._engine.expects(spec.name):
             self._warn_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ class Dense:
 
     dtype: torch.dtype
     flushed: str | None = None
+
+
+@cache
+def dense_of(dtype: torch.dtype) -> Dense:
+    """The context of gradients of a type; one object, since every step asks for it often."""
+    return Dense(dtype)
 
 
 def with_leftover(

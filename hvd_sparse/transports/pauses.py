@@ -19,10 +19,18 @@ class Pauses:
 
     Args:
         spin_s: How long the wait does not sleep: longer than what is soon there takes.
+        slept_share: How long a sleep is, as a share of the time waited so far.
+        longest_sleep_s: How long it is at most.
     """
 
-    def __init__(self, spin_s: float) -> None:
+    def __init__(
+        self,
+        spin_s: float,
+        slept_share: float = SLEPT_SHARE,
+        longest_sleep_s: float = LONGEST_SLEEP_S,
+    ) -> None:
         self._spin_s = spin_s
+        self._slept_share, self._longest_sleep_s = slept_share, longest_sleep_s
         self._began_at = time.monotonic()
 
     def pause(self) -> bool:
@@ -31,5 +39,6 @@ class Pauses:
         if waited_s < self._spin_s:
             os.sched_yield()  # a sleep of 0 s would take 50 µs, too
             return False
-        time.sleep(min(max(SLEPT_SHARE * waited_s, SHORTEST_SLEEP_S), LONGEST_SLEEP_S))
+        sleep_s = max(self._slept_share * waited_s, SHORTEST_SLEEP_S)
+        time.sleep(min(sleep_s, self._longest_sleep_s))
         return True
