@@ -115,7 +115,6 @@ class SparseCompressor:
         self._fate: StepFate | None = None
         self._registered: Registered | None = None
         self._stepping = False
-        self._left: dict[str, tuple[TensorSpec, Assignment]] = {}  # Horovod's, by an assignment
         self._warned: set[str] = set()
         try:
             import horovod.torch.elastic  # noqa: F401
@@ -491,11 +490,9 @@ class SparseCompressor:
         return next((p.device for _, p in self._lookup if self._is_large(p)), None)
 
     def _is_sparse(self, spec: TensorSpec, tensor: Tensor) -> bool:
-        left = self._left.get(spec.name)
-        if left is not None and left[0] is spec and left[1] is self._engine.assignment:
+        if not self._is_large(tensor):
             return False
-        if not (self._is_large(tensor) and self._engine.takes(spec)):
-            self._left[spec.name] = (spec, self._engine.assignment)
+        if not self._engine.takes(spec):
             return False
         if not self._engine.expects(spec.name):
             self._warn_once(
