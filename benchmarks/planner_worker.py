@@ -75,7 +75,7 @@ class Contestant:
     """
 
     def __init__(self, way: str, model_name: str, compute_s: float) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # every rank has the same weights
         self.model: Any = MODELS[model_name]() if not compute_s else None
         if self.model is None:
             self.model = Listed(shapes_of(model_name), compute_s, 1 + hvd.rank())
@@ -88,7 +88,6 @@ class Contestant:
             named_parameters=named,
             compression=self.compression,
         )
-        hvd.broadcast_parameters(dict(named), root_rank=0)
         self.seconds: list[float] = []
 
     def step(self) -> float:
@@ -109,12 +108,9 @@ class Contestant:
             self.step()
         return median(self.step() for _ in range(WARMUP_STEPS))
 
-    def check_replicas(self, way: str) -> None:
-        """All ranks hold the same weights, bit for bit."""
-        checksums = {n: crc32(p.detach().numpy().data) for n, p in self.model.named_parameters()}
-        for rank, theirs in enumerate(hvd.allgather_object(checksums, name=f"checksums.{way}")):
-            differing = [name for name, checksum in checksums.items() if theirs[name] != checksum]
-            assert not differing, f"{way}: ranks {hvd.rank()} and {rank} have other {differing}"
+    def checksums(self) -> dict[str, int]:
+        """Of every weight."""
+        return {n: crc32(p.detach().numpy().data) for n, p in self.model.named_parameters()}
 
 
 def compression_of(way: str, named: list[tuple[str, nn.Parameter]]) -> Any:
@@ -133,25 +129,45 @@ def compression_of(way: str, named: list[tuple[str, nn.Parameter]]) -> Any:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train by all ways, in turns: so many steps, or those that fit into so many seconds."""
     every = {way: Contestant(way, options.model, options.compute_s) for way in options.ways}
-    mine = {way: contestant.prepare() for way, contestant in every.items()}
-    expected_s = hvd.broadcast_object(mine, name="expected")
-    settling = {way: int(seconds < LONG_STEP_S) for way, seconds in expected_s.items()}
-    timed = {way: TURN_STEPS if settles else 1 for way, settles in settling.items()}
-    round_s = sum((settling[way] + timed[way]) * expected_s[way] for way in every)
-    turns = min(options.steps // TURN_STEPS, int(options.seconds * len(every) / round_s))
-    for turn in range(max(FEWEST_TURNS, turns)):
+    expected_s = {way: contestant.prepare() for way, contestant in every.items()}
+    settling, timed, turns = turns_of(expected_s, options)
+    turn = 0
+    while turn < turns:
         for way in list(every)[:: -1 if turn % 2 else 1]:
             for _ in range(settling[way]):
                 every[way].step()
             every[way].seconds += [every[way].step() for _ in range(timed[way])]
+        turn += 1
+        if turn == 1:  # a way that waits for a core may have become slower beside the others
+            expected_s = {way: median(contestant.seconds) for way, contestant in every.items()}
+            settling, timed, turns = turns_of(expected_s, options)
+    # One exchange for all: where ranks share cores, each one takes seconds.
+    mine = {way: (contestant.seconds, contestant.checksums()) for way, contestant in every.items()}
+    ranks = hvd.allgather_object(mine, name="results")
     found: dict[str, Any] = {}
     for way, contestant in every.items():
-        contestant.check_replicas(way)
-        ranks = hvd.allgather_object(contestant.seconds, name=f"seconds.{way}")
-        found[way] = {"step_s": median(max(at) for at in zip(*ranks, strict=True))}
+        for rank, theirs in enumerate(ranks):
+            assert theirs[way][1] == mine[way][1], f"{way}: ranks {hvd.rank()} and {rank} differ"
+        steps_s = zip(*(theirs[way][0] for theirs in ranks), strict=True)
+        found[way] = {"step_s": median(max(at) for at in steps_s)}
         if contestant.planner is not None:
             found[way] |= described(contestant.planner)
     return found
+
+
+def turns_of(
+    mine: Mapping[str, float], options: argparse.Namespace
+) -> tuple[dict[str, int], dict[str, int], int]:
+    """Steps of each way in a turn, not timed and timed, and turns, from what its steps take.
+
+    A collective call: rank 0's times count.
+    """
+    expected_s = hvd.broadcast_object(dict(mine), name="expected")
+    settling = {way: int(seconds < LONG_STEP_S) for way, seconds in expected_s.items()}
+    timed = {way: TURN_STEPS if settles else 1 for way, settles in settling.items()}
+    round_s = sum((settling[way] + timed[way]) * expected_s[way] for way in expected_s)
+    turns = min(options.steps // TURN_STEPS, int(options.seconds * len(expected_s) / round_s))
+    return settling, timed, max(FEWEST_TURNS, turns)
 
 
 def described(planner: Planner) -> Mapping[str, Any]:
