@@ -33,6 +33,7 @@ from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.planning import planned_memory, refuse_lone_momentum
 from hvd_sparse.adapter.refusals import (
     Registered,
+    refuse_a_second_optimizer,
     refuse_double_momentum,
     refuse_unsupported,
     warn_of_slow_settings,
@@ -114,6 +115,7 @@ class SparseCompressor:
         self._optimizer: weakref.ref[Any] | None = None
         self._fate: StepFate | None = None
         self._registered: Registered | None = None
+        self._served: set[str] = set()
         self._stepping = False
         self._warned: set[str] = set()
         try:
@@ -146,6 +148,8 @@ class SparseCompressor:
                 "densely"
             )
             return tensor, dense_of(tensor.dtype)
+        if name not in self._served:
+            self._serve(name)
         if self._session.planning is not None:
             self._session.planning.arrived(name)
         spec = self._lookup.spec_of(name, tensor)
@@ -239,13 +243,15 @@ class SparseCompressor:
         """What was selected, sent and waited for, per bucket and step: a snapshot.
 
         Its text is a short table, and `later.since(earlier)` is what happened between two of them.
+        It may be called anywhere. A skipped step is counted once the next one has begun.
         """
-        self._settle()
+        if self._fate is not None and self._fate.counts():
+            self._settle()
         return self._engine.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
-        self._settle()
+        self._settle("state_dict()")
         return self._states.save()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -265,7 +271,7 @@ class SparseCompressor:
         Raises:
             ConfigError: The state is not one that `state_dict()` makes, or does not belong here.
         """
-        self._settle()
+        self._settle("load_state_dict()")
         self._states.load(state, strict=strict)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -281,7 +287,7 @@ class SparseCompressor:
         Raises:
             CheckpointError: On every rank, where it could not be written on any.
         """
-        self._settle()
+        self._settle("save_checkpoint()")
         self._states.save_checkpoint(path, self._process_set())
 
     def load_checkpoint(self, path: str | os.PathLike[str], *, missing: str = "refuse") -> None:
@@ -300,7 +306,7 @@ class SparseCompressor:
         Raises:
             CheckpointError: On every rank, where any of them cannot load.
         """
-        self._settle()
+        self._settle("load_checkpoint()")
         self._states.load_checkpoint(path, self._process_set(), missing)
 
     def _bound(self) -> Any:
@@ -317,7 +323,8 @@ class SparseCompressor:
 
         All ranks call this between the same two steps. A tensor that was sparse and now is dense
         has its residual added to its next gradients, at most half a gradient's norm in a step.
-        Momentum goes along, between the compression and `MomentumCorrectedSGD`.
+        Momentum goes along, between the compression and `MomentumCorrectedSGD`; not in a callback
+        of an elastic reset, when no rank is connected yet.
 
         Args:
             method: A `Method` for all tensors, or an `Assignment`: the `method` of another
@@ -329,7 +336,7 @@ class SparseCompressor:
         optimizer, assignment = self._bound(), self._whole(method)
         if optimizer is not None:
             self._refuse_double_momentum(optimizer, assignment)
-        self._settle()
+        self._settle("reassign()")
         handover = None
         if optimizer is not None and self._lookup is not None:
             named = [(name, p) for name, p in self._lookup if p.dtype in SPARSE_DTYPES]
@@ -366,7 +373,7 @@ class SparseCompressor:
         unknown = sorted(set(names) - known.keys())
         if unknown:
             raise ConfigError(f"names must be those of parameters, got {', '.join(unknown)}")
-        self._settle()
+        self._settle("forget()")
         return self._engine.forget(names)
 
     def corrects_momentum(self, parameter: Parameter) -> bool:
@@ -377,7 +384,7 @@ class SparseCompressor:
 
     def close(self) -> None:
         """Stop the background thread and close the connections; a later step opens them again."""
-        self._settle()
+        self._settle("close()")
         self._session.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -433,21 +440,31 @@ class SparseCompressor:
                 "repeated steps bring again: pass TorchState(..., compression=compression)"
             )
 
-    def _settle(self) -> None:
-        """See what became of the last step: its results were applied, or it never happened."""
+    def _settle(self, call: str | None = None) -> None:
+        """See what became of the last step: its results were applied, or it never happened.
+
+        Args:
+            call: The user's, which is to name where a step comes after all; None: the next step's.
+        """
         if self._fate is None:
             return
-        self._engine.settle(self._fate.counts())
+        if self._engine.settle(self._fate.counts()):
+            self._fate.taken_back = call
         factor = self._fate.rescaling()
         if factor != 1.0:
             self._engine.rescale(factor)
 
+    def _serve(self, name: str) -> None:
+        """See once who brings a parameter's gradient: others may use the same backward pass."""
+        optimizer = calling_optimizer(self)
+        if optimizer is not None and optimizer is not self._bound():
+            refuse_a_second_optimizer()
+        self._served.add(name)
+
     def _bind(self, optimizer: Any) -> None:
-        if self._bound() is not None and self._engine.planned:
-            raise ConfigError(
-                "a compression serves one optimizer, but a second hvd.DistributedOptimizer uses "
-                "this one: make one compression for each"
-            )
+        if self._bound() is not None and self._served:
+            refuse_a_second_optimizer()
+        self._served.clear()
         refuse_unsupported(optimizer)
         warn_of_slow_settings()
         if self._lookup is None:

@@ -56,7 +56,10 @@ def with_leftover(
         )
     released = engine.release(name, tensor)
     assert released is not None
-    return released.to(tensor.device) + tensor, Dense(tensor.dtype, name)  # float32, or 64
+    together = released.to(tensor.device) + tensor  # float32, or 64
+    if tensor.dtype == torch.float16:  # what a rank with nothing left hands to Horovod, too
+        together = together.to(torch.float16)
+    return together, Dense(tensor.dtype, name)
 
 
 def as_horovod_takes_it(tensor: Tensor) -> Tensor:

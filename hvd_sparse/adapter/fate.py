@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_sparse.errors import UnsupportedError
+from hvd_sparse.errors import ConfigError, UnsupportedError
 
 SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
 SEARCHED_FRAMES = 16
@@ -35,6 +35,8 @@ class StepFate:
 
     Attributes:
         unit: The loss scale that residuals are multiplied by; None while no scaler is known.
+        taken_back: The call that took the last reduction back, since no step had applied it; or
+            None.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -43,6 +45,7 @@ class StepFate:
         self._saw_non_finite = False
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self.unit: float | None = None
+        self.taken_back: str | None = None
         self._reductions_inside: int | None = None  # a step with a closure, which has begun
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._on_step)
@@ -71,9 +74,19 @@ class StepFate:
     def begin_step(self) -> None:
         """The last step is settled, and the next one begins."""
         self._stepped = self._saw_non_finite = False
+        self.taken_back = None
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """Of Horovod's step, and once more of the wrapped one's, after Horovod has synchronized."""
+        """Of Horovod's step, and once more of the wrapped one's, after Horovod has synchronized.
+
+        Raises:
+            UnsupportedError: Horovod would reduce once more what it has reduced.
+        """
+        if optimizer._synchronized and optimizer._should_synchronize and not optimizer._handles:
+            raise UnsupportedError(
+                "optimizer.step() after optimizer.synchronize() would compress the reduced "
+                "gradients once more: call it under optimizer.skip_synchronize()"
+            )
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         self._reductions_inside = None if closure is None else 0
 
@@ -97,15 +110,26 @@ class StepFate:
         return self.unit / before
 
     def _on_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        if self._scaler is None:
-            self._look_for_scaler()
+        """After the wrapped step, and once more after Horovod's.
+
+        Raises:
+            ConfigError: It has applied a reduction that was taken back.
+        """
+        self._look_for_scaler()
         self._has_stepped = True
         self._reductions_inside = None
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
         self._stepped = not (isinstance(found_inf, Tensor) and bool(found_inf))
+        if self._stepped and self.taken_back is not None:
+            raise ConfigError(
+                f"{self.taken_back} must be called between steps, got a call after "
+                "optimizer.synchronize(), whose results were applied only then"
+            )
 
     def _look_for_scaler(self) -> None:
         """Find it among the callers of `step`; it has not updated its scale yet.
+
+        Residuals of another unit follow in the next step: one later than they should.
 
         No other frame's variables are looked at: until Python 3.12 a frame keeps what was seen of
         them, so that an optimizer which its caller has let go of would stay.
@@ -115,15 +139,22 @@ class StepFate:
             is_scalers = frame.f_code.co_filename == SCALERS_FILE
             candidate = frame.f_locals.get("self") if is_scalers else None
             if isinstance(candidate, torch.amp.GradScaler):
-                scale = candidate.get_scale()
-                if self.unit is not None and self.unit != scale:
-                    warnings.warn(
-                        f"hvd_sparse: the residuals were loaded in units of a loss scale of "
-                        f"{self.unit:g}, but the scaler began with {scale:g}: load its state, too",
-                        stacklevel=2,
-                    )
-                self._scaler, self.unit = weakref.ref(candidate), scale
+                if self._scaler is None or self._scaler() is not candidate:
+                    self._take(candidate)
                 return
             if frame.f_back is None:
                 return
             frame = frame.f_back
+
+    def _take(self, scaler: torch.amp.GradScaler) -> None:
+        """Follow a scaler that is new here."""
+        scale = scaler.get_scale()
+        if self.unit is None:
+            self.unit = scale
+        elif self.unit != scale:
+            warnings.warn(
+                f"hvd_sparse: the residuals are in units of a loss scale of {self.unit:g}, but a "
+                f"new scaler began with {scale:g}: keep one scaler, and load its state, too",
+                stacklevel=2,
+            )
+        self._scaler = weakref.ref(scaler)

@@ -79,6 +79,7 @@ class Planning:
         process_set: Horovod's name for the world.
         tell: Is told of every trial that is over, and of what is recalled, as a recording has it.
         device: Where the gradients are.
+        compressed_steps: Tells how many steps the warm-up has seen.
     """
 
     def __init__(
@@ -90,14 +91,17 @@ class Planning:
         process_set: Any,
         tell: Callable[[Mapping[str, Any]], None],
         device: torch.device,
+        compressed_steps: Callable[[], int],
     ) -> None:
         self._planner = planner
+        self._compressed_steps = compressed_steps
         self._change_to, self._tell = change_to, tell
         self._specs = list(reversed(specs))
         self._transport = transport
         self._ready: deque[dict[str, Any]] = deque([{}], maxlen=TIMED_STEPS)
         self._clock = clock_of(device)
         self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
+        planner.compressed_steps = compressed_steps()
         planner.decide(self._specs, World(transport, horovods_allreduce(process_set), device))
         if planner.outcome is not None:
             tell(planner.outcome.line(recalled=True))
@@ -147,6 +151,7 @@ class Planning:
         steps = [(*took, last) for took, last in zip(self._timed, last_s, strict=True)]
         timed = torch.tensor(steps, dtype=torch.float64)
         before = self._planner.outcome
+        self._planner.compressed_steps = self._compressed_steps()
         changed = self._planner.review(self._specs, middle_s, timed, self._transport)
         if self._planner.outcome is not None and self._planner.outcome is not before:
             self._tell(self._planner.outcome.line(recalled=False))

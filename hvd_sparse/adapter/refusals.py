@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.nn import Parameter
 
@@ -30,6 +30,18 @@ def refuse_unsupported(optimizer: Any) -> None:
         raise UnsupportedError(
             f"op=hvd.{name} cannot be applied to sparse gradients: use hvd.Average or hvd.Sum"
         )
+
+
+def refuse_a_second_optimizer() -> NoReturn:
+    """Say that a compression listens to one optimizer: which of its steps were applied, and so on.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        "a compression serves one optimizer, but a second hvd.DistributedOptimizer uses this one: "
+        "make one compression for each"
+    )
 
 
 class Registered:

@@ -67,6 +67,7 @@ class Session:
         self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
         self._hierarchical = hierarchical
         self._divergence: Divergence | None = None
+        self._must_agree = False
         self._connecting = False
         self._exit = BoundedExit(self)
         self._world: object | None = None
@@ -149,17 +150,23 @@ class Session:
         """
         scale = self._engine.scale
         self._engine.reassign(assignment)
-        if self._world is None:
-            return
+        if not self.is_current():
+            return  # the next step's connection agrees
         with as_horovod_error():
             self._agree()
             if handover is not None:
                 scale = handover.scale_of_op(self.world_size) if scale is None else scale
                 handover.carry_out(scale / unit, self.world_size)
 
+    def agree_again(self) -> None:
+        """Let the planner decide anew in the next step, since a state was loaded, on all ranks."""
+        self._must_agree = True
+
     def begin_step(self) -> None:
         """Compare the ranks' weights, and review the plan, where that is due."""
         with as_horovod_error():
+            if self._must_agree:
+                self._agree()
             if self._divergence is not None:
                 self._divergence.begin_step(self._transport)
             if self.planning is not None:
@@ -234,7 +241,7 @@ class Session:
 
     def _agree(self) -> None:
         """Let a planner decide; check that all ranks have one assignment, and what levels."""
-        self.planning = None
+        self.planning, self._must_agree = None, False
         planner = planner_of(self._engine.assignment)
         if planner is None:
             self._engine.agree()
@@ -258,8 +265,9 @@ class Session:
             self._process_set,
             self._engine.tell_tried,
             device_of(self._parameters),
+            lambda: self._engine.compressed_steps,
         )
-        if planner.before is not None:  # the momenta of a state are where its plan had them
+        if planner.before is not None:  # momenta are where rank 0, or its state, had them
             self._engine.assignment, planner.before = planner.before, None
         self._change_to(planner.current)
 
@@ -276,7 +284,13 @@ class Session:
         if handover is not None:
             world_size = self._transport.world_size
             scale = handover.scale_of_op(world_size) if engine.scale is None else engine.scale
-            handover.carry_out(scale / engine.unit, world_size)
+            handover.carry_out(scale / self._unit_of_rank_0(), world_size)
+
+    def _unit_of_rank_0(self) -> float:
+        """The loss scale of the others' momenta; a rank that has just joined does not know it."""
+        unit = torch.tensor([self._engine.unit], dtype=torch.float64)
+        sent = self._transport.broadcast((unit,), 0, channel="unit")
+        return float(sent.view(torch.float64))
 
 
 @contextmanager

@@ -107,8 +107,11 @@ class States:
 
     def _take_plan(self, plan: Mapping[str, Any] | None) -> None:
         planner = planner_of(self._engine.assignment)
-        if planner is not None and plan is not None:
+        if planner is None:
+            return
+        if plan is not None:
             planner.load_state_dict(plan)
+        self._session.agree_again()  # momenta are where the state's plan had them
 
     def _take_unit(self, unit: float | None) -> None:
         self._loaded_unit = unit

@@ -122,6 +122,11 @@ class Engine:
         """Whether the first step has made the plan."""
         return bool(self._buckets)
 
+    @property
+    def compressed_steps(self) -> int:
+        """Steps in which anything was exchanged, as warm-ups count them."""
+        return max((bucket.step for bucket in self._buckets), default=self._restored.step)
+
     def expects(self, name: str) -> bool:
         """Whether there is no plan yet, or the tensor is in it."""
         return not self.planned or name in self._places
@@ -158,7 +163,7 @@ class Engine:
         """What was released was reduced in this step; it is let go where the step counts."""
         self._release.flushed(name)
 
-    def settle(self, counts: bool | None = None) -> None:
+    def settle(self, counts: bool | None = None) -> bool:
         """Say whether the last step counts. Otherwise everything becomes what it was before it.
 
         To be called between steps. A step that nobody has settled is settled when the first
@@ -166,10 +171,13 @@ class Engine:
 
         Args:
             counts: Whether its results were applied; None: if all of them are finite.
+
+        Returns:
+            Whether a step was taken back by this call.
         """
         self._spent = []
         if not (self._unsettled or self._release.is_due):
-            return
+            return False
         self._unsettled = False
         if counts is None:
             counts = not any(bucket.poisoned for bucket in self._buckets)
@@ -181,6 +189,7 @@ class Engine:
             else:
                 bucket.roll_back()
         self._release.settle(self._restored.residual, counts)
+        return not counts
 
     def let_go(self) -> None:
         """Let go of the last step's gradients, since nobody else refers to them any more.
@@ -230,12 +239,10 @@ class Engine:
         """
         self._give_up_plan()
         for name, tensor in self._restored.momentum.items():
-            if name in self._specs:
-                was, will_be = (
-                    momentum_unit(each, self._specs[name]) for each in (self.assignment, assignment)
-                )
-                if was != will_be:
-                    tensor.mul_(will_be / was)
+            spec = self._spec_of(name, tensor)
+            was, will_be = (momentum_unit(each, spec) for each in (self.assignment, assignment))
+            if was != will_be:
+                tensor.mul_(will_be / was)
         self.assignment = assignment
         if self._transport is not None:
             self._account.tell_plan(self._transport)  # the next step's follows, if it has buckets
@@ -267,10 +274,13 @@ class Engine:
             name: The tensor's; the assignment gives it a momentum.
             share: This rank's part of what heavy-ball SGD has for the sum of gradients: float32.
         """
-        spec = TensorSpec(name, tuple(share.shape), str(torch.float32))
-        unit = momentum_unit(self.assignment, self._specs.get(name, spec))
+        unit = momentum_unit(self.assignment, self._spec_of(name, share))
         self._restored.momentum[name] = share * unit
         self._restored.residual.setdefault(name, torch.zeros_like(share))
+
+    def _spec_of(self, name: str, memory: Tensor) -> TensorSpec:
+        """A tensor as it last was in a bucket; in a new process, as its memory looks."""
+        return self._specs.get(name) or TensorSpec(name, tuple(memory.shape), str(torch.float32))
 
     def tell_tried(self, trial: Mapping[str, Any]) -> None:
         """Tell the observer what a planner tried and chose."""

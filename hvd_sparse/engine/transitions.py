@@ -36,6 +36,9 @@ class Release:
     def part(self, name: str, residual: Tensor, gradient: Tensor) -> Tensor:
         """What of a residual goes with a dense gradient of this rank.
 
+        Where that is float16, it is what their sum, rounded, has more than the gradient; the rest
+        waits on.
+
         Args:
             name: The tensor's.
             residual: What waits, float32.
@@ -44,8 +47,13 @@ class Release:
         norm, limit = norm_of(residual), RELEASED_SHARE * norm_of(gradient)
         if not limit < norm:
             limit = norm  # all of it; also where the gradient is NaN, and the step will not count
-        self._parts[name] = residual if limit == norm else residual * (limit / norm)
-        return self._parts[name]
+        part = residual if limit == norm else residual * (limit / norm)
+        if gradient.dtype == torch.float16:
+            own = gradient.to(part)
+            together = (own + part).half()
+            part = torch.where(together.isfinite(), together - own, 0.0)
+        self._parts[name] = part
+        return part
 
     def flushed(self, name: str) -> None:
         """The last part was reduced; it is let go of where the step counts."""
@@ -57,8 +65,10 @@ class Release:
             part = self._parts[name]
             if part is residuals[name]:
                 del residuals[name]
-            else:
-                residuals[name] = torch.sub(residuals[name], part, out=part)
+                continue
+            residuals[name] = torch.sub(residuals[name], part, out=part)
+            if not residuals[name].any():
+                del residuals[name]
         self._flushed.clear()
         self._parts.clear()
 

@@ -115,6 +115,11 @@ def plan_of(data: Any) -> ChosenPlan:
     )
 
 
+def as_json(placements: Mapping[str, Placement]) -> dict[str, Any]:
+    """Placements as plain containers."""
+    return {name: asdict(placement) for name, placement in placements.items()}
+
+
 def placements_of(data: Mapping[str, Any]) -> dict[str, Placement]:
     """Read placements' plain form; anything else raises TypeError, KeyError or ValueError."""
     return {str(n): Placement(str(p["method"]), str(p["bucket"])) for n, p in data.items()}

@@ -32,7 +32,7 @@ from hvd_sparse.planner.choose import (
     matched_to,
 )
 from hvd_sparse.planner.measure import LIMIT_S, DenseAllreduce, measure_profile
-from hvd_sparse.planner.outcome import Outcome, placements_of, plan_of
+from hvd_sparse.planner.outcome import Outcome, as_json, placements_of, plan_of
 from hvd_sparse.planner.planned import PlannableRules, Planned
 from hvd_sparse.planner.profile import CPU, Place, Profile, place_of
 from hvd_sparse.planner.remembered import Key, PlanCache, Remembered, recall
@@ -93,7 +93,9 @@ class Planner:
             sent yet then waits for its end.
         trial: Which plans were tried, and what they took; on rank 0 alone, in the run that did so.
         outcome: What came of the last trial, this run's or a remembered one; None: none is over.
-        before: By what a state that was loaded trained; None: none was loaded.
+        before: By what rank 0, or the state that it loaded, trained until the ranks met; None once
+            that was seen to.
+        compressed_steps: Steps that the warm-up has seen; whoever trains keeps it up to date.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Planner:
         self.trial: Trial | None = None
         self.outcome: Outcome | None = None
         self.before: Planned | None = None
+        self.compressed_steps = 0
         self._methods: dict[str, Method] = {}
         self._key: Key | None = None
         self._found: dict[str, Any] | None = None
@@ -138,8 +141,9 @@ class Planner:
 
     def state_dict(self) -> dict[str, Any]:
         """What a restart goes on with: the plan, the costs and what the trial found."""
-        placements = {name: asdict(p) for name, p in self.current.placements.items()}
-        return {"placements": placements, "found": self._found}
+        if self._loaded is not None:
+            return dict(self._loaded)  # the ranks have not met since
+        return {"placements": as_json(self.current.placements), "found": self._found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a state's plan when the ranks meet next, where rank 0's key is the same."""
@@ -165,12 +169,13 @@ class Planner:
         }
         self._begin()
         if not self._methods:
-            self.plan = ChosenPlan({}, 0.0, 0.0)
+            self.plan, self._loaded = ChosenPlan({}, 0.0, 0.0), None
             return
         transport = world.transport
         with _aborting(transport):
             place = meet(transport, world.device)
             self._follow_rank_0(specs, transport, lambda: self._recalled(specs, place))
+            self._loaded = None
             if self.outcome is not None:
                 return
             if self.profile is None and self.profile_path is None:
@@ -261,14 +266,13 @@ class Planner:
         """What a state, this process or the cache remembers, if it is of this very place."""
         profile = "" if self.profile_path is None else Path(self.profile_path).read_text("utf-8")
         self._key = Key.of(specs, self.rules.description, profile, place)
-        loaded, self._loaded = self._loaded or {}, None
+        loaded = self._loaded or {}
         found = [] if self.cache is None else self.cache.read()
-        message: dict[str, Any] = {}
+        # Always sent: a rank that has just joined moves momenta from where the others have them.
+        message: dict[str, Any] = {"before": as_json(self.current.placements)}
         try:
             if loaded:
-                message["before"] = {
-                    name: asdict(p) for name, p in placements_of(loaded["placements"]).items()
-                }
+                message["before"] = as_json(placements_of(loaded["placements"]))
             for known in (self._found, loaded.get("found")):
                 found += [Remembered.from_json(known)] if known else []
         except (ConfigError, KeyError, TypeError, AttributeError) as error:
@@ -367,9 +371,10 @@ class Planner:
         ]
 
     def _warmup_steps(self) -> int:
-        """Steps after which every method has its own density; the first plan tried waits for it."""
+        """Steps until every method has its own density; the first plan tried waits for it."""
         warmups = [method.warmup for method in self._methods.values()]
-        return max(warmup.dense_steps + warmup.steps for warmup in warmups)
+        steps = max(warmup.dense_steps + warmup.steps for warmup in warmups)
+        return max(0, steps - self.compressed_steps)
 
 
 def planner_of(assignment: object) -> Planner | None:

@@ -98,9 +98,9 @@ class Remembered:
 
 def recall(key: Key, found: Sequence[Remembered]) -> tuple[Remembered | None, str]:
     """What is remembered for a key, or why nothing is: "" where nothing is known of the model."""
-    for each in reversed(found):
-        if each.key == key:
-            return each, ""
+    same = [each for each in reversed(found) if each.key == key]
+    if same:  # a state may have been saved in a trial that was over later
+        return next((each for each in same if each.outcome is not None), same[0]), ""
     every = [each.key.differing(key) for each in reversed(found)]
     related = sorted((words for words in every if "model" not in words), key=len)
     return None, "; ".join(related[0]) if related else ""

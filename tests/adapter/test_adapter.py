@@ -46,7 +46,7 @@ def test_no_norm_spikes_when_a_planner_restarts_or_changes_its_mind(
     ranks.run(train_through_changes, str(tmp_path / "run.jsonl"))
     runs = read_runs(tmp_path / "run.jsonl")
     told = [[(t["chosen"] > 0, t["recalled"]) for t in run.trials] for run in runs]
-    assert told == [[(True, False)], [(True, True), (False, False)]]
+    assert told == [[(True, False)], [(True, True), (False, False), (True, True)]]
     page = report_page(runs, runs[1])
     assert "The planner chose plan" in page
     assert "as an earlier run had found" in page

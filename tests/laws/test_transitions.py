@@ -115,6 +115,47 @@ def test_a_residual_is_released_to_the_end() -> None:
     assert parts == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("memory", [memory for memory in MEMORIES if memory != "plain"])
+def test_momentum_leaves_the_compression_alike_in_a_new_process(memory: str) -> None:
+    """Where it comes from a state, and no bucket has been made since."""
+
+    def worker(transport: Transport) -> None:
+        first = Engine(method_of(memory))
+        first.connect(transport)
+        train_step(first, transport.rank, 0)
+        state = first.state_dict()
+        first.reassign(Nothing())
+        expected = first.take_momentum(SHAPES)
+        assert all(tensor.any() for tensor in expected)
+        second = Engine(method_of(memory))
+        second.load_state_dict(state)
+        second.connect(transport)
+        second.reassign(Nothing())
+        for mine, theirs in zip(second.take_momentum(SHAPES), expected, strict=True):
+            assert torch.equal(mine, theirs)
+        second.disconnect()
+
+    run_ranks(2, worker)
+
+
+def test_a_release_with_float16_is_what_its_rounding_lets_through() -> None:
+    generator = torch.Generator().manual_seed(0)
+    residual = torch.randn(1000, generator=generator)
+    release, residuals = Release(), {"w": residual.clone()}
+    sent = torch.zeros(1000, dtype=torch.float64)
+    for _ in range(5):
+        g = torch.randn(1000, generator=generator).half()
+        part = release.part("w", residuals["w"], g)
+        assert torch.equal((part + g).half().float(), part + g)
+        sent += part
+        release.flushed("w")
+        release.settle(residuals, counts=True)
+    torch.testing.assert_close(sent + residuals["w"], residual.double(), rtol=0, atol=1e-6)
+    assert residuals["w"].abs().max() < 4e-3  # half of what float16 tells apart
+    huge = torch.tensor([6e4, 1.0]).half()
+    assert Release().part("w", torch.tensor([1e4, 1.0]), huge).tolist() == [0.0, 1.0]
+
+
 def test_a_release_is_capped_where_squares_overflow() -> None:
     residual, g = torch.full((4,), 3e30), torch.full((4,), 2e30)
     part = Release().part("w", residual, g)

@@ -89,7 +89,7 @@ def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyP
     device, planner = Device(monkeypatch), Trying()
     changes: list[object] = []
     made: Any = Planning
-    planning = made(planner, changes.append, [], None, None, changes.append, DEVICE)
+    planning = made(planner, changes.append, [], None, None, changes.append, DEVICE, int)
     for step, first_ms in enumerate((35.0, 95.0, 30.0)):
         for name, at_ms in (("last", 5.0), ("first", first_ms)):
             device.now_ms = at_ms

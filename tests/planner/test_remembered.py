@@ -141,6 +141,76 @@ def test_a_trial_that_was_cut_off_is_begun_anew_without_measuring(
     assert sorted(measured.ranks) == [0, 1]
 
 
+def test_a_state_of_a_trial_does_not_hide_what_came_of_it(
+    tmp_path: Path, measured: Measured
+) -> None:
+    """Saved before the trial was over; the cache knows its end."""
+
+    def worker(transport: Transport) -> None:
+        planner = decided(transport, tmp_path / "plans.json")
+        state = planner.state_dict()
+        plan = settled(planner, transport).description
+        late = decided(transport, tmp_path / "plans.json", state)
+        assert not late.is_trying
+        assert late.description == plan
+
+    run_ranks(2, worker)
+    assert sorted(measured.ranks) == [0, 1]
+
+
+def test_a_state_is_saved_again_before_the_ranks_have_met(measured: Measured) -> None:
+    """And only until then: later the plan that holds is saved, on every rank."""
+    (state,) = run_ranks(1, lambda t: settled(decided(t, None), t).state_dict())
+    early = Planner(Rules())
+    early.load_state_dict(state)
+    assert early.state_dict() == state
+
+    def worker(transport: Transport) -> None:
+        late = decided(transport, None, state)  # of another world, so that it begins a trial
+        assert late.is_trying
+        assert late.state_dict()["placements"] == {}
+        assert late.before is not None
+        assert late.before.placements
+
+    run_ranks(2, worker)
+
+
+def test_a_rank_that_joins_is_told_by_what_the_others_train(measured: Measured) -> None:
+    """Momenta change sides on all ranks alike; a rank that has none sends zeros."""
+    (survivor,) = run_ranks(1, lambda t: settled(decided(t, None), t))
+    plan = dict(survivor.current.placements)
+    assert plan
+
+    def worker(transport: Transport) -> None:
+        planner = survivor if transport.rank == 0 else Planner(Rules())
+        planner.decide(SPECS, World(transport, lambda tensor: tensor))
+        assert planner.before is not None
+        assert planner.before.placements == plan
+
+    run_ranks(2, worker)
+
+
+@pytest.mark.parametrize(("seen", "left"), [(0, 100), (70, 30), (500, 0)])
+def test_a_trial_waits_for_what_is_left_of_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch, measured: Measured, seen: int, left: int
+) -> None:
+    method = METHODS["topk"](density=0.001, warmup_steps=100).make()
+    monkeypatch.setattr(f"{__name__}.TOPK", method)
+    costs = {method.description: next(iter(COSTS.methods.values()))}
+    monkeypatch.setattr(f"{__name__}.COSTS", replace(COSTS, methods=costs))
+
+    def worker(transport: Transport) -> None:
+        planner = decided(transport, None)
+        planner.compressed_steps = seen
+        assert planner.steps_to_review == TRIAL_STEPS
+        steps = torch.tensor([[0.1, 0.09, 0.0]] * TIMED_STEPS, dtype=torch.float64)
+        planner.review(SPECS, {}, steps, transport)
+        assert planner.is_trying
+        assert planner.steps_to_review == TRIAL_STEPS + left
+
+    run_ranks(2, worker)
+
+
 def test_another_place_measures_anew_and_says_why(
     tmp_path: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,9 @@ def train_through_a_death() -> None:
                 committed.update(compression.state_dict()["residual"])
 
     state = hvd.elastic.TorchState(model, optimizer, compression=compression, step=0)
+    denser = hvd_sparse.Compression.oktopk(density=0.04)
+    state.register_reset_callbacks([lambda: compression.reassign(denser.method)])
     train(state)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert compression.stats().buckets[0].density_target == 0.04
     print(f"RECOVERED world {hvd.size()} step {state.step}", flush=True)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_sparse import Compression, PlanError, UnsupportedError
+from hvd_sparse import Compression, ConfigError, PlanError, UnsupportedError
+from tests.workers.adapter_equalities import AllDense
 
 made = 0
 
@@ -20,7 +21,7 @@ made = 0
 def training(
     frozen: bool = False, make: Callable[..., Any] = torch.optim.SGD, **arguments: Any
 ) -> tuple[nn.Sequential, Any, Any]:
-    """A model, Horovod's optimizer and a compression that sends everything."""
+    """A model, Horovod's optimizer and a compression, which sends everything by default."""
     global made  # noqa: PLW0603  # each training names its tensors
     made += 1
     torch.manual_seed(0)
@@ -33,7 +34,7 @@ def wrapped(
     model: nn.Module, make: Callable[..., Any] = torch.optim.SGD, **arguments: Any
 ) -> tuple[Any, Any]:
     named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
-    compression = Compression.topk(named, density=1.0, dense_below=0, **arguments)
+    compression = Compression.topk(named, **{"density": 1.0, "dense_below": 0, **arguments})
     optimizer = hvd.DistributedOptimizer(
         make(model.parameters(), lr=0.02), named_parameters=named, compression=compression
     )
@@ -187,6 +188,118 @@ def change_the_type() -> None:
     compression.close()
 
 
+def look_at_stats_within_a_step() -> None:
+    """A snapshot on one rank, before the step is applied, changes nothing."""
+    looked_at, left_alone = (training(density=0.1) for _ in range(2))
+    for model, optimizer, compression in (looked_at, left_alone):
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            if compression is looked_at[2] and hvd.rank() == 0:
+                assert compression.stats().steps == step + 1
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    assert torch.equal(weights(looked_at[0]), weights(left_alone[0]))
+    assert looked_at[2].stats().skipped_steps == 0
+    assert_alike(looked_at[0])
+    for _, _, compression in (looked_at, left_alone):
+        compression.close()
+
+
+def save_within_a_step() -> None:
+    """The state is that of before the step; that the step is applied after all, is refused."""
+    model, optimizer, compression = training(density=0.1)
+    train(model, optimizer, 2)
+    before = compression.state_dict()
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.synchronize()
+    for name, residual in compression.state_dict()["residual"].items():
+        assert torch.equal(residual, before["residual"][name])
+    told = r"state_dict\(\) must be called between steps, got a call after optimizer.synchronize"
+    with pytest.raises(ConfigError, match=told), optimizer.skip_synchronize():
+        optimizer.step()
+    compression.close()
+
+
+def synchronize_twice() -> None:
+    """Horovod would reduce what it has reduced, and the memory would take that for a gradient."""
+    model, optimizer, compression = training(density=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.synchronize()
+    with pytest.raises(UnsupportedError, match=r"call it under optimizer.skip_synchronize\(\)"):
+        optimizer.step()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    train(model, optimizer, 2)
+    assert compression.stats().skipped_steps == 0
+    assert_alike(model)
+    compression.close()
+
+
+def share_a_backward_pass() -> None:
+    """Two optimizers, one compression and one loss: only one of them would be listened to."""
+    model, _, compression = training()
+    gc.collect()  # the optimizer, whose hooks are the model's
+    named = [(f"shared.{name}", p) for name, p in model.named_parameters()]
+    compression = Compression.topk(named, density=1.0, dense_below=0)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=0.02),
+            named_parameters=[(n, p) for n, p in named if n.startswith(f"shared.{place}")],
+            compression=compression,
+        )
+        for place, layer in enumerate(model)
+    ]
+    with pytest.raises(ConfigError, match="serves one optimizer, but a second"):
+        loss_of(model, 0).backward()
+    assert len(optimizers) == 2
+    compression.close()
+
+
+def turn_dense_in_half_precision() -> None:
+    """Ranks are done with their residuals in other steps, and still give Horovod one type."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40)).half()
+    for p in model.parameters():
+        p.data.zero_()
+    global made  # noqa: PLW0603
+    made += 1
+    optimizer, compression = wrapped(model, density=0.05)
+    names = [f"habits.{made}.{name}" for name, _ in model.named_parameters()]
+    brought = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    sent = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    for step in range(12):
+        if step == 4:
+            compression.reassign(AllDense())
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+        most = 64 if step < 4 or hvd.rank() == 0 else 8
+        for p, total in zip(model.parameters(), brought, strict=True):
+            gradient = torch.randint(-most, most + 1, p.shape, generator=generator).half()
+            p.mul(gradient).sum().backward()
+            total += gradient
+        optimizer.step()
+        for p, total in zip(model.parameters(), sent, strict=True):
+            total += p.grad.double() * hvd.size()
+    held = compression.state_dict()["residual"]
+    for name, p_brought, p_sent in zip(names, brought, sent, strict=True):
+        left = held[name].double() if name in held else torch.zeros_like(p_brought)
+        total = hvd.allreduce(p_brought - left, op=hvd.Sum, name=f"{name}.total")
+        torch.testing.assert_close(p_sent, total, rtol=0, atol=0.5)  # as Horovod adds float16
+    longest = max(float(held[name].abs().max()) for name in names if name in held)
+    assert longest > 1.0 if hvd.rank() else longest < 0.1  # what float16 rounds off, waits on
+    compression.close()
+
+
 def train_by_a_pickled_copy() -> None:
     """As `gradient_compression=` of Horovod's Spark estimators: it binds itself on arrival."""
     original = Compression.topk(density=1.0, dense_below=0)
@@ -216,5 +329,10 @@ HABITS = (
     step_with_a_closure,
     step_by_lbfgs,
     change_the_type,
+    look_at_stats_within_a_step,
+    save_within_a_step,
+    synchronize_twice,
+    share_a_backward_pass,
+    turn_dense_in_half_precision,
     train_by_a_pickled_copy,
 )

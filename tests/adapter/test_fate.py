@@ -1,0 +1,49 @@
+"""What an optimizer and its loss scaler did with a reduction."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_sparse.adapter.fate import StepFate
+
+
+class Listened(torch.optim.SGD):
+    """With what Horovod's optimizers know of a reduction."""
+
+    _synchronized, _should_synchronize, _handles = False, True, ()
+
+
+def step(scaler: torch.amp.GradScaler, parameter: nn.Parameter, optimizer: Listened) -> None:
+    optimizer.zero_grad()
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_residuals_follow_a_new_loss_scaler(keep: bool) -> None:
+    """As one that is made in each epoch; the earlier one may be there still."""
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = Listened([parameter], lr=0.1)
+    fate = StepFate(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    factors = []
+    for _ in range(3):
+        step(scaler, parameter, optimizer)
+        factors.append(fate.rescaling())
+    assert factors == [1.0, 2.0, 1.0]
+    assert fate.unit == 128.0
+    kept = scaler if keep else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=2)
+    gc.collect()
+    with pytest.warns(UserWarning, match="loss scale of 128, but a new scaler began with 32"):
+        step(scaler, parameter, optimizer)
+    assert fate.rescaling() == 0.25
+    step(scaler, parameter, optimizer)
+    assert fate.rescaling() == 2.0
+    assert fate.unit == 64.0
+    assert (kept is not None) is keep
