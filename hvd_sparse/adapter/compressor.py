@@ -35,6 +35,7 @@ from hvd_sparse.adapter.refusals import (
     Registered,
     refuse_a_second_optimizer,
     refuse_double_momentum,
+    refuse_embeddings_as_dense,
     refuse_unsupported,
     warn_of_slow_settings,
 )
@@ -177,7 +178,7 @@ class SparseCompressor:
         """
         embeddings = self._session.embeddings
         if embeddings is not None and (self._session.is_current() or self._begin_step()):
-            embeddings.launch()  # before this rank waits for anything
+            embeddings.launch(self._bound()._requires_update)  # before it waits for anything
         self._stepping = False
         if ctx is None:
             return self._embedding_gradient(tensor)
@@ -466,6 +467,8 @@ class SparseCompressor:
             refuse_a_second_optimizer()
         self._served.clear()
         refuse_unsupported(optimizer)
+        if self._session.embeddings is not None:
+            refuse_embeddings_as_dense(optimizer)
         warn_of_slow_settings()
         if self._lookup is None:
             self._lookup = ParameterLookup((n, p) for p, n in optimizer._parameter_names.items())

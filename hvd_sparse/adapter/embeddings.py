@@ -2,18 +2,22 @@
 
 Horovod never calls `compress` for a sparse gradient. A hook that runs before Horovod's therefore
 takes the gradient over, and leaves a stand-in of one row of zeros, which costs next to nothing to
-gather; where Horovod hands that back, the sum takes its place.
+gather; where Horovod hands that back, the sum takes its place. A gradient that Horovod is not to
+reduce, as in a process of its own, is put back before it is applied.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvd_sparse.errors import ConfigError
 from hvd_sparse.functional.communicator import Communicator, SparseHandle
 from hvd_sparse.functional.user_vector import DTYPES
 from hvd_sparse.transports import Transport
@@ -42,6 +46,15 @@ class EmbeddingExchange:
         for p in self._parameters:
             hook = p.register_post_accumulate_grad_hook(take)
             weakref.finalize(self, hook.remove).atexit = False
+        put_back = weakref.WeakMethod(self._put_back)
+
+        def before_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
+            alive = put_back()
+            if alive is not None:
+                alive(optimizer)
+
+        hook = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, hook.remove).atexit = False
 
     def connect(self, transport: Transport) -> None:
         """Use a transport, which is this object's alone, from the next step on."""
@@ -67,11 +80,39 @@ class EmbeddingExchange:
         self._taken[parameter] = gradient
         parameter.grad = self._standins[parameter] = _standin(gradient)
 
-    def launch(self) -> None:
-        """Start to exchange what was taken, in the order that all ranks share."""
+    def _put_back(self, optimizer: Any) -> None:
+        """Any optimizer is about to step: give it what nobody has begun to reduce.
+
+        Raises:
+            ConfigError: It is another one of Horovod's, which has reduced the stand-in.
+        """
+        if not self._taken or getattr(optimizer, "_handles", None):
+            return  # Horovod's own step, which synchronizes first
+        reduced = getattr(optimizer, "_requires_update", ())
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            gradient = self._taken.get(parameter)
+            if gradient is None:
+                continue
+            if parameter in reduced:
+                refuse_another_optimizers(parameter)
+            del self._taken[parameter]
+            parameter.grad = gradient
+
+    def launch(self, reduced: Container[Parameter]) -> None:
+        """Start to exchange what was taken, in the order that all ranks share.
+
+        Args:
+            reduced: The parameters whose gradients the compression's optimizer reduces.
+
+        Raises:
+            ConfigError: What was taken is another optimizer's.
+        """
         if not self._taken:
             return
         assert self._communicator is not None
+        for parameter in self._taken:
+            if parameter not in reduced:
+                refuse_another_optimizers(parameter)
         for parameter in self._parameters:
             gradient = self._taken.pop(parameter, None)
             if gradient is not None:
@@ -92,6 +133,18 @@ class EmbeddingExchange:
             return None
         assert parameter is not None
         return (handle.wait() * scale).to(parameter.dtype)
+
+
+def refuse_another_optimizers(parameter: Parameter) -> NoReturn:
+    """Say that an embedding is not the compression's.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        f"exchange_embeddings must be given parameters of the compression's optimizer, got one of "
+        f"shape {tuple(parameter.shape)} of another optimizer"
+    )
 
 
 def _weakly(method: weakref.WeakMethod[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:

@@ -32,6 +32,19 @@ def refuse_unsupported(optimizer: Any) -> None:
         )
 
 
+def refuse_embeddings_as_dense(optimizer: Any) -> None:
+    """Say that Horovod would make dense gradients of those that `exchange_embeddings` takes.
+
+    Raises:
+        ConfigError: The optimizer was told to.
+    """
+    if getattr(optimizer, "sparse_as_dense", False):
+        raise ConfigError(
+            "sparse_as_dense must be False with exchange_embeddings, got True: leave one of them "
+            "out"
+        )
+
+
 def refuse_a_second_optimizer() -> NoReturn:
     """Say that a compression listens to one optimizer: which of its steps were applied, and so on.
 

@@ -108,7 +108,7 @@ def save_checkpoint(
         for writers in ([0], range(world_size)):
             _, error = _tried(write) if rank in writers else (None, "")
             _gathered(gather, None, error, "save", folder)
-    except BaseException:
+    except CheckpointError:  # all ranks know of it; by another error rank 0 may still go on
         if not _stands(folder, name):
             (folder / name).unlink(missing_ok=True)
         raise

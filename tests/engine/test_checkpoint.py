@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 import hvd_sparse.engine.checkpoint as module
 from hvd_sparse.engine import Engine
 from hvd_sparse.engine.checkpoint import Gather, Loaded, load_checkpoint, save_checkpoint
-from hvd_sparse.errors import CheckpointError, ConfigError
+from hvd_sparse.errors import CheckpointError, ConfigError, PeerLostError
 from hvd_sparse.transports import Transport, run_ranks
 from tests.engine.test_state import SHAPES, engine_of, train_step
 from tests.launch import WORKERS, launch_environment
@@ -163,6 +164,41 @@ def test_until_all_have_written_the_old_one_stands(
 
     on_ranks(3, action)
     assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_a_rank_that_loses_the_others_keeps_its_file(folder: Path) -> None:
+    """Rank 0 may be writing the manifest that names it."""
+    left = [threading.Event() for _ in range(3)]
+
+    def action(engine: Engine, transport: Transport) -> None:
+        train_step(engine, transport.rank)
+        rank, gather, calls = transport.rank, gather_over(transport), 0
+
+        def losing(mine: Any) -> list[Any]:
+            nonlocal calls
+            calls += 1
+            if calls <= 2:
+                return gather(mine)
+            if rank > 0:
+                raise PeerLostError("a peer is gone")
+            return [mine] * 3
+
+        def manifest_later(path: Path, manifest: Any) -> Any:
+            assert all(each.wait(30) for each in left[1:])
+            return write(path, manifest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(module, "_write_manifest", manifest_later)
+            try:
+                save_checkpoint(folder, engine.state_dict, rank, 3, losing)
+            except PeerLostError:
+                left[rank].set()
+
+    write = module._write_manifest
+    on_ranks(3, action)
+    states = on_ranks(3, lambda engine, transport: load(transport, folder).state)
+    assert [state["step"] for state in states] == [1, 1, 1]
 
 
 @pytest.mark.slow

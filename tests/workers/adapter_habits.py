@@ -265,6 +265,59 @@ def share_a_backward_pass() -> None:
     compression.close()
 
 
+def with_an_embedding() -> tuple[nn.Module, nn.Module, Any, list[Any]]:
+    """An embedding, a layer, a compression that exchanges both, and their names."""
+    global made  # noqa: PLW0603
+    made += 1
+    embedding, layer = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3)
+    named = [*embedding.named_parameters(f"habits.{made}.0")]
+    named += layer.named_parameters(f"habits.{made}.1")
+    compression = Compression.topk(named, density=1.0, dense_below=0)
+    compression.exchange_embeddings(named)
+    return embedding, layer, compression, named
+
+
+def distributed(named: list[Any], compression: Any, **arguments: Any) -> Any:
+    sgd = torch.optim.SGD([p for _, p in named], lr=0.02)
+    return hvd.DistributedOptimizer(
+        sgd, named_parameters=named, compression=compression, **arguments
+    )
+
+
+def make_embeddings_dense() -> None:
+    embedding, layer, compression, named = with_an_embedding()
+    optimizer = distributed(named, compression, sparse_as_dense=True)
+    with pytest.raises(ConfigError, match="sparse_as_dense must be False with exchange_embedd"):
+        layer(embedding(torch.arange(9))).sum().backward()
+    assert not optimizer._synchronized
+    compression.close()
+
+
+def give_embeddings_an_optimizer() -> None:
+    """Of Horovod's, whichever steps first; or one of this process alone, as for local tables."""
+    told = r"got one of shape \(50, 4\) of another optimizer"
+    for place in (0, 1):
+        embedding, layer, compression, named = with_an_embedding()
+        optimizers = [
+            distributed(named[:1], hvd.Compression.none),
+            distributed(named[1:], compression),
+        ]
+        layer(embedding(torch.arange(9))).sum().backward()
+        with pytest.raises(ConfigError, match=told):
+            optimizers[place].step()
+        compression.close()
+    embedding, layer, compression, named = with_an_embedding()
+    optimizer = distributed(named[1:], compression)
+    own = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    before = embedding.weight.detach().clone()
+    layer(embedding(torch.arange(9))).sum().backward()
+    own.step()
+    optimizer.step()
+    assert bool((embedding.weight[:9] != before[:9]).any(1).all())
+    assert torch.equal(embedding.weight[9:], before[9:])
+    compression.close()
+
+
 def turn_dense_in_half_precision() -> None:
     """Ranks are done with their residuals in other steps, and still give Horovod one type."""
     torch.manual_seed(0)
@@ -333,6 +386,8 @@ HABITS = (
     save_within_a_step,
     synchronize_twice,
     share_a_backward_pass,
+    make_embeddings_dense,
+    give_embeddings_an_optimizer,
     turn_dense_in_half_precision,
     train_by_a_pickled_copy,
 )
