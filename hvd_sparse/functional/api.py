@@ -7,8 +7,7 @@ these overlap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hvd_sparse.functional.communicator import Communicator, SparseHandle
@@ -103,28 +102,36 @@ def sparse_allgather_async(x: Vector, *, process_set: Any = None) -> SparseHandl
     return communicator(process_set).allgather_async(x)
 
 
-@dataclass(frozen=True, eq=False)
-class _Generation:
-    """One life of Horovod: every `hvd.init()` makes a new handle map."""
+@dataclass(frozen=True)
+class _Life:
+    """One life of Horovod: every `hvd.init()` makes a new handle map.
+
+    Attributes:
+        handle_map: What tells it apart.
+        communicators: Those that were made in it, by process set. None is dropped before its end:
+            a rank that connected anew alone would wait for its peers in vain.
+    """
 
     handle_map: Any
+    communicators: dict[Any, Communicator] = field(default_factory=dict)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Generation) and self.handle_map is other.handle_map
 
-    def __hash__(self) -> int:
-        return id(self.handle_map)
+_life = _Life(None)
 
 
 def communicator(process_set: Any = None) -> Communicator:
     """The communicator of a process set, connected at the first call, which is collective."""
     from horovod.torch import mpi_ops
 
-    return _connect(_Generation(mpi_ops._handle_map), process_set)
+    global _life
+    if _life.handle_map is not mpi_ops._handle_map:
+        _life = _Life(mpi_ops._handle_map)
+    if process_set not in _life.communicators:
+        _life.communicators[process_set] = _connected(process_set)
+    return _life.communicators[process_set]
 
 
-@lru_cache(maxsize=8)
-def _connect(generation: _Generation, process_set: Any) -> Communicator:
+def _connected(process_set: Any) -> Communicator:
     from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
 
     def connect() -> Transport:

@@ -67,6 +67,9 @@ class TensorForm(Form):
     sparse_dim: int
     device: torch.device
 
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}, {self.sparse_dim} dimensions of it sparse"
+
     def restore(self, part: Part, operation: Operation) -> Tensor:
         """See `Form.restore`; coalesced, on the user's device."""
         sparse = part.to_sparse(operation)
@@ -88,7 +91,8 @@ def read_vector(x: object) -> tuple[Part, Form]:
     Raises:
         TypeError: It is no stream or sparse COO tensor.
         ValueError: A stream's indices do not ascend, or are out of range.
-        UnsupportedError: Its values have another type than 32 or 64 bits, or it is too long.
+        UnsupportedError: Its values have another type than 32 or 64 bits, it is too long, or no
+            dimension of it is sparse.
     """
     if isinstance(x, SparseStream):
         form: Form = StreamForm(x.numel, x.values.dtype, tuple(x.values.shape[1:]))
@@ -96,6 +100,8 @@ def read_vector(x: object) -> tuple[Part, Form]:
     elif isinstance(x, Tensor) and x.layout == torch.sparse_coo:
         x = x.detach().coalesce()
         shape = tuple(x.shape)
+        if x.sparse_dim() == 0:
+            raise UnsupportedError(f"x must have a sparse dimension, got none in shape {shape}")
         sizes = shape[: x.sparse_dim()]
         numel = prod(sizes)
         form = TensorForm(numel, x.dtype, shape[x.sparse_dim() :], shape, x.sparse_dim(), x.device)

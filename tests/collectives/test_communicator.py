@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.errors import ConfigError, PlanError, UnsupportedError
+from hvd_sparse.functional import api
 from hvd_sparse.functional.communicator import ALGORITHMS, Communicator
 from hvd_sparse.streams import Operation, SparseStream
 from hvd_sparse.transports import Transport, run_ranks
@@ -160,6 +161,9 @@ def test_mistakes_are_named() -> None:
             communicator.allreduce_async(x.half())
         with pytest.raises(UnsupportedError, match="got op 'max' on torch"):
             communicator.allreduce_async(x, op="max", wire="qsgd8")
+        whole = torch.sparse_coo_tensor(torch.zeros(0, 1, dtype=torch.long), torch.ones(1, 3), (3,))
+        with pytest.raises(UnsupportedError, match="must have a sparse dimension, got none"):
+            communicator.allreduce_async(whole)
 
     run(1, worker)
 
@@ -172,6 +176,27 @@ def test_ranks_that_make_different_calls_are_told() -> None:
             communicator.allreduce_async(x, op=op).wait()
 
     run(2, worker)
+
+
+def test_as_many_elements_are_not_yet_the_same_shape() -> None:
+    def worker(communicator: Communicator) -> None:
+        shape = (6, 2) if communicator.transport.rank else (2, 6)
+        x = torch.sparse_coo_tensor([[1], [1]], [1.0], shape, check_invariants=True)
+        with pytest.raises(PlanError, match=r"this one: allreduce .* of shape \([26], [26]\)"):
+            communicator.allreduce_async(x).wait()
+
+    run(2, worker)
+
+
+def test_a_connection_lives_as_long_as_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many process sets have one: a rank that connects anew alone waits in vain."""
+    from horovod.torch import mpi_ops
+
+    monkeypatch.setattr(api, "_connected", lambda _: Communicator(LocalWorld(1).transport(0)))
+    every = [api.communicator(process_set) for process_set in range(20)]
+    assert [api.communicator(process_set) for process_set in range(20)] == every
+    monkeypatch.setattr(mpi_ops, "_handle_map", {})  # as hvd.init() does
+    assert api.communicator(0) is not every[0]
 
 
 def test_calls_overlap() -> None:
