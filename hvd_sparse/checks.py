@@ -9,6 +9,8 @@ from typing import Any
 
 from hvd_sparse.errors import ConfigError
 
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.001, 2_000_000
+
 
 def check_density(density: float) -> float:
     """A density is a number in (0, 1]."""
@@ -44,9 +46,22 @@ def check_flag(name: str, value: bool) -> bool:
 
 
 def check_at_least(name: str, value: float, least: float) -> float:
-    """A real number that is not below a limit."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not value >= least:
-        raise ConfigError(f"{name} must be a number of at least {least:g}, got {value!r}")
+    """A finite real number that is not below a limit."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= value < math.inf:
+        raise ConfigError(f"{name} must be a finite number of at least {least:g}, got {value!r}")
+    return float(value)
+
+
+def check_timeout(name: str, value: float) -> float:
+    """Seconds that systems can wait: their timers count milliseconds in 32 bits."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Real)
+        or not LEAST_TIMEOUT_S <= value <= MOST_TIMEOUT_S
+    ):
+        raise ConfigError(
+            f"{name} must be from {LEAST_TIMEOUT_S} to {MOST_TIMEOUT_S} seconds, got {value!r}"
+        )
     return float(value)
 
 
@@ -57,9 +72,9 @@ def check_count(name: str, value: int, least: int) -> int:
     return int(value)
 
 
-def check_choice(name: str, value: str, choices: Collection[str]) -> str:
+def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
     """One of a few names."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return value
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter import SparseCompressor, calling_optimizer
 from hvd_sparse.adapter.levels import Hierarchical, check_hierarchical
-from hvd_sparse.checks import at_least, choice, count, optional
+from hvd_sparse.checks import check_timeout, choice, count, optional
 from hvd_sparse.methods import MethodOptions
 from hvd_sparse.options import check_options, option
 from hvd_sparse.recording import Recorder
@@ -58,12 +58,12 @@ class RunOptions:
         600.0,
         "Seconds without a sign of life after which a peer is given up, and after which connecting "
         "is. One that is alive is waited for, with a warning every `timeout_s`.",
-        at_least(0.001),
+        check_timeout,
     )
     busy_timeout_s: float | None = option(
         None,
         "Seconds after which a wait for a peer that is alive is given up, too; None: never.",
-        optional(at_least(0.001)),
+        optional(check_timeout),
     )
     record: Record = option(
         None,

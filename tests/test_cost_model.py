@@ -183,7 +183,7 @@ def test_work_takes_its_time_by_what_it_is() -> None:
     assert Cost(0, work=work).seconds(in_memory, rows) == 68 * (5 + 6 + 9) + 64 * (7 + 8)
     by_kind = Link(0.0, 0.0, 1.0, pace=Pace(1.0, 10.0, 100.0, 1e3, 1e4))
     assert Cost(0, work=work).seconds(by_kind) == 98_765
-    with pytest.raises(ConfigError, match="scanned_values must be a number of at least 0"):
+    with pytest.raises(ConfigError, match="scanned_values must be a finite number of at least 0"):
         Pace(scanned_values=-1.0)
 
 

@@ -102,7 +102,7 @@ def sparse_allgather_async(x: Vector, *, process_set: Any = None) -> SparseHandl
     return communicator(process_set).allgather_async(x)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Life:
     """One life of Horovod: every `hvd.init()` makes a new handle map.
 
@@ -112,20 +112,19 @@ class _Life:
             a rank that connected anew alone would wait for its peers in vain.
     """
 
-    handle_map: Any
+    handle_map: Any = None
     communicators: dict[Any, Communicator] = field(default_factory=dict)
 
 
-_life = _Life(None)
+_life = _Life()
 
 
 def communicator(process_set: Any = None) -> Communicator:
     """The communicator of a process set, connected at the first call, which is collective."""
     from horovod.torch import mpi_ops
 
-    global _life
     if _life.handle_map is not mpi_ops._handle_map:
-        _life = _Life(mpi_ops._handle_map)
+        _life.handle_map, _life.communicators = mpi_ops._handle_map, {}
     if process_set not in _life.communicators:
         _life.communicators[process_set] = _connected(process_set)
     return _life.communicators[process_set]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from torch.nn import Module, Parameter
 
+from hvd_sparse.checks import check_timeout, optional
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
@@ -88,19 +89,17 @@ def check_policy(document: Document) -> Policy:
         raise document.error(
             ("rules", place), f"clip_norm must be the same in all rules, got {one} and {other}"
         )
-    if not policy.timeout_s > 0:
-        raise document.error(("timeout_s",), f"must be a number above 0, got {policy.timeout_s!r}")
-    busy_timeout_s = policy.busy_timeout_s
-    if busy_timeout_s is not None and not busy_timeout_s > 0:
-        raise document.error(
-            ("busy_timeout_s",), f"must be a number above 0, got {busy_timeout_s!r}"
-        )
+    for key, check in (("timeout_s", check_timeout), ("busy_timeout_s", optional(check_timeout))):
+        try:
+            check(key, getattr(policy, key))
+        except ConfigError as error:
+            raise document.error((key,), str(error).removeprefix(f"{key} ")) from None
     return Policy(
         document,
         rules,
         policy.transport,
         policy.timeout_s,
-        busy_timeout_s,
+        policy.busy_timeout_s,
         policy.hierarchical,
         policy.profile,
         policy.plan_cache,

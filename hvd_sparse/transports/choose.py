@@ -100,8 +100,6 @@ def create_transport(
         PlanError: Ranks run different releases of this package; on all of them.
         TransportError: The ranks could not be connected, or not all of them came.
     """
-    if busy_timeout_s is not None and not busy_timeout_s > 0:
-        raise ConfigError(f"busy_timeout_s must be above 0 or None, got {busy_timeout_s}")
     every = greet(world, describe_capability(name, world, device), timeout_s)
     chosen = decide(every)
     if chosen == "local":

@@ -95,7 +95,7 @@ RULES = "version: 1\nrules:\n"
         (RULES + "  - match: {name_regex: x, name: x}\n    compress: never\n", "exclude each"),
         (RULES + "  - match: 3\n", r"policy.yaml:3: rules\[0\].match: must be a mapping, got 3"),
         ("version: 1\nrules: {}\n", "policy.yaml:2: rules: must be a list, got {}"),
-        ("version: 1\ntimeout_s: 0\nrules: []\n", "policy.yaml:2: timeout_s: must be .* above 0"),
+        ("version: 1\ntimeout_s: 0\nrules: []\n", "policy.yaml:2: timeout_s: must be from 0.001"),
         ("version: 1\ntransport: pigeon\nrules: []\n", "policy.yaml:2: transport: must be "),
         ("version: 1\nversion: 1\n", "policy.yaml:2: version: the key is there twice"),
         ("version: 1\n1: 2\n", "policy.yaml:2: a key must be text"),

@@ -264,7 +264,7 @@ def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any)
         (["--local", "0"], "--local must be a whole number of at least 1, got 0"),
         (["--local", "4", "--hierarchical"], "world_size must be a multiple of 4, got 2"),
         (["--hierarchical", "--streams", "x"], "--hierarchical takes no --streams"),
-        (["--beta", "nan"], "beta_s_per_byte must be a number of at least 0, got nan"),
+        (["--beta", "nan"], "beta_s_per_byte must be a finite number of at least 0, got nan"),
         (["--slow-rank", "7"], "slow_rank must be below 2, got 7"),
         (["--streams", "/nowhere.npz"], "/nowhere.npz"),
         (["--overlap", "1.5"], "overlap must be in [0, 1], got 1.5"),
