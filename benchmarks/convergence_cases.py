@@ -32,8 +32,8 @@ MEMORIES = ("plain", "local", "global")
 correction. global: momentum of what all ranks applied."""
 PAPER_MEMORY = {"dgc": "local", "dragonn": "local"}
 """The memory in a method's paper, where it is not plain error feedback."""
-TRIED_MEMORIES = {0.01: ("global", "local"), 0.001: ("global",)}
-"""By density, what may be best: at 0.001 local momentum was worse on the tuning seed."""
+TRIED_MEMORIES = ("global", "local")
+"""What may be best: local momentum on the texts, either on the digits."""
 LEVELS_METHODS = ("oktopk", "dgc")
 LEVELS_HOSTS, LEVELS_DENSITY = 2, 0.001
 """In two levels the ranks are those of so many hosts."""
@@ -122,9 +122,9 @@ def memory_arguments(memory: str, momentum: float) -> dict[str, Any]:
     )
 
 
-def memories_of(method: str, density: float) -> tuple[str, ...]:
-    """The paper's memory, and those that may be better at this density."""
-    return tuple(dict.fromkeys((*TRIED_MEMORIES[density], PAPER_MEMORY.get(method, "plain"))))
+def memories_of(method: str) -> tuple[str, ...]:
+    """The paper's memory, and those that may be better."""
+    return tuple(dict.fromkeys((*TRIED_MEMORIES, PAPER_MEMORY.get(method, "plain"))))
 
 
 def cases() -> Iterator[Case]:
@@ -151,14 +151,14 @@ def promised(task: str, seed: int) -> Iterator[Case]:
         yield Case(task, "dense", "plain", density, "float32", seed)
         for place in range(3):
             for method in PROMISED:
-                memories = memories_of(method, density)
+                memories = memories_of(method)
                 if place < len(memories):
                     yield Case(task, method, memories[place], density, "float32", seed)
 
 
 def in_two_levels(task: str, seed: int) -> Iterator[Case]:
     """What is trained flat, too, by the memory that may be best."""
-    memory = TRIED_MEMORIES[LEVELS_DENSITY][0]
+    memory = TRIED_MEMORIES[0]
     for method in LEVELS_METHODS:
         yield Case(task, method, memory, LEVELS_DENSITY, "float32", seed, LEVELS_HOSTS)
 
@@ -168,7 +168,7 @@ def others(tasks: Sequence[str]) -> Iterator[Case]:
     for task in tasks:
         for density in DENSITIES:
             for method in OTHERS:
-                memory = "plain" if method == "randomk" else TRIED_MEMORIES[density][0]
+                memory = "plain" if method == "randomk" else TRIED_MEMORIES[0]
                 yield Case(task, method, memory, density, "float32", SEEDS[0])
 
 
@@ -177,4 +177,4 @@ def lossy(task: str, seed: int) -> Iterator[Case]:
     for density in DENSITIES:
         for wire in LOSSY_WIRES:
             for method in ("oktopk", "dgc"):
-                yield Case(task, method, TRIED_MEMORIES[density][0], density, wire, seed)
+                yield Case(task, method, TRIED_MEMORIES[0], density, wire, seed)

@@ -114,7 +114,7 @@ class Digits(Task):
     recipe = Recipe(batch=32, lr_warmup_steps=25, momentum=0.9, clip_norm=5.0)
     budgets: ClassVar[Mapping[float, Budget]] = {
         0.01: Budget(steps=1500, lr=0.1, dense_steps=20, warmup_steps=100),
-        0.001: Budget(steps=4000, lr=0.05, dense_steps=40, warmup_steps=300),
+        0.001: Budget(steps=4000, lr=0.05, dense_steps=40, warmup_steps=200),
     }
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.3, 0.001: 2.0}
     train_samples = 1437
@@ -224,8 +224,8 @@ class PythonHelp(Text):
     limits: ClassVar[Mapping[float, float]] = {0.01: 1.0, 0.001: 4.0}
     recipe = Recipe(batch=8, lr_warmup_steps=50, momentum=0.9, clip_norm=1.0)
     budgets: ClassVar[Mapping[float, Budget]] = {
-        0.01: Budget(steps=6000, lr=2.0, dense_steps=100, warmup_steps=250),
-        0.001: Budget(steps=8000, lr=3.0, dense_steps=100, warmup_steps=400),
+        0.01: Budget(steps=12_000, lr=2.0, dense_steps=150, warmup_steps=500),
+        0.001: Budget(steps=16_000, lr=0.5, dense_steps=150, warmup_steps=800),
     }
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
     length = 20

@@ -50,7 +50,7 @@ def test_every_promised_method_is_trained_with_its_papers_memory_and_the_best() 
     for task in TASKS:
         for density in DENSITIES:
             for method in PROMISED:
-                for memory in (PAPER_MEMORY.get(method, "plain"), *TRIED_MEMORIES[density]):
+                for memory in (PAPER_MEMORY.get(method, "plain"), *TRIED_MEMORIES):
                     assert Case(task, method, memory, density, "float32", 0) in done
 
 
