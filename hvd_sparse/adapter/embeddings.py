@@ -60,7 +60,7 @@ class EmbeddingExchange:
         """Use a transport, which is this object's alone, from the next step on."""
         self.disconnect()
         self._communicator = Communicator(transport)
-        self._end = weakref.finalize(self, _end, self._communicator)
+        self._end = weakref.finalize(self, self._communicator.abandon)
 
     def disconnect(self) -> None:
         """Close the transport, if there is one, and drop an exchange that is under way."""
@@ -156,11 +156,6 @@ def _weakly(method: weakref.WeakMethod[Callable[[Tensor], None]]) -> Callable[[T
             alive(parameter)
 
     return hook
-
-
-def _end(communicator: Communicator) -> None:
-    communicator.transport.abort()
-    communicator.close()
 
 
 def _standin(gradient: Tensor) -> Tensor:

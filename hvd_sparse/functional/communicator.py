@@ -74,12 +74,28 @@ class Lane:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="hvd_sparse.communicator")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvd_sparse.communicator")
+        self._last: Future[Any] | None = None
+
+    def submit(self, task: Callable[[], Result]) -> Future[Result]:
+        """Execute a call after those that were submitted before."""
+        self._last = future = self._thread.submit(task)
+        return future
 
     def close(self) -> None:
         """Finish what was started, and close the transport."""
-        self.thread.shutdown()
+        self._thread.shutdown()
         self.transport.close()
+
+    def abandon(self) -> None:
+        """Close the transport; abort it where a call is under way.
+
+        Where none is, peers may still be at the last one, which needs nothing more from this rank:
+        they are not to hear of a failure.
+        """
+        if self._last is not None and not self._last.done():
+            self.transport.abort()
+        self.close()
 
 
 class Communicator:
@@ -137,6 +153,11 @@ class Communicator:
         for lane in self._lanes:
             lane.close()
 
+    def abandon(self) -> None:
+        """Close the transports, and wait for no peer: calls under way fail, on the peers too."""
+        for lane in self._lanes:
+            lane.abandon()
+
     def _start(
         self, overlaps: bool, call: Callable[..., Outcome[Result]], *arguments: object
     ) -> SparseHandle[Result]:
@@ -149,7 +170,7 @@ class Communicator:
                 torch.set_num_threads(threads)
             return call(lane.transport, number, *arguments)
 
-        return SparseHandle(lane.thread.submit(task))
+        return SparseHandle(lane.submit(task))
 
     def _next_lane(self) -> Lane:
         """Where the next call that may overlap others goes: the same on all ranks."""

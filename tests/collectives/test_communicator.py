@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_sparse.errors import ConfigError, PlanError, UnsupportedError
+from hvd_sparse.adapter.embeddings import EmbeddingExchange
+from hvd_sparse.errors import ConfigError, PeerLostError, PlanError, UnsupportedError
 from hvd_sparse.functional import api
 from hvd_sparse.functional.communicator import ALGORITHMS, Communicator
 from hvd_sparse.streams import Operation, SparseStream
@@ -233,3 +234,38 @@ def test_calls_overlap() -> None:
     for results in run_ranks(2, worker, timeout_s=20.0):
         assert results == [results[0]] * 10
     assert sorted(made) == [0, 1]
+
+
+def test_who_leaves_first_does_not_end_what_the_others_are_at() -> None:
+    """All are at the last exchange of a training, and one rank has what it needs of it."""
+    gone = threading.Event()
+
+    def worker(transport: Transport) -> list[int]:
+        embeddings = EmbeddingExchange([], "auto")
+        embeddings.connect(transport)
+        if transport.rank == 2:
+            embeddings.disconnect()
+            gone.set()
+            return []
+        assert gone.wait(20.0)
+        other, mine = 1 - transport.rank, torch.tensor([transport.rank], dtype=torch.uint8)
+        theirs = transport.exchange((mine,), other, other, channel="last").received()
+        embeddings.disconnect()
+        return theirs.tolist()
+
+    assert run_ranks(3, worker, timeout_s=20.0) == [[1], [0], []]
+
+
+def test_a_call_that_is_given_up_ends_on_the_peers_too() -> None:
+    def worker(transport: Transport) -> None:
+        if transport.rank == 0:
+            communicator = Communicator(transport)
+            handle = communicator.allreduce_async(sparse_tensor(0, torch.float64, (4,), 1, 9))
+            communicator.abandon()
+            with pytest.raises(PeerLostError, match="rank 0 aborted the transport"):
+                handle.wait()
+        elif transport.rank == 1:
+            with pytest.raises(PeerLostError, match="rank 0 gave up"):
+                transport.exchange(None, None, 2, channel="never").received()
+
+    run_ranks(3, worker, timeout_s=20.0)
