@@ -27,6 +27,9 @@ COMMANDS: tuple[Command, ...] = (CHECK, PLAN, PROFILE, REPORT, TOP, TRACE, VALID
 FAILED = 2
 """Exit status where a command could not do its work, as argparse's own for wrong arguments."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell has it."""
+
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
@@ -70,4 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (HvdSparseError, OSError) as error:
         print(f"hvd-sparse {command.name}: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        print(f"hvd-sparse {command.name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return output.status

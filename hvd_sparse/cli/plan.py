@@ -30,6 +30,7 @@ from hvd_sparse.planner.profile import Profile, modelled, place_of, processor
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import owning_modules
 from hvd_sparse.policy.pin import pinned
+from hvd_sparse.simulator.plots import load_pyplot
 from hvd_sparse.transports import LocalWorld
 
 
@@ -66,6 +67,8 @@ def run(options: argparse.Namespace) -> Output:
     if options.hosts is not None:
         options.ranks = levels_of(options).world_size
     check_count("--ranks", options.ranks, 2)
+    if options.plot is not None:
+        load_pyplot(options.plot)  # better now than after all the work
     model = load_model(options.model)
     rules = PolicyAssignment(policy_of(options).rules, {})
     owners = owning_modules(model)

@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> Output:
     for name in algorithms:
         check_choice("--algorithms", name, ALGORITHMS)
     if options.plot:
-        load_pyplot()  # better now than after all the work
+        load_pyplot(options.plot)  # better now than after all the work
     outcomes = simulate_all(
         *(algorithms, _numbers("--ranks", options.ranks), workload, network, streams),
         steps=options.steps,

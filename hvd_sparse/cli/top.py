@@ -7,6 +7,7 @@ import io
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -42,18 +43,16 @@ def run(options: argparse.Namespace) -> Output | None:
         console = console_to(io.StringIO(), WIDTH)
         console.print(panel(shown, str(options.recording)))
         return Output(report, console.file.getvalue().rstrip("\n"))
-    watch(follower, console_to(None, None), looks(options.interval), options.run_number)
+    with suppress(KeyboardInterrupt):  # while it waits, reads or draws
+        watch(follower, console_to(None, None), looks(options.interval), options.run_number)
     return None
 
 
 def looks(interval_s: float) -> Iterator[None]:
-    """One look after the other, until Ctrl-C."""
-    try:
-        while True:
-            yield
-            time.sleep(interval_s)
-    except KeyboardInterrupt:
-        return
+    """One look after the other."""
+    while True:
+        yield
+        time.sleep(interval_s)
 
 
 def watch(

@@ -49,9 +49,9 @@ def plot_timelines(
     """Draw the dense step above the planned one, over the same seconds.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or does not know the path's format.
     """
-    pyplot = load_pyplot()
+    pyplot = load_pyplot(path)
     figure, every = pyplot.subplots(2, 1, figsize=(9, 5), sharex=True)
     for axes, (title, which) in zip(
         every, (("all dense", {}), ("as planned", placements)), strict=True

@@ -17,11 +17,14 @@ CURVES: tuple[tuple[str, bool, Callable[[Outcome], float | None]], ...] = (
 )
 
 
-def load_pyplot() -> Any:
+def load_pyplot(path: Path | str | None = None) -> Any:
     """Matplotlib's pyplot, drawing to files.
 
+    Args:
+        path: Where a plot is to go; its suffix says in which format, none: PNG.
+
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or does not know the format.
     """
     try:
         import matplotlib as mpl
@@ -29,7 +32,11 @@ def load_pyplot() -> Any:
         raise ConfigError("a plot needs matplotlib: pip install 'hvd-sparse[examples]'") from error
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.backend_bases import FigureCanvasBase
 
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path is not None and (Path(path).suffix[1:].lower() or "png") not in formats:
+        raise ConfigError(f"{path}: a plot ends in one of .{', .'.join(sorted(formats))}")
     return pyplot
 
 
@@ -37,15 +44,15 @@ def plot_outcomes(outcomes: Sequence[Outcome], title: str, path: Path | str) -> 
     """Draw time, volume and efficiency against the number of ranks, a curve per algorithm.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or does not know the path's format.
     """
-    pyplot = load_pyplot()
+    pyplot = load_pyplot(path)
     figure, every = pyplot.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4))
     ranks = sorted({o.world_size for o in outcomes})
     for axes, (label, is_log, figure_of) in zip(every, CURVES, strict=True):
-        for label in dict.fromkeys(o.label for o in outcomes):
-            points = [(o.world_size, figure_of(o)) for o in outcomes if o.label == label]
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+        for algorithm in dict.fromkeys(o.label for o in outcomes):
+            points = [(o.world_size, figure_of(o)) for o in outcomes if o.label == algorithm]
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=algorithm)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(r) for r in ranks])
         axes.set_xlabel("ranks")

@@ -15,7 +15,7 @@ import hvd_sparse
 from hvd_sparse import ops
 from hvd_sparse.cli import check
 from hvd_sparse.cli.command import Command, Output, no_arguments
-from hvd_sparse.cli.main import COMMANDS, FAILED, main
+from hvd_sparse.cli.main import COMMANDS, FAILED, INTERRUPTED, main
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.policy import load_policy
 
@@ -39,14 +39,23 @@ def test_without_a_command(capsys: Any) -> None:
     assert "COMMAND" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [ConfigError("density: too much"), OSError("disk full")])
-def test_an_error_is_one_line(error: Exception, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("density: too much"), FAILED),
+        (OSError("disk full"), FAILED),
+        (KeyboardInterrupt("interrupted"), INTERRUPTED),
+    ],
+)
+def test_an_end_is_one_line(
+    error: BaseException, status: int, monkeypatch: Any, capsys: Any
+) -> None:
     def fail(options: Any) -> Output:
         raise error
 
     command = Command("fail", "fail", (), no_arguments, fail)
     monkeypatch.setattr("hvd_sparse.cli.main.COMMANDS", (command,))
-    assert main(["fail"]) == FAILED
+    assert main(["fail"]) == status
     assert capsys.readouterr().err == f"hvd-sparse fail: {error}\n"
 
 
@@ -151,6 +160,8 @@ def test_plan_shows_every_tensor_and_why(tmp_path: Path, monkeypatch: Any, capsy
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "# A plan of hvd-sparse" in pinned.read_text()
     assert not load_policy(pinned).rules[0].planned
+    assert main([*slow, "--plot", "step.xyz"]) == FAILED
+    assert "step.xyz: a plot ends in one of" in capsys.readouterr().err
     policy.write_text("version: 1\nrules: [{compress: never}]\n")
     assert main([*slow, "--policy", str(policy)]) == FAILED
     assert "no rule with compress: auto" in capsys.readouterr().err

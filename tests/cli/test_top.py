@@ -115,6 +115,19 @@ def test_each_look_is_drawn(tmp_path: Path) -> None:
     assert "density" not in dense
 
 
+@pytest.mark.parametrize("meanwhile", ["time.sleep", "hvd_sparse.recording.follow.Follower.poll"])
+def test_it_ends_in_order_whenever_ctrl_c_comes(
+    meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(meanwhile, interrupted)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["top", str(tmp_path / "run.jsonl")]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def empty(last: int) -> dict[str, Any]:
     line = steps(last, 2)
     return {key: [] if isinstance(value, list) else value for key, value in line.items()}

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 
@@ -28,6 +29,7 @@ from hvd_sparse.simulator import (
     simulate_all,
     with_efficiency,
 )
+from hvd_sparse.simulator.plots import CURVES
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, allgather_loads
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.transports.framing import HEADER_BYTES
@@ -240,12 +242,14 @@ def test_recorded_streams_come_back(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any) -> None:
-    files = ["--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.png")]
+    files = ["--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.svg")]
     work = ["--ranks", "2,5", "--numel", "5000", "--compute", "0.001", "--slow-rank", "1"]
-    status = main(["simulate", *work, *files])
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        status = main(["simulate", *work, *files])
     shown = capsys.readouterr().out
     assert status == 0
-    assert (tmp_path / "s.png").stat().st_size > 1000
+    drawn = (tmp_path / "s.svg").read_text()
+    assert all(f">{label}</text>" in drawn for label, *_ in CURVES)
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     assert [(r["world_size"], r["algorithm"]) for r in rows] == [
         (p, name) for p in (2, 5) for name in DISTINCT
@@ -268,6 +272,7 @@ def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any)
         (["--slow-rank", "7"], "slow_rank must be below 2, got 7"),
         (["--streams", "/nowhere.npz"], "/nowhere.npz"),
         (["--overlap", "1.5"], "overlap must be in [0, 1], got 1.5"),
+        (["--plot", "figure.xyz"], "figure.xyz: a plot ends in one of .avif, .eps"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: Any) -> None:
