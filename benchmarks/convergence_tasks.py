@@ -209,8 +209,8 @@ class Text(Task):
             return float(self._loss(model, self.test.long()))
 
     def _loss(self, model: nn.Module, text: Tensor) -> Tensor:
-        guesses = model(text[:, :-1])
-        return F.cross_entropy(guesses.flatten(0, 1), text[:, 1:].flatten())
+        guesses = model(text[:, :-1])  # of as many last characters as the model predicts
+        return F.cross_entropy(guesses.flatten(0, 1), text[:, -guesses.shape[1] :].flatten())
 
     @staticmethod
     def gap(value: float, dense: float) -> float:
