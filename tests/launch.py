@@ -1,4 +1,4 @@
-"""Starts programs under the unmodified `horovodrun`, and never leaves a process behind."""
+"""Starts programs under `horovodrun`, and never leaves a process behind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,11 @@ Controller = Literal["gloo", "mpi"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORKERS = REPOSITORY / "tests" / "workers"
 LAUNCH_VARIABLE = "HVD_SPARSE_TEST_LAUNCH"
+HOROVODRUN = (sys.executable, "-m", "tests.launcher")
+"""Needs `launch_environment`."""
+
+BUILT_VARIABLE = "HVD_SPARSE_TEST_BUILT"
+"""Holds what Horovod was built with, for `tests.launcher`."""
 
 GLOO_TIMEOUT_S = 120
 """What Horovod's own messages may take. Its ranks spin while they wait, and where there are fewer
@@ -152,7 +158,7 @@ def launch_command(
     options: Sequence[str] = (),
 ) -> list[str]:
     """The command line that `horovodrun` above runs."""
-    command = [*prefix, str(Path(sys.executable).parent / "horovodrun"), f"--{controller}"]
+    command = [*prefix, *HOROVODRUN, f"--{controller}"]
     command += ["-np", str(np), "-H", hosts or f"localhost:{np}", *options]
     if controller == "gloo":
         command += ["--gloo-timeout-seconds", str(GLOO_TIMEOUT_S)]
@@ -173,8 +179,17 @@ def launch_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
     # Ranks that wait for MPI give way to those that work, where there are fewer cores than ranks.
     environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment[BUILT_VARIABLE] = built()
     environment.update(extra or {})
     return environment
+
+
+@cache
+def built() -> str:
+    """What Horovod was built with."""
+    import horovod.torch as hvd
+
+    return " ".join(["gloo"] * hvd.gloo_built() + ["mpi"] * hvd.mpi_built())
 
 
 def run_in_group(

@@ -28,11 +28,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
-
-import pytest
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.launch import Controller, Launch, launch_command, launch_environment
+
+if TYPE_CHECKING:
+    import pytest
 
 START_S = 120.0
 """For all ranks to be there, on a busy machine too."""
@@ -228,6 +229,8 @@ class Ranks:
 
 def with_ranks(*worlds: World) -> pytest.MarkDecorator:
     """Runs a test, which has an argument `ranks`, in each of these worlds."""
+    import pytest  # here: it takes a rank, which imports this module too, a second
+
     without_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
     params = [
         pytest.param(w, id=str(w), marks=without_mpi if w.controller == "mpi" else ())

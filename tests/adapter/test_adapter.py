@@ -1,4 +1,4 @@
-"""The adapter under the unmodified horovodrun: real processes, gloo and MPI."""
+"""The adapter under horovodrun: real processes, gloo and MPI."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from tests.workers.adapter_transitions import clip_all_tensors, freeze_a_layer
 from tests.workers.adapter_uncalled import train_by_defaults
 from tests.workers.adapter_waiting import cpu_shares
 
+LOSSLESS_IN = {World(2): "topk", World(3): "oktopk", World(3, "mpi"): "topk"}
 
-@with_ranks(World(2), World(3), World(3, "mpi"))
-@pytest.mark.parametrize("method", ["topk", pytest.param("oktopk", marks=pytest.mark.slow)])
+
+@with_ranks(*LOSSLESS_IN)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_lossless_exchange_trains_to_the_same_weights(
-    ranks: Ranks, scenario: str, method: str
-) -> None:
-    ranks.run(check, scenario, method)
+def test_a_lossless_exchange_trains_to_the_same_weights(ranks: Ranks, scenario: str) -> None:
+    ranks.run(check, scenario, LOSSLESS_IN[ranks.world])
 
 
 @with_ranks(World(2))

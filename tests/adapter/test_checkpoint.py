@@ -1,4 +1,4 @@
-"""Checkpoints under the unmodified horovodrun."""
+"""Checkpoints under horovodrun."""
 
 from __future__ import annotations
 

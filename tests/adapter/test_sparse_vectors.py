@@ -1,4 +1,4 @@
-"""Sparse vectors and embedding gradients under the unmodified horovodrun."""
+"""Sparse vectors and embedding gradients under horovodrun."""
 
 from __future__ import annotations
 

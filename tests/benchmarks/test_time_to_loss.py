@@ -44,7 +44,7 @@ def test_times_are_compared_at_the_loss_that_horovod_has_in_the_end() -> None:
 @pytest.mark.launches
 def test_a_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     options = ("--checkpoint", tmp_path / "checkpoint", "--out", tmp_path / "out.json")
-    options += ("--way", "oktopk@0.01", "--seed", 1, "--every-seconds", 0.2, "--save-seconds", 0)
+    options += ("--way", "oktopk@0.01", "--seed", 1, "--every-seconds", 0.5, "--save-seconds", 0)
     options += ("--width", 16, "--corpus-bytes", 2_000_000, "--warmup-steps", 4)
     horovodrun(2, WORKER, *options, "--seconds", 1)
     first = json.loads((tmp_path / "out.json").read_text())

@@ -13,7 +13,7 @@ from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport, run_ranks
 from tests.streams import dense
 
-WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 64)
+WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31)
 
 
 @dataclass(frozen=True)

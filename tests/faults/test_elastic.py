@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.launch import launch_environment, python_command, run_in_group
+from tests.launch import HOROVODRUN, launch_environment, python_command, run_in_group
 from tests.rest import rest
 from tests.workers.elastic_faults import Event, write_plan
 from tests.workers.fault_matrix import TWO_LEVELS
@@ -47,7 +46,7 @@ def train_through(
     script.chmod(0o755)
     write_plan(folder, events)
     workers = str(slots * len(hosts))
-    command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", workers]
+    command = [*HOROVODRUN, "--gloo", "-np", workers]
     command += ["--min-np", "1", "--host-discovery-script", str(script)]
     command += ["--network-interface", "lo", "--gloo-timeout-seconds", str(timeout_s)]
     command += python_command("elastic_faults.py", folder)

@@ -11,7 +11,7 @@ import pytest
 from tests.launch import launch_environment, run_in_group
 from tools.soak import RANKS, STEPS_BETWEEN
 
-STEPS = 400
+STEPS = 240
 
 GROWTH = 0.05
 """Of memory: the statistics have a history of 1,024 steps, which is filling still."""

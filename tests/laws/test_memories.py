@@ -65,7 +65,7 @@ def test_nothing_is_lost_in_many_steps(
         memory = method.memory.make(NUMEL, device, transport.world_size)
         selector, collective = method.selector(), method.collective(transport, NUMEL, k)
         given, applied = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
-        for step in range(200 if world_size <= 2 else 60):
+        for step in range(80 if world_size <= 2 else 30):
             gradients = [g.to(device) for g in gradients_of(transport.rank, step)]
             if isinstance(memory, GlobalMomentum):
                 given += memory.momentum * memory.tensors()["momentum"].double().cpu()

@@ -1,4 +1,4 @@
-"""The conformance suite over real processes, under the unmodified horovodrun."""
+"""The conformance suite over real processes, under horovodrun."""
 
 from __future__ import annotations
 

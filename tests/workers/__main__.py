@@ -6,15 +6,17 @@ import sys
 from importlib import import_module
 
 import horovod.torch as hvd
-import torch
+
+from tests.workers.lean import start_lean
 
 
 def main() -> None:
     name, *arguments = sys.argv[1:]
     module, _, function = name.partition(":")
-    torch.set_num_threads(1)
+    called = getattr(import_module(module), function)
+    start_lean()
     hvd.init()
-    getattr(import_module(module), function)(*arguments)
+    called(*arguments)
     hvd.shutdown()
 
 

@@ -28,6 +28,7 @@ from horovod.runner.http.http_server import RendezvousServer
 from torch import nn
 
 from hvd_sparse import Compression
+from tests.workers.lean import start_lean
 
 WORLD_SIZE = 3
 FAILING = 1
@@ -174,6 +175,7 @@ def run_world(case: str, train: Train) -> None:
 def main(train: Train) -> None:
     cases = sys.argv[1:]
     rank = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+    start_lean()
     if rank is None:
         for case in cases:
             run_world(case, train)

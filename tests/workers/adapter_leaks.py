@@ -20,6 +20,7 @@ from torch import nn
 
 from hvd_sparse import Compression
 from tests.workers.asleep import meet
+from tests.workers.lean import start_lean
 
 WIDTH = 1024
 
@@ -60,7 +61,7 @@ def held() -> dict[str, int]:
 def main() -> None:
     first, more = int(sys.argv[1]), int(sys.argv[2])
     hvd.init()
-    torch.set_num_threads(1)
+    start_lean()
     for part, rounds in enumerate((first, more)):
         for _ in range(rounds):
             alive = train_and_drop()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hvd_sparse
 from hvd_sparse.engine.engine import Engine
 from tests.workers.asleep import meet
+from tests.workers.lean import start_lean
 
 STEPS = 6
 WAYS: dict[str, dict[str, Any]] = {
@@ -85,7 +86,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     hvd.init()
-    torch.set_num_threads(1)
+    start_lean()
     main()
     hvd.shutdown()
     sys.exit(0)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import hvd_sparse
 from tests.workers.fault_matrix import TWO_LEVELS
+from tests.workers.lean import start_lean
 
 COMMIT_EVERY = 4
 STEP_S = 0.02
@@ -274,6 +275,6 @@ def balance(model: nn.Module, compression: Any, books: Books, worlds: list[dict[
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    start_lean()
     hvd.init()
     train_on(Path(sys.argv[1]))

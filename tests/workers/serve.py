@@ -18,9 +18,9 @@ from contextlib import contextmanager, redirect_stdout
 from multiprocessing.connection import Client
 
 import horovod.torch as hvd
-import torch
 
 from tests.ranks import Done, Scenario
+from tests.workers.lean import start_lean
 
 ALL_BUT_RANK_0: list[hvd.ProcessSet] = []
 """Made with the world. With dynamic sets Horovod's threads starve each other on a lock."""
@@ -52,10 +52,10 @@ def done(scenario: Scenario) -> Done:
 
 
 def serve(address: str) -> None:
+    start_lean()
     size = int(os.environ.get("HOROVOD_SIZE") or os.environ["OMPI_COMM_WORLD_SIZE"])
     ALL_BUT_RANK_0.extend([hvd.ProcessSet(range(1, size))] if size > 1 else [])
     hvd.init(process_sets=ALL_BUT_RANK_0)
-    torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     with Client(address, "AF_UNIX") as tests:
         tests.send((hvd.rank(), os.getpid()))
