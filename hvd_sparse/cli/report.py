@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hvd_sparse.cli.command import Command, Output
+from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
 from hvd_sparse.recording.log import chosen_run, read_runs
 from hvd_sparse.recording.page import beside, report_page
@@ -32,11 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def output_of(options: argparse.Namespace, suffix: str) -> Path:
+    """Where to write: what `-o` says, or beside the recording, but never over it."""
+    recording: Path = options.recording
+    output: Path = options.output or recording.with_suffix(suffix)
+    if (output.parent.resolve(), output.name) == (recording.parent.resolve(), recording.name):
+        raise ConfigError(f"{output}: this is the recording itself; name another file by -o")
+    return output
+
+
 def run(options: argparse.Namespace) -> Output:
     """Read, draw, write."""
+    output = output_of(options, ".html")
     runs = read_runs(options.recording)
     recording = chosen_run(runs, options.run_number)
-    output = options.output or options.recording.with_suffix(".html")
     write_text(output, report_page(runs, recording))
     plan = last_plan(recording)
     report = {

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from hvd_sparse.cli.command import Command, Output
-from hvd_sparse.cli.report import add_recording_arguments
+from hvd_sparse.cli.report import add_recording_arguments, output_of
 from hvd_sparse.files import write_text
 from hvd_sparse.recording.log import chosen_run, read_runs
 from hvd_sparse.recording.trace import chrome_trace, read_timeline
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Output:
     """Read, merge, write."""
+    output = output_of(options, ".trace.json")
     timeline = None if options.timeline is None else read_timeline(options.timeline)
     recording = chosen_run(read_runs(options.recording), options.run_number)
     trace = chrome_trace(recording, timeline)
-    output = options.output or options.recording.with_suffix(".trace.json")
     write_text(output, json.dumps(trace, separators=(",", ":"), allow_nan=False))
     events = len(trace["traceEvents"])
     text = f"{output}: {events} events; open it in chrome://tracing or ui.perfetto.dev"

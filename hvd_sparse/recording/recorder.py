@@ -27,7 +27,6 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -273,9 +272,10 @@ class Recorder:
             "imbalance": [b.stats.imbalance for b in buckets],
             "spans": [self._spans_of_last_step(b) for b in buckets],
         }
+        # First, so that what fails is not tried again at the end.
+        self._totals, self._counted, self._last_s = totals, self._step, now_s
         self._write(line)
         self._to_tensorboard(line, buckets)
-        self._totals, self._counted, self._last_s = totals, self._step, now_s
         self._due["steps"].wrote(self._step, 1 + len(buckets))
 
     def _spans_of_last_step(self, bucket: Bucket) -> dict[str, tuple[float, float]]:
@@ -321,9 +321,12 @@ class _LastLine:
 
     def __call__(self) -> None:
         recorder = self._recorder()
-        if recorder is not None:
-            with suppress(OSError):
-                recorder.ended()
+        if recorder is None:
+            return
+        try:
+            recorder.ended()
+        except Exception as error:  # a TensorBoard writer has errors of its own
+            warn(f"{recorder} could not be ended: {type(error).__name__}: {error}")
 
 
 def check_path(path: Any) -> str:

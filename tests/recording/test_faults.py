@@ -181,9 +181,7 @@ def test_a_missing_folder_is_made(tmp_path: Path) -> None:
     assert last_run(path).steps[-1]["step"] == STEPS
 
 
-def test_a_folder_without_permission() -> None:
-    """Root may write everywhere, so another user trains, in a process of its own."""
-    code = """
+TRAINING = """
 import os, sys, torch
 from hvd_sparse import Recorder
 from hvd_sparse.collectives import TopkAllgather
@@ -191,27 +189,63 @@ from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports.local import LocalWorld
 
+class Broken:
+    def add_scalar(self, tag, scalar_value, global_step):
+        if global_step >= {broken_at}:
+            raise RuntimeError("the writer is closed")
+
 if os.getuid() == 0:
     os.setuid(65534)
-engine = Engine(Method(0.05, 500, ReusedThreshold, TopkAllgather, "test"), Recorder(sys.argv[1]))
+recorder = {recorder}
+engine = Engine(Method(0.05, 500, ReusedThreshold, TopkAllgather, "test"), recorder)
 engine.connect(LocalWorld(1).transport(0))
 spec = TensorSpec("w", (500,), "torch.float32")
 for _ in range(3):
     engine.submit(spec, torch.ones(500))
     engine.scale = 1.0
     engine.result("w")
-engine.disconnect()
+{end}
 print("trained")
 """
+
+
+def trained_apart(
+    recorder: str, *, end: str = "", broken_at: int = 0, rights: int = 0o777
+) -> tuple[str, list[str]]:
+    """What a process writes on standard error, and into a folder that another user made."""
+    code = TRAINING.format(recorder=recorder, end=end, broken_at=broken_at)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        folder.chmod(0o555)
+        folder.chmod(rights)
         command = [sys.executable, "-c", code, folder / "run.jsonl"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert ended.stdout == "trained\n", ended.stderr
-        assert ended.stderr.count("Warning") == 1, ended.stderr
-        assert "off from step 1 on, training goes on: PermissionError" in ended.stderr
-        assert not list(folder.iterdir())
+        files = [file.name for file in folder.iterdir()]
+    assert (ended.returncode, ended.stdout) == (0, "trained\n"), ended.stderr
+    assert ended.stderr.count("Warning") == 1, ended.stderr
+    return ended.stderr, files
+
+
+def test_a_folder_without_permission() -> None:
+    """Root may write everywhere, so another user trains, in a process of its own."""
+    told, files = trained_apart("Recorder(sys.argv[1])", end="engine.disconnect()", rights=0o555)
+    assert "off from step 1 on, training goes on: PermissionError" in told
+    assert not files
+
+
+@pytest.mark.parametrize(
+    ("broken_at", "message"),
+    [
+        (1, "run.jsonl is off from step 1 on, training goes on: RuntimeError: the writer is"),
+        (2, "run.jsonl could not be ended: RuntimeError: the writer is closed"),
+    ],
+)
+def test_what_cannot_be_recorded_is_told_once(broken_at: int, message: str) -> None:
+    """After the first step, the budget leaves all to the end of the process."""
+    recorder = "Recorder(sys.argv[1], tensorboard=Broken(), share=1e-12)"
+    told, files = trained_apart(recorder, broken_at=broken_at)
+    assert message in told
+    assert "Traceback" not in told
+    assert files == ["run.jsonl"]
 
 
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:

@@ -319,3 +319,16 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Any) 
     assert main(["report", str(path), "-o", "/dev/full"]) == FAILED
     assert "No space left on device" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_the_recording_itself_is_not_written_over(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    path = tmp_path / "run.html"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    before = path.read_text()
+    monkeypatch.chdir(tmp_path)
+    assert main([command, str(path), "-o", "run.html"]) == FAILED
+    assert "run.html: this is the recording itself" in capsys.readouterr().err
+    assert path.read_text() == before
