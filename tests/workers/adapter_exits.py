@@ -75,7 +75,6 @@ def train(case: str, failed_at: Path) -> None:
     """Train for some steps, and fail after the last `backward()`."""
     everywhere, failure = CASES[case]
     hvd.init()
-    torch.set_num_threads(1)
     torch.manual_seed(hvd.rank())
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(2)))
     optimizer = hvd.DistributedOptimizer(

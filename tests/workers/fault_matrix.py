@@ -116,7 +116,6 @@ def train(case: str, failed_at: Path) -> None:
     fault = Fault(case, failed_at)
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = HOROVODS_TIMEOUT_S
     hvd.init()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Model()
     torch.manual_seed(hvd.rank())
