@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_sparse.adapter.refusals import refuse_to_reduce_again
 from hvd_sparse.errors import ConfigError, UnsupportedError
 
 SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
@@ -82,11 +83,9 @@ class StepFate:
         Raises:
             UnsupportedError: Horovod would reduce once more what it has reduced.
         """
-        if optimizer._synchronized and optimizer._should_synchronize and not optimizer._handles:
-            raise UnsupportedError(
-                "optimizer.step() after optimizer.synchronize() would compress the reduced "
-                "gradients once more: call it under optimizer.skip_synchronize()"
-            )
+        if optimizer._should_synchronize:
+            advice = "call it under optimizer.skip_synchronize()"
+            refuse_to_reduce_again(optimizer, "optimizer.step()", advice)
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         self._reductions_inside = None if closure is None else 0
 

@@ -57,6 +57,23 @@ def refuse_a_second_optimizer() -> NoReturn:
     )
 
 
+def refuse_to_reduce_again(optimizer: Any, call: str, advice: str) -> None:
+    """Say that a call would have Horovod reduce what it has reduced already.
+
+    The mean of equal gradients is that gradient, and so Horovod does it without harm. A memory
+    would take it for a new gradient.
+
+    Raises:
+        UnsupportedError: No gradient has come since `optimizer.synchronize()`.
+    """
+    reduces = optimizer.process_set.included()
+    if reduces and optimizer._synchronized and not optimizer._handles:
+        raise UnsupportedError(
+            f"{call} after optimizer.synchronize() would compress the reduced gradients once more: "
+            f"{advice}"
+        )
+
+
 class Registered:
     """The parameters whose gradients Horovod reduces: those that it found when it wrapped.
 

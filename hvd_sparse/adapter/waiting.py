@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from hvd_sparse.adapter.refusals import refuse_to_reduce_again
 from hvd_sparse.transports.horovod_handles import SPIN_S, WAITING
 from hvd_sparse.transports.pauses import Pauses
 
@@ -43,6 +44,8 @@ def synchronize_asleep(
             wait on: for its own timeout, or for good.
         exchanged: Waits for so many seconds at most; returns whether the exchanges of this step are
             done, have failed, or cannot begin.
+
+    The new `synchronize` refuses to reduce again what is reduced; see `refuse_to_reduce_again`.
     """
     import horovod.torch as hvd
     from horovod.common.exceptions import HorovodInternalError
@@ -51,6 +54,8 @@ def synchronize_asleep(
 
     def synchronize_after_sleep() -> None:
         if optimizer.process_set.included():
+            advice = "call it once for each step"
+            refuse_to_reduce_again(optimizer, "optimizer.synchronize()", advice)
             hand_over_rest(optimizer)
             handles = [handle for handle, _ in optimizer._handles.values()]
             handles = [handle for handle in handles if not callable(handle)]  # that is two gathers

@@ -237,6 +237,8 @@ def synchronize_twice() -> None:
     optimizer.synchronize()
     with pytest.raises(UnsupportedError, match=r"call it under optimizer.skip_synchronize\(\)"):
         optimizer.step()
+    with pytest.raises(UnsupportedError, match=r"optimizer.synchronize\(\) after .* once for each"):
+        optimizer.synchronize()
     with optimizer.skip_synchronize():
         optimizer.step()
     train(model, optimizer, 2)
