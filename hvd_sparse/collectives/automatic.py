@@ -127,7 +127,8 @@ class AutomaticCollective(Collective):
         super().load_state_dict(state)
         for name, each in self._candidates.items():
             each.load_state_dict(state["candidates"][name])
-        self.chosen.step = self.step  # where another one was chosen before
+        if not BY_NAME[self.algorithm].keeps_state:  # one that does may begin anew
+            self.chosen.step = self.step  # where another one was chosen before
 
     def _tell(self, why: str) -> None:
         logger.info(

@@ -160,7 +160,8 @@ class EngineState:
         Residuals and momenta go by parameter, selectors to buckets of the same tensors and method.
         A collective goes on only where every rank brings the same state for it: after a change of
         the world, a new rank has none, and ranks that are at different steps would wait for each
-        other. The warm-up goes on from the rank that is furthest.
+        other. So does a selector that must be in the same state on all ranks. The warm-up goes on
+        from the rank that is furthest.
 
         Args:
             buckets: New ones.
@@ -184,7 +185,7 @@ class EngineState:
         for bucket in buckets:
             bucket.memory.agree(bucket.collective.transport)
             bucket.step = max(their["step"] for their in theirs)
-        digests = torch.stack([_digest(state) for state in matching])
+        digests = torch.stack([_digest(*both) for both in zip(buckets, matching, strict=True)])
         peers = buckets[0].collective.transport  # those that exchange with this rank
         everywhere = [
             message.view(digests.shape) for message in peers.allgather((digests,), channel="state")
@@ -192,8 +193,10 @@ class EngineState:
         for place, (bucket, state) in enumerate(zip(buckets, matching, strict=True)):
             if state is None:
                 continue
-            bucket.selector.load_state_dict(state["selector"])
-            if all(torch.equal(theirs[place], digests[place]) for theirs in everywhere):
+            is_alike = all(torch.equal(theirs[place], digests[place]) for theirs in everywhere)
+            if is_alike or not bucket.selector.is_common:
+                bucket.selector.load_state_dict(state["selector"])
+            if is_alike:
                 bucket.collective.load_state_dict(state["collective"])
         return left
 
@@ -270,6 +273,9 @@ def _check_together(states: Sequence[Mapping[str, Any]]) -> None:
         raise refuse(f"step must be the same on all ranks, got {steps}")
 
 
-def _digest(state: Mapping[str, Any] | None) -> Tensor:
-    text = json.dumps(state and state["collective"], default=lambda tensor: tensor.tolist())
+def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> Tensor:
+    """Of what must be the same on all ranks."""
+    parts = ["collective", "selector"] if bucket.selector.is_common else ["collective"]
+    common = state and [state[part] for part in parts]
+    text = json.dumps(common, default=lambda tensor: tensor.tolist())
     return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)

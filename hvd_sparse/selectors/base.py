@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.errors import ConfigError
@@ -18,9 +18,11 @@ class Selector(ABC):
 
     Attributes:
         tolerance: How far the number of entries may be from k, as a share of k.
+        is_common: Whether it must be in the same state on all ranks.
     """
 
     tolerance: float = 0.1
+    is_common: ClassVar[bool] = False
 
     @abstractmethod
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:

@@ -27,6 +27,8 @@ class RandomK(Selector):
         seed: Of the draws; the same on all ranks.
     """
 
+    is_common = True
+
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.step = 0

@@ -6,7 +6,6 @@ an estimate that is off costs time and never density.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -91,7 +90,7 @@ class ThresholdSelector(Selector):
         if wanted == 0:
             return accumulator.accumulate()
         self.threshold = 0.0
-        if wanted == accumulator.width and math.isfinite(self.tolerance):
+        if wanted == accumulator.width:
             return accumulator.select(0.0)  # density 1: no threshold may leave anything behind
         threshold = self.estimator.estimate(accumulator, k)
         expected = accumulator.scope.share * self.estimator.most_passing(accumulator.numel, k)

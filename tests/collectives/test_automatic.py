@@ -149,6 +149,27 @@ def test_the_choice_is_part_of_the_state() -> None:
         run_ranks(2, again)
 
 
+def test_a_choice_that_keeps_no_other_worlds_state_begins_anew() -> None:
+    """Ok-Topk has no regions there yet: it draws them, and its volume stays bounded."""
+    numel, k = 100_000, 1000
+
+    def worker(transport: Transport) -> tuple[dict[str, Any], int]:
+        transport.link = ORDINARY_LINK
+        collective = AutomaticCollective(transport, numel, k, algorithms=["oktopk"])
+        if states:
+            collective.load_state_dict(states[transport.rank])
+        streams = SyntheticStreams()
+        before = transport.traffic.snapshot()
+        collective.reduce(streams.stream(transport.rank, 5, numel, k))
+        received = transport.traffic.since(before).bytes_received
+        return collective.state_dict(), received
+
+    states: list[dict[str, Any]] = []
+    new = [received for _, received in run_ranks(3, worker)]
+    states = [state for state, _ in run_ranks(4, worker)]
+    assert [received for _, received in run_ranks(3, worker)] == new
+
+
 def test_the_choice_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """In the log, in `stats()`, in the recording and in the state; there a restart finds it."""
     caplog.set_level("INFO", "hvd_sparse")

@@ -300,6 +300,34 @@ def test_what_one_rank_cannot_see_is_refused_on_all() -> None:
     refused_in_the_next_step(three[:2], "that of rank 0 of 2, got that of rank 0 of 3", 2)
 
 
+def test_a_worker_that_joins_draws_the_same_entries_as_the_others() -> None:
+    """It has not seen the others' draws: all begin anew."""
+    numel = 10_000
+    spec = TensorSpec("w", (numel,), "torch.float32")
+    method = METHODS["randomk"](density=0.01, collective="topk_allgather").make()
+
+    def train(transport: Transport) -> tuple[list[int], dict[str, Any]]:
+        engine = Engine(method)
+        state = states[transport.rank] if transport.rank < len(states) else None
+        if state is not None:
+            engine.load_state_dict(state, strict=False)
+        engine.connect(transport)
+        engine.scale, applied = 1.0, []
+        for _ in range(3):
+            engine.submit(spec, torch.ones(numel))
+            applied.append(int(engine.result("w").count_nonzero()))
+            engine.settle(counts=True)
+        state = engine.state_dict()
+        engine.disconnect()
+        return applied, state
+
+    states: list[dict[str, Any]] = []
+    before = run_ranks(2, train, timeout_s=60.0)
+    assert [applied for applied, _ in before] == [[100] * 3] * 2
+    states = [state for _, state in before]
+    assert [applied for applied, _ in run_ranks(3, train, timeout_s=60.0)] == [[100] * 3] * 3
+
+
 def test_tensors_of_other_names_are_refused_or_counted(state: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="residual of 'large': there is no such parameter"):
         engine_of(None).load_state_dict(state, shapes={"small": (257,), "new": (5,)})
