@@ -31,10 +31,17 @@ def check_above(name: str, value: float, limit: float) -> float:
     return float(value)
 
 
-def check_momentum(name: str, value: float) -> float:
-    """A factor in [0, 1)."""
+def check_below_one(name: str, value: float) -> float:
+    """A number in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < 1:
         raise ConfigError(f"{name} must be in [0, 1), got {value!r}")
+    return float(value)
+
+
+def check_at_most(name: str, value: float, most: float) -> float:
+    """A number above 0 that is not above a limit."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= most:
+        raise ConfigError(f"{name} must be above 0 and at most {most:g}, got {value!r}")
     return float(value)
 
 
@@ -80,12 +87,17 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 Check = Callable[[str, Any], object]
-"""Checks an argument, given its name and value; raises `ConfigError`."""
+"""Checks an argument, given its name and value; returns the value, or raises `ConfigError`."""
 
 
 def at_least(least: float) -> Check:
     """`check_at_least` of a limit."""
     return lambda name, value: check_at_least(name, value, least)
+
+
+def at_most(most: float) -> Check:
+    """`check_at_most` of a limit."""
+    return lambda name, value: check_at_most(name, value, most)
 
 
 def above(limit: float) -> Check:

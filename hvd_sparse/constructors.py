@@ -68,7 +68,7 @@ class RunOptions:
     record: Record = option(
         None,
         "Where to record what happens, for `hvd-sparse report`: a path, or a `Recorder`.",
-        lambda name, value: None,
+        lambda name, value: value,
     )
 
     def __post_init__(self) -> None:

@@ -17,8 +17,8 @@ def option(default: Any, meaning: str, check: Check) -> Any:
     Args:
         default: Its default, or `REQUIRED`.
         meaning: What it is for, in plain sentences: text of docstrings and schemas.
-        check: Raises a `ConfigError` that begins with the option's name where a value is out of
-            its range.
+        check: Returns the value in the field's own type; raises a `ConfigError` that begins with
+            the option's name where it is out of its range.
     """
     metadata = {"meaning": meaning, "check": check}
     if default is REQUIRED:
@@ -27,10 +27,13 @@ def option(default: Any, meaning: str, check: Check) -> Any:
 
 
 def check_options(options: Any) -> None:
-    """Check every field of an options' dataclass.
+    """Check every field of an options' dataclass, and keep what the checks return.
+
+    A number of another library's is a Python number from here on: all ranks describe it alike.
 
     Raises:
         ConfigError: One is out of its range.
     """
     for item in fields(options):
-        item.metadata["check"](item.name, getattr(options, item.name))
+        value = item.metadata["check"](item.name, getattr(options, item.name))
+        object.__setattr__(options, item.name, value)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 import subprocess
 import sys
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -66,11 +69,28 @@ def test_arguments_out_of_range_are_named(
         ("dgc", "sample_share", 0, r"sample_share must be in \(0, 1\], got 0"),
         ("dgc", "collective", "ring", "collective must be one of .*; got 'ring'"),
         ("dragonn", "slots_per_bucket", 4, "slots_per_bucket must be 1 or 8, got 4"),
-        ("dragonn", "slots_per_entry", 0, "slots_per_entry must be a finite number above 0"),
-        ("exdyna", "tolerance", -0.1, "tolerance must be a finite number of at least 0, got -0.1"),
+        ("dragonn", "slots_per_bucket", 8.0, "slots_per_bucket must be a whole .* got 8.0"),
+        (
+            "dragonn",
+            "slots_per_bucket",
+            True,
+            "slots_per_bucket must be a whole .* got True",
+        ),
+        ("dragonn", "slots_per_entry", 0, "slots_per_entry must be above 0 and at most 100, got 0"),
+        (
+            "dragonn",
+            "slots_per_entry",
+            1e12,
+            "slots_per_entry must be .* at most 100, got 1000000000000",
+        ),
+        ("exdyna", "tolerance", -0.1, r"tolerance must be in \[0, 1\), got -0.1"),
+        ("mstopk", "tolerance", 1.0, r"tolerance must be in \[0, 1\), got 1.0"),
+        ("oktopk", "tolerance", 1, r"tolerance must be in \[0, 1\), got 1"),
         ("exdyna", "dynamic", 1, "dynamic must be True or False, got 1"),
         ("mstopk", "halvings", 0, "halvings must be a whole number of at least 1, got 0"),
-        ("sidco", "tolerance", -1, "tolerance must be a finite number of at least 0, got -1"),
+        ("sidco", "tolerance", -1, r"tolerance must be in \[0, 1\), got -1"),
+        ("topk", "collective", "oktopk,auto", "collective must be one of .*; got 'auto'"),
+        ("topk", "collective", "oktopk,index_union", "collective must be .*; got 'index_union'"),
         ("gaussiank", "sample_share", 2.0, r"sample_share must be in \(0, 1\], got 2.0"),
         ("hard_threshold", "threshold", 0.0, "threshold must be a finite number above 0"),
         ("randomk", "seed", -1, "seed must be a whole number of at least 0, got -1"),
@@ -120,6 +140,22 @@ def test_descriptions_differ_where_anything_does() -> None:
     ]
     told = [Compression.dgc(**change).method.description for change in changes]
     assert len(set(told)) == len(told)
+
+
+def test_numbers_of_other_libraries_are_pythons_from_then_on() -> None:
+    """All ranks describe them alike, and recordings and plans can hold them."""
+    plain = Compression.topk(density=0.25, bucket_numel=1 << 20, clip_norm=1.0).method
+    others = {"density": Fraction(1, 4), "bucket_numel": np.int64(1 << 20), "clip_norm": 1}
+    method = Compression.topk(**others).method
+    assert isinstance(method, Method)
+    assert method.description == plain.description
+    assert json.dumps([method.density, method.bucket_numel, method.part_numel])
+
+
+def test_a_set_of_collectives_has_each_algorithm_once() -> None:
+    given, same = "topk_dsa,oktopk,ssar_split_allgather", "ssar_split_allgather,oktopk"
+    methods = [Compression.topk(collective=each).method for each in (given, same)]
+    assert methods[0].description == methods[1].description
 
 
 def test_warmups() -> None:

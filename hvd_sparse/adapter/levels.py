@@ -31,10 +31,11 @@ AUTO: Literal["auto"] = "auto"
 Hierarchical: TypeAlias = bool | Literal["auto"]
 
 
-def check_hierarchical(name: str, value: Any) -> None:
+def check_hierarchical(name: str, value: Hierarchical) -> Hierarchical:
     """True, False or "auto"."""
     if not isinstance(value, bool) and value != AUTO:
         raise ConfigError(f"{name} must be True, False or 'auto', got {value!r}")
+    return value
 
 
 def place_of_this_rank() -> Place:

@@ -166,7 +166,7 @@ CANDIDATES = names_of(lambda entry: entry.is_candidate)
 LOSSLESS_CANDIDATES = names_of(lambda entry: entry.is_candidate and entry.is_lossless)
 """Those of them that apply everything: what `collective="auto"` chooses from. With two ranks the
 first two send the same."""
-CHOOSABLE = names_of(lambda entry: entry.is_selectable and entry.name in STREAMED)
+CHOOSABLE = names_of(lambda entry: entry.is_selectable and entry.name in STREAMED, aliases=True)
 """What a user's own set may name."""
 
 

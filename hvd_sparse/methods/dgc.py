@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_sparse.checks import above, check_momentum, check_share, choice
+from hvd_sparse.checks import at_most, check_below_one, check_count, check_share, choice
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MOMENTUM_KINDS
 from hvd_sparse.methods.options import AnyCollectiveOptions
@@ -12,10 +12,13 @@ from hvd_sparse.options import option
 from hvd_sparse.selectors import HashedExtraction, SampledThreshold, Selector, ThresholdSelector
 from hvd_sparse.selectors.hashed import SLOTS_PER_BUCKET
 
+MOST_SLOTS_PER_ENTRY = 100
 
-def _check_slots_per_bucket(name: str, value: object) -> None:
-    if value not in SLOTS_PER_BUCKET:
+
+def _check_slots_per_bucket(name: str, value: int) -> int:
+    if check_count(name, value, 1) not in SLOTS_PER_BUCKET:
         raise ConfigError(f"{name} must be 1 or 8, got {value!r}")
+    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class DgcOptions(AnyCollectiveOptions):
     name = "dgc"
 
     momentum: float = option(
-        0.9, "m of the momentum correction, in [0, 1); 0 is plain error feedback.", check_momentum
+        0.9, "m of the momentum correction, in [0, 1); 0 is plain error feedback.", check_below_one
     )
     momentum_kind: str = option(
         "local",
@@ -62,7 +65,10 @@ class DragonnOptions(AnyCollectiveOptions):
     name = "dragonn"
 
     slots_per_entry: float = option(
-        3.0, "m/l, slots per entry that may be expected to reach the threshold, above 0.", above(0)
+        3.0,
+        "m/l, slots per entry that may be expected to reach the threshold, above 0 and at most "
+        f"{MOST_SLOTS_PER_ENTRY}.",
+        at_most(MOST_SLOTS_PER_ENTRY),
     )
     slots_per_bucket: int = option(
         8,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from hvd_sparse.checks import at_least, check_flag
+from hvd_sparse.checks import check_below_one, check_flag
 from hvd_sparse.collectives import CyclicLeader, ExDyna
 from hvd_sparse.methods.options import CollectiveFactory, MethodOptions
 from hvd_sparse.options import option
@@ -27,8 +27,8 @@ class ExdynaOptions(MethodOptions):
     tolerance: float = option(
         0.1,
         "Share of k by which the number of entries may be off before the threshold is evaluated "
-        "exactly, at least 0.",
-        at_least(0),
+        "exactly, in [0, 1).",
+        check_below_one,
     )
     dynamic: bool = option(
         True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hvd_sparse.checks import at_least, check_share, count
+from hvd_sparse.checks import check_below_one, check_share, count
 from hvd_sparse.methods.options import AnyCollectiveOptions
 from hvd_sparse.options import option
 from hvd_sparse.selectors import (
@@ -53,8 +53,8 @@ class SidcoOptions(AnyCollectiveOptions):
     tolerance: float = option(
         0.1,
         "Share of k by which the number of entries may be off before the selection is put right, "
-        "at least 0.",
-        at_least(0),
+        "in [0, 1).",
+        check_below_one,
     )
 
     def selector(self) -> Selector:
@@ -77,7 +77,7 @@ class MstopkOptions(AnyCollectiveOptions):
         0.01, "Part of the elements from which candidates are guessed, in (0, 1].", check_share
     )
     tolerance: float = option(
-        0.1, "Share of k within which bisection ends, at least 0.", at_least(0)
+        0.1, "Share of k within which bisection ends, in [0, 1).", check_below_one
     )
 
     def selector(self) -> Selector:

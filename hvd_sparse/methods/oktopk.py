@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from hvd_sparse.checks import at_least, count
+from hvd_sparse.checks import at_least, check_below_one, count
 from hvd_sparse.collectives import OkTopk
 from hvd_sparse.methods.options import CollectiveFactory, MethodOptions
 from hvd_sparse.options import option
@@ -39,8 +39,8 @@ class OktopkOptions(MethodOptions):
     tolerance: float = option(
         0.1,
         "Share of k by which the number of entries may be off before a threshold is evaluated "
-        "early, at least 0.",
-        at_least(0),
+        "early, in [0, 1).",
+        check_below_one,
     )
 
     def selector(self) -> Selector:

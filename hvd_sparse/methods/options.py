@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 from hvd_sparse.checks import (
     above,
     at_least,
+    check_below_one,
     check_choice,
     check_density,
     check_flag,
-    check_momentum,
     check_share,
     choice,
     count,
@@ -48,13 +48,13 @@ SEPARATOR = ","
 """Between the names of a set to choose from."""
 
 
-def check_collective(name: str, value: Any) -> Any:
-    """The name of a collective, or several of those that have a formula."""
+def check_collective(name: str, value: Any) -> str:
+    """The name of a collective, or several to choose from, of which each algorithm counts once."""
     names = value.split(SEPARATOR) if isinstance(value, str) else [value]
-    choices = CHOOSABLE if len(names) > 1 else COLLECTIVES
-    for each in names:
-        check_choice(name, each, choices)
-    return value
+    if len(names) == 1:
+        return check_choice(name, value, COLLECTIVES)
+    algorithms = [BY_NAME[check_choice(name, each, CHOOSABLE)].name for each in names]
+    return SEPARATOR.join(dict.fromkeys(algorithms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class MethodOptions(ABC):
         0.0,
         "m of the momentum that the compression applies, in [0, 1); 0 is plain error feedback. "
         "Where it is not 0, the optimizer must have no momentum: see `MomentumCorrectedSGD`.",
-        check_momentum,
+        check_below_one,
     )
     momentum_kind: str = option(
         "global",

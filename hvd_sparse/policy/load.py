@@ -11,6 +11,7 @@ from pathlib import Path as FilePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from torch.nn import Module, Parameter
 
 from hvd_sparse.checks import check_timeout, optional
@@ -18,7 +19,7 @@ from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS
-from hvd_sparse.methods.options import AUTOMATIC, SEPARATOR
+from hvd_sparse.methods.options import AUTOMATIC, SEPARATOR, check_collective
 from hvd_sparse.policy.assignment import Condition, PolicyAssignment, Rule
 from hvd_sparse.policy.document import Document, Path, read_yaml, shown, suggestion
 from hvd_sparse.policy.schema import Match, policy_model
@@ -183,9 +184,9 @@ def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -
         if item.default is MISSING and key not in arguments:
             raise document.error(path, f"{key} must be given: {name} needs it")
     variants = [arguments]
-    if planned and "collective" in taken:
-        variants = [{**arguments, "collective": each} for each in collectives_of(arguments)]
     try:
+        if planned and "collective" in taken:
+            variants = [{**arguments, "collective": each} for each in collectives_of(arguments)]
         methods = [METHODS[name](**variant).make() for variant in variants]
     except ConfigError as error:
         raise _of_argument(document, path, own, arguments, str(error)) from None
@@ -197,11 +198,15 @@ def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -
 
 
 def collectives_of(arguments: Mapping[str, Any]) -> Sequence[Any]:
-    """Those among which a planner chooses: the ones that a rule names, or all lossless ones."""
+    """Those among which a planner chooses: the ones that a rule names, or all lossless ones.
+
+    Raises:
+        ConfigError: They cannot be chosen from.
+    """
     named = arguments.get("collective", AUTOMATIC)
     if named == AUTOMATIC:
         return PLANNABLE
-    return named.split(SEPARATOR) if isinstance(named, str) else [named]
+    return check_collective("collective", named).split(SEPARATOR)
 
 
 def _of_argument(
@@ -230,16 +235,22 @@ def _condition(document: Document, path: Path, match: Match) -> Condition:
 
 
 def _located(document: Document, error: ValidationError, model: type[BaseModel]) -> ConfigError:
-    """Pydantic's first complaint, in our words."""
-    first = error.errors(include_url=False)[0]
-    path = _path_in(document.data, first["loc"])
-    kind, value = first["type"], first["input"]
-    context = first.get("ctx", {})
+    """Pydantic's first complaint, in our words; of a union all that would do."""
+    complaints = error.errors(include_url=False)
+    first, path = complaints[0], _path_in(document.data, complaints[0]["loc"])
+    kind = first["type"]
     if kind == "extra_forbidden":
         return document.error(path, f"unknown key: {suggestion(str(path[-1]), _keys(model, path))}")
     if kind == "missing":
         return document.error(path, f"{first['loc'][-1]} must be given")
-    wanted = {
+    alike = [_wanted(each) for each in complaints if _path_in(document.data, each["loc"]) == path]
+    wanted = " or ".join([alike[0], *(each.removeprefix("must be ") for each in alike[1:])])
+    return document.error(path, f"{wanted}, got {shown(first['input'])}")
+
+
+def _wanted(complaint: ErrorDetails) -> str:
+    context = complaint.get("ctx", {})
+    return {
         "literal_error": f"must be {context.get('expected', '')}",
         "greater_than_equal": f"must be a whole number of at least {context.get('ge')}",
         "int_type": "must be a whole number",
@@ -250,8 +261,7 @@ def _located(document: Document, error: ValidationError, model: type[BaseModel])
         "list_type": "must be a list",
         "model_type": "must be a mapping",
         "dict_type": "must be a mapping",
-    }.get(kind, first["msg"])
-    return document.error(path, f"{wanted}, got {shown(value)}")
+    }.get(complaint["type"], complaint["msg"])
 
 
 def _path_in(data: Any, location: Path) -> Path:

@@ -29,5 +29,5 @@ class GroupedTopK(Selector):
         wanted, width = own_k(accumulator, k), accumulator.width
         if wanted == 0:
             return accumulator.accumulate()
-        per_group = max(1, round(self.group_numel * wanted / width))
+        per_group = max(1, round(min(self.group_numel, width) * wanted / width))
         return accumulator.group_topk(per_group, max(per_group, per_group * width // wanted))

@@ -97,6 +97,10 @@ RULES = "version: 1\nrules:\n"
         ("version: 1\nrules: {}\n", "policy.yaml:2: rules: must be a list, got {}"),
         ("version: 1\ntimeout_s: 0\nrules: []\n", "policy.yaml:2: timeout_s: must be from 0.001"),
         ("version: 1\ntransport: pigeon\nrules: []\n", "policy.yaml:2: transport: must be "),
+        ("version: 1\nhierarchical: maybe\nrules: []\n",
+         "policy.yaml:2: hierarchical: must be true or false or 'auto', got 'maybe'"),
+        (RULES + "  - {compress: auto, compressor: topk, collective: 'oktopk,auto'}\n",
+         r"policy.yaml:3: rules\[0\].collective: must be one of .*got 'auto'"),
         ("version: 1\nversion: 1\n", "policy.yaml:2: version: the key is there twice"),
         ("version: 1\n1: 2\n", "policy.yaml:2: a key must be text"),
         ("version: &a 1\nrules: *a\n", "policy.yaml:1: anchors and aliases are not for policies"),
@@ -225,6 +229,7 @@ def test_lossy_collectives_are_planned_where_they_are_named() -> None:
         ("auto", LOSSLESS_CANDIDATES),
         ("oktopk", ["oktopk"]),
         ("gtopk,topk_allgather", ["gtopk", "topk_allgather"]),
+        ("topk_dsa,gtopk,ssar_split_allgather", ["ssar_split_allgather", "gtopk"]),
     ):
         rule = {"compress": "auto", "compressor": "topk", "momentum": 0.9}
         rule |= {} if named is None else {"collective": named}

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.magnitude import magnitude_keys
+from hvd_sparse.methods.dgc import DgcOptions
+from hvd_sparse.methods.fitted import GaussiankOptions, MstopkOptions, SidcoOptions
 from hvd_sparse.ops import Accumulation
-from hvd_sparse.selectors import ExactTopK, ReusedThreshold, Selector
+from hvd_sparse.selectors import ExactTopK, GroupedTopK, ReusedThreshold, Selector
 from hvd_sparse.streams import SparseStream
 
 FLOATS = st.floats(
@@ -84,3 +86,21 @@ def test_state_continues_bit_for_bit(steps: list[list[float]], k: int, cut: int)
             assert torch.equal(stream.indices, expected.indices)
             assert torch.equal(stream.values, expected.values)
             assert torch.equal(residual, after)
+
+
+def test_a_group_is_as_long_as_the_bucket_at_most() -> None:
+    values = [float(i) for i in range(1, 1001)]
+    for numel in (2**31 - 1, 10**12):
+        ((accumulator, stream, residual),) = run(GroupedTopK(numel), [values], 7)
+        check_split(accumulator, stream, residual)
+        assert stream.indices.tolist() == list(range(993, 1000))
+
+
+def test_nothing_stays_where_all_is_wanted() -> None:
+    """However the values are spread: a fitted threshold would leave the small ones."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e-12
+    values[3] = 1.0
+    for options in (GaussiankOptions(), SidcoOptions(), DgcOptions(), MstopkOptions()):
+        ((_, stream, residual),) = run(options.selector(), [values.tolist()], 1000)
+        assert stream.nnz == 1000
+        assert not residual.any()
