@@ -48,7 +48,7 @@ class Sources(Text):
     recipe = Recipe(batch=64, lr_warmup_steps=100, momentum=0.9, clip_norm=1.0)
     budgets: ClassVar[Mapping[float, Budget]] = {
         0.01: Budget(steps=2000, lr=1.0, dense_steps=30, warmup_steps=120),
-        0.001: Budget(steps=6000, lr=0.3, dense_steps=50, warmup_steps=280),
+        0.001: Budget(steps=12_000, lr=0.3, dense_steps=100, warmup_steps=560),
     }
     hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
     length = 16
