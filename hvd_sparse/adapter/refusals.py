@@ -66,8 +66,8 @@ def refuse_to_reduce_again(optimizer: Any, call: str, advice: str) -> None:
     Raises:
         UnsupportedError: No gradient has come since `optimizer.synchronize()`.
     """
-    reduces = optimizer.process_set.included()
-    if reduces and optimizer._synchronized and not optimizer._handles:
+    is_reduced = optimizer._synchronized and not optimizer._handles
+    if is_reduced and optimizer.process_set.included():
         raise UnsupportedError(
             f"{call} after optimizer.synchronize() would compress the reduced gradients once more: "
             f"{advice}"
