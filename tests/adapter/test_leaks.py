@@ -27,5 +27,6 @@ def test_dropped_compressions_leave_nothing() -> None:
     for rank in "01":
         before, after = held["0", rank], held["1", rank]
         grown_by = after.pop("resident") - before.pop("resident")
-        assert after == before
+        # A socket may still be closing in the first look; what stays behind does so in each round.
+        assert all(after[name] <= figure for name, figure in before.items()), (before, after)
         assert grown_by < MORE * MODEL_BYTES / 2, grown_by  # a residual is as large as the model
