@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks._launch import keep_memory
 from benchmarks._report import write_report
 from benchmarks.convergence_cases import (
     DENSITIES,
@@ -152,6 +153,7 @@ def main() -> None:
     add("--only-report", action="store_true", help="report what is there; train nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     runs = Runs(arguments.json)
     chosen = chosen_of((*cases(), *tuning_cases(arguments)), arguments)
     if not arguments.only_report:
