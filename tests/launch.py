@@ -9,6 +9,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,9 @@ HOROVODRUN = (sys.executable, "-m", "tests.launcher")
 
 BUILT_VARIABLE = "HVD_SPARSE_TEST_BUILT"
 """Holds what Horovod was built with, for `tests.launcher`."""
+
+ABORT_S = 1.0
+"""What a process that hangs may take to write its threads' stacks."""
 
 GLOO_TIMEOUT_S = 120
 """What Horovod's own messages may take. Its ranks spin while they wait, and where there are fewer
@@ -52,7 +56,7 @@ class Launch:
         self._texts: list[str] | None = None
         self.process = subprocess.Popen(
             self.command,
-            env={**env, LAUNCH_VARIABLE: self.mark},
+            env={"PYTHONFAULTHANDLER": "1", **env, LAUNCH_VARIABLE: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=self._files[0],
             stderr=self._files[1],
@@ -80,6 +84,16 @@ class Launch:
             f"{' '.join(self.command)}\n{what}\n--- stdout ---\n{out}\n--- stderr ---\n{err}"
         )
 
+    def abort(self) -> None:
+        """Ends what hangs, workers first; each Python process writes where its threads are."""
+        everyone = self._processes()
+        workers = [other for other in everyone if not _has_children(other)]
+        for others in (workers, everyone):
+            for other in others:
+                with suppress(psutil.Error):
+                    other.send_signal(signal.SIGABRT)
+            psutil.wait_procs(others, ABORT_S)
+
     def kill(self) -> None:
         """Kills the launch's group, and every process that has inherited its mark.
 
@@ -88,15 +102,28 @@ class Launch:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        for other in psutil.process_iter():
-            try:
-                if other.environ().get(LAUNCH_VARIABLE) == self.mark:
-                    other.kill()
-            except psutil.Error:
-                continue
+        for other in self._processes():
+            with suppress(psutil.Error):
+                other.kill()
         self._texts = self.outputs()
         for file in self._files:
             file.close()
+
+    def _processes(self) -> list[psutil.Process]:
+        """All that have inherited its mark."""
+        found = []
+        for other in psutil.process_iter():
+            with suppress(psutil.Error):
+                if other.environ().get(LAUNCH_VARIABLE) == self.mark:
+                    found.append(other)
+        return found
+
+
+def _has_children(process: psutil.Process) -> bool:
+    try:
+        return bool(process.children())
+    except psutil.Error:
+        return False
 
 
 def horovodrun(
@@ -204,6 +231,7 @@ def run_in_group(
         try:
             status = launch.process.wait(timeout=timeout)
         except subprocess.TimeoutExpired:
+            launch.abort()
             raise launch.error(f"did not end in {timeout:g} s") from None
         launch.kill()
         if check and status != 0:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 
+from tests.launch import LaunchError, horovodrun
 from tests.ranks import Ranks, ScenarioError, World, with_ranks
 from tests.workers.faults import die_on_rank_1, fail_on_rank_1, hang_on_rank_1, variable
 
@@ -30,6 +32,13 @@ def test_what_goes_wrong_is_told_and_the_next_scenario_has_new_ranks(own_ranks: 
         own_ranks.run(die_on_rank_1, timeout=30.0)
     assert [done.result for done in own_ranks.run(variable, "NOTHING")] == [None, None]
     own_ranks.close()
+
+
+@pytest.mark.launches
+def test_a_launch_that_hangs_tells_where() -> None:
+    with pytest.raises(LaunchError, match=r"did not end in 8 s") as hung:
+        horovodrun(2, hang_on_rank_1, timeout=8.0)
+    assert re.search(r"\[1\]<stderr>:  File .* in hang_on_rank_1", str(hung.value))
 
 
 @with_ranks(World(2))
