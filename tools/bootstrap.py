@@ -273,8 +273,8 @@ class Setup:
         self.install_package(before)
         self.check()
         after = wanted(self.root, self.venv, os.environ)
-        # Sources edited meanwhile are not what was built.
-        after.update({name: sources[name] for name in ("native", "pyproject", "bootstrap")})
+        # Sources edited meanwhile are not what was built; nor is an mpicc that has come since.
+        after.update({name: sources[name] for name in ("mpi", "native", "pyproject", "bootstrap")})
         partial = stamp_path(self.venv).with_suffix(".tmp")
         partial.write_text(json.dumps(after, indent=1))
         partial.replace(stamp_path(self.venv))

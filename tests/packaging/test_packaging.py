@@ -273,6 +273,28 @@ def test_a_stamp_is_current_until_something_changes(tmp_path: Path) -> None:
     assert not bootstrap.is_current(root, venv, environ)
 
 
+def test_an_mpicc_that_comes_during_a_setup_is_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, venv, tools = tmp_path / "root", tmp_path / "root" / ".venv", tmp_path / "bin"
+    for folder in (root / "hvd_sparse", venv / "bin"):
+        folder.mkdir(parents=True)
+    for path in (root / "hvd_sparse" / "_native.so", root / "setup.py", root / "pyproject.toml"):
+        path.write_text("")
+    (venv / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.11.2\n")
+    (venv / "bin" / "python").touch()
+    monkeypatch.setenv("PATH", tools_in(tools)["PATH"])
+    monkeypatch.setattr(bootstrap, "torch_suits", lambda *_: True)
+    setup = bootstrap.Setup(root, venv, os.environ)
+    for name in ("install_torch", "install_horovod", "install_package", "check"):
+        monkeypatch.setattr(setup, name, lambda *_: None)
+    setup.run()
+    assert bootstrap.is_current(root, venv, os.environ)
+    monkeypatch.setattr(setup, "install_horovod", lambda _: tools_in(tools, "mpicc"))
+    setup.run()
+    assert not bootstrap.is_current(root, venv, os.environ)
+
+
 def test_builds_of_one_torch_version_differ(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     (packages / "torch-2.13.0.dist-info").mkdir(parents=True)
