@@ -16,7 +16,6 @@ from typing import Any
 from benchmarks._launch import Launcher
 
 ENVIRONMENT = {
-    "HOROVOD_CACHE_CAPACITY": "8192",  # many ways in one process have more tensors than one has
     # Where ranks share cores, spinning ones hold up an allreduce for half a minute.
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",
     "OMP_NUM_THREADS": "1",
