@@ -10,7 +10,7 @@ from benchmarks._jobs import Spread
 from benchmarks._report import Row
 from benchmarks.allreduce_cases import row_of
 from benchmarks.models import MODELS
-from benchmarks.ways import is_ours
+from benchmarks.ways import UNAVERAGED, is_ours
 from hvd_sparse.simulator.plots import load_pyplot
 
 Found = dict[str, Any]
@@ -57,6 +57,9 @@ def step_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
         baseline = None if horovod is None else f"plain Horovod: {horovod:.0f} ms"
         ratio = None if horovod is None else horovod / ms.middle
         yield row_of(case, metric, ms, baseline=baseline, ratio=ratio)
+        if all("cpu_s" in found["ways"][way] for found in results):
+            worked = Spread.of(results, lambda found, w=way: found["ways"][w]["cpu_s"], 1e3)  # type: ignore[misc]
+            yield row_of(case, f"processor time of a worker in a step, {way}", worked)
         if way == "alone":
             continue
         over = Spread.of(results, lambda found, w=way: overhead(found, w), 100)  # type: ignore[misc]
@@ -105,7 +108,7 @@ def goal_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
         goal=None if limit is None else f"at most {100 * limit:g} %",
         met=None if limit is None else over.middle <= limit,
     )
-    dense = [name for name in names if name != "alone" and not is_ours(name)]
+    dense = [name for name in names if name not in UNAVERAGED and not is_ours(name)]
     fastest = min(dense, key=middle)
     for planned in (name for name in ours if name.startswith("planned")):
         share = Spread.of(results, lambda f, p=planned: step_s(f, p) / step_s(f, fastest))  # type: ignore[misc]

@@ -28,7 +28,7 @@ from benchmarks._rank import (
     start_rank,
 )
 from benchmarks.models import MODELS, BenchmarkModel
-from benchmarks.ways import Way, is_settled, make_way
+from benchmarks.ways import UNAVERAGED, Way, is_settled, make_way
 from hvd_sparse.planner import Planner
 
 LEARNING_RATE = 1e-3
@@ -47,6 +47,7 @@ class Trained:
         way: What trains.
         turn_steps: Timed steps of a turn.
         turn_s: Seconds per step, for every turn.
+        cpu_s: Processor seconds of all of this rank's threads, for every turn, per step.
         sent_bytes: What the interface sent, for every turn, per step.
         hidden_shares: How much of the exchanges was over when backward was, in every turn's last
             step.
@@ -59,6 +60,7 @@ class Trained:
         self.generator = torch.Generator().manual_seed(1 + hvd.rank())
         self.turn_steps = 1
         self.turn_s: list[float] = []
+        self.cpu_s: list[float] = []
         self.sent_bytes: list[float] = []
         self.hidden_shares: list[float] = []
 
@@ -89,9 +91,11 @@ class Trained:
         if self.turn_steps > 1:
             self.step()
         before, start = interface_bytes(interface), time.perf_counter()
+        worked = time.process_time()
         for _ in range(self.turn_steps):
             self.step()
         self.turn_s.append((time.perf_counter() - start) / self.turn_steps)
+        self.cpu_s.append((time.process_time() - worked) / self.turn_steps)
         self.sent_bytes.append((interface_bytes(interface) - before) / self.turn_steps)
         if (share := self.way.hidden_share) is not None:
             self.hidden_shares.append(share)
@@ -151,18 +155,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if hvd.broadcast_object(over, 0, name="benchmark.over"):
             break
     for name, trained in ways.items():
-        if name != "alone":
+        if name not in UNAVERAGED:
             check_replicas(list(trained.model.parameters()), name)
 
     slowest = slowest_ranks({name: trained.turn_s for name, trained in ways.items()})
-    sent = {name: median(trained.sent_bytes) for name, trained in ways.items()}
-    everyone = everywhere(sent, "benchmark.sent")
+    mine = {name: (median(each.sent_bytes), median(each.cpu_s)) for name, each in ways.items()}
+    everyone = everywhere(mine, "benchmark.sent")
     found = {
         name: {
             "step_s": median(slowest[name]),
             "turn_s": slowest[name],
             "turn_steps": trained.turn_steps,
-            "host_bytes": max(rank[name] for rank in everyone),
+            "host_bytes": max(rank[name][0] for rank in everyone),
+            "cpu_s": max(rank[name][1] for rank in everyone),
             **trained.described,
         }
         for name, trained in ways.items()

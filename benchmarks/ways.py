@@ -5,6 +5,7 @@ A way is named as this:
 | name | what it is |
 |---|---|
 | `alone` | nothing is averaged: what computing takes |
+| `in-step` | the same, but each step ends when that of the slowest worker does |
 | `horovod`, `horovod-fp16` | Horovod's optimizer, uncompressed or with its fp16 compression |
 | `asleep` | the same with this package, which compresses nothing, but sleeps while it waits |
 | `gloo` | torch's allreduce of every gradient after backward |
@@ -44,6 +45,7 @@ from hvd_sparse.planner import Planner
 
 dist: Any = torch.distributed  # its type hints leave out what is used here
 NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?(,hierarchical)?")
+UNAVERAGED = ("alone", "in-step")
 ONE_BUCKET_MB = 100_000
 SPARSE_WARMUP_STEPS, POWERSGD_WARMUP_STEPS, DENSE_WARMUP_STEPS = 10, 4, 2
 LOSSLESS, ROUNDED = 1e-5, 1e-2
@@ -240,6 +242,12 @@ def alone(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: 
     return Way(name, model, optimizer, first_error=None)
 
 
+def in_step(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
+    way = alone(name, model, named, optimizer)
+    way.reduce = dist.barrier
+    return way
+
+
 def horovod(name: str, model: nn.Module, named: list[tuple[str, Any]], optimizer: Any) -> Way:
     return through_horovod(name, model, named, optimizer, hvd.Compression.none)
 
@@ -304,6 +312,7 @@ def powersgd(name: str, model: nn.Module, optimizer: Any, rank: int) -> Way:
 
 OPPONENTS: dict[str, Maker] = {
     "alone": alone,
+    "in-step": in_step,
     "horovod": horovod,
     "horovod-fp16": horovod_fp16,
     "asleep": asleep,
