@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from benchmarks._rank import check_replicas, dist, end_rank, everywhere, say, start_rank
 from benchmarks.corpus import MOST_BYTES, Vocabulary, python_sources, windows
 from benchmarks.models import Lstm24
-from benchmarks.ways import Way, is_ours, make_way
+from benchmarks.ways import UNAVERAGED, Way, is_ours, make_way
 
 LENGTH = 32
-LR_WARMUP_STEPS = 50
+LR_WARMUP_STEPS = 10
 CLIP_NORM = 1.0
 VALIDATION_BATCHES, VALIDATION_BATCH = 8, 32
 FIRST_STEPS = 4
@@ -69,7 +70,8 @@ class Run:
         self.text = Text(options.corpus_bytes, options.seed, options.batch)
         self.model = Lstm24(options.width)
         warmup = {"warmup_steps": options.warmup_steps} if is_ours(options.way) else {}
-        self.way: Way = make_way(options.way, self.model, options.lr, torch.optim.Adam, **warmup)
+        adam = partial(torch.optim.Adam, fused=True)  # a quarter of the time of torch's default
+        self.way: Way = make_way(options.way, self.model, options.lr, adam, **warmup)
         self.steps, self.train_s, self.stretch_steps = 0, 0.0, FIRST_STEPS
         self.curve: list[tuple[float, int, float]] = []
 
@@ -159,7 +161,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         if hvd.broadcast_object(late, 0, name="benchmark.late"):
             run.save(options.checkpoint)
             saved = time.perf_counter()
-    check_replicas(list(run.model.parameters()), options.way)
+    if options.way not in UNAVERAGED:
+        check_replicas(list(run.model.parameters()), options.way)
     run.way.close()
     return {
         "curve": run.curve,
