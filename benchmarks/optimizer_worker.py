@@ -136,10 +136,9 @@ def verify_ours(way: Way, sets: list[Tensor], means: list[Tensor]) -> None:
             check_replicas(way.gradients(), way.name)
     residual = way.compression.state_dict()["residual"]
     parts = [
-        residual[f"{way.name}.{key}"].reshape(-1) if f"{way.name}.{key}" in residual
-        else torch.zeros(p.numel())
+        residual[key].reshape(-1) if key in residual else torch.zeros(p.numel())
         for key, p in way.module.named_parameters()
-    ]  # fmt: skip
+    ]
     kept = torch.cat(parts)
     dist.all_reduce(kept)
     error = relative_error([applied + kept / hvd.size()], [given])
