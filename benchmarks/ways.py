@@ -188,9 +188,8 @@ def make_way(
     match = NAME.fullmatch(name)
     assert match is not None, name
     base, collective, density, wire, levels = match.groups()
-    # The same names for all ways, as in a job that has one of them. Horovod's ranks tell each other
-    # of every name that they have seen, a thousand times a second: some hundred names take up to a
-    # quarter of a core from whatever is measured.
+    # The same names for all ways, as in a job that has one of them: Horovod's ranks tell each other
+    # of every name that they have seen, a thousand times a second.
     named = list(model.named_parameters())
     optimizer = optimizer_class(model.parameters(), lr=lr)
     if not is_ours(name):
