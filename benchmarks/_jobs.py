@@ -32,8 +32,10 @@ class Job:
         ranks: P.
         launch: Its number among those of the same case; the first is 1.
         script: What every rank runs, as a path in the repository.
-        arguments: Of the script. With other arguments it is another job.
+        arguments: Of the script.
         environment: Variables of the launch, beside `ENVIRONMENT`.
+
+    With other arguments or variables it is another job.
     """
 
     case: str
@@ -51,7 +53,8 @@ class Job:
 
     @property
     def key(self) -> str:
-        return json.dumps([*self.world, self.launch, self.script, *self.arguments])
+        command = (self.script, *self.arguments, *self.environment)
+        return json.dumps([*self.world, self.launch, *command])
 
     def __str__(self) -> str:
         return f"{self.case}, P = {self.ranks}, {self.at.place}, launch {self.launch}"

@@ -79,6 +79,9 @@ def models_of(at: Launcher, options: argparse.Namespace) -> tuple[str, ...]:
 
 def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job]:
     """All launches, case by case."""
+    environment: tuple[tuple[str, str], ...] = ()
+    if options.cycle_time_ms is not None:
+        environment = (("HOROVOD_CYCLE_TIME", f"{options.cycle_time_ms:g}"),)
     for ranks in options.ranks:
         for at in places:
             for model in models_of(at, options):
@@ -88,7 +91,7 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job
                     arguments += ("--turn-seconds", f"{options.turn_seconds:g}")
                     arguments += ("--seconds", f"{options.seconds:g}", "--ways", *ways)
                     for launch in range(1, options.launches + 1):
-                        yield Job(case, at, ranks, launch, WORKER, arguments)
+                        yield Job(case, at, ranks, launch, WORKER, arguments, environment)
 
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:
@@ -114,6 +117,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6, help="of every way in a launch, at most")
     parser.add_argument("--turn-seconds", type=float, default=0.8, help="which a turn takes about")
     parser.add_argument("--seconds", type=float, help="for turns; default: 120, quick 30")
+    parser.add_argument("--cycle-time-ms", type=float, help="of Horovod, in all ways; default: its")
     parser.add_argument("--quick", action="store_true", help="the first three models, fewer ways")
     parser.add_argument("--loopback", action="store_true", help="with --netlab: loopback, too")
     parser.add_argument("--plot", type=Path, metavar="PREFIX", help="PREFIX-RATE-Pranks.png")
