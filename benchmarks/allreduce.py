@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks._jobs import Job, Jobs
+from benchmarks._jobs import Job, Jobs, cycle_time
 from benchmarks._launch import Launcher
 from benchmarks._report import Row, write_report
 from benchmarks.allreduce_cases import CASES, case_of, rows_of
@@ -85,8 +85,7 @@ def job_of(case: str, at: Launcher, ranks: int, launch: int, options: argparse.N
         # Horovod's threads talk in every cycle of 1 ms. With long cycles an interface sees little
         # but the reduction.
         arguments: tuple[str, ...] = ("--numel", str(BYTES_NUMEL), "--density", "0.01")
-        cycles = (("HOROVOD_CYCLE_TIME", "300"),)
-        return Job(case, at, ranks, launch, BYTES, arguments, cycles)
+        return Job(case, at, ranks, launch, BYTES, arguments, cycle_time(300))
     has_slowest = at.rate is None or ranks <= (os.cpu_count() or 1)
     arguments = ("--case", case_of(case, has_slowest=has_slowest))
     arguments += ("--repeats", str(options.repeats))

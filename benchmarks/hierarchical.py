@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks._jobs import Job, Jobs, Spread
+from benchmarks._jobs import Job, Jobs, Spread, cycle_time
 from benchmarks._launch import Launcher
 from benchmarks._report import Row, write_report
 from benchmarks.allreduce_cases import MATRIX, reduced_s, row_of
@@ -37,7 +37,7 @@ METHODS, DENSITIES = ("oktopk", "topk"), ("0.01", "0.001")
 FLAT = tuple(f"{method}@{density}" for density in DENSITIES for method in METHODS)
 WAYS = ("alone", "horovod", *FLAT, *(f"{way},hierarchical" for way in FLAT))
 CASES = ("steps", "bytes", "inside")
-LONG_CYCLES = (("HOROVOD_CYCLE_TIME", "300"),)
+LONG_CYCLES = cycle_time(300)
 BYTES_REPEATS = 5
 TIMEOUT_S = 1800.0
 LEAST_FASTER = {"100mbit": 1.6, "1gbit": 1.0}

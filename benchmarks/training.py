@@ -20,7 +20,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks._jobs import Job, Jobs
+from benchmarks._jobs import Job, Jobs, cycle_time
 from benchmarks._launch import Launcher
 from benchmarks._report import write_report
 from benchmarks.models import MODELS
@@ -79,9 +79,7 @@ def models_of(at: Launcher, options: argparse.Namespace) -> tuple[str, ...]:
 
 def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job]:
     """All launches, case by case."""
-    environment: tuple[tuple[str, str], ...] = ()
-    if options.cycle_time_ms is not None:
-        environment = (("HOROVOD_CYCLE_TIME", f"{options.cycle_time_ms:g}"),)
+    environment = () if options.cycle_time_ms is None else cycle_time(options.cycle_time_ms)
     for ranks in options.ranks:
         for at in places:
             for model in models_of(at, options):
