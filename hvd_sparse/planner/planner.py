@@ -264,7 +264,9 @@ class Planner:
 
     def _recalled(self, specs: Sequence[TensorSpec], place: Place) -> dict[str, Any]:
         """What a state, this process or the cache remembers, if it is of this very place."""
-        profile = "" if self.profile_path is None else Path(self.profile_path).read_text("utf-8")
+        profile = ""
+        if self.profile_path is not None:  # what is wrong with it, `Profile.load` tells
+            profile = Path(self.profile_path).read_text("utf-8", errors="replace")
         self._key = Key.of(specs, self.rules.description, profile, place)
         loaded = self._loaded or {}
         found = [] if self.cache is None else self.cache.read()
@@ -411,6 +413,6 @@ def _aborting(transport: Transport) -> Iterator[None]:
     """Let the peers' waits fail where this rank does."""
     try:
         yield
-    except BaseException:
-        transport.abort()
+    except BaseException as error:
+        transport.abort(error)
         raise

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_sparse.checks import check_above, check_at_least, check_count, check_density
 from hvd_sparse.collectives.registry import COSTED, cost
 from hvd_sparse.cost_model import PLAIN_BYTES, Link, WireBytes
 from hvd_sparse.errors import ConfigError
@@ -98,6 +99,13 @@ class Place:
     transport: str
     torch: str
     device: str = CPU
+
+    @staticmethod
+    def from_json(data: Any) -> Place:
+        """Read a place's plain form; anything else raises TypeError or ConfigError."""
+        place = Place(**data)
+        check_count("world_size", place.world_size, 1)
+        return place
 
 
 @dataclass(frozen=True)
@@ -190,8 +198,8 @@ class Profile:
             if data["version"] != VERSION:
                 raise ConfigError(f"version must be {VERSION}, got {data['version']!r}")
             methods = {name: _method_costs(costs) for name, costs in data["methods"].items()}
-            place = Place(**data["place"])
-            return Profile(place, Line(**data["dense"]), methods, str(data["source"]))
+            place = Place.from_json(data["place"])
+            return Profile(place, _line(data["dense"]), methods, str(data["source"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a profile: {type(error).__name__}: {error}") from None
 
@@ -209,10 +217,14 @@ class Profile:
             raise ConfigError(f"{os.fspath(path)}: {error}") from None
 
 
+def _line(data: Mapping[str, Any]) -> Line:
+    return Line(**{name: check_at_least(name, value, 0) for name, value in data.items()})
+
+
 def _method_costs(data: Mapping[str, Any]) -> MethodCosts:
-    lines = {name: Line(**data[name]) for name in ("encode", "exchange", "decode")}
-    wire = WireBytes(**data["wire"])
-    return MethodCosts(str(data["collective"]), float(data["density"]), **lines, wire=wire)
+    lines = {name: _line(data[name]) for name in ("encode", "exchange", "decode")}
+    wire = WireBytes(**{name: check_above(name, value, 0) for name, value in data["wire"].items()})
+    return MethodCosts(str(data["collective"]), check_density(data["density"]), **lines, wire=wire)
 
 
 def cost_ratios(

@@ -89,7 +89,7 @@ class Remembered:
         """
         try:
             key = {name: str(data["key"][name]) for name in ("model", "policy", "package")}
-            place = Place(**data["key"]["place"])
+            place = Place.from_json(data["key"]["place"])
             outcome = None if data["outcome"] is None else Outcome.from_json(data["outcome"])
             return Remembered(Key(**key, place=place), Profile.from_json(data["profile"]), outcome)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

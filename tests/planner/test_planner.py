@@ -238,6 +238,30 @@ def test_what_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
         Profile.load(path)
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("dense", {"fixed_s": None, "per_element_s": 0.0}, "fixed_s must be a finite number of at"),
+        ("dense", {"fixed_s": 1, "per_element_s": float("nan")}, "per_element_s must be a finite"),
+        ("dense", {"fixed_s": -1.0, "per_element_s": 0.0}, "fixed_s must be a finite number of at"),
+        ("density", "0.01", "density must be in"),
+        ("wire", {"index_bytes": 0}, "index_bytes must be a finite number above 0, got 0"),
+        ("place", {"world_size": "4"}, "world_size must be a whole number of at least 1, got '4'"),
+    ],
+)
+def test_figures_of_a_profile_are_checked(part: str, value: Any, message: str) -> None:
+    data = SLOW_NETWORK.to_json()
+    (costs,) = list(data["methods"].values())[:1]
+    if part == "dense":
+        data["dense"] = costs["exchange"] = value
+    elif part == "place":
+        data["place"] |= value
+    else:
+        costs[part] = value
+    with pytest.raises(ConfigError, match=message):
+        Profile.from_json(data)
+
+
 @pytest.mark.parametrize("key", ["host_class", "transport", "torch", "device"])
 def test_a_profile_from_elsewhere_is_refused(key: str) -> None:
     changed: dict[str, Any] = {key: "another"}
@@ -385,7 +409,7 @@ def test_a_rank_that_fails_while_planning_takes_the_others_with_it(
             planners[transport.rank].decide(SPECS, World(transport, dense_of(transport)))
             transport.allreduce_sum(torch.zeros(1), channel="first step")
         except BaseException as error:
-            raised[transport.rank] = type(error)
+            raised[transport.rank] = type(error), "no memory for the sweep" in str(error)
 
     start = perf_counter()
     threads = [threading.Thread(target=run, args=(t,)) for t in world.transports()]
@@ -395,10 +419,21 @@ def test_a_rank_that_fails_while_planning_takes_the_others_with_it(
         thread.join(30.0)
     assert perf_counter() - start < 20
     expected = {rank: MemoryError if rank == failing else PeerLostError for rank in range(3)}
-    assert raised == expected
+    assert raised == {rank: (error_type, True) for rank, error_type in expected.items()}
     assert planners[failing].plan is None
     if failing == 0:
         assert all(planner.plan is None for planner in planners)
+
+
+def test_a_profile_that_is_no_text_is_named_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(b"\xff")
+
+    def worker(transport: Transport) -> None:
+        with pytest.raises(PlanError, match=r"rank 0 cannot plan: .*profile\.json: "):
+            Planner(Rules(), path).decide(SPECS, World(transport, dense_of(transport)))
+
+    run_ranks(2, worker)
 
 
 def test_a_profile_that_rank_0_cannot_use_is_named_on_every_rank(tmp_path: Path) -> None:
