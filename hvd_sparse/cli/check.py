@@ -145,7 +145,7 @@ def policy(path: str) -> Finding:
     return Finding(POLICY_VARIABLE, "ok", f"{path}: valid, {rules} rules")
 
 
-def chosen_transport(nccl_finding: Finding, mpi_finding: Finding) -> Finding:
+def chosen_transport(mpi_finding: Finding) -> Finding:
     """What `transport="auto"` would take here, and why."""
     asked = os.environ.get(VARIABLE)
     name = "transport auto"
@@ -158,8 +158,6 @@ def chosen_transport(nccl_finding: Finding, mpi_finding: Finding) -> Finding:
         choice = "mpi under horovodrun --mpi, gloo under horovodrun --gloo"
     else:
         choice = f"gloo, because {mpi_finding.detail}"
-    if nccl_finding.state == "ok":
-        choice = f"nccl for gradients on CUDA devices that no two ranks share; else {choice}"
     return Finding(name, "ok", choice)
 
 
@@ -168,11 +166,11 @@ def findings() -> list[Finding]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         of_horovod = horovod()
-        of_nccl, of_mpi = nccl(), mpi(of_horovod)
+        of_mpi = mpi(of_horovod)
         return [
-            *(versions(), of_horovod, native_library(), gloo(), of_nccl, of_mpi, cuda()),
+            *(versions(), of_horovod, native_library(), gloo(), nccl(), of_mpi, cuda()),
             *settings(),
-            chosen_transport(of_nccl, of_mpi),
+            chosen_transport(of_mpi),
         ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from hvd_sparse._version import __version__
+from hvd_sparse.adapter.binding import SPARSE_DTYPES, spec_of
 from hvd_sparse.checks import check_count
 from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of
 from hvd_sparse.cli.command import Command, Output, table
@@ -75,12 +76,14 @@ def run(options: argparse.Namespace) -> Output:
     rules.modules = {name: owners[id(p)] for name, p in model.named_parameters()}
     profiles = profiles_of(options, rules)
     specs = [
-        TensorSpec(name, tuple(p.shape), str(p.dtype))
+        spec_of(name, p)
         for name, p in reversed(list(model.named_parameters()))
-        if p.requires_grad
+        if p.requires_grad and p.dtype in SPARSE_DTYPES
     ]
     if not specs:
-        raise ConfigError(f"model {options.model!r} has no parameter that is trained")
+        raise ConfigError(
+            f"model {options.model!r} has no parameter that is trained and can be compressed"
+        )
     tensors = as_they_come(specs, rules, options.backward)
     plans = [choose_plan(each, tensors) for each in profiles]
     plan, profile = min(zip(plans, profiles, strict=True), key=lambda pair: pair[0].predicted_s)

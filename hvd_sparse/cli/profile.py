@@ -6,13 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of, short
 from hvd_sparse.cli.command import Command, Output, table
 from hvd_sparse.cli.units import shown_s
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.planner.measure import LIMIT_S, measure_profile
 from hvd_sparse.planner.planner import meet
-from hvd_sparse.planner.profile import Profile
+from hvd_sparse.planner.profile import CPU, Profile
 from hvd_sparse.transports.choose import TRANSPORT_NAMES, create_transport
 
 SHOWN_NUMELS = (1_000, 100_000, 10_000_000)
@@ -22,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, and where the profile goes."""
     add_candidate_arguments(parser)
     parser.add_argument("--transport", default="auto", choices=TRANSPORT_NAMES)
+    parser.add_argument(
+        "--device", default=CPU, choices=(CPU, "cuda"), help="of gradients (default: %(default)s)"
+    )
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, metavar="S", help="seconds (default: %(default)s)"
     )
@@ -45,12 +50,14 @@ def run(options: argparse.Namespace) -> Output | None:
     hvd.init()
     if hvd.size() == 1:
         raise ConfigError("one rank exchanges nothing: start it by horovodrun -np 2 or more")
+    device = device_of_rank(options.device, hvd.local_rank())
     world = HorovodBootstrap(hvd.global_process_set)
-    transport = create_transport(options.transport, world, 60.0)
+    transport = create_transport(options.transport, world, 60.0, device)
     if hvd.rank() == 0:
         print(f"measuring {len(methods)} methods for {options.limit:g} s …", file=sys.stderr)
     allreduce = horovods_allreduce(hvd.global_process_set)
-    profile = measure_profile(transport, allreduce, methods, meet(transport), options.limit)
+    place = meet(transport, device)
+    profile = measure_profile(transport, allreduce, methods, place, options.limit, device)
     transport.close()
     is_first = hvd.rank() == 0
     hvd.shutdown()
@@ -58,6 +65,17 @@ def run(options: argparse.Namespace) -> Output | None:
         return None
     profile.save(options.output)
     return Output(profile.to_json(), f"{shown(profile)}\n\nsaved to {options.output}")
+
+
+def device_of_rank(kind: str, local_rank: int) -> torch.device:
+    """The device that a rank measures on; on CUDA, that of its number on the host."""
+    if kind == CPU:
+        return torch.device(CPU)
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device")
+    device = torch.device(kind, local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def shown(profile: Profile) -> str:
@@ -68,6 +86,7 @@ def shown(profile: Profile) -> str:
     for name, costs in profile.methods.items():
         rows.append((short(name), *(shown_s(costs.seconds(numel)) for numel in SHOWN_NUMELS)))
     title = f"{place.world_size} ranks, {place.host_class}, {place.transport}, torch {place.torch}"
+    title += "" if place.device == CPU else f", {place.device}"
     return f"{title}\n{table(rows)}"
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from hvd_sparse.adapter.binding import SPARSE_DTYPES, spec_of
 from hvd_sparse.cli.command import Command, Output, table
 from hvd_sparse.cli.model import load_model
-from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import load_policy, owning_modules, warnings_of
@@ -67,13 +67,15 @@ def tensors_of(
     for name, p in named:
         if not p.requires_grad:
             continue
-        spec = TensorSpec(name, tuple(p.shape), str(p.dtype))
+        spec = spec_of(name, p)
         rule, choice = assignment.rule_of(spec), assignment.choice_of(spec)
         reduced = "dense" if choice.method is None else choice.method.summary
         if assignment.candidates_of(spec):
             reduced = "as the planner decides"
         if choice.bucket:
             reduced += f" in bucket {choice.bucket!r}"
+        if p.dtype not in SPARSE_DTYPES:
+            reduced = "dense"
         tensors.append(
             {
                 "name": name,

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hvd_sparse
 from hvd_sparse import ops
 from hvd_sparse.cli import check
 from hvd_sparse.cli.command import Command, Output, no_arguments
 from hvd_sparse.cli.main import COMMANDS, FAILED, INTERRUPTED, main
+from hvd_sparse.cli.profile import device_of_rank
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.policy import load_policy
 
@@ -76,6 +78,7 @@ def test_check_tells_what_is_here(monkeypatch: Any, capsys: Any) -> None:
     assert ops.backend() in found["native library"]["detail"] or ops.backend() == "reference"
     assert found["transport gloo"]["state"] == "ok"
     assert "gloo" in found["transport auto"]["detail"]
+    assert "nccl" not in found["transport auto"]["detail"]  # which has to be asked for
 
 
 def test_check_names_what_the_environment_decides(monkeypatch: Any, capsys: Any) -> None:
@@ -165,6 +168,15 @@ def test_plan_shows_every_tensor_and_why(tmp_path: Path, monkeypatch: Any, capsy
     policy.write_text("version: 1\nrules: [{compress: never}]\n")
     assert main([*slow, "--policy", str(policy)]) == FAILED
     assert "no rule with compress: auto" in capsys.readouterr().err
+
+
+def test_a_profile_is_taken_where_gradients_are() -> None:
+    assert device_of_rank("cpu", 3) == torch.device("cpu")
+    if torch.cuda.is_available():
+        assert device_of_rank("cuda", 0) == torch.device("cuda", 0)
+    else:
+        with pytest.raises(ConfigError, match="--device cuda: torch sees no CUDA device"):
+            device_of_rank("cuda", 0)
 
 
 @pytest.mark.parametrize("value", ["fast", "0gbit", "25", "-1gbit", "25parsec"])

@@ -326,6 +326,7 @@ def test_validate_shows_what_becomes_of_a_model(
 ) -> None:
     (tmp_path / "policy_model.py").write_text(
         "from torch import nn\ndef make(): return nn.Linear(30, 20)\n"
+        "def doubled(): return nn.Linear(30, 20).double()\n"
         "def fails(): raise KeyError('x')\nnothing = dict\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -335,6 +336,9 @@ def test_validate_shows_what_becomes_of_a_model(
     report = json.loads(capsys.readouterr().out)
     assert [t["rule"] for t in report["tensors"]] == [0, None]
     assert report["tensors"][1]["reduced"] == "dense"
+    assert main(["validate", "policy.yaml", "--model", "policy_model:doubled", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [t["reduced"] for t in report["tensors"]] == ["dense", "dense"]
     path.write_text(RULES + "- {match: {ndim: 2}, compressor: topk, wire: float16+gap}\n")
     assert main(["validate", "policy.yaml", "--model", "policy_model:make"]) == 0
     shown = capsys.readouterr().out
