@@ -77,9 +77,9 @@ class ErrorFeedback:
                 memory may take account.
             scope: Where this rank selects, and its share of k; None: everywhere, all of it.
         """
-        del k
         self._may_roll_back = False
         self._let_go_before = self.let_go_l1
+        self._begin(k)
         self._forget()
         before = ops.Before(*self._state())
         self._change_places()
@@ -180,6 +180,9 @@ class ErrorFeedback:
         self._taken_elsewhere: list[SparseStream] = []
 
     # -- what other memories do in another way -----------------------------------------------------
+
+    def _begin(self, k: int) -> None:
+        """What comes before the pass over the gradients; where it fails, nothing has changed."""
 
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
         return ops.Accumulation(self.residual, gradients, before=before)

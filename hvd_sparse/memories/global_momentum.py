@@ -29,13 +29,12 @@ the optimizer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
 from hvd_sparse.streams import SparseStream, Sum, sum_of
 from hvd_sparse.transports import Transport
@@ -73,14 +72,6 @@ class GlobalMomentum(ErrorFeedback):
         self._last_sum = SparseStream.empty(numel)
         self._before = self.share, self._last_sum
         self._entered: SparseStream | None = None
-
-    def accumulate(
-        self, gradients: Sequence[Tensor], k: int, scope: Scope | None = None
-    ) -> Accumulator:
-        """See `ErrorFeedback.accumulate`."""
-        self._before = self.share, self._last_sum
-        self._enter()
-        return super().accumulate(gradients, k, scope)
 
     def applied(self, reduced: Sum) -> Sum:
         """See `ErrorFeedback.applied`."""
@@ -153,10 +144,14 @@ class GlobalMomentum(ErrorFeedback):
         indices = total.nonzero().view(-1)
         self._last_sum = SparseStream(indices.int(), total[indices], share.numel)
 
+    def _begin(self, k: int) -> None:
+        self._before, self._entered = (self.share, self._last_sum), None
+        self._enter()
+
     def _enter(self) -> None:
         """Step 1, for entries that stay finite; what was there is kept, to go back to."""
         indices = self.share.indices
         before = ops.take_at(self.residual, indices)
+        self._entered = SparseStream(indices, before, self.residual.numel())
         after = before + self.momentum * self.share.values
         ops.scatter_add(self.residual, indices, torch.where(after.isfinite(), after, before))
-        self._entered = SparseStream(indices, before, self.residual.numel())

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
 
 
@@ -63,14 +62,6 @@ class MomentumCorrection(ErrorFeedback):
         self.momentum_buffer = ops.zero_vector(numel, torch.float32, device)
         self._lossless = False
 
-    def accumulate(
-        self, gradients: Sequence[Tensor], k: int, scope: Scope | None = None
-    ) -> Accumulator:
-        """See `ErrorFeedback.accumulate`."""
-        self.mask()
-        self._lossless = k == self.residual.numel()
-        return super().accumulate(gradients, k, scope)
-
     def mask(self) -> None:
         """Momentum factor masking: u = 0 where the last step's entries were applied."""
         if not self._lossless:
@@ -83,6 +74,10 @@ class MomentumCorrection(ErrorFeedback):
         """See `ErrorFeedback.tensors`."""
         self.mask()
         return {"residual": self.residual, "momentum": self.momentum_buffer}
+
+    def _begin(self, k: int) -> None:
+        self.mask()
+        self._lossless = k == self.residual.numel()
 
     def _mask_taken(self) -> None:
         """Masks the entries that were taken, without those that came back whole.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.collectives import ExDyna, IndexUnion
 from hvd_sparse.engine import Engine, Method, TensorSpec
@@ -253,6 +254,32 @@ def test_a_step_that_fails_early_goes_back_to_its_own_beginning(
         memory.roll_back()
         for name, tensor in memory.tensors().items():
             assert torch.equal(tensor, before[name])
+
+    run_ranks(1, worker, timeout_s=10.0)
+
+
+@pytest.mark.parametrize("memory_name", ["momentum", "global"])
+def test_a_step_that_fails_before_its_pass_has_changed_nothing(
+    memory_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory runs out for what the last step's entries do to momentum."""
+    memory = method_of("topk", memory_name).memory.make(NUMEL, torch.device("cpu"), 1)
+    g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+
+    def fail(*_: object) -> Tensor:
+        raise MemoryError("no room")
+
+    def worker(transport: Transport) -> None:
+        union = IndexUnion(transport, NUMEL, 30)
+        one_step(memory, ExactTopK(), union, [g], 30)
+        before = memory.residual.clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "zero_at", fail)
+            patch.setattr(ops, "scatter_add", fail)
+            with pytest.raises(MemoryError):
+                memory.accumulate([g], 30)
+        memory.roll_back()
+        assert torch.equal(memory.residual, before)
 
     run_ranks(1, worker, timeout_s=10.0)
 
