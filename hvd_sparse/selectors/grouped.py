@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.base import Selector, own_k
+from hvd_sparse.selectors.correction import keep_largest
 from hvd_sparse.streams import SparseStream
 
 
@@ -25,9 +26,15 @@ class GroupedTopK(Selector):
         self.group_numel = group_numel
 
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """See `Selector.select`; groups with fewer nonzeros than their part take fewer."""
+        """See `Selector.select`; groups with fewer nonzeros than their part take fewer.
+
+        The last group is short. Where that makes too many of a short vector's, the smallest stay.
+        """
         wanted, width = own_k(accumulator, k), accumulator.width
         if wanted == 0:
             return accumulator.accumulate()
         per_group = max(1, round(min(self.group_numel, width) * wanted / width))
-        return accumulator.group_topk(per_group, max(per_group, per_group * width // wanted))
+        stream = accumulator.group_topk(per_group, max(per_group, per_group * width // wanted))
+        if stream.nnz <= wanted * (1 + self.tolerance):
+            return stream
+        return keep_largest(accumulator, stream, wanted)[0]

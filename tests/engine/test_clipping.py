@@ -136,6 +136,17 @@ def test_every_type_counts_and_what_is_not_finite_stays() -> None:
     assert torch.equal(spoiled[0], torch.full((8,), 3.0))
 
 
+def test_a_norm_whose_square_overflows_is_clipped() -> None:
+    gradient = torch.tensor([3e25, 4e25])
+    spec = TensorSpec("w", (2,), "torch.float32")
+    bucket = Bucket([spec], method_of(1.0), LocalWorld(1).transport(0), torch.device("cpu"))
+    bucket.put(0, gradient)
+    clipping = StepClipping([bucket], 1)
+    clipping.scale = 1.0
+    clipping.apply(bucket)
+    torch.testing.assert_close(gradient, torch.tensor([0.6, 0.8]))
+
+
 def test_policies_have_one_limit() -> None:
     rules: list[dict[str, Any]] = [
         {"match": {"ndim": 1}, "compressor": "topk", "clip_norm": 1.0},

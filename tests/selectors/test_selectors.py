@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,6 +95,18 @@ def test_a_group_is_as_long_as_the_bucket_at_most() -> None:
         ((accumulator, stream, residual),) = run(GroupedTopK(numel), [values], 7)
         check_split(accumulator, stream, residual)
         assert stream.indices.tolist() == list(range(993, 1000))
+
+
+@pytest.mark.parametrize(("numel", "k"), [(1100, 11), (1600, 16), (700, 7), (2000, 1)])
+def test_groups_of_short_vectors_hold_k(numel: int, k: int) -> None:
+    """The last group is short, and would have as many entries as the others."""
+    g = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    accumulator = Accumulator(Accumulation(torch.zeros(numel), [g]))
+    stream = GroupedTopK().select(accumulator, k)
+    assert k <= stream.nnz <= 1.1 * k
+    restored = accumulator.residual.clone()
+    restored[stream.indices.long()] += stream.values
+    assert torch.equal(restored, g)
 
 
 def test_nothing_stays_where_all_is_wanted() -> None:
