@@ -11,14 +11,14 @@ Numbers of processes mean the same only among those that see the same ones. So a
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from hvd_sparse.ops.pages import ask_for_large_pages
 
 TOKEN_BYTES = 16
 PAGE_BYTES = 4096
@@ -48,10 +48,13 @@ class Segment:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        mapped = mmap.mmap(fd, nbytes)
-        with suppress(OSError, AttributeError):  # advice: a refusal changes nothing
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        self._all = torch.frombuffer(mapped, dtype=torch.uint8)
+        try:  # Python's mmap would keep a descriptor of its own open
+            self._all = torch.from_file(
+                f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8
+            )
+        except RuntimeError as error:
+            raise OSError(f"it cannot be mapped: {error}") from error
+        ask_for_large_pages(self._all)
         self.data = self._all[PAGE_BYTES:]
 
     @property

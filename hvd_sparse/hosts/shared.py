@@ -200,17 +200,19 @@ def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
         own = OwnSegment(nbytes)
     except OSError as error:
         problem = f"cannot make {nbytes} bytes of shared memory ({error})"
-    addresses = _told(inside, None if own is None else own.address)
-    if own is not None and all(addresses):
-        try:
-            for place, address in enumerate(addresses):
-                mine = place == inside.rank
-                segments.append(own.segment if mine else open_segment(Address(*address)))
-        except OSError as error:
-            problem = f"cannot map the memory of rank {inside.ranks[len(segments)]} ({error})"
-    problems = _told(inside, problem)
-    if own is not None:
-        own.hide()  # all have mapped it, or never will
+    try:
+        addresses = _told(inside, None if own is None else own.address)
+        if own is not None and all(addresses):
+            try:
+                for place, address in enumerate(addresses):
+                    mine = place == inside.rank
+                    segments.append(own.segment if mine else open_segment(Address(*address)))
+            except OSError as error:
+                problem = f"cannot map the memory of rank {inside.ranks[len(segments)]} ({error})"
+        problems = _told(inside, problem)
+    finally:
+        if own is not None:
+            own.hide()  # all have mapped it, or never will
     told = zip(inside.ranks, problems, strict=True)
     return segments, "; ".join(f"rank {rank} {why}" for rank, why in told if why)
 

@@ -17,20 +17,28 @@ LEAST_BYTES = 2 * PAGE_BYTES
 def new_vector(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for a vector that lives as long as training, `(numel,)`; not written yet.
 
-    On a CPU it asks Linux for pages of 2 MiB, before anything is written: a pass over pages of
-    4 KiB looks up an address every 1024 elements, and waits for it. Where the system has none to
-    give, or never gives them, the pages are those that it has.
+    On a CPU it has large pages, where the system gives any.
     """
     vector = torch.empty(numel, dtype=dtype, device=device)
+    if device.type == "cpu":
+        ask_for_large_pages(vector)
+    return vector
+
+
+def ask_for_large_pages(vector: Tensor) -> None:
+    """Ask Linux for pages of 2 MiB under a vector on a CPU, before anything is written to it.
+
+    A pass over pages of 4 KiB looks up an address every 1024 elements, and waits for it. Where the
+    system has none to give, or never gives them, the pages are those that it has.
+    """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
-    if device.type != "cpu" or advice is None or vector.nbytes < LEAST_BYTES:
-        return vector
+    if advice is None or vector.nbytes < LEAST_BYTES:
+        return
     begin = -(-vector.data_ptr() // PAGE_BYTES) * PAGE_BYTES
     end = (vector.data_ptr() + vector.nbytes) // PAGE_BYTES * PAGE_BYTES
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     madvise(begin, end - begin, advice)  # advice: a refusal changes nothing
-    return vector
 
 
 def zero_vector(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

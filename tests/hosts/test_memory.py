@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_two_mappings_are_one_memory() -> None:
     int64_at(own.segment, 8).fill_(5)
     assert int(number) == 5
     assert other.data.numel() >= 64
+
+
+def test_what_is_hidden_cannot_be_opened_and_keeps_no_file() -> None:
+    own = OwnSegment(64)
+    other = open_segment(own.address)
+    own.hide()
+    files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    assert not [file for file in files if NAME in os.readlink(file)]
+    with pytest.raises(OSError, match="No such file"):
+        open_segment(own.address)
+    own.segment.data[0] = 9
+    assert int(other.data[0]) == 9
 
 
 def test_another_process_of_that_number_is_found_out() -> None:
