@@ -52,6 +52,7 @@ REQUIRED: dict[str, dict[str, Any]] = {"hard_threshold": {"threshold": 0.1}}
         ("warmup_steps", -1, "warmup_steps must be a whole number of at least 0, got -1"),
         ("dense_steps", 0.5, "dense_steps must be a whole number of at least 0, got 0.5"),
         ("warmup_epochs", 4, "steps_per_epoch must be given with warmup_epochs"),
+        ("warmup_steps", 10**17, "warmup_steps and warmup_epochs must be at most 9.* steps"),
         ("wire", "morse", "wire must be one of .*; got 'morse'"),
     ],
 )
@@ -177,6 +178,12 @@ def test_warmups() -> None:
     epochs = {"dense_epochs": 1, "warmup_epochs": 0.5, "steps_per_epoch": 2}
     assert densities(range(4), **epochs) == pytest.approx([1.0, 1.0, 0.25, 0.001])
     assert densities(range(2), warmup_steps=2, warmup_density=1e-4) == [0.001, 0.001]
+
+
+def test_a_warmup_of_more_steps_than_can_be_counted() -> None:
+    for phase in ("warmup", "dense"):
+        with pytest.raises(ConfigError, match=f"{phase}_steps and {phase}_epochs must be at most"):
+            Compression.dgc(**{f"{phase}_epochs": 1e308}, steps_per_epoch=1000)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ while selecting from so many elements takes no longer than these."""
 AUTOMATIC = "auto"
 COLLECTIVES = (AUTOMATIC, *SELECTABLE)
 """Names of collectives that a user may ask for."""
+MOST_STEPS = 1 << 53
+"""Of a warm-up: floats count no further."""
 SEPARATOR = ","
 """Between the names of a set to choose from."""
 
@@ -142,6 +144,7 @@ class MethodOptions(ABC):
             raise ConfigError(
                 "steps_per_epoch must be given with warmup_epochs and dense_epochs, got None"
             )
+        self._warmup()  # what is too long is refused here, by its name
 
     @abstractmethod
     def selector(self) -> Selector:
@@ -192,13 +195,21 @@ class MethodOptions(ABC):
         return " ".join([self.name, f"density={self.density:g}", *told])
 
     def _warmup(self) -> Warmup:
-        per_epoch = self.steps_per_epoch or 0
-        return Warmup(
-            self.warmup,
-            self.warmup_steps + round(self.warmup_epochs * per_epoch),
-            self.warmup_density,
-            self.dense_steps + round(self.dense_epochs * per_epoch),
-        )
+        return Warmup(self.warmup, self._steps("warmup"), self.warmup_density, self._steps("dense"))
+
+    def _steps(self, phase: str) -> int:
+        """The steps of a phase, those of its epochs among them."""
+        steps: int = getattr(self, f"{phase}_steps")
+        epochs: float = getattr(self, f"{phase}_epochs")
+        try:
+            steps += round(epochs * (self.steps_per_epoch or 0))
+        except OverflowError:
+            steps = MOST_STEPS + 1
+        if steps > MOST_STEPS:
+            raise ConfigError(
+                f"{phase}_steps and {phase}_epochs must be at most {MOST_STEPS} steps, got more"
+            )
+        return steps
 
 
 @dataclass(frozen=True, kw_only=True)
