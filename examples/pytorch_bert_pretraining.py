@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shutil
 import sys
 import sysconfig
 from collections import Counter
@@ -180,29 +181,33 @@ def make_optimizer(model: nn.Module, lr: float, decay: float) -> torch.optim.Opt
 
 
 def save(folder: Path, model: nn.Module, optimizer: Any, compression: Any, epochs: int) -> None:
-    """What a training needs to go on after so many epochs."""
-    if hvd.rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    hvd.barrier()
+    """What a training needs to go on after so many epochs; until it is whole, the last stands."""
     # Every worker has gradients that it has not sent yet.
     if hasattr(compression, "save_checkpoint"):
-        compression.save_checkpoint(folder / "compression")
+        compression.save_checkpoint(folder / f"compression-{epochs}")
     if hvd.rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**state, "epochs": epochs}, folder / "new.pt")
         (folder / "new.pt").replace(folder / "model.pt")
+    hvd.barrier()
+    if hvd.local_rank() == 0:
+        shutil.rmtree(folder / f"compression-{epochs - 1}", ignore_errors=True)
 
 
 def load(folder: Path, model: nn.Module, optimizer: Any, compression: Any) -> int:
     """The number of epochs that are done."""
-    if not (folder / "model.pt").exists():
-        return 0
-    state = torch.load(folder / "model.pt", weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    if hasattr(compression, "load_checkpoint"):
-        compression.load_checkpoint(folder / "compression")
-    return int(state["epochs"])
+    epochs, file = 0, folder / "model.pt"
+    if hvd.rank() == 0 and file.exists():
+        state = torch.load(file, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        epochs = state["epochs"]
+    # Horovod: the first worker has the checkpoint, and tells the others.
+    epochs = int(hvd.broadcast(torch.tensor(epochs), root_rank=0, name="epochs"))
+    if epochs and hasattr(compression, "load_checkpoint"):
+        compression.load_checkpoint(folder / f"compression-{epochs}")
+    return epochs
 
 
 def main() -> None:
@@ -243,9 +248,9 @@ def main() -> None:
     )
     done = load(args.checkpoint, model, optimizer, compression) if args.checkpoint else 0
 
-    # Horovod: broadcast parameters & optimizer state.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     def answers(rows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Scores of what is hidden, and the tokens that were there."""

@@ -366,9 +366,9 @@ def main() -> None:
     checkpoints = Checkpoints(args.checkpoint_format, model, optimizer, compression)
     done = checkpoints.load(args.epochs)
 
-    # Horovod: broadcast parameters & optimizer state.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     def train(epoch: int) -> None:
         model.train()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import sys
 import sysconfig
 import time
@@ -140,29 +141,36 @@ class Checkpoint:
         self.sparse = compression if hasattr(compression, "save_checkpoint") else None
 
     def save(self, epochs: int) -> None:
-        """After so many epochs."""
+        """After so many epochs; until it is whole, the one before stands."""
         if self.folder is None:
             return
+        # Every worker has gradients that it has not sent yet.
+        if self.sparse is not None:
+            self.sparse.save_checkpoint(self.folder / f"compression-{epochs}")
         if hvd.rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             torch.save({**state, "epochs": epochs}, self.folder / "new.pt")
             (self.folder / "new.pt").replace(self.folder / "model.pt")
         hvd.barrier()
-        # Every worker has gradients that it has not sent yet.
-        if self.sparse is not None:
-            self.sparse.save_checkpoint(self.folder / "compression")
+        if hvd.local_rank() == 0:
+            shutil.rmtree(self.folder / f"compression-{epochs - 1}", ignore_errors=True)
 
     def load(self) -> int:
         """The number of epochs that are done."""
-        if self.folder is None or not (self.folder / "model.pt").exists():
+        if self.folder is None:
             return 0
-        state = torch.load(self.folder / "model.pt", weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.sparse is not None and (self.folder / "compression").exists():
-            self.sparse.load_checkpoint(self.folder / "compression")
-        return int(state["epochs"])
+        epochs, model = 0, self.folder / "model.pt"
+        if hvd.rank() == 0 and model.exists():
+            state = torch.load(model, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            epochs = state["epochs"]
+        # Horovod: the first worker has the checkpoint, and tells the others.
+        epochs = int(hvd.broadcast(torch.tensor(epochs), root_rank=0, name="epochs"))
+        if epochs and self.sparse is not None:
+            self.sparse.load_checkpoint(self.folder / f"compression-{epochs}")
+        return epochs
 
 
 def main() -> None:
@@ -204,9 +212,9 @@ def main() -> None:
     checkpoint = Checkpoint(args.checkpoint, model, optimizer, compression)
     done = checkpoint.load()
 
-    # Horovod: broadcast parameters & optimizer state.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     started = time.perf_counter()
     bar = tqdm(

@@ -227,9 +227,9 @@ def main() -> None:
         # hvd_sparse: sum the rows that sparse tables have gradients for.
         compression.exchange_embeddings(model.named_parameters())
 
-    # Horovod: broadcast parameters & optimizer state.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     # Horovod: wrap optimizer with DistributedOptimizer.
     optimizer = hvd.DistributedOptimizer(

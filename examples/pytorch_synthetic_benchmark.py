@@ -122,9 +122,9 @@ def main() -> None:
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
 
-    # Horovod: broadcast parameters & optimizer state.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     def benchmark_step() -> None:
         optimizer.zero_grad()
