@@ -232,9 +232,11 @@ class SparseCompressor:
             algorithm: See `hvd_sparse.sparse_allreduce`.
 
         Raises:
-            ConfigError: `algorithm` is unknown, or this was called before.
+            ConfigError: `algorithm` is unknown, or this was called before, or too late.
         """
         check_choice("algorithm", algorithm, ["auto", *ALGORITHMS])
+        if self._bound() is not None:
+            raise ConfigError("exchange_embeddings must be called before the first backward pass")
         if self._session.embeddings is not None:
             raise ConfigError("exchange_embeddings must be called once, got a second call")
         parameters = (p for _, p in named_parameters)
@@ -275,7 +277,7 @@ class SparseCompressor:
         self._settle("load_state_dict()")
         self._states.load(state, strict=strict)
 
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def save_checkpoint(self, path: str | os.PathLike[str], *, process_set: Any = None) -> None:
         """Write all ranks' states into a folder; all ranks call this between the same two steps.
 
         Until everything is written, the folder's earlier checkpoint is whole. On hosts that share
@@ -284,14 +286,17 @@ class SparseCompressor:
 
         Args:
             path: A folder, which is made where there is none.
+            process_set: The optimizer's, where it has one; needed before the first step only.
 
         Raises:
             CheckpointError: On every rank, where it could not be written on any.
         """
         self._settle("save_checkpoint()")
-        self._states.save_checkpoint(path, self._process_set())
+        self._states.save_checkpoint(path, self._process_set(process_set))
 
-    def load_checkpoint(self, path: str | os.PathLike[str], *, missing: str = "refuse") -> None:
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, missing: str = "refuse", process_set: Any = None
+    ) -> None:
         """Continue from `save_checkpoint`; all ranks call this between the same two steps.
 
         In a world of another size each residual and momentum of old rank i is added to those of
@@ -303,29 +308,30 @@ class SparseCompressor:
             missing: "refuse" files that are damaged, missing or not of this checkpoint, and
                 residuals of parameters that the optimizer has not; or "drop" them, with a warning
                 and a count in `stats().dropped_l1`.
+            process_set: As in `save_checkpoint`.
 
         Raises:
             CheckpointError: On every rank, where any of them cannot load.
         """
         self._settle("load_checkpoint()")
-        self._states.load_checkpoint(path, self._process_set(), missing)
+        self._states.load_checkpoint(path, self._process_set(process_set), missing)
 
     def _bound(self) -> Any:
         """The optimizer that this serves; None before the first step, and once it is gone."""
         return None if self._optimizer is None else self._optimizer()
 
-    def _process_set(self) -> Any:
-        """That of the optimizer, or None for all ranks before the first step."""
+    def _process_set(self, given: Any) -> Any:
+        """That of the optimizer, or what is given before the first step; None: all ranks."""
         optimizer = self._bound()
-        return None if optimizer is None else optimizer.process_set
+        return given if optimizer is None else optimizer.process_set
 
     def reassign(self, method: Assignment) -> None:
         """Compress otherwise from the next step on, without losing a residual.
 
         All ranks call this between the same two steps. A tensor that was sparse and now is dense
         has its residual added to its next gradients, at most half a gradient's norm in a step.
-        Momentum goes along, between the compression and `MomentumCorrectedSGD`; not in a callback
-        of an elastic reset, when no rank is connected yet.
+        Momentum goes along, between the compression and `MomentumCorrectedSGD`; not while no rank
+        is connected, as after `close()` or in a callback of an elastic reset.
 
         Args:
             method: A `Method` for all tensors, or an `Assignment`: the `method` of another
@@ -367,7 +373,7 @@ class SparseCompressor:
             L1 norm of what this rank let go of; `stats().dropped_l1` counts it.
 
         Raises:
-            ConfigError: There is no such parameter.
+            ConfigError: There is no such parameter, or a step is under way.
         """
         names = [names] if isinstance(names, str) else list(names)
         known = {} if self._lookup is None else dict(self._lookup)
@@ -382,6 +388,12 @@ class SparseCompressor:
         name = None if self._lookup is None else self._lookup.name_of_parameter(parameter)
         method = None if name is None else self._engine.method_of(name)
         return method is not None and method.memory.momentum > 0
+
+    def give_up_step(self) -> None:
+        """Let go of a step that has failed, after which a state is loaded; see `TorchState`."""
+        self._settle()
+        if self._session.embeddings is not None:
+            self._session.embeddings.give_up()
 
     def close(self) -> None:
         """Stop the background thread and close the connections; a later step opens them again."""
@@ -426,7 +438,7 @@ class SparseCompressor:
             self._session.begin_step()
         else:
             assert self._lookup is not None
-            self._session.connect(optimizer.process_set, self._lookup, self._device())
+            self._session.connect(optimizer, self._lookup, self._device())
             self._warn_where_forgotten()
         self._engine.begin_step()
         self._stepping = True

@@ -27,7 +27,7 @@ class Divergence:
     """Compares the ranks' weights.
 
     Args:
-        parameters: Those whose gradients are exchanged sparsely; the same on all ranks.
+        parameters: Those that the optimizer updates, sparse and dense; the same on all ranks.
         interval_steps: From one comparison to the next.
     """
 

@@ -131,6 +131,7 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
 
     def restore(self) -> None:
         """Go back to the last commit of this rank; `sync` compares it with the others'."""
+        self.value.give_up_step()
         self._go_back_to(self._commits[-1])
 
     def sync(self) -> None:

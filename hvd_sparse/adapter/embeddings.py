@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,9 @@ from hvd_sparse.errors import ConfigError
 from hvd_sparse.functional.communicator import Communicator, SparseHandle
 from hvd_sparse.functional.user_vector import DTYPES
 from hvd_sparse.transports import Transport
+
+EXCHANGES: weakref.WeakSet[EmbeddingExchange] = weakref.WeakSet()
+"""All that there are: each is asked before any optimizer steps."""
 
 
 class EmbeddingExchange:
@@ -46,15 +50,8 @@ class EmbeddingExchange:
         for p in self._parameters:
             hook = p.register_post_accumulate_grad_hook(take)
             weakref.finalize(self, hook.remove).atexit = False
-        put_back = weakref.WeakMethod(self._put_back)
-
-        def before_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
-            alive = put_back()
-            if alive is not None:
-                alive(optimizer)
-
-        hook = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, hook.remove).atexit = False
+        listen_to_steps()
+        EXCHANGES.add(self)
 
     def connect(self, transport: Transport) -> None:
         """Use a transport, which is this object's alone, from the next step on."""
@@ -67,6 +64,10 @@ class EmbeddingExchange:
         self._handles = {}
         self._end()
         self._communicator = None
+
+    def give_up(self) -> None:
+        """Let go of gradients that were taken for a step which failed."""
+        self._taken = {}
 
     def _take(self, parameter: Tensor) -> None:
         """Take a sparse gradient over, as soon as a backward pass has made or added to it."""
@@ -133,6 +134,21 @@ class EmbeddingExchange:
             return None
         assert parameter is not None
         return (handle.wait() * scale).to(parameter.dtype)
+
+
+@cache
+def listen_to_steps() -> None:
+    """Put back what any exchange has taken, before any optimizer steps.
+
+    The hook stays: if one were removed as an exchange is collected, in the middle of a step, torch
+    would find its hooks changed while it calls them.
+    """
+
+    def before_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
+        for exchange in EXCHANGES:
+            exchange._put_back(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
 
 
 def refuse_another_optimizers(parameter: Parameter) -> NoReturn:

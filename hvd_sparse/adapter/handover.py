@@ -55,6 +55,11 @@ class Handover:
             if had != has:
                 (self._out if had else self._in).append((name, parameter))
 
+    @property
+    def moves(self) -> list[str]:
+        """The tensors whose momenta are to change sides."""
+        return [name for name, _ in (*self._out, *self._in)]
+
     def scale_of_op(self, world_size: int) -> float:
         """The scale of an optimizer of whose gradients none has been reduced by the compression."""
         import horovod.torch as hvd
@@ -79,7 +84,7 @@ class Handover:
             buffer: Tensor | None = self._optimizer.state[parameter].pop(BUFFER, None)
             if buffer is not None:
                 share = buffer.detach().to(torch.float32) / (scale * world_size)
-                self._engine.give_momentum(name, share)
+                self._engine.give_momentum(spec_of(name, parameter), share)
 
 
 def handing_over(

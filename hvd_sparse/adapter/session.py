@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,15 @@ from hvd_sparse.adapter.planning import Planning, device_of
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
+from hvd_sparse.engine.guard import warn
 from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.choose import Bootstrap, create_transport
 from hvd_sparse.transports.framing import Payload
+
+if TYPE_CHECKING:
+    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -84,13 +88,13 @@ class Session:
         return self._world is not None and self._world is self._mpi_ops._handle_map
 
     def connect(
-        self, process_set: Any, parameters: ParameterLookup, device: torch.device | None
+        self, optimizer: Any, parameters: ParameterLookup, device: torch.device | None
     ) -> None:
         """Join the world that Horovod is in; all ranks of the process set do so together.
 
         Args:
-            process_set: Horovod's name for the world.
-            parameters: The optimizer's.
+            optimizer: Horovod's, whose process set is the world.
+            parameters: Those that have names; the optimizer's are among them.
             device: Where the gradients are that the engine exchanges; None where there are none.
 
         Raises:
@@ -102,11 +106,13 @@ class Session:
 
         from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
 
-        world = HorovodBootstrap(process_set)
+        world = HorovodBootstrap(optimizer.process_set)
         self._connecting = True
         self._exit.register()
         with as_horovod_error():
-            self._join(world, process_set, parameters, device)
+            self._join(world, parameters, device)
+        updated = {p for group in optimizer.param_groups for p in group["params"]}
+        self._divergence = Divergence((name, p) for name, p in parameters if p in updated)
         self._connecting = False
         self._mpi_ops, self._world = mpi_ops, mpi_ops._handle_map
         self.world_size = world.size
@@ -124,8 +130,7 @@ class Session:
 
     def _join(
         self,
-        world: Bootstrap,
-        process_set: Any,
+        world: HorovodBootstrap,
         parameters: ParameterLookup,
         device: torch.device | None,
     ) -> None:
@@ -134,9 +139,9 @@ class Session:
         self._exit.register()  # once more: at exit the engine closes, and then knows of no failure
         if self.embeddings is not None:
             self.embeddings.connect(self._new_transport(world, None))
-        self._process_set, self._transport, self._parameters = process_set, transport, parameters
+        self._process_set, self._transport = world.process_set, transport
+        self._parameters = parameters
         self._agree()
-        self._divergence = Divergence(parameters)
 
     def reassign(
         self, assignment: Assignment, handover: Handover | None = None, unit: float = 1.0
@@ -149,14 +154,32 @@ class Session:
             unit: The loss scale that the gradients are in units of.
         """
         scale = self._engine.scale
+        planner = planner_of(assignment)
+        if planner is not None and self.is_current():
+            self._hand_to(planner)
+            return
         self._engine.reassign(assignment)
-        if not self.is_current():
-            return  # the next step's connection agrees
+        if not self.is_current():  # the next step's connection agrees
+            if handover is not None and handover.moves and planner is None:
+                warn(
+                    f"the momentum of {', '.join(handover.moves)} begins anew: reassign() was "
+                    "called while no rank was connected"
+                )
+            return
         with as_horovod_error():
             self._agree()
             if handover is not None:
                 scale = handover.scale_of_op(self.world_size) if scale is None else scale
                 handover.carry_out(scale / unit, self.world_size)
+
+    def _hand_to(self, planner: Planner) -> None:
+        """Reduce by another planner, which decides first: momenta go straight to where it says."""
+        try:
+            with as_horovod_error():
+                self._agree(planner)
+        except BaseException:
+            self._engine.reassign(planner)  # for the next connection
+            raise
 
     def agree_again(self) -> None:
         """Let the planner decide anew in the next step, since a state was loaded, on all ranks."""
@@ -239,14 +262,18 @@ class Session:
             self.embeddings.disconnect()
         self._world = None
 
-    def _agree(self) -> None:
-        """Let a planner decide; check that all ranks have one assignment, and what levels."""
+    def _agree(self, new: Planner | None = None) -> None:
+        """Let a planner decide; check that all ranks have one assignment, and what levels.
+
+        Args:
+            new: A planner that the engine does not have yet; None: its own, if it has one.
+        """
         self.planning, self._must_agree = None, False
-        planner = planner_of(self._engine.assignment)
+        planner = new or planner_of(self._engine.assignment)
         if planner is None:
             self._engine.agree()
         else:
-            self._plan(planner)
+            self._plan(planner, is_new=new is not None)
         self._engine.hosts = agree_on_levels(
             self._hierarchical,
             place_of_this_rank(),
@@ -255,7 +282,7 @@ class Session:
             self._transport,
         )
 
-    def _plan(self, planner: Planner) -> None:
+    def _plan(self, planner: Planner, *, is_new: bool) -> None:
         """Let a planner decide."""
         self.planning = Planning(
             planner,
@@ -267,8 +294,9 @@ class Session:
             device_of(self._parameters),
             lambda: self._engine.compressed_steps,
         )
-        if planner.before is not None:  # momenta are where rank 0, or its state, had them
-            self._engine.assignment, planner.before = planner.before, None
+        before, planner.before = planner.before, None
+        if before is not None and not is_new:  # momenta are where rank 0, or its state, had them
+            self._engine.assignment = before
         self._change_to(planner.current)
 
     def _change_to(self, assignment: Assignment) -> None:

@@ -218,7 +218,11 @@ class Engine:
 
         Returns:
             L1 norm of this rank's residuals that were let go of; `dropped_l1` counts it.
+
+        Raises:
+            ConfigError: A step is under way.
         """
+        self.check_between_steps("forget()")
         self.settle()
         parts = []
         for name in names:
@@ -261,22 +265,21 @@ class Engine:
         if not shapes:
             return []
         assert self._transport is not None
-        own = [self._restored.momentum.pop(name, torch.zeros(*shapes[name])) for name in shapes]
+        own = [self._restored.momentum.pop(name, torch.zeros(shapes[name])) for name in shapes]
         flat = torch.cat([tensor.cpu().reshape(-1) for tensor in own])
         total = self._transport.allreduce_sum(flat, channel="momentum")
         parts = total.split([tensor.numel() for tensor in own])
         return [part.view(tensor.shape) for part, tensor in zip(parts, own, strict=True)]
 
-    def give_momentum(self, name: str, share: Tensor) -> None:
+    def give_momentum(self, spec: TensorSpec, share: Tensor) -> None:
         """Begin with a momentum, between `reassign` and the next step.
 
         Args:
-            name: The tensor's; the assignment gives it a momentum.
+            spec: The tensor; the assignment gives it a momentum.
             share: This rank's part of what heavy-ball SGD has for the sum of gradients: float32.
         """
-        unit = momentum_unit(self.assignment, self._spec_of(name, share))
-        self._restored.momentum[name] = share * unit
-        self._restored.residual.setdefault(name, torch.zeros_like(share))
+        self._restored.momentum[spec.name] = share * momentum_unit(self.assignment, spec)
+        self._restored.residual.setdefault(spec.name, torch.zeros_like(share))
 
     def _spec_of(self, name: str, memory: Tensor) -> TensorSpec:
         """A tensor as it last was in a bucket; in a new process, as its memory looks."""
@@ -380,8 +383,14 @@ class Engine:
         Raises:
             TransportError: A peer is gone or did not answer.
             PlanError: Ranks disagree, or not all tensors' gradients were submitted.
+            ConfigError: The gradient was given up since it was submitted.
         """
         if not self._buckets:
+            if name not in self._arrivals:
+                raise ConfigError(
+                    f"the gradient of {name!r} was given up, since reassign() or load_state_dict() "
+                    "was called between backward() and step()"
+                )
             self._make_plan()
         location = self._places[name]
         if location.bucket.is_begun:
@@ -468,7 +477,8 @@ class Engine:
             ConfigError: A step is under way.
         """
         self.check_between_steps("state_dict()")
-        return self._state().as_dict()
+        state = self._state()
+        return (state if self.planned else state.copy()).as_dict()
 
     def check_between_steps(self, call: str) -> None:
         """Refuse a call while a step is under way.
@@ -521,6 +531,7 @@ class Engine:
     def _state(self) -> EngineState:
         self.settle()
         if not self.planned:
+            self._restored.drop_orphans()
             return self._restored
         for bucket in self._buckets:
             bucket.roll_back()  # if it is in a step that nobody will finish

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,22 @@ class EngineState:
         if transport is not None:
             state.rank, state.world_size = transport.rank, transport.world_size
         return state
+
+    def copy(self) -> EngineState:
+        """The same with residuals and momenta of its own."""
+        residual, momentum = (
+            {name: tensor.clone() for name, tensor in kind.items()}
+            for kind in (self.residual, self.momentum)
+        )
+        return replace(self, residual=residual, momentum=momentum)
+
+    def drop_orphans(self) -> None:
+        """Let go of what belongs to residuals that are gone: momenta, and the buckets' states."""
+        held = self.residual.keys()
+        self.momentum = {name: t for name, t in self.momentum.items() if name in held}
+        self.buckets = [
+            b for b in self.buckets if all({name, named(name)} & held for name in b["names"])
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain containers and tensors, for `torch.save`."""

@@ -175,9 +175,9 @@ class Communicator:
     def _next_lane(self) -> Lane:
         """Where the next call that may overlap others goes: the same on all ranks."""
         place = self._overlapping
-        self._overlapping += 1
         if place == 1 and self._second is not None:
             self._lanes.append(Lane(self._second()))
+        self._overlapping += 1  # where that fails, this call has not been
         return self._lanes[place % len(self._lanes)]
 
     def _allreduce(

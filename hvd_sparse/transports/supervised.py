@@ -115,8 +115,11 @@ class SupervisedTransport(Transport):
         return error
 
     def cause(self) -> tuple[str, str] | None:
-        """Kind and words of the first failure, where it happened; None where there is none."""
-        return None if self.failure is None else self._cause
+        """Kind and words of the first failure, where it happened; None where there is none.
+
+        An end in good order is none.
+        """
+        return None if self.failure is None or not self._cause[0] else self._cause
 
     def told(self, peer: int, cause: tuple[str, str]) -> HvdSparseError:
         """Fails by the failure of a peer; returns the first failure."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.ranks import Ranks, World, with_ranks
 from tests.workers.adapter_checkpoint import (
+    go_on_in_a_process_set,
     load_from,
     refuse_and_drop,
     save_to,
@@ -22,6 +23,7 @@ def test_checkpoints_go_on_and_are_refused(ranks: Ranks, tmp_path: Path) -> None
     for named in (True, False):
         ranks.run(load_from, folder, named, books)
     ranks.run(warn_of_another_unit, folder)
+    ranks.run(go_on_in_a_process_set, folder)
     ranks.run(refuse_and_drop, folder)
 
 

@@ -10,7 +10,9 @@ import pytest
 from tests.ranks import Ranks, World, with_ranks
 from tests.workers.adapter_commits import (
     come_together,
+    fail_after_a_reduction,
     fail_in_a_commit,
+    fail_with_an_embedding,
     forget_the_compression,
     go_on_without_a_restore,
     join_late,
@@ -50,6 +52,16 @@ def test_a_state_without_the_compression_is_warned_of(ranks: Ranks) -> None:
     for how in ("remembered", "not elastic"):
         for rank in ranks.run(forget_the_compression, how):
             assert rank.result == []
+
+
+@worlds
+def test_a_step_that_fails_after_its_reduction_leaves_nothing_behind(ranks: Ranks) -> None:
+    ranks.run(fail_after_a_reduction)
+
+
+@worlds
+def test_a_step_that_fails_with_an_embedding_leaves_nothing_behind(ranks: Ranks) -> None:
+    ranks.run(fail_with_an_embedding)
 
 
 @worlds

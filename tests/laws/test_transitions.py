@@ -133,6 +133,7 @@ def test_momentum_leaves_the_compression_alike_in_a_new_process(memory: str) -> 
         second.reassign(Nothing())
         for mine, theirs in zip(second.take_momentum(SHAPES), expected, strict=True):
             assert torch.equal(mine, theirs)
+        assert torch.equal(second.take_momentum({"scalar": ()})[0], torch.tensor(0.0))
         second.disconnect()
 
     run_ranks(2, worker)
@@ -217,6 +218,50 @@ def test_what_is_forgotten_is_gone_and_counted(memory: str) -> None:
         assert engine.leftover("b") is not None
         engine.forget(["b"])
         assert engine.leftover("b") is None
+        engine.load_state_dict(engine.state_dict())
         engine.disconnect()
 
     run_ranks(2, worker, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_what_has_turned_dense_for_good_is_saved_and_loaded(memory: str) -> None:
+    """Nothing is left of its residual, and so nothing of what belonged to it."""
+
+    def worker(transport: Transport) -> None:
+        engine = Engine(method_of(memory))
+        engine.connect(transport)
+        for step in range(4):
+            train_step(engine, transport.rank, step)
+        engine.reassign(Nothing())
+        for name, shape in SHAPES.items():
+            assert engine.release(name, torch.full(shape, 100.0)) is not None
+            engine.flushed(name)
+        engine.settle(counts=True)
+        state = engine.state_dict()
+        assert state["residual"] == state["momentum"] == {}
+        assert state["buckets"] == []
+        engine.load_state_dict(state)
+        assert engine.state_dict() == state
+        engine.disconnect()
+
+    run_ranks(2, worker)
+
+
+def test_a_state_is_a_copy() -> None:
+    """Also before the next step has made a plan."""
+
+    def worker(transport: Transport) -> None:
+        engine = Engine(method_of("local"))
+        engine.connect(transport)
+        train_step(engine, transport.rank, 0)
+        engine.reassign(engine.assignment)
+        kept = engine.state_dict()
+        before = {kind: kept[kind]["a"].clone() for kind in ("residual", "momentum")}
+        engine.rescale(2.0)
+        for kind, tensor in before.items():
+            assert torch.equal(kept[kind]["a"], tensor)
+            assert torch.equal(engine.state_dict()[kind]["a"], 2 * tensor)
+        engine.disconnect()
+
+    run_ranks(2, worker)

@@ -13,6 +13,7 @@ from torch import nn
 
 import hvd_sparse
 from hvd_sparse.errors import CheckpointError, ConfigError
+from tests.workers.serve import ALL_BUT_RANK_0
 
 SCALE = 2.0**6
 
@@ -24,7 +25,7 @@ class Model(nn.Module):
         self.other = nn.Parameter(torch.zeros(40, 50))
 
 
-def compressed(model: nn.Module, named: bool = True) -> tuple[Any, Any]:
+def compressed(model: nn.Module, named: bool = True, **arguments: Any) -> tuple[Any, Any]:
     compression = hvd_sparse.Compression.oktopk(
         model.named_parameters() if named else None, density=0.02
     )
@@ -33,6 +34,7 @@ def compressed(model: nn.Module, named: bool = True) -> tuple[Any, Any]:
         named_parameters=model.named_parameters(),
         compression=compression,
         op=hvd.Sum,
+        **arguments,
     )
     return compression, optimizer
 
@@ -98,6 +100,27 @@ def load_from(folder: str, named: bool, before: dict[str, Any]) -> None:
         assert compression.state_dict()["step"] == 6
     compression.load_checkpoint(Path(folder) / "before")
     assert not any(r.any() for r in compression.state_dict()["residual"].values())
+    assert compression.stats().dropped_l1 == 0.0
+    compression.close()
+
+
+def go_on_in_a_process_set(folder: str) -> None:
+    """Save after the last step, load before the first one, with the set's ranks alone."""
+    (process_set,) = ALL_BUT_RANK_0
+    if not process_set.included():
+        return
+    path = Path(folder) / "set"
+    compression, optimizer = compressed(model := Model(), process_set=process_set)
+    train(model, optimizer, torch.amp.GradScaler("cpu", init_scale=SCALE), range(2))
+    compression.save_checkpoint(path)
+    saved = compression.state_dict()["residual"]
+    compression.close()
+    compression, optimizer = compressed(model := Model(), process_set=process_set)
+    compression.load_checkpoint(path, process_set=process_set)
+    loaded = compression.state_dict()["residual"]
+    assert all(torch.equal(loaded[name], residual) for name, residual in saved.items())
+    train(model, optimizer, torch.amp.GradScaler("cpu", init_scale=SCALE), range(2, 4))
+    assert compression.state_dict()["step"] == 4
     assert compression.stats().dropped_l1 == 0.0
     compression.close()
 

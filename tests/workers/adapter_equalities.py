@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import hvd_sparse
 from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.engine import Choice, TensorSpec
+from hvd_sparse.planner import Planner
 from hvd_sparse.planner.planner import TRIAL_STEPS
 from hvd_sparse.planner.profile import Line, MethodCosts, Profile, place_of
 from hvd_sparse.policy import load_policy
@@ -31,6 +32,7 @@ STEPS = 4
 ROUNDED = (
     *("channels_last", "reassigned_to_dense"),
     *("planned_with_local_momentum", "planned_with_global_momentum"),
+    *("reassigned_to_a_plan_with_local_momentum", "reassigned_to_a_plan_with_global_momentum"),
 )
 """What adds the same numbers in another order."""
 Scenario = Callable[["Run"], nn.Module]
@@ -591,9 +593,52 @@ def concluded(plan: dict[str, Any]) -> dict[str, Any]:
     return {**plan["found"], "outcome": outcome}
 
 
+def reassigned_to_a_plan(run: Run, kind: str) -> nn.Module:
+    """Momentum goes straight to where a planner wants it that remembers its plan.
+
+    Whatever the planner knew of where momentum was: here it has always been the compression's.
+    """
+    model = Net()
+    steps = TRIAL_STEPS + 9
+    momentum = {"momentum": 0.5, "momentum_kind": kind}
+    policy: dict[str, Any] = {}
+    compression: Any = hvd.Compression.none
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.5, 0.5)
+    if run.sparse:
+        policy = policy_with_a_profile(**momentum)
+        compression = hvd_sparse.Compression.from_policy(policy, run.named(model))
+        optimizer = hvd_sparse.MomentumCorrectedSGD(model.parameters(), 0.5, 0.5)
+    distributed = run.distributed(optimizer, model, compression=compression)
+    plans: list[dict[str, Any]] = []
+    for step in range(steps):
+        if run.sparse and step == TRIAL_STEPS + 1:
+            plan = compression.state_dict()["planner"]
+            plans = [{**plan, "found": concluded(plan)} for _ in range(2)]
+            plans[1]["placements"] = {}
+        if run.sparse and step in (TRIAL_STEPS + 1, TRIAL_STEPS + 5):
+            corrected = hvd_sparse.Compression.topk(density=1.0, **momentum)
+            compression.reassign(corrected.method)
+        if run.sparse and step in (TRIAL_STEPS + 3, TRIAL_STEPS + 7):
+            planner = hvd_sparse.Compression.from_policy(policy, run.named(model)).method
+            assert isinstance(planner, Planner)
+            planner.load_state_dict(plans.pop())
+            compression.reassign(planner)
+            assert planner.current.placements
+            weight = next(iter(model.parameters()))
+            assert "momentum_buffer" not in distributed.state[weight]
+        model.zero_grad()
+        model(data(step)).square().mean().backward()
+        distributed.step()
+    return model
+
+
 PLANNED: dict[str, Scenario] = {
-    f"planned_with_{kind}_momentum": partial(planned_with_momentum, kind=kind)
+    f"{name}_with_{kind}_momentum": partial(train_by, kind=kind)
     for kind in ("local", "global")
+    for name, train_by in {
+        "planned": planned_with_momentum,
+        "reassigned_to_a_plan": reassigned_to_a_plan,
+    }.items()
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_sparse import Compression, ConfigError, PlanError, UnsupportedError
+from hvd_sparse import Compression, ConfigError, PlanError, UnsupportedError, dgc_sgd
 from tests.workers.adapter_equalities import AllDense
 
 made = 0
@@ -223,6 +223,49 @@ def save_within_a_step() -> None:
     compression.close()
 
 
+def forget_within_a_step() -> None:
+    model, optimizer, compression = training(density=0.1)
+    names = [f"habits.{made}.{name}" for name, _ in model.named_parameters()]
+    train(model, optimizer, 1)
+    loss_of(model, 1).backward()
+    with pytest.raises(ConfigError, match=r"forget\(\) must be called between steps"):
+        compression.forget(names)
+    optimizer.step()
+    assert compression.forget(names) > 0
+    assert_alike(model)
+    compression.close()
+
+
+def reassign_within_a_step() -> None:
+    """It gives the step up; that the step is applied after all, is refused."""
+    model, optimizer, compression = training()
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    compression.reassign(compression.method)
+    with pytest.raises(ConfigError, match=r"was given up, since reassign\(\) or load_state_dict"):
+        optimizer.step()
+    compression.close()
+
+
+def reassign_without_a_connection() -> None:
+    """What no rank can hand over begins anew, and a warning says so."""
+    global made  # noqa: PLW0603
+    made += 1
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40))
+    named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
+    sgd, compression = dgc_sgd(named, lr=0.02, density=1.0, dense_below=0)
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression)
+    hvd.broadcast_parameters(dict(named), 0)
+    train(model, optimizer, 2)
+    compression.close()
+    with pytest.warns(UserWarning, match=r"momentum of habits.* begins anew: reassign\(\) was"):
+        compression.reassign(Compression.topk(density=1.0).method)
+    train(model, optimizer, 2)
+    assert_alike(model)
+    compression.close()
+
+
 def synchronize_twice() -> None:
     """Horovod would reduce what it has reduced, and the memory would take that for a gradient."""
     model, optimizer, compression = training(density=0.1)
@@ -320,6 +363,15 @@ def give_embeddings_an_optimizer() -> None:
     compression.close()
 
 
+def exchange_embeddings_late() -> None:
+    model, optimizer, compression = training()
+    train(model, optimizer, 1)
+    with pytest.raises(ConfigError, match="must be called before the first backward pass"):
+        compression.exchange_embeddings(model.named_parameters())
+    train(model, optimizer, 1)
+    compression.close()
+
+
 def turn_dense_in_half_precision() -> None:
     """Ranks are done with their residuals in other steps, and still give Horovod one type."""
     torch.manual_seed(0)
@@ -386,10 +438,14 @@ HABITS = (
     change_the_type,
     look_at_stats_within_a_step,
     save_within_a_step,
+    forget_within_a_step,
+    reassign_within_a_step,
+    reassign_without_a_connection,
     synchronize_twice,
     share_a_backward_pass,
     make_embeddings_dense,
     give_embeddings_an_optimizer,
+    exchange_embeddings_late,
     turn_dense_in_half_precision,
     train_by_a_pickled_copy,
 )
