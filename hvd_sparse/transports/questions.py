@@ -52,6 +52,7 @@ class Questions:
         self._listener = listener
         self._incoming: dict[socket.socket, tuple[bytearray, float]] = {}
         self._outgoing: dict[socket.socket, tuple[bytes, bytearray, Heard | None]] = {}
+        self._until: dict[socket.socket, float] = {}  # of outgoing ones
         self._bell, self._ear = socket.socketpair()
         for end in (self._bell, self._ear):
             end.setblocking(False)
@@ -65,13 +66,27 @@ class Questions:
         """Questions that have no answer yet."""
         return len(self._outgoing)
 
-    def ask(self, address: Address, question: Message, heard: Heard | None) -> None:
-        """Begins to ask; `heard` is called from `serve`. Without it nobody waits for an answer."""
+    def ask(
+        self,
+        address: Address,
+        question: Message,
+        heard: Heard | None,
+        patience_s: float = float("inf"),
+    ) -> None:
+        """Begins to ask.
+
+        Args:
+            address: Whom.
+            question: What.
+            heard: Is called from `serve`. Without it nobody waits for an answer.
+            patience_s: Seconds after which none is waited for any more.
+        """
         request = self._token + json.dumps(question).encode() + b"\n"
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         connection.setblocking(False)
         status = connection.connect_ex(address)
         self._outgoing[connection] = (request, bytearray(), heard)
+        self._until[connection] = time.monotonic() + patience_s
         if status not in (0, errno.EINPROGRESS):
             self._end(connection, None, refused=status == errno.ECONNREFUSED)
             return
@@ -94,6 +109,8 @@ class Questions:
         for connection, (_, since) in list(self._incoming.items()):
             if now - since > INCOMING_S:
                 self._drop(connection)
+        for connection in [each for each, until in self._until.items() if now > until]:
+            self._end(connection, None, refused=False)
 
     def wake(self) -> None:
         """Makes `serve` return; from any thread."""
@@ -107,7 +124,7 @@ class Questions:
         for connection in list(self._incoming):
             self._drop(connection)
         for connection in list(self._outgoing):
-            del self._outgoing[connection]
+            del self._outgoing[connection], self._until[connection]
             connection.close()
         if self._listener is not None:
             self._listener.close()
@@ -175,6 +192,7 @@ class Questions:
 
     def _end(self, connection: socket.socket, answer: Message | None, *, refused: bool) -> None:
         _, _, heard = self._outgoing.pop(connection)
+        del self._until[connection]
         self._forget(connection)
         if heard is not None:
             heard(answer, refused)

@@ -55,6 +55,10 @@ LONGEST_PERIOD_S = 1.0
 PERIODS = 5
 """Questions within `timeout_s`."""
 
+PATIENCE_PERIODS = 2
+"""Without an answer a question is asked anew after so many, then after twice as long, and so on: it
+may be lost where a network is gone for a while, or its answer."""
+
 REFUSED_S = 5.0
 """How long a closed port may mean that the last message is still on its way."""
 
@@ -244,6 +248,7 @@ class Watch:
             address,
             {"from": self._rank, "ask": number},
             lambda answer, refused: self._heard(peer, awaiting, answer, refused),
+            max(PATIENCE_PERIODS * self._period_s, self._silent_s[peer]),
         )
 
     def _heard(self, peer: int, asked: Awaiting, answer: Message | None, refused: bool) -> None:

@@ -95,6 +95,35 @@ def test_a_busy_peer_is_waited_for_and_named(caplog: pytest.LogCaptureFixture) -
     assert re.search(r"for (a message from|room for a message at) rank 0 in call \d", told[0])
 
 
+def test_a_question_that_was_lost_is_asked_anew() -> None:
+    """As in a network that is gone for a while: nothing ends its connection."""
+    meet = Meeting(2)
+    lost: list[socket.socket] = []
+
+    def rank(t: Transport) -> None:
+        questions = watch_of(t)._questions
+        read = questions._read_question
+
+        def lose_the_first(connection: socket.socket) -> None:
+            if lost:
+                read(connection)
+                return
+            lost.append(connection)
+            del questions._incoming[connection]
+            questions._selector.unregister(connection)
+
+        if t.rank == 1:
+            questions._read_question = lose_the_first  # type: ignore[method-assign]
+        meet()
+        if t.rank == 1:
+            time.sleep(4.0)
+        assert t.allreduce_sum(torch.ones(1), channel="c").item() == 2
+
+    over_gloo(2, rank, timeout_s=2.0)
+    assert lost
+    lost[0].close()
+
+
 def test_a_busy_peer_is_given_up_where_it_shall_be() -> None:
     meet = Meeting(2)
 
