@@ -115,7 +115,7 @@ class Planning:
 
     def arrived(self, name: str) -> None:
         """A gradient is there; of interest in the last steps before a review."""
-        if self._steps_left <= TIMED_STEPS:
+        if self._steps_left <= self._planner.timed_steps:
             self._ready[-1][name] = self._clock.mark()
 
     def returned(self) -> None:
@@ -141,18 +141,19 @@ class Planning:
     def _review(self) -> None:
         ready_s: dict[str, list[float]] = {}
         last_s: list[float] = []
-        for arrived in self._ready:
+        timed = self._planner.timed_steps
+        for arrived in list(self._ready)[-timed:]:
             first = next(iter(arrived.values()), None)  # they come in order
             come_s = {name: self._clock.seconds(first, at) for name, at in arrived.items()}
             last_s.append(max(come_s.values(), default=0.0))
             for name, seconds in come_s.items():
                 ready_s.setdefault(name, []).append(seconds)
         middle_s = {name: median(each) for name, each in ready_s.items()}
-        steps = [(*took, last) for took, last in zip(self._timed, last_s, strict=True)]
-        timed = torch.tensor(steps, dtype=torch.float64)
+        lasts = zip(list(self._timed)[-timed:], last_s, strict=True)
+        steps = torch.tensor([(*took, last) for took, last in lasts], dtype=torch.float64)
         before = self._planner.outcome
         self._planner.compressed_steps = self._compressed_steps()
-        changed = self._planner.review(self._specs, middle_s, timed, self._transport)
+        changed = self._planner.review(self._specs, middle_s, steps, self._transport)
         if self._planner.outcome is not None and self._planner.outcome is not before:
             self._tell(self._planner.outcome.line(recalled=False))
         self._steps_left = self._planner.steps_to_review

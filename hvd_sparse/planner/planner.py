@@ -38,7 +38,6 @@ from hvd_sparse.planner.profile import CPU, Place, Profile, place_of
 from hvd_sparse.planner.remembered import Key, PlanCache, Remembered, recall
 from hvd_sparse.planner.trial import (
     CONTENDERS,
-    SETTLING_STEPS,
     TIMED_STEPS,
     Took,
     Trial,
@@ -49,8 +48,6 @@ from hvd_sparse.transports import Transport
 
 logger = logging.getLogger("hvd_sparse")
 
-TRIAL_STEPS = SETTLING_STEPS + TIMED_STEPS
-"""Steps by each plan of a trial, in each of its turns."""
 REVIEW_INTERVAL_STEPS = 500
 """Steps from one review to the next, once a trial is over."""
 RECALLED_REVIEW_STEPS = 50
@@ -89,6 +86,7 @@ class Planner:
         profile: The costs that rank 0 goes by.
         plan: By what the ranks train; None before they have met.
         steps_to_review: Steps from the last decision to the next review.
+        timed_steps: How many of them are timed, the last ones.
         is_trying: Whether a trial is under way. What tensors that are dense for a turn have not
             sent yet then waits for its end.
         trial: Which plans were tried, and what they took; on rank 0 alone, in the run that did so.
@@ -109,7 +107,7 @@ class Planner:
         self.cache = cache
         self.profile: Profile | None = None
         self.plan: ChosenPlan | None = None
-        self.steps_to_review = REVIEW_INTERVAL_STEPS
+        self.steps_to_review, self.timed_steps = REVIEW_INTERVAL_STEPS, TIMED_STEPS
         self.is_trying = False
         self.trial: Trial | None = None
         self.outcome: Outcome | None = None
@@ -226,8 +224,9 @@ class Planner:
     ) -> None:
         """Let rank 0 decide; take over what it says.
 
-        A decision has `plan`, `steps` to the next review, whether it is `trying`, what it has
-        `found`, if that is new, and the placements `before` a restart.
+        A decision has `plan`, `steps` to the next review, how many of them are `timed` where that
+        is not usual, whether it is `trying`, what it has `found`, if that is new, and the
+        placements `before` a restart.
         """
         message: dict[str, Any] = {}
         if transport.rank == 0:
@@ -254,6 +253,7 @@ class Planner:
                 raise PlanError(f"rank 0 plans for {names}, which this rank has not")
             self.plan = plan
             self.steps_to_review = message["steps"]
+            self.timed_steps = message.get("timed", TIMED_STEPS)
             self.is_trying = message["trying"]
 
     def _begin(self) -> None:
@@ -325,11 +325,12 @@ class Planner:
             trial.enter(contenders(self.profile, tensors, CONTENDERS))
         trial.go_on()
         if not trial.is_over:
-            return self._going_on(trial, TRIAL_STEPS + (self._warmup_steps() if first else 0))
+            return self._going_on(trial, self._warmup_steps() if first else 0)
         outcome = Outcome.of(trial)
         tell(str(outcome))
-        message = self._going_on(trial, REVIEW_INTERVAL_STEPS)
-        return message | {"found": self._remember(self.profile, outcome)}
+        plan = asdict(trial.winner.plan)
+        found = self._remember(self.profile, outcome)
+        return {"plan": plan, "steps": REVIEW_INTERVAL_STEPS, "trying": False, "found": found}
 
     def _looked_at(self, took: Took, tensors: Sequence[PlannedTensor]) -> dict[str, Any]:
         """A review; it begins another trial where steps do not take what they took in the last."""
@@ -348,10 +349,13 @@ class Planner:
     def _begin_trial(self, tensors: Sequence[PlannedTensor]) -> dict[str, Any]:
         assert self.profile is not None
         self.trial = Trial(dense_plan(self.profile, tensors))
-        return self._going_on(self.trial, TRIAL_STEPS)
+        return self._going_on(self.trial)
 
-    def _going_on(self, trial: Trial, steps: int) -> dict[str, Any]:
-        return {"plan": asdict(trial.current.plan), "steps": steps, "trying": not trial.is_over}
+    def _going_on(self, trial: Trial, wait_steps: int = 0) -> dict[str, Any]:
+        """The next turn, which begins after so many steps by its plan."""
+        steps = wait_steps + sum(trial.turn)
+        plan = asdict(trial.current.plan)
+        return {"plan": plan, "steps": steps, "timed": trial.turn.timed, "trying": True}
 
     def _remember(self, profile: Profile, outcome: Outcome | None) -> dict[str, Any]:
         """Keep what was found, in the cache too."""

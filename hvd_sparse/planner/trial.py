@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import hypot
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +27,15 @@ from hvd_sparse.planner.choose import ChosenPlan
 SETTLING_STEPS = 3
 """First steps of a turn, which are not timed: buckets are made in them, and memory is touched."""
 TIMED_STEPS = 8
+TURN_STEPS = SETTLING_STEPS + TIMED_STEPS
+TURN_S = 4.0
+"""Where so many take longer, fewer are timed: what disturbs a long step is little beside it."""
+LEAST_TIMED_STEPS = 3
 CONTENDERS = 3
 """Plans that are tried beside the dense one."""
 ROUNDS = 6
 """Turns that a plan may have, at most."""
-MOST_STEPS = (SETTLING_STEPS + TIMED_STEPS) * (1 + CONTENDERS) * ROUNDS
+MOST_STEPS = TURN_STEPS * (1 + CONTENDERS) * ROUNDS
 """Steps of a trial, at most."""
 LEAST_GAIN = 0.03
 """Share of a dense step that a plan must save in its trial to be worth its approximation."""
@@ -44,6 +49,27 @@ CONFIDENCE = 2.0
 """Standard errors by which a difference must exceed what it is compared with."""
 MEDIAN_ERROR = 1.4826 * 1.2533
 """A median's standard error, of normal deviates: this times their median deviation over √steps."""
+
+
+class Turn(NamedTuple):
+    """How many steps a plan trains for in its turn.
+
+    Attributes:
+        settling: First ones, which are not timed.
+        timed: The others.
+    """
+
+    settling: int
+    timed: int
+
+    @staticmethod
+    def of(step_s: float) -> Turn:
+        """A turn whose steps take so long, about."""
+        if step_s * TIMED_STEPS <= TURN_S:
+            return Turn(SETTLING_STEPS, TIMED_STEPS)
+        timed = max(LEAST_TIMED_STEPS, int(TURN_S / step_s))
+        return Turn(max(1, SETTLING_STEPS * timed // TIMED_STEPS), timed)
+
 
 Step = tuple[float, float]
 """Seconds of a step, and from its first gradient to its last reduced one."""
@@ -216,6 +242,14 @@ class Trial:
             and tried.took.differs_from(dense.took)
         ]
         return min(paying, key=lambda tried: tried.took.step_s, default=dense)
+
+    @property
+    def turn(self) -> Turn:
+        """The current plan's: by what its steps have taken, or else are predicted to."""
+        tried = self.current
+        if tried.rounds:
+            return Turn.of(tried.took.step_s)
+        return Turn.of(self.predicted_s(tried) if self.tried[0].rounds else tried.plan.predicted_s)
 
     def predicted_s(self, tried: Tried) -> float:
         """What a step was predicted to take, once dense ones had been timed."""

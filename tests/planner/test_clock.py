@@ -67,7 +67,7 @@ def test_a_mark_is_an_event_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatc
 class Trying:
     """A planner in a trial of three steps."""
 
-    is_trying, steps_to_review, outcome = True, 3, None
+    is_trying, steps_to_review, timed_steps, outcome = True, 3, 3, None
 
     def __init__(self) -> None:
         self.ready: list[dict[str, float]] = []
@@ -79,7 +79,7 @@ class Trying:
     def review(self, specs: Any, ready_s: dict[str, float], timed: Any, transport: Any) -> bool:
         self.ready.append(ready_s)
         self.last_s.append(timed[:, 2].tolist())
-        self.is_trying, self.steps_to_review = False, 500
+        self.is_trying, self.steps_to_review, self.timed_steps = False, 500, 8
         return False
 
 

@@ -30,10 +30,9 @@ from hvd_sparse.planner.choose import (
     predict,
 )
 from hvd_sparse.planner.measure import measure_profile
-from hvd_sparse.planner.planner import TRIAL_STEPS
 from hvd_sparse.planner.predict import Job, finish_s, verdict
 from hvd_sparse.planner.profile import Line, MethodCosts, Place, fit_line, modelled
-from hvd_sparse.planner.trial import TIMED_STEPS, Trial, lateness, slowest
+from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS, Trial, Turn, lateness, slowest
 from hvd_sparse.selectors import ExactTopK
 from hvd_sparse.transports import LocalWorld, Transport
 from hvd_sparse.transports.local import run_ranks
@@ -578,6 +577,32 @@ def test_the_first_turn_of_all_does_not_count_once_dense_has_another() -> None:
     assert trial.winner.plan.predicted_s == 0.9
 
 
+@pytest.mark.parametrize(
+    ("step_s", "turn"),
+    [(0.0, (3, 8)), (0.5, (3, 8)), (0.6, (2, 6)), (1.0, (1, 4)), (10.0, (1, 3)), (1e9, (1, 3))],
+)
+def test_a_turn_of_long_steps_has_few(step_s: float, turn: tuple[int, int]) -> None:
+    assert Turn.of(step_s) == turn
+
+
+def test_a_turn_is_as_long_as_its_plan_is_expected_to_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what dense reductions are predicted to take; then by what steps have taken."""
+    slow = profile(Line(0.0, 1e-4), costs(0, 1e-9), costs(0, 1e-9))
+    monkeypatch.setattr(planner_module, "measure_profile", lambda *_: slow)
+
+    def worker(transport: Transport) -> None:
+        planner = decide(transport)
+        assert (planner.steps_to_review, planner.timed_steps) == (4, 3)
+        steps = torch.tensor([[9.0, 8.9, 0.0]] * 3, dtype=torch.float64)
+        planner.review(SPECS, {}, steps, transport)
+        assert method_of(planner) != "dense"
+        assert (planner.steps_to_review, planner.timed_steps) == (TURN_STEPS, TIMED_STEPS)
+
+    run_ranks(2, worker)
+
+
 def test_dense_that_is_far_slower_has_one_turn() -> None:
     trial = Trial(plan_of(1.0))
     trial.enter([plan_of(0.3)])
@@ -635,7 +660,7 @@ def test_the_first_plan_tried_waits_for_the_end_of_the_warmup(
             planner.review(SPECS, {}, steps_of(defaultdict(lambda: 0.1), planner), transport)
         return waits
 
-    assert run_ranks(1, worker) == [[TRIAL_STEPS, TRIAL_STEPS + 1000, TRIAL_STEPS]]
+    assert run_ranks(1, worker) == [[TURN_STEPS, TURN_STEPS + 1000, TURN_STEPS]]
 
 
 def test_a_review_knows_when_gradients_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import PlanCache, Planner, Profile, World, default_path
 from hvd_sparse.planner import planner as planner_module
-from hvd_sparse.planner.planner import RECALLED_REVIEW_STEPS, TRIAL_STEPS
+from hvd_sparse.planner.planner import RECALLED_REVIEW_STEPS
 from hvd_sparse.planner.profile import Line, MethodCosts, Place
 from hvd_sparse.planner.remembered import MOST_ENTRIES, Key, Remembered, recall
-from hvd_sparse.planner.trial import TIMED_STEPS
+from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 
@@ -135,7 +135,7 @@ def test_a_trial_that_was_cut_off_is_begun_anew_without_measuring(
         decided(transport, tmp_path / "plans.json")
         planner = decided(transport, tmp_path / "plans.json")
         assert planner.is_trying
-        assert planner.steps_to_review == TRIAL_STEPS
+        assert planner.steps_to_review == TURN_STEPS
 
     run_ranks(2, worker)
     assert sorted(measured.ranks) == [0, 1]
@@ -202,11 +202,11 @@ def test_a_trial_waits_for_what_is_left_of_the_warm_up(
     def worker(transport: Transport) -> None:
         planner = decided(transport, None)
         planner.compressed_steps = seen
-        assert planner.steps_to_review == TRIAL_STEPS
+        assert planner.steps_to_review == TURN_STEPS
         steps = torch.tensor([[0.1, 0.09, 0.0]] * TIMED_STEPS, dtype=torch.float64)
         planner.review(SPECS, {}, steps, transport)
         assert planner.is_trying
-        assert planner.steps_to_review == TRIAL_STEPS + left
+        assert planner.steps_to_review == TURN_STEPS + left
 
     run_ranks(2, worker)
 

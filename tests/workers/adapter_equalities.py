@@ -22,8 +22,8 @@ import hvd_sparse
 from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner import Planner
-from hvd_sparse.planner.planner import TRIAL_STEPS
 from hvd_sparse.planner.profile import Line, MethodCosts, Profile, place_of
+from hvd_sparse.planner.trial import TURN_STEPS, Turn
 from hvd_sparse.policy import load_policy
 from tests.workers.asleep import allreduce, meet
 from tests.workers.serve import ALL_BUT_RANK_0
@@ -499,6 +499,10 @@ def policy(run: Run) -> nn.Module:
     return model
 
 
+FIRST_TURN_STEPS = sum(Turn.of(100.0))
+"""That of all dense, since its reductions are said to take so long."""
+
+
 def policy_with_a_profile(**options: Any) -> dict[str, Any]:
     """A policy that leaves all to a planner, whose profile promises much of compressing."""
     rule = {"compress": "auto", "compressor": "topk", "density": 1.0, **options}
@@ -517,7 +521,7 @@ def planned(run: Run) -> nn.Module:
     """Dense, then sparse by plans that a profile of a slow network promises much of."""
     model = Net()
     compression: Any = hvd.Compression.none
-    steps = 2 * TRIAL_STEPS + 3
+    steps = FIRST_TURN_STEPS + TURN_STEPS + 3
     if run.sparse:
         compression = hvd_sparse.Compression.from_policy(policy_with_a_profile(), run.named(model))
     optimizer = run.distributed(sgd(model), model, compression=compression)
@@ -526,8 +530,8 @@ def planned(run: Run) -> nn.Module:
         model(data(step)).square().mean().backward()
         optimizer.step()
         if run.sparse:
-            sparse = TRIAL_STEPS <= step < 2 * TRIAL_STEPS
-            if step < 2 * TRIAL_STEPS:
+            sparse = FIRST_TURN_STEPS <= step < FIRST_TURN_STEPS + TURN_STEPS
+            if step < FIRST_TURN_STEPS + TURN_STEPS:
                 assert bool(compression.stats().buckets) == sparse, step
                 assert bool(compression.method.plan.placements) == sparse, step
     return model
@@ -540,7 +544,7 @@ def planned_with_momentum(run: Run, kind: str) -> nn.Module:
     momentum on the compression's side: rank 0 has another key.
     """
     model = Net()
-    steps = 2 * TRIAL_STEPS + 6
+    steps = FIRST_TURN_STEPS + TURN_STEPS + 3
     if not run.sparse:
         optimizer = torch.optim.SGD(model.parameters(), 0.5, 0.5)
         distributed = run.distributed(optimizer, model)
@@ -556,7 +560,7 @@ def planned_with_momentum(run: Run, kind: str) -> nn.Module:
         ours = hvd_sparse.MomentumCorrectedSGD(model.parameters(), 0.5, 0.5)
         return compression, run.distributed(ours, model, compression=compression)
 
-    sparse_until = 2 * TRIAL_STEPS - 1
+    sparse_until = FIRST_TURN_STEPS + TURN_STEPS - 1
     compression, distributed = made(model)
     for step in range(steps):
         if step in (sparse_until - 2, sparse_until):
@@ -575,7 +579,7 @@ def planned_with_momentum(run: Run, kind: str) -> nn.Module:
         model.zero_grad()
         model(data(step)).square().mean().backward()
         distributed.step()
-        sparse = TRIAL_STEPS <= step < sparse_until
+        sparse = FIRST_TURN_STEPS <= step < sparse_until
         assert bool(compression.method.plan.placements) == sparse, step
         weight = next(iter(model.parameters()))
         has_own = "momentum_buffer" in distributed.state[weight]
@@ -599,7 +603,7 @@ def reassigned_to_a_plan(run: Run, kind: str) -> nn.Module:
     Whatever the planner knew of where momentum was: here it has always been the compression's.
     """
     model = Net()
-    steps = TRIAL_STEPS + 9
+    steps = FIRST_TURN_STEPS + 9
     momentum = {"momentum": 0.5, "momentum_kind": kind}
     policy: dict[str, Any] = {}
     compression: Any = hvd.Compression.none
@@ -611,14 +615,14 @@ def reassigned_to_a_plan(run: Run, kind: str) -> nn.Module:
     distributed = run.distributed(optimizer, model, compression=compression)
     plans: list[dict[str, Any]] = []
     for step in range(steps):
-        if run.sparse and step == TRIAL_STEPS + 1:
+        if run.sparse and step == FIRST_TURN_STEPS + 1:
             plan = compression.state_dict()["planner"]
             plans = [{**plan, "found": concluded(plan)} for _ in range(2)]
             plans[1]["placements"] = {}
-        if run.sparse and step in (TRIAL_STEPS + 1, TRIAL_STEPS + 5):
+        if run.sparse and step in (FIRST_TURN_STEPS + 1, FIRST_TURN_STEPS + 5):
             corrected = hvd_sparse.Compression.topk(density=1.0, **momentum)
             compression.reassign(corrected.method)
-        if run.sparse and step in (TRIAL_STEPS + 3, TRIAL_STEPS + 7):
+        if run.sparse and step in (FIRST_TURN_STEPS + 3, FIRST_TURN_STEPS + 7):
             planner = hvd_sparse.Compression.from_policy(policy, run.named(model)).method
             assert isinstance(planner, Planner)
             planner.load_state_dict(plans.pop())
