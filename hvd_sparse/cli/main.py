@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if output is None:
             return 0
         report = json.dumps(output.report, indent=2)
-        if isinstance(options.json, Path):
-            write_text(options.json, report + "\n")
         print(report if options.json is True else output.text, flush=True)
+        if isinstance(options.json, Path):  # after what was found was told: it may not be writable
+            write_text(options.json, report + "\n")
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

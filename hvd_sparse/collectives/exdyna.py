@@ -14,7 +14,7 @@ Steps, after this rank has taken the candidates out of its partition (selectors/
      was selected in them (partitions.py, algorithm 3), and pass the partitions on: rank r has
      partition (t + r) mod P at step t.
 
-Cost: (log P + 2 (P-1)) α + 3k (P-1)/P β, with 64 counters beside the indices: an allgather and an
+Cost: (2 log P + P - 1) α + 3k (P-1)/P β, with 64 counters beside the indices: an allgather and an
 allreduce, as in the paper. Nothing builds up, and the result has about k entries.
 
 Departure from algorithm 5: it multiplies δ by 1.005, 1.00125 or 0.995 after each step, so that a

@@ -11,7 +11,7 @@ Steps:
   3. sum these values: slices go to their owners, who add them in the order of the ranks, and the
      sums are gathered everywhere.
 
-Cost: (log P + 2 (P-1)) α + (K + 2K) (P-1)/P β. Where selections do not overlap, nothing builds up:
+Cost: (2 log P + P - 1) α + (K + 2K) (P-1)/P β. Where selections do not overlap, nothing builds up:
 K is what the ranks selected together.
 """
 

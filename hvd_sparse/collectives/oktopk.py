@@ -17,6 +17,7 @@ Steps:
   5. return the local entries that are not in the result (line 14's complement).
 
 Cost, at most: (2P + 2 log P) α + 6k (P-1)/P β (equation 3); at least 2k (P-1)/P β (theorem 3.1).
+In one step after all large entries have jumped into one region, its owner may send a third more.
 
 Departures from the paper:
   * The exact global threshold comes from counters instead of gathered values

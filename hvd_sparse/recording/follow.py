@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_sparse.errors import ConfigError
 from hvd_sparse.recording.log import Reader, Recording
 from hvd_sparse.recording.summary import dense_bytes, kinds, rank_ms, slowest_rank, steps_of
 
@@ -42,7 +43,7 @@ class Follower:
         or one that was cut, is read from its beginning.
 
         Raises:
-            ConfigError: A line is not as it must be.
+            ConfigError: A line is not as it must be, or there is none of a recording.
             OSError: The file cannot be read.
         """
         try:
@@ -63,6 +64,8 @@ class Follower:
             content = line.decode("utf-8", "replace")
             if content.strip():
                 self._reader.read(content, self._number)
+        if self._reader.refusal and not self._reader.runs:
+            raise ConfigError(self._reader.refusal)
         return list(self._reader.runs.values())
 
 

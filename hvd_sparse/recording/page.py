@@ -19,6 +19,7 @@ from hvd_sparse.recording.summary import (
     bucket_means,
     collectives,
     curves,
+    dense_bytes,
     kinds,
     last_plan,
     rank_ms,
@@ -67,7 +68,7 @@ def report_page(runs: Sequence[Recording], recording: Recording) -> str:
     parts = [
         heading(recording),
         runs_section(runs, recording),
-        tiles(recording, of_run),
+        tiles(recording),
         section(
             "Time per phase",
             "Work of the background thread, added up over the buckets. It runs beside backward; "
@@ -180,7 +181,7 @@ def runs_section(runs: Sequence[Recording], shown: Recording) -> str:
     return section("Runs", text, table(columns, rows))
 
 
-def tiles(recording: Recording, of_run: Curves) -> str:
+def tiles(recording: Recording) -> str:
     """The run in a few figures."""
     lines = recording.steps
     steps = sum(line["steps"] for line in lines)
@@ -198,9 +199,10 @@ def tiles(recording: Recording, of_run: Curves) -> str:
         )
         if dense_steps:
             shown.append((f"{dense_steps:,}", "steps with all tensors dense"))
-        sent = sum(sum(line["bytes_sent"]) for plan in plans for line in plan.steps)
-        sent /= sum(line["steps"] for plan in plans for line in plan.steps)
-        ring = float(np.nanmean(of_run.dense_bytes))
+        by_plan = [sum(line["steps"] for line in plan.steps) for plan in plans]
+        sent = sum(sum(line["bytes_sent"]) for plan in plans for line in plan.steps) / sum(by_plan)
+        rings = [dense_bytes(plan, recording.run["world_size"]) for plan in plans]
+        ring = float(np.average(rings, weights=by_plan))
         plan = last_plan(recording)
         numel = max(1, sum(bucket["numel"] for bucket in plan.buckets))
         k = sum(bucket["k"] for bucket in plan.buckets)
@@ -208,7 +210,7 @@ def tiles(recording: Recording, of_run: Curves) -> str:
         shown += [
             (nbytes(sent), "sent per step"),
             (f"{ring / sent:.0f} ×" if sent else "–", "less than dense"),
-            (f"{selected / numel:.3g}", f"density selected, of {numel:,} elements"),
+            (f"{selected / numel:.3g}", f"density selected here, of {numel:,} elements"),
             (f"{k / numel:.3g}", "target density"),
         ]
     return (

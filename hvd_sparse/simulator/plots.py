@@ -24,7 +24,8 @@ def load_pyplot(path: Path | str | None = None) -> Any:
         path: Where a plot is to go; its suffix says in which format, none: PNG.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the format.
+        ConfigError: matplotlib is not installed, or does not know the format, or there is no such
+            folder.
     """
     try:
         import matplotlib as mpl
@@ -37,6 +38,8 @@ def load_pyplot(path: Path | str | None = None) -> Any:
     formats = FigureCanvasBase.get_supported_filetypes()
     if path is not None and (Path(path).suffix[1:].lower() or "png") not in formats:
         raise ConfigError(f"{path}: a plot ends in one of .{', .'.join(sorted(formats))}")
+    if path is not None and not Path(path).parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {Path(path).parent}")
     return pyplot
 
 

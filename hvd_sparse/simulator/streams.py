@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -133,6 +134,8 @@ class RecordedStreams:
         try:
             with np.load(path) as file:
                 shape = [int(number) for number in file["shape"]]
+                if min(shape[:2]) < 1:
+                    raise ValueError(f"it has {shape[0]} steps of {shape[1]} ranks")
                 steps = [
                     [
                         SparseStream(
@@ -144,7 +147,7 @@ class RecordedStreams:
                     ]
                     for step in range(shape[0])
                 ]
-        except (KeyError, ValueError, IndexError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError, EOFError, BadZipFile) as error:
             raise ConfigError(f"{path} is no recording of streams: {error}") from error
         return RecordedStreams(steps)
 

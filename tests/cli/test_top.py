@@ -163,3 +163,12 @@ def test_a_missing_library_is_one_line(
     assert capsys.readouterr().err == (
         "hvd-sparse top: top needs rich: pip install 'hvd-sparse[top]'\n"
     )
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path, capsys: Any) -> None:
+    """And not waited for, as an empty file is."""
+    path = tmp_path / "run.jsonl"
+    for text in ("# a page\n", '{"kind":"run","version":1,"rank":0}\n'):
+        path.write_text(text)
+        assert main(["top", str(path), "--once"]) == FAILED
+        assert "run.jsonl:1: " in capsys.readouterr().err

@@ -17,7 +17,7 @@ from hvd_sparse.engine import Choice, Engine, TensorSpec
 from hvd_sparse.methods import METHODS
 from hvd_sparse.recording import figures
 from hvd_sparse.recording.budget import Budget
-from hvd_sparse.recording.log import Recording, read_runs
+from hvd_sparse.recording.log import Plan, Recording, read_runs
 from hvd_sparse.recording.page import report_page
 from hvd_sparse.recording.summary import curves, slowest_rank, with_holes
 from hvd_sparse.transports import Transport
@@ -175,6 +175,28 @@ def test_without_a_slow_rank_none_is_named(tmp_path: Path) -> None:
     page = report_page([run], run)
     assert "The others wait" not in page
     assert "all spend between 57.8 and 59.4 ms per step in exchanges" in page
+
+
+def test_what_is_saved_counts_steps_and_not_plans(tmp_path: Path) -> None:
+    """A plan of a few steps, each a line of its own, and one of a thousand steps in one line."""
+    path = tmp_path / "run.jsonl"
+
+    def worker(transport: Transport) -> None:
+        engine = Engine(METHODS["topk"](density=0.1).make(), Recorder(path))
+        engine.connect(transport)
+        take_steps(engine, 64)
+        engine.disconnect()
+
+    run_ranks(2, worker, timeout_s=60.0)
+    (run,) = read_runs(path)
+    (bucket, *_), line = run.plans[0].buckets, run.plans[0].steps[0]
+    line = {key: value[:1] if isinstance(value, list) else value for key, value in line.items()}
+    run.plans = [Plan(0, [{**bucket, "numel": 1000}]), Plan(10, [{**bucket, "numel": 1_000_000}])]
+    run.plans[0].steps += [
+        {**line, "step": i + 1, "steps": 1, "bytes_sent": [80]} for i in range(10)
+    ]
+    run.plans[1].steps += [{**line, "step": 1010, "steps": 1000, "bytes_sent": [80_000_000]}]
+    assert "<b>50 ×</b><span>less than dense" in report_page([run], run)
 
 
 def test_nothing_is_drawn_where_nothing_was_recorded() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 
@@ -233,9 +234,15 @@ def test_recorded_streams_come_back(tmp_path: Path) -> None:
         simulate("oktopk", 4, Workload(500, 20), NETWORK, recorded)
     with pytest.raises(ConfigError, match="numel must be 500"):
         recorded.stream(0, 0, 400, 20)
-    (tmp_path / "other.npz").write_bytes(b"no recording")
-    with pytest.raises(ConfigError, match="no recording"):
-        RecordedStreams.load(tmp_path / "other.npz")
+    whole = (tmp_path / "streams.npz").read_bytes()
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    array = (tmp_path / "array.npy").read_bytes()
+    np.savez(tmp_path / "none.npz", shape=np.array([0, 3, 500]))
+    none = (tmp_path / "none.npz").read_bytes()
+    for content in (b"no recording", b"", whole[:-100], whole[:100], array, none):
+        (tmp_path / "other.npz").write_bytes(content)
+        with pytest.raises(ConfigError, match="no recording"):
+            RecordedStreams.load(tmp_path / "other.npz")
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -272,6 +279,7 @@ def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any)
         (["--slow-rank", "7"], "slow_rank must be below 2, got 7"),
         (["--streams", "/nowhere.npz"], "/nowhere.npz"),
         (["--overlap", "1.5"], "overlap must be in [0, 1], got 1.5"),
+        (["--plot", "missing/figure.png"], "missing/figure.png: there is no folder missing"),
         (["--plot", "figure.xyz"], "figure.xyz: a plot ends in one of .avif, .eps"),
     ],
 )
