@@ -60,6 +60,11 @@ class Handover:
         """The tensors whose momenta are to change sides."""
         return [name for name, _ in (*self._out, *self._in)]
 
+    def give_up(self) -> None:
+        """Momenta begin anew: nobody is there to hand them over with."""
+        for _, parameter in self._in:
+            self._optimizer.state[parameter].pop(BUFFER, None)
+
     def scale_of_op(self, world_size: int) -> float:
         """The scale of an optimizer of whose gradients none has been reduced by the compression."""
         import horovod.torch as hvd

@@ -161,6 +161,7 @@ class Session:
         self._engine.reassign(assignment)
         if not self.is_current():  # the next step's connection agrees
             if handover is not None and handover.moves and planner is None:
+                handover.give_up()
                 warn(
                     f"the momentum of {', '.join(handover.moves)} begins anew: reassign() was "
                     "called while no rank was connected"

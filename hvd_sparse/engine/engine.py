@@ -281,6 +281,14 @@ class Engine:
         self._restored.momentum[spec.name] = share * momentum_unit(self.assignment, spec)
         self._restored.residual.setdefault(spec.name, torch.zeros_like(share))
 
+    def _drop_idle_momentum(self) -> None:
+        """It ends where the assignment gives a tensor none, and nobody has taken it over."""
+        momentum = self._restored.momentum
+        for name in list(momentum):
+            method = self.assignment.choice_of(self._spec_of(name, momentum[name])).method
+            if method is None or not method.memory.momentum:
+                del momentum[name]
+
     def _spec_of(self, name: str, memory: Tensor) -> TensorSpec:
         """A tensor as it last was in a bucket; in a new process, as its memory looks."""
         return self._specs.get(name) or TensorSpec(name, tuple(memory.shape), str(torch.float32))
@@ -331,6 +339,7 @@ class Engine:
     def begin_step(self) -> None:
         """Say that a step begins; without this, steps of dense tensors only are not counted."""
         self._end_dense_step()
+        self._drop_idle_momentum()
         self._account.begin_step()
 
     def _end_dense_step(self) -> None:

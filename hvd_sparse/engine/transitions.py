@@ -49,7 +49,7 @@ class Release:
             limit = norm  # all of it; also where the gradient is NaN, and the step will not count
         part = residual if limit == norm else residual * (limit / norm)
         if gradient.dtype == torch.float16:
-            own = gradient.to(part)
+            own = gradient.contiguous().to(part)
             together = (own + part).half()
             part = torch.where(together.isfinite(), together - own, 0.0)
         self._parts[name] = part

@@ -72,6 +72,7 @@ class GlobalMomentum(ErrorFeedback):
         self._last_sum = SparseStream.empty(numel)
         self._before = self.share, self._last_sum
         self._entered: SparseStream | None = None
+        self._sums_out: dict[int, SparseStream] = {}  # Δ of what is taken out, by where it begins
 
     def applied(self, reduced: Sum) -> Sum:
         """See `ErrorFeedback.applied`."""
@@ -95,6 +96,7 @@ class GlobalMomentum(ErrorFeedback):
         """See `ErrorFeedback.rescale`."""
         super().rescale(factor)
         self.share, self._last_sum = self.share.times(factor), self._last_sum.times(factor)
+        self._sums_out = {start: out.times(factor) for start, out in self._sums_out.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """See `ErrorFeedback.tensors`; the momentum is a copy of the share."""
@@ -111,12 +113,11 @@ class GlobalMomentum(ErrorFeedback):
         self._last_sum = self.share.times(self.world_size).to("cpu")
 
     def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
-        """See `ErrorFeedback.take_out`; Nesterov's step forgets what it was ahead there."""
+        """See `ErrorFeedback.take_out`; Δ itself waits here, for Nesterov's step."""
         parts = super().take_out(start, stop)  # of the momentum, which is a copy
-        self.share, self._last_sum = (
-            stream.where((stream.indices < start) | (stream.indices >= stop))
-            for stream in (self.share, self._last_sum)
-        )
+        last, is_out = self._last_sum, _within(self._last_sum, start, stop)
+        self._sums_out[start], self._last_sum = last.where(is_out), last.where(~is_out)
+        self.share = self.share.where(~_within(self.share, start, stop))
         return parts
 
     def put_in(self, start: int, parts: Mapping[str, Tensor]) -> None:
@@ -127,6 +128,8 @@ class GlobalMomentum(ErrorFeedback):
             (indices + start).int(), parts["momentum"][indices], self.residual.numel()
         )
         self.share = sum_of([self.share, part], self.residual.numel())
+        last = self._sums_out.pop(start, SparseStream.empty(self.residual.numel()))
+        self._last_sum = sum_of([self._last_sum, last], self.residual.numel())
 
     def agree(self, transport: Transport) -> None:
         """See `ErrorFeedback.agree`: Nesterov's step needs Δ itself, not only its share."""
@@ -155,3 +158,7 @@ class GlobalMomentum(ErrorFeedback):
         self._entered = SparseStream(indices, before, self.residual.numel())
         after = before + self.momentum * self.share.values
         ops.scatter_add(self.residual, indices, torch.where(after.isfinite(), after, before))
+
+
+def _within(stream: SparseStream, start: int, stop: int) -> Tensor:
+    return (stream.indices >= start) & (stream.indices < stop)

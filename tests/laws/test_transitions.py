@@ -157,6 +157,16 @@ def test_a_release_with_float16_is_what_its_rounding_lets_through() -> None:
     assert Release().part("w", torch.tensor([1e4, 1.0]), huge).tolist() == [0.0, 1.0]
 
 
+def test_a_release_is_contiguous_whatever_the_gradient_is() -> None:
+    residuals = {"w": torch.ones(4, 3, 2, 2)}
+    release, g = Release(), torch.full((4, 3, 2, 2), 0.1).half()
+    part = release.part("w", residuals["w"], g.to(memory_format=torch.channels_last))
+    assert part.is_contiguous()
+    release.flushed("w")
+    release.settle(residuals, counts=True)
+    assert residuals["w"].is_contiguous()
+
+
 def test_a_release_is_capped_where_squares_overflow() -> None:
     residual, g = torch.full((4,), 3e30), torch.full((4,), 2e30)
     part = Release().part("w", residual, g)
@@ -194,6 +204,36 @@ def test_a_frozen_tensor_holds_what_it_has(name: str, memory: str) -> None:
         engine.disconnect()
 
     run_ranks(2, worker, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("memory", [memory for memory in MEMORIES if memory != "plain"])
+def test_a_thawed_tensor_goes_on_as_in_dense_training(memory: str) -> None:
+    """At density 1, with the momentum that it had."""
+    frozen_steps = range(3, 6)
+
+    def worker(transport: Transport) -> Tensor:
+        engine = Engine(method_of(memory, density=1.0))
+        engine.connect(transport)
+        seen = []
+        for step in range(9):
+            frozen = ("a",) if step in frozen_steps else ()
+            seen.append(train_step(engine, transport.rank, step, frozen)["a"])
+            if step == 4:
+                engine.rescale(0.5)
+                engine.rescale(2.0)
+        engine.disconnect()
+        return torch.stack(seen)
+
+    weight = torch.zeros(SHAPES["a"], requires_grad=True)
+    options = MEMORIES[memory]
+    sgd = torch.optim.SGD([weight], 1.0, options["momentum"], nesterov="nesterov" in options)
+    for step, seen in enumerate(run_ranks(2, worker)[0]):
+        before = weight.detach().clone()
+        weight.grad = None
+        if step not in frozen_steps:
+            weight.grad = normal(0, step, "a", SHAPES["a"]) + normal(1, step, "a", SHAPES["a"])
+        sgd.step()
+        torch.testing.assert_close(seen, before - weight.detach(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

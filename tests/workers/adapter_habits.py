@@ -264,6 +264,27 @@ def reassign_without_a_connection() -> None:
     with pytest.warns(UserWarning, match=r"momentum of habits.* begins anew: reassign\(\) was"):
         compression.reassign(Compression.topk(density=1.0).method)
     train(model, optimizer, 2)
+    compression.close()
+    with pytest.warns(UserWarning, match=r"momentum of habits.* begins anew"):
+        compression.reassign(Compression.topk(density=1.0, momentum=0.9).method)
+    assert not any(optimizer.state.values())  # later it would be added to what is handed over
+    train(model, optimizer, 2)
+    assert_alike(model)
+    compression.close()
+
+
+def end_a_momentum() -> None:
+    """Under an optimizer that has none it ends with the compression's, and does not come back."""
+    model, optimizer, compression = training(density=0.05, momentum=0.9)
+    train(model, optimizer, 3)
+    assert compression.state_dict()["momentum"]
+    before = compression.method
+    compression.reassign(AllDense())
+    train(model, optimizer, 1)
+    compression.reassign(before)
+    assert compression.state_dict()["residual"]
+    assert not compression.state_dict()["momentum"]
+    train(model, optimizer, 1)
     assert_alike(model)
     compression.close()
 
@@ -443,6 +464,7 @@ HABITS = (
     forget_within_a_step,
     reassign_within_a_step,
     reassign_without_a_connection,
+    end_a_momentum,
     synchronize_twice,
     share_a_backward_pass,
     make_embeddings_dense,
