@@ -27,6 +27,7 @@ left a note in the store that it gave up.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,8 +60,12 @@ LOOK_S = 0.1
 GRACE_S = 5.0
 """What NCCL may take to end."""
 
-WATCHDOG_S = 600.0
-"""How much later than the waits here torch's watchdog ends: it would end the whole process."""
+LONGEST_WAIT = timedelta(days=3650)
+"""torch's watchdog would end the whole process; waits here have deadlines of their own."""
+
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""By default the watchdog ends the process for an error of NCCL's, too, which the waits here turn
+into an exception."""
 
 _NOTE = "gave up"
 
@@ -78,9 +83,7 @@ def problem_with_nccl() -> str | None:
     return None
 
 
-def connect_nccl(
-    store: Any, rank: int, world_size: int, device: torch.device, timeout_s: float
-) -> Any:
+def connect_nccl(store: Any, rank: int, world_size: int, device: torch.device) -> Any:
     """A group of NCCL's; blocks until all ranks have come.
 
     Every pair exchanges a message: a pair's first one sets its connection up, and may block past
@@ -91,11 +94,17 @@ def connect_nccl(
         rank: this rank.
         world_size: P.
         device: this rank's, which no other rank has.
-        timeout_s: seconds after which a wait gives up.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timedelta(seconds=timeout_s + WATCHDOG_S)
-    group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    options._timeout = LONGEST_WAIT
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"  # the constructor reads it
+    try:
+        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    finally:
+        os.environ.pop(ERROR_HANDLING)
+        if before is not None:
+            os.environ[ERROR_HANDLING] = before
     with torch.cuda.stream(torch.cuda.Stream(device)):
         told = torch.full((world_size,), rank, device=device)
         ranks, each = torch.empty_like(told), [1] * world_size
@@ -134,7 +143,7 @@ class NcclTransport(GlooTransport):
         host: str,
         timeout_s: float,
         device: torch.device,
-        connect: Callable[[Any, int, int, torch.device, float], Any] = connect_nccl,
+        connect: Callable[[Any, int, int, torch.device], Any] = connect_nccl,
         direct_bytes: int = DIRECT_BYTES,
     ) -> None:
         gloo_store = dist.PrefixStore("gloo", store)
@@ -236,15 +245,15 @@ class NcclTransport(GlooTransport):
 
         def run() -> None:
             try:
-                outcome.append(connect(store, self.rank, self.world_size, self.device, timeout_s))
+                outcome.append(connect(store, self.rank, self.world_size, self.device))
             except Exception as error:  # NCCL's have no common type
                 outcome.append(error)
 
-        timeout_s = self.timeout_s
         thread = threading.Thread(target=run, daemon=True, name="hvd_sparse connects NCCL")
         thread.start()
+        until = time.monotonic() + self.timeout_s
         try:
-            self.poll(lambda: not thread.is_alive(), time.monotonic() + timeout_s, "some rank")
+            self.poll(lambda: not thread.is_alive(), until, "some rank")
             if isinstance(outcome[0], Exception):
                 raise TransportError(f"NCCL on {self.device}: {outcome[0]}") from outcome[0]
         except TransportError as error:
@@ -312,6 +321,8 @@ class NcclTransport(GlooTransport):
                 self._look_for_note()
                 look_at = now + LOOK_S
             pauses.pause()
+        if self.failure is not None:  # what is aborted looks as if it were through
+            raise PeerLostError(f"rank {self.rank}: {self.failure}")
 
     def _look_for_note(self) -> None:
         try:

@@ -43,10 +43,10 @@ class RendezvousWorld:
         self.end = threading.Barrier(world_size)
 
     def connect(
-        self, store: object, rank: int, world_size: int, device: torch.device, timeout_s: float
+        self, store: object, rank: int, world_size: int, device: torch.device
     ) -> RendezvousGroup:
         """Takes the place of `connect_nccl`."""
-        del store, device, timeout_s
+        del store, device
         return RendezvousGroup(self, rank, world_size)
 
 

@@ -321,7 +321,7 @@ def test_messages_through_one_device() -> None:
     """To oneself over NCCL itself, which a transport never does, with many on their way."""
     store, _ = serve_store("127.0.0.1", 20.0)
     device = torch.device("cuda", torch.cuda.current_device())
-    backend = connect_nccl(store, 0, 1, device, 50.0)
+    backend = connect_nccl(store, 0, 1, device)
     group = DeviceGroup(backend, 1, device)
     transfers = []
     for number in range(8):
@@ -343,7 +343,7 @@ def test_headers_of_what_stays_on_one_device_are_on_the_host() -> None:
     """They follow the message on its stream: one wait is for both."""
     store, _ = serve_store("127.0.0.1", 20.0)
     device = torch.device("cuda", torch.cuda.current_device())
-    group = DeviceGroup(connect_nccl(store, 0, 1, device, 50.0), 1, device)
+    group = DeviceGroup(connect_nccl(store, 0, 1, device), 1, device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         message = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
         for number in range(8):
