@@ -284,8 +284,8 @@ class Engine:
     def _drop_idle_momentum(self) -> None:
         """It ends where the assignment gives a tensor none, and nobody has taken it over."""
         momentum = self._restored.momentum
-        for name in list(momentum):
-            method = self.assignment.choice_of(self._spec_of(name, momentum[name])).method
+        for name in momentum.keys() & self._specs.keys():  # of others only the plan will tell
+            method = self.assignment.choice_of(self._specs[name]).method
             if method is None or not method.memory.momentum:
                 del momentum[name]
 

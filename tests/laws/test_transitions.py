@@ -288,6 +288,38 @@ def test_what_has_turned_dense_for_good_is_saved_and_loaded(memory: str) -> None
     run_ranks(2, worker)
 
 
+class HalfOnly:
+    """The assignment that compresses tensors of one type."""
+
+    description = "half"
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        return Choice(method_of("local") if spec.dtype == "torch.bfloat16" else None)
+
+
+def test_momentum_of_a_type_comes_with_its_state() -> None:
+    """In a new process, where a state does not tell of which type the tensor is."""
+
+    def worker(transport: Transport) -> None:
+        engine = Engine(HalfOnly())
+        spec, g = TensorSpec("w", (600,), "torch.bfloat16"), torch.ones(600).bfloat16()
+        for _ in range(2):
+            state = engine.state_dict()
+            engine = Engine(HalfOnly())
+            engine.load_state_dict(state)
+            engine.connect(transport)
+            engine.begin_step()
+            engine.submit(spec, g)
+            engine.scale = 1.0
+            engine.result("w")
+            engine.settle(counts=True)
+        # Sent entries have none; the others have m u + g.
+        assert engine.state_dict()["momentum"]["w"].unique().tolist() == [0.0, 1.0, 1.5]
+        engine.disconnect()
+
+    run_ranks(1, worker)
+
+
 def test_a_state_is_a_copy() -> None:
     """Also before the next step has made a plan."""
 
