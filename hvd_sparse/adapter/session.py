@@ -174,7 +174,8 @@ class Session:
                 handover.carry_out(scale / unit, self.world_size)
 
     def _hand_to(self, planner: Planner) -> None:
-        """Reduce by another planner, which decides first: momenta go straight to where it says."""
+        """Reduce by a planner, which decides first: momenta go straight to where it says."""
+        self._engine.reassign(self._engine.assignment)  # what is planned is given up, as ever
         try:
             with as_horovod_error():
                 self._agree(planner)
