@@ -160,17 +160,19 @@ class Checkpoint:
         """The number of epochs that are done."""
         if self.folder is None:
             return 0
-        epochs, model = 0, self.folder / "model.pt"
+        epochs, was_sparse, model = 0, False, self.folder / "model.pt"
         if hvd.rank() == 0 and model.exists():
             state = torch.load(model, weights_only=True)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             epochs = state["epochs"]
+            was_sparse = (self.folder / f"compression-{epochs}").exists()
         # Horovod: the first worker has the checkpoint, and tells the others.
-        epochs = int(hvd.broadcast(torch.tensor(epochs), root_rank=0, name="epochs"))
-        if epochs and self.sparse is not None:
+        found = hvd.broadcast(torch.tensor([epochs, was_sparse]), root_rank=0, name="found")
+        epochs, was_sparse = map(int, found)
+        if was_sparse and self.sparse is not None:
             self.sparse.load_checkpoint(self.folder / f"compression-{epochs}")
-        return epochs
+        return int(epochs)
 
 
 def main() -> None:

@@ -71,6 +71,12 @@ def test_the_language_model_learns_and_goes_on(ranks: Ranks, tmp_path: Path) -> 
         example(ranks, "pytorch_language_model.py", *options, f"--epochs={n}") for n in (1, 3)
     )
     assert "Trained 2 epochs" in second
+    options = (*options[:-1], f"--checkpoint={tmp_path / 'dense'}")
+    example(ranks, "pytorch_language_model.py", *options, "--compression=none", "--epochs=1")
+    options += ("--compression=oktopk density=0.05 dense_below=0",)
+    assert "Trained 1 epochs" in example(
+        ranks, "pytorch_language_model.py", *options, "--epochs=2"
+    )  # a dense training goes on as a sparse one
     assert loss_in(second) < loss_in(first) < 5.55  # the logarithm of 256
 
 
