@@ -59,7 +59,7 @@ def with_leftover(
     together = released.to(tensor.device) + tensor  # float32, or 64
     if tensor.dtype == torch.float16:  # what a rank with nothing left hands to Horovod, too
         together = together.to(torch.float16)
-    return together.contiguous(), Dense(tensor.dtype, name)
+    return as_horovod_takes_it(together), Dense(tensor.dtype, name)
 
 
 def as_horovod_takes_it(tensor: Tensor) -> Tensor:

@@ -17,11 +17,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.plan import Assignment, Choice, Method, TensorSpec
+from hvd_sparse.engine.transitions import norm_of
 
 
 @dataclass(frozen=True)
@@ -114,12 +112,4 @@ class StepClipping:
 
     def _square(self, bucket: Bucket) -> float:
         with bucket.lane.work():
-            gradients = bucket.staged_gradients()
-            square = _square_of(gradients, torch.float32)
-            return square if math.isfinite(square) else _square_of(gradients, torch.float64)
-
-
-def _square_of(gradients: Sequence[Tensor], dtype: torch.dtype) -> float:
-    """Of their L2 norm, in sums of this type for each; float64 takes 15 times as long."""
-    norms = [torch.linalg.vector_norm(g, dtype=dtype) for g in gradients]
-    return float(torch.stack(norms).double().square().sum())
+            return norm_of(*bucket.staged_gradients()) ** 2

@@ -20,7 +20,7 @@ from hvd_sparse.engine.state_checks import (
     check_like,
     check_origin,
     check_tensors,
-    named,
+    is_of,
     refuse,
 )
 from hvd_sparse.errors import ConfigError
@@ -82,7 +82,7 @@ class EngineState:
     def copy(self) -> EngineState:
         """The same with residuals and momenta of its own."""
         residual, momentum = (
-            {name: tensor.clone() for name, tensor in kind.items()}
+            {name: tensor.detach().clone() for name, tensor in kind.items()}
             for kind in (self.residual, self.momentum)
         )
         return replace(self, residual=residual, momentum=momentum)
@@ -91,9 +91,7 @@ class EngineState:
         """Let go of what belongs to residuals that are gone: momenta, and the buckets' states."""
         held = self.residual.keys()
         self.momentum = {name: t for name, t in self.momentum.items() if name in held}
-        self.buckets = [
-            b for b in self.buckets if all({name, named(name)} & held for name in b["names"])
-        ]
+        self.buckets = [b for b in self.buckets if all(is_of(name, held) for name in b["names"])]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain containers and tensors, for `torch.save`."""
@@ -130,13 +128,9 @@ class EngineState:
         check_origin(state)
         check_tensors(state)
         check_buckets(state)
-        residual, momentum = (
-            {name: tensor.detach().clone() for name, tensor in state[kind].items()}
-            for kind in ("residual", "momentum")
-        )
         return EngineState(
-            residual,
-            momentum,
+            state["residual"],
+            state["momentum"],
             int(state["step"]),
             list(state["buckets"]),
             state["rank"],
@@ -144,7 +138,7 @@ class EngineState:
             state["unit"],
             state["package"],
             state["planner"],
-        )
+        ).copy()
 
     def strangers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """What is wrong with each tensor that is none of these, by its name."""
@@ -164,7 +158,7 @@ class EngineState:
             self.momentum.pop(name, None)
         gone = set(names)
         self.buckets = [
-            b for b in self.buckets if not gone & {*b["names"], *map(named, b["names"])}
+            b for b in self.buckets if not any(is_of(name, gone) for name in b["names"])
         ]
         return lost
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -81,6 +81,11 @@ def named(label: str) -> str:
     return label.rpartition("[")[0]
 
 
+def is_of(label: str, names: Set[str]) -> bool:
+    """Whether a bucket's label is that of one of these tensors, or of a part of it."""
+    return not names.isdisjoint({label, named(label)})
+
+
 def check_buckets(state: Mapping[str, Any]) -> None:
     """Each bucket names its tensors, its kind and two mappings."""
     if not isinstance(state["buckets"], list):
@@ -95,7 +100,7 @@ def check_buckets(state: Mapping[str, Any]) -> None:
         strange = [
             name
             for name in bucket["names"]
-            if not isinstance(name, str) or not {name, named(name)} & state["residual"].keys()
+            if not isinstance(name, str) or not is_of(name, state["residual"].keys())
         ]
         if strange:
             raise refuse(f"{where}: names must have residuals, got {strange[0]!r}")

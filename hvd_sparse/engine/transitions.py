@@ -8,7 +8,7 @@ exchange, since they would go on moving its weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite
 
 import torch
@@ -109,10 +109,20 @@ def momentum_unit(assignment: Assignment, spec: TensorSpec) -> float:
     return 1.0 if method is None else method.memory.momentum_unit
 
 
-def norm_of(tensor: Tensor) -> float:
-    """L2 norm; its squares are added in float64, which takes 15 times as long, only if need be."""
-    norm = float(torch.linalg.vector_norm(tensor))
-    return norm if isfinite(norm) else float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+def norm_of(*tensors: Tensor) -> float:
+    """L2 norm of tensors of one device together.
+
+    A tensor's squares are added in float64, which takes 15 times as long, only if need be.
+    """
+    norm = _norm_in(torch.float32, tensors)
+    return norm if isfinite(norm) else _norm_in(torch.float64, tensors)
+
+
+def _norm_in(dtype: torch.dtype, tensors: Sequence[Tensor]) -> float:
+    """The same in sums of a type, or of the tensor's own where that is wider."""
+    types = (torch.promote_types(dtype, tensor.dtype) for tensor in tensors)
+    norms = [torch.linalg.vector_norm(t, dtype=d) for t, d in zip(tensors, types, strict=True)]
+    return float(torch.stack([norm.double() for norm in norms]).square().sum().sqrt())
 
 
 def l1_of(tensors: Iterable[Tensor]) -> float:
