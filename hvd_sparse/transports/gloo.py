@@ -23,7 +23,7 @@ from hvd_sparse.transports.point_to_point import PointToPointTransport, Request
 
 _ABORT_TAG = (1 << 31) - 1  # above all tags of messages
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes 0 for its own default
-_LONGEST_WAIT = timedelta(days=3650)
+LONGEST_WAIT = timedelta(days=3650)
 
 CONNECTING_S = 5.0
 """What ranks have at least to connect in: on a busy host one may begin seconds after another."""
@@ -121,7 +121,7 @@ class _Pending:
         self._work = work
 
     def wait(self, deadline: float) -> torch.Tensor | None:
-        remaining = _LONGEST_WAIT
+        remaining = LONGEST_WAIT
         if deadline != math.inf:
             remaining = max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT)
         try:

@@ -31,7 +31,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,7 +41,7 @@ from hvd_sparse.transports.base import Handle
 from hvd_sparse.transports.buffers import POOLED_BYTES, PinnedPool
 from hvd_sparse.transports.device_group import DeviceGroup, Transfer
 from hvd_sparse.transports.framing import Payload
-from hvd_sparse.transports.gloo import GlooTransport
+from hvd_sparse.transports.gloo import LONGEST_WAIT, GlooTransport
 from hvd_sparse.transports.meeting import dist
 from hvd_sparse.transports.pauses import Pauses
 from hvd_sparse.transports.point_to_point import Request
@@ -59,9 +58,6 @@ LOOK_S = 0.1
 
 GRACE_S = 5.0
 """What NCCL may take to end."""
-
-LONGEST_WAIT = timedelta(days=3650)
-"""torch's watchdog would end the whole process; waits here have deadlines of their own."""
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """By default the watchdog ends the process for an error of NCCL's, too, which the waits here turn
@@ -96,7 +92,7 @@ def connect_nccl(store: Any, rank: int, world_size: int, device: torch.device) -
         device: this rank's, which no other rank has.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = LONGEST_WAIT
+    options._timeout = LONGEST_WAIT  # torch's watchdog would end the process; waits here end alone
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"  # the constructor reads it
     try:
@@ -309,10 +305,8 @@ class NcclTransport(GlooTransport):
         """
         pauses = Pauses(SPIN_S)
         look_at = time.monotonic() + LOOK_S
-        while not is_through():
+        while not is_through() and self.failure is None:
             now = time.monotonic()
-            if self.failure is not None:
-                raise PeerLostError(f"rank {self.rank}: {self.failure}")
             if now >= deadline:
                 raise TransportTimeout(
                     f"rank {self.rank}: {awaited} did not answer within {self.timeout_s:g} s"

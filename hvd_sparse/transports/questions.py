@@ -51,8 +51,7 @@ class Questions:
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._incoming: dict[socket.socket, tuple[bytearray, float]] = {}
-        self._outgoing: dict[socket.socket, tuple[bytes, bytearray, Heard | None]] = {}
-        self._until: dict[socket.socket, float] = {}  # of outgoing ones
+        self._outgoing: dict[socket.socket, tuple[bytes, bytearray, Heard | None, float]] = {}
         self._bell, self._ear = socket.socketpair()
         for end in (self._bell, self._ear):
             end.setblocking(False)
@@ -85,8 +84,8 @@ class Questions:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         connection.setblocking(False)
         status = connection.connect_ex(address)
-        self._outgoing[connection] = (request, bytearray(), heard)
-        self._until[connection] = time.monotonic() + patience_s
+        until = time.monotonic() + patience_s
+        self._outgoing[connection] = (request, bytearray(), heard, until)
         if status not in (0, errno.EINPROGRESS):
             self._end(connection, None, refused=status == errno.ECONNREFUSED)
             return
@@ -109,8 +108,9 @@ class Questions:
         for connection, (_, since) in list(self._incoming.items()):
             if now - since > INCOMING_S:
                 self._drop(connection)
-        for connection in [each for each, until in self._until.items() if now > until]:
-            self._end(connection, None, refused=False)
+        for connection, (*_, until) in list(self._outgoing.items()):
+            if now > until:
+                self._end(connection, None, refused=False)
 
     def wake(self) -> None:
         """Makes `serve` return; from any thread."""
@@ -124,7 +124,7 @@ class Questions:
         for connection in list(self._incoming):
             self._drop(connection)
         for connection in list(self._outgoing):
-            del self._outgoing[connection], self._until[connection]
+            del self._outgoing[connection]
             connection.close()
         if self._listener is not None:
             self._listener.close()
@@ -165,7 +165,7 @@ class Questions:
             self._drop(connection)
 
     def _go_on(self, connection: socket.socket) -> None:
-        request, answer, heard = self._outgoing[connection]
+        request, answer, heard, _ = self._outgoing[connection]
         try:
             if self._selector.get_key(connection).events == selectors.EVENT_WRITE:
                 status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -191,8 +191,7 @@ class Questions:
             self._end(connection, None, refused=False)
 
     def _end(self, connection: socket.socket, answer: Message | None, *, refused: bool) -> None:
-        _, _, heard = self._outgoing.pop(connection)
-        del self._until[connection]
+        _, _, heard, _ = self._outgoing.pop(connection)
         self._forget(connection)
         if heard is not None:
             heard(answer, refused)
