@@ -203,18 +203,27 @@ def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
     try:
         addresses = _told(inside, None if own is None else own.address)
         if own is not None and all(addresses):
-            try:
-                for place, address in enumerate(addresses):
-                    mine = place == inside.rank
-                    segments.append(own.segment if mine else open_segment(Address(*address)))
-            except OSError as error:
-                problem = f"cannot map the memory of rank {inside.ranks[len(segments)]} ({error})"
+            segments, problem = _mapped(inside, own, addresses)
         problems = _told(inside, problem)
     finally:
         if own is not None:
             own.hide()  # all have mapped it, or never will
     told = zip(inside.ranks, problems, strict=True)
     return segments, "; ".join(f"rank {rank} {why}" for rank, why in told if why)
+
+
+def _mapped(
+    inside: GroupTransport, own: OwnSegment, addresses: Sequence[Sequence[Any]]
+) -> tuple[list[Segment], str]:
+    """The segments at some addresses, in the order of the ranks; or why one cannot be mapped."""
+    segments: list[Segment] = []
+    for rank, address in zip(inside.ranks, addresses, strict=True):
+        try:
+            mine = len(segments) == inside.rank
+            segments.append(own.segment if mine else open_segment(Address(*address)))
+        except OSError as error:
+            return segments, f"cannot map the memory of rank {rank} ({error})"
+    return segments, ""
 
 
 def _told(inside: GroupTransport, mine: object) -> list[Any]:

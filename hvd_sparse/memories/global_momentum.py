@@ -148,11 +148,8 @@ class GlobalMomentum(ErrorFeedback):
         self._last_sum = SparseStream(indices.int(), total[indices], share.numel)
 
     def _begin(self, k: int) -> None:
-        self._before, self._entered = (self.share, self._last_sum), None
-        self._enter()
-
-    def _enter(self) -> None:
         """Step 1, for entries that stay finite; what was there is kept, to go back to."""
+        self._before, self._entered = (self.share, self._last_sum), None
         indices = self.share.indices
         before = ops.take_at(self.residual, indices)
         self._entered = SparseStream(indices, before, self.residual.numel())

@@ -353,9 +353,9 @@ class Planner:
 
     def _going_on(self, trial: Trial, wait_steps: int = 0) -> dict[str, Any]:
         """The next turn, which begins after so many steps by its plan."""
-        steps = wait_steps + sum(trial.turn)
-        plan = asdict(trial.current.plan)
-        return {"plan": plan, "steps": steps, "timed": trial.turn.timed, "trying": True}
+        plan, turn = asdict(trial.current.plan), trial.turn
+        steps = wait_steps + sum(turn)
+        return {"plan": plan, "steps": steps, "timed": turn.timed, "trying": True}
 
     def _remember(self, profile: Profile, outcome: Outcome | None) -> dict[str, Any]:
         """Keep what was found, in the cache too."""

@@ -159,8 +159,8 @@ def test_a_slow_rank_is_named_where_it_clearly_is_one(
     assert slowest_rank(compared(*exchange_s)) == slowest
 
 
-def test_without_a_slow_rank_none_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
+def recorded(path: Path) -> Recording:
+    """A run of 64 steps of two ranks."""
 
     def worker(transport: Transport) -> None:
         engine = Engine(METHODS["topk"](density=0.1).make(), Recorder(path))
@@ -170,6 +170,11 @@ def test_without_a_slow_rank_none_is_named(tmp_path: Path) -> None:
 
     run_ranks(2, worker, timeout_s=60.0)
     (run,) = read_runs(path)
+    return run
+
+
+def test_without_a_slow_rank_none_is_named(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run.jsonl")
     assert [(line["step"], line["steps"]) for line in run.ranks] == [(64, 64)]
     run.ranks[0]["exchange_s"] = [3.7, 3.8]
     page = report_page([run], run)
@@ -179,16 +184,7 @@ def test_without_a_slow_rank_none_is_named(tmp_path: Path) -> None:
 
 def test_what_is_saved_counts_steps_and_not_plans(tmp_path: Path) -> None:
     """A plan of a few steps, each a line of its own, and one of a thousand steps in one line."""
-    path = tmp_path / "run.jsonl"
-
-    def worker(transport: Transport) -> None:
-        engine = Engine(METHODS["topk"](density=0.1).make(), Recorder(path))
-        engine.connect(transport)
-        take_steps(engine, 64)
-        engine.disconnect()
-
-    run_ranks(2, worker, timeout_s=60.0)
-    (run,) = read_runs(path)
+    run = recorded(tmp_path / "run.jsonl")
     (bucket, *_), line = run.plans[0].buckets, run.plans[0].steps[0]
     line = {key: value[:1] if isinstance(value, list) else value for key, value in line.items()}
     run.plans = [Plan(0, [{**bucket, "numel": 1000}]), Plan(10, [{**bucket, "numel": 1_000_000}])]
