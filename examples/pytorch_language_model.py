@@ -169,7 +169,7 @@ class Checkpoint:
             was_sparse = (self.folder / f"compression-{epochs}").exists()
         # Horovod: the first worker has the checkpoint, and tells the others.
         found = hvd.broadcast(torch.tensor([epochs, was_sparse]), root_rank=0, name="found")
-        epochs, was_sparse = map(int, found)
+        epochs, was_sparse = found[0].item(), bool(found[1])
         if was_sparse and self.sparse is not None:
             self.sparse.load_checkpoint(self.folder / f"compression-{epochs}")
         return int(epochs)
