@@ -36,7 +36,7 @@ from benchmarks._launch import Launcher
 from benchmarks._report import Row, write_report
 from benchmarks.allreduce_cases import CASES, case_of, rows_of
 from benchmarks.allreduce_sweep import auto_row, plot_sweep, sweep_arguments, sweep_rows
-from hvd_sparse.simulator.plots import load_pyplot
+from hvd_sparse.lab.plots import load_pyplot
 
 OPTIMIZER = "benchmarks/optimizer_worker.py"
 SWEEP = "benchmarks/sweep_worker.py"

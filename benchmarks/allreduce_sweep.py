@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks._jobs import Spread
 from benchmarks._report import Row
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
-from hvd_sparse.simulator.plots import load_pyplot
+from hvd_sparse.lab.plots import load_pyplot
 
 AUTO_GOAL = 1.15
 """How much longer than the best lossless one what "auto" picks may take."""

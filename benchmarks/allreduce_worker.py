@@ -17,8 +17,7 @@ from hvd_sparse.collectives import Collective, OkTopk
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.choose import create_transport
-from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 
 WARMUP_STEPS = 20
 """Steps before anything is timed: residuals have filled, thresholds have settled."""

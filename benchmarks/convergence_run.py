@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.convergence_tasks import Budget, Task
 from hvd_sparse import MomentumCorrectedSGD
-from hvd_sparse.constructors import RunOptions
+from hvd_sparse.compression import RunOptions
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.hosts import Grid, Hosts
 from hvd_sparse.transports import Transport

@@ -29,8 +29,8 @@ from hvd_sparse.collectives.registry import CANDIDATES
 from hvd_sparse.collectives.two_levels import Levels, dense_ring, flat, shared, two_levels
 from hvd_sparse.cost_model import Link
 from hvd_sparse.files import replacing
-from hvd_sparse.simulator import Network, Outcome, SyntheticStreams, Workload, simulate_all
-from hvd_sparse.simulator.plots import load_pyplot
+from hvd_sparse.lab.plots import load_pyplot
+from hvd_sparse.lab.simulator import Network, Outcome, SyntheticStreams, Workload, simulate_all
 
 NUMEL, DENSITY, LOCAL_SIZE = 133_547_324, 0.01, 8
 K = round(DENSITY * NUMEL)

@@ -25,8 +25,7 @@ from benchmarks._rank import (
     start_rank,
 )
 from hvd_sparse.hosts import Grid, Hosts
-from hvd_sparse.transports.choose import create_transport
-from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 
 LARGEST_ERROR = 1e-6

@@ -20,8 +20,7 @@ from benchmarks.oktopk_variants import (
 )
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.choose import create_transport
-from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 
 VARIANTS: dict[str, type[MeasuredOkTopk]] = {
     "oktopk": MeasuredOkTopk,

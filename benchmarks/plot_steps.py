@@ -12,7 +12,7 @@ import json
 import re
 from pathlib import Path
 
-from hvd_sparse.simulator.plots import load_pyplot
+from hvd_sparse.lab.plots import load_pyplot
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 WORLDS = {

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks._report import Row, write_report
 from benchmarks.weak_scaling import EFFECTIVE, STREAMS
 from hvd_sparse.cost_model import Link
-from hvd_sparse.simulator import Network, SyntheticStreams, Workload, simulate_all
+from hvd_sparse.lab.simulator import Network, SyntheticStreams, Workload, simulate_all
 
 OKTOPK_OPPONENTS = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 SPARCML = ("dense", "ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")

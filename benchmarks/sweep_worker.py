@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from benchmarks._rank import dist, end_rank, in_turns, slowest_ranks, start_rank
-from hvd_sparse.collectives.automatic import cheapest_algorithm
-from hvd_sparse.collectives.link import link_of
+from hvd_sparse.collectives.automatic import cheapest_algorithm, link_of
 from hvd_sparse.collectives.registry import BY_NAME
-from hvd_sparse.simulator import DISTINCT, SyntheticStreams
+from hvd_sparse.lab.simulator import DISTINCT, SyntheticStreams
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.choose import create_transport
-from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 
 WARMUP_STEPS = 3
 STREAMS = SyntheticStreams()

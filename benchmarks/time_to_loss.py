@@ -24,7 +24,7 @@ from benchmarks._launch import Launcher
 from benchmarks._report import Row, write_report
 from benchmarks.allreduce_cases import row_of
 from benchmarks.ways import check_names, is_ours
-from hvd_sparse.simulator.plots import load_pyplot
+from hvd_sparse.lab.plots import load_pyplot
 
 WORKER = "benchmarks/time_to_loss_worker.py"
 RANKS = 2

@@ -26,7 +26,7 @@ from benchmarks._report import write_report
 from benchmarks.models import MODELS
 from benchmarks.training_rows import MORE, goal_rows, plot_steps, step_rows
 from benchmarks.ways import check_names
-from hvd_sparse.simulator.plots import load_pyplot
+from hvd_sparse.lab.plots import load_pyplot
 
 WORKER = "benchmarks/training_worker.py"
 TIMEOUT_S, QUICK_LIMIT_S = 3600.0, 600.0

@@ -11,7 +11,7 @@ from benchmarks._report import Row
 from benchmarks.allreduce_cases import row_of
 from benchmarks.models import MODELS
 from benchmarks.ways import UNAVERAGED, is_ours
-from hvd_sparse.simulator.plots import load_pyplot
+from hvd_sparse.lab.plots import load_pyplot
 
 Found = dict[str, Any]
 """What one launch's rank 0 wrote: see benchmarks/training_worker.py."""

@@ -26,14 +26,14 @@ from pathlib import Path
 from benchmarks._report import Row, write_report
 from hvd_sparse.collectives.registry import cost
 from hvd_sparse.cost_model import Link
-from hvd_sparse.simulator import (
+from hvd_sparse.lab.plots import load_pyplot, plot_outcomes
+from hvd_sparse.lab.simulator import (
     Network,
     Outcome,
     SyntheticStreams,
     Workload,
     simulate_all,
 )
-from hvd_sparse.simulator.plots import load_pyplot, plot_outcomes
 
 NUMEL, DENSITY, COMPUTE_S = 133_547_324, 0.01, 0.3
 EFFECTIVE = Network(Link(1.5e-6, 1e-9, 1e-10))

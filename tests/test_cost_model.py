@@ -9,15 +9,21 @@ import torch
 
 from hvd_sparse.collectives.oktopk import HEAD_BYTES
 from hvd_sparse.collectives.registry import cheapest, cost
-from hvd_sparse.cost_model import Cost, Link, WireBytes, expected_nnz, oktopk_control
+from hvd_sparse.cost_model import Cost, Link, Pace, WireBytes, Work, expected_nnz, oktopk_control
 from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.lab.simulator import (
+    ALGORITHMS,
+    DISTINCT,
+    Network,
+    SyntheticStreams,
+    Workload,
+    simulate,
+)
 from hvd_sparse.methods import METHODS
-from hvd_sparse.simulator import ALGORITHMS, DISTINCT, Network, SyntheticStreams, Workload, simulate
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.transports.framing import HEADER_BYTES
 from hvd_sparse.wire import WIRES, CompactWire, PlainWire, Wire
-from hvd_sparse.work import Pace, Work
 
 LINK = Link(1e-5, 1e-9, 1e-10)
 COMPACT_WIRES: dict[str, Wire] = {

@@ -136,7 +136,7 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
 
     def sync(self) -> None:
         """Bring the residuals to where rank 0 stands, whose weights all ranks get."""
-        from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+        from hvd_sparse.transports.connect import HorovodBootstrap
 
         world = HorovodBootstrap()
         with as_horovod_error():

@@ -19,8 +19,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.functional.communicator import Communicator, SparseHandle
-from hvd_sparse.functional.user_vector import DTYPES
+from hvd_sparse.functional.communicator import DTYPES, Communicator, SparseHandle
 from hvd_sparse.transports import Transport
 
 EXCHANGES: weakref.WeakSet[EmbeddingExchange] = weakref.WeakSet()

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from hvd_sparse.collectives.link import link_of
+from hvd_sparse.collectives.automatic import link_of
 from hvd_sparse.collectives.registry import ALGORITHMS, LOSSLESS_CANDIDATES
 from hvd_sparse.collectives.two_levels import (
     Levels,

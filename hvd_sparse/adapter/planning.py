@@ -18,7 +18,7 @@ from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.planner import Planner, World, planner_of
-from hvd_sparse.planner.clock import clock_of
+from hvd_sparse.planner.measure import clock_of
 from hvd_sparse.planner.trial import TIMED_STEPS
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.horovod_handles import outcome_of

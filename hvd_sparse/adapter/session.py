@@ -20,15 +20,15 @@ from hvd_sparse.adapter.planning import Planning, device_of
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
-from hvd_sparse.engine.guard import warn
+from hvd_sparse.engine.account import warn
 from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.choose import Bootstrap, create_transport
+from hvd_sparse.transports.connect import Bootstrap, create_transport
 from hvd_sparse.transports.framing import Payload
 
 if TYPE_CHECKING:
-    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+    from hvd_sparse.transports.connect import HorovodBootstrap
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -104,7 +104,7 @@ class Session:
         """
         from horovod.torch import mpi_ops
 
-        from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+        from hvd_sparse.transports.connect import HorovodBootstrap
 
         world = HorovodBootstrap(optimizer.process_set)
         self._connecting = True

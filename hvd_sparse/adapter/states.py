@@ -18,7 +18,7 @@ from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
 from hvd_sparse.planner import planner_of
 
 if TYPE_CHECKING:
-    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+    from hvd_sparse.transports.connect import HorovodBootstrap
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -92,7 +92,7 @@ class States:
 
     def _world(self, process_set: Any) -> tuple[HorovodBootstrap, Callable[[Any], list[Any]]]:
         """The ranks of a process set, or all of Horovod's, and how they gather objects."""
-        from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+        from hvd_sparse.transports.connect import HorovodBootstrap
 
         world = HorovodBootstrap(process_set)
 

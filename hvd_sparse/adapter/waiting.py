@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from hvd_sparse.adapter.refusals import refuse_to_reduce_again
-from hvd_sparse.transports.horovod_handles import SPIN_S, WAITING
-from hvd_sparse.transports.pauses import Pauses
+from hvd_sparse.transports.horovod_handles import SPIN_S, WAITING, Pauses
 
 T = TypeVar("T")
 

@@ -17,12 +17,13 @@ import torch.distributed
 
 from hvd_sparse import ops
 from hvd_sparse._version import __version__
-from hvd_sparse.cli.command import Command, Output, no_arguments, table
+from hvd_sparse.cli.command import Command, Output, no_arguments
 from hvd_sparse.compression import POLICY_VARIABLE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.native import LIBRARY_PATH
 from hvd_sparse.policy import load_policy
-from hvd_sparse.transports.choose import TRANSPORT_NAMES, VARIABLE
+from hvd_sparse.tables import table
+from hvd_sparse.transports.connect import TRANSPORT_NAMES, VARIABLE
 from hvd_sparse.transports.nccl import problem_with_nccl
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")

@@ -14,24 +14,30 @@ import yaml
 from hvd_sparse._version import __version__
 from hvd_sparse.adapter.binding import SPARSE_DTYPES, spec_of
 from hvd_sparse.checks import check_count
-from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of
-from hvd_sparse.cli.command import Command, Output, table
-from hvd_sparse.cli.explained import HEADINGS, figures_of, row_of
-from hvd_sparse.cli.hosts import add_host_arguments, levels_of, profiles_of_hosts
-from hvd_sparse.cli.model import load_model
-from hvd_sparse.cli.units import bytes_per_s, seconds, shown_s
+from hvd_sparse.cli.command import Command, Output, load_model
 from hvd_sparse.cost_model import Link
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
+from hvd_sparse.lab.offline_plan import (
+    HEADINGS,
+    add_candidate_arguments,
+    add_host_arguments,
+    candidates_of,
+    figures_of,
+    levels_of,
+    policy_of,
+    profiles_of_hosts,
+    row_of,
+)
+from hvd_sparse.lab.pin import pinned
+from hvd_sparse.lab.plots import load_pyplot, plot_timelines
 from hvd_sparse.planner.choose import ChosenPlan, PlannedTensor, choose_plan
+from hvd_sparse.planner.costs import Profile, modelled, place_of, processor
 from hvd_sparse.planner.measure import measure_encoding
-from hvd_sparse.planner.plots import plot_timelines
-from hvd_sparse.planner.profile import Profile, modelled, place_of, processor
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import owning_modules
-from hvd_sparse.policy.pin import pinned
-from hvd_sparse.simulator.plots import load_pyplot
+from hvd_sparse.tables import bytes_per_s, seconds, shown_s, table
 from hvd_sparse.transports import LocalWorld
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from hvd_sparse.cli.candidates import add_candidate_arguments, candidates_of, policy_of, short
-from hvd_sparse.cli.command import Command, Output, table
-from hvd_sparse.cli.units import shown_s
+from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.lab.offline_plan import add_candidate_arguments, candidates_of, policy_of, short
+from hvd_sparse.planner.costs import CPU, Profile
 from hvd_sparse.planner.measure import LIMIT_S, measure_profile
 from hvd_sparse.planner.planner import meet
-from hvd_sparse.planner.profile import CPU, Profile
-from hvd_sparse.transports.choose import TRANSPORT_NAMES, create_transport
+from hvd_sparse.tables import shown_s, table
+from hvd_sparse.transports.connect import TRANSPORT_NAMES, create_transport
 
 SHOWN_NUMELS = (1_000, 100_000, 10_000_000)
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> Output | None:
     except ImportError as error:
         raise ConfigError(f"horovod.torch cannot be imported: {error}") from error
     from hvd_sparse.adapter.planning import horovods_allreduce
-    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+    from hvd_sparse.transports.connect import HorovodBootstrap
 
     hvd.init()
     if hvd.size() == 1:

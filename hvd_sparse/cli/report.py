@@ -8,9 +8,9 @@ from pathlib import Path
 from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
-from hvd_sparse.recording.log import chosen_run, read_runs
-from hvd_sparse.recording.page import beside, report_page
-from hvd_sparse.recording.summary import bucket_means, last_plan, slowest_rank, steps_of
+from hvd_sparse.lab.report.log import chosen_run, read_runs
+from hvd_sparse.lab.report.page import beside, report_page
+from hvd_sparse.lab.report.summary import bucket_means, last_plan, slowest_rank, steps_of
 
 
 def add_recording_arguments(parser: argparse.ArgumentParser) -> None:

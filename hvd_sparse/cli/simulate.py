@@ -9,11 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hvd_sparse.checks import check_choice, check_count, check_density
-from hvd_sparse.cli.command import Command, Output, table
+from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.collectives.two_levels import shared
 from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.simulator import (
+from hvd_sparse.lab.plots import load_pyplot, plot_outcomes
+from hvd_sparse.lab.simulator import (
     ALGORITHMS,
     DISTINCT,
     Network,
@@ -23,8 +24,8 @@ from hvd_sparse.simulator import (
     Workload,
     simulate_all,
 )
-from hvd_sparse.simulator.plots import load_pyplot, plot_outcomes
-from hvd_sparse.simulator.streams import StreamSource
+from hvd_sparse.lab.simulator.workloads import StreamSource
+from hvd_sparse.tables import table
 
 COLUMNS = (
     *("algorithm", "ranks", "sent, worst", "mean", "received, worst", "mean"),

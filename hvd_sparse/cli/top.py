@@ -15,8 +15,8 @@ from hvd_sparse.checks import check_above
 from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.cli.report import add_recording_arguments
 from hvd_sparse.errors import UnsupportedError
-from hvd_sparse.recording.follow import Follower, Present, present
-from hvd_sparse.recording.log import Recording, chosen_run
+from hvd_sparse.lab.report.follow import Follower, Present, present
+from hvd_sparse.lab.report.log import Recording, chosen_run
 from hvd_sparse.tables import nbytes
 
 BAR_CHARACTERS = 30

@@ -9,8 +9,8 @@ from pathlib import Path
 from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.cli.report import add_recording_arguments, output_of
 from hvd_sparse.files import write_text
-from hvd_sparse.recording.log import chosen_run, read_runs
-from hvd_sparse.recording.trace import chrome_trace, read_timeline
+from hvd_sparse.lab.report.chrome_trace import chrome_trace, read_timeline
+from hvd_sparse.lab.report.log import chosen_run, read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from hvd_sparse.adapter.binding import SPARSE_DTYPES, spec_of
-from hvd_sparse.cli.command import Command, Output, table
-from hvd_sparse.cli.model import load_model
+from hvd_sparse.cli.command import Command, Output, load_model
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import load_policy, owning_modules, warnings_of
 from hvd_sparse.policy.schema import json_schema
+from hvd_sparse.tables import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,19 +3,173 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from itertools import count
+from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from hvd_sparse import ops
 from hvd_sparse.accumulator import Scope
 from hvd_sparse.checks import check_choice
-from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
-from hvd_sparse.collectives.link import link_of
+from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, cheapest
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.cost_model import ORDINARY_LINK, Link, Pace
+from hvd_sparse.streams import ENTRY_BYTES, DenseSum, Part, SparseStream
+from hvd_sparse.topology import MESSAGES_IN_FLIGHT
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
+
+# MERGED collectives.link
+# What a transport's messages cost: measured once, by a short ping that all ranks take part in.
+#
+# Steps: every rank r sends to r + s and receives from r - s, for changing s, first a few bytes (α),
+# then as many to several ranks at once (g), then a megabyte (β); each rank does some work of each
+# kind (γ): it merges, scatters, adds, scans and selects. Of each repetition the slowest rank's time
+# counts, since that is whom a collective waits for; all ranks get the same figures.
+#
+# Large messages have a channel of their own, whose room is agreed on beforehand, so that none is cut
+# in two. What has been measured is remembered for as long as the process lives: whoever asks again
+# in the same world of processes gets the same figures, and so makes the same choice.
+#
+# Cost: some 40 α and 5 MB of β: 50 ms at 1 Gb/s; where it is remembered, two small allgathers.
+
+PINGS, LARGE_PINGS, SUMS = 15, 4, 5
+LARGE_BYTES = 1 << 20
+"""Well above what a shaper lets through at once."""
+ENTRIES, VALUES = 1 << 14, 1 << 18
+"""What work is measured on."""
+TOKEN_BYTES = 16
+
+_links: dict[tuple[bytes, ...], Link] = {}
+"""What this process has measured, by transport and the processes of all ranks. It outlives the
+transports: a measurement is noise in part, and what follows from it must not change with it."""
+
+
+def link_of(transport: Transport) -> Link:
+    """α, β, γ and g: as given in `transport.link`, or as known, or else measured now.
+
+    Collective: all ranks call this together. They get the same figures.
+
+    Raises:
+        TransportError: A peer is gone or did not answer.
+    """
+    if transport.link is None:
+        transport.link = _remembered(transport)
+    return transport.link
+
+
+def _remembered(transport: Transport) -> Link:
+    """What this world's processes have measured before, if all of them remember the same, or now.
+
+    They may not: two transports can be measured at a time, on two threads of each process.
+    """
+    if transport.world_size == 1:
+        return ORDINARY_LINK
+    token = torch.frombuffer(bytearray(_process_token()), dtype=torch.uint8)
+    tokens = [bytes(m.numpy()) for m in transport.allgather((token,), channel="link.processes")]
+    if len(set(tokens)) < len(tokens):  # threads: what they measure says nothing of another world
+        return measure_link(transport)
+    world = (transport.name.encode(), *tokens)
+    link = _links.get(world)
+    digest = torch.frombuffer(bytearray(sha256(repr(link).encode()).digest()), dtype=torch.uint8)
+    everyone = transport.allgather((digest,), channel="link.known")
+    if link is None or not all(torch.equal(message, digest) for message in everyone):
+        link = _links[world] = measure_link(transport)
+    return link
+
+
+@cache
+def _process_token() -> bytes:
+    """What tells this process from all others."""
+    return os.urandom(TOKEN_BYTES)
+
+
+def measure_link(transport: Transport) -> Link:
+    """Measure α, β, γ and g of more than one rank; see `link_of`."""
+    P, rank = transport.world_size, transport.rank
+    turns = count(1)
+
+    def ping(nbytes: int, channel: str, peers: int = 1) -> Callable[[], object]:
+        payload = (torch.zeros(nbytes, dtype=torch.uint8),)
+        transport.expect(nbytes, channel=channel)
+
+        def exchange() -> None:
+            shifts = [1 + next(turns) % (P - 1) for _ in range(peers)]
+            ends = [((rank + s) % P, (rank - s) % P) for s in shifts]
+            handles = [transport.exchange(payload, *each, channel=channel) for each in ends]
+            for handle in handles:
+                handle.wait()
+
+        return exchange
+
+    in_flight = min(P - 1, MESSAGES_IN_FLIGHT)
+    kinds = _kinds_of_work()
+    measured = [
+        (ping(ENTRY_BYTES, "ping"), PINGS),
+        (ping(ENTRY_BYTES, "ping", in_flight), PINGS),
+        (ping(LARGE_BYTES, "ping.large"), LARGE_PINGS),
+        *((function, SUMS) for function, _ in kinds),
+    ]
+    mine = torch.cat([_times(function, repeats) for function, repeats in measured])
+    gathered = torch.stack(
+        [message.view(torch.float64) for message in transport.allgather((mine,), channel="link")]
+    )
+    # A round is over when its slowest rank is through.
+    slowest = gathered.amax(0).split([repeats for _, repeats in measured])
+    alpha_s, burst_s, large_s, *work_s = (float(times.median()) for times in slowest)
+    pace = Pace(*(seconds / count for seconds, (_, count) in zip(work_s, kinds, strict=True)))
+    return Link(
+        alpha_s,
+        max(0.0, large_s - alpha_s) / LARGE_BYTES,
+        pace.merged_entries / ENTRY_BYTES,
+        min(alpha_s, max(0.0, burst_s - alpha_s) / max(1, in_flight - 1)),
+        pace,
+    )
+
+
+def _kinds_of_work() -> list[tuple[Callable[[], object], int]]:
+    """Some work of each kind, in the order of `Pace`, and how many entries or values it takes."""
+    places = torch.arange(ENTRIES, dtype=torch.int32) * (VALUES // ENTRIES)
+    stream, other = ((places + shift, torch.ones(ENTRIES)) for shift in (0, 7))
+    values, out = torch.ones(VALUES), torch.empty(VALUES)
+    total = DenseSum((Part(None, values, 0, VALUES),), VALUES)
+
+    def scatter() -> None:
+        at = places.long()
+        out[at] = torch.add(out[at], stream[1])
+
+    def scan() -> None:
+        total.isfinite()
+        total.write(out, 1.0)
+
+    def select() -> None:
+        ops.threshold_stream(*stream, 0.5)
+        ops.difference(*stream, other[0])
+
+    return [
+        (lambda: ops.merge_sum([stream, other], VALUES), 2 * ENTRIES),
+        (scatter, ENTRIES),
+        (lambda: torch.add(values, values), VALUES),
+        (scan, VALUES),
+        (select, 2 * ENTRIES),
+    ]
+
+
+def _times(function: Callable[[], object], repeats: int) -> Tensor:
+    """Seconds of each call, float64 `(repeats,)`, after one for connections and buffers."""
+    times = []
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        function()
+        times.append(perf_counter() - start)
+    return torch.tensor(times[1:], dtype=torch.float64)
+
 
 logger = logging.getLogger("hvd_sparse")
 

@@ -9,11 +9,79 @@ Cost: 4 (log P) α + 4 · 512 (log P) β at most, in words.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from operator import neg
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys
+from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys, threshold_key
 from hvd_sparse.transports import Transport
+
+# MERGED collectives.threshold_levels
+# Levels around a threshold, to which it may move from one step to the next.
+#
+# Each rank counts how many of its values pass each level. Where the counts of all ranks are known, so
+# is the level that brings about as many values as are wanted.
+
+BIN_BITS = 12
+"""Magnitude keys are counted in bins of 2**12, or 0.05 % of the magnitude."""
+MOVES = (1.2 ** torch.arange(40)).round().long().unique()
+LEVEL_BINS = torch.cat([-MOVES.flip(0), torch.zeros(1, dtype=torch.int64), MOVES])
+"""Where a threshold may move from one step to the next, in bins, ascending: by up to 60 %, and
+finely where it moves little, since error feedback crowds entries just above the threshold."""
+LEVELS = LEVEL_BINS.numel()
+FIRST, LAST = int(LEVEL_BINS[0]), int(LEVEL_BINS[-1])
+_ABOVE_FIRST = (LEVEL_BINS - FIRST).numpy()
+
+
+def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
+    """How many values pass each level.
+
+    Args:
+        values: float32 `(nnz,)`.
+        threshold: What the levels lie around.
+
+    Returns:
+        int32 `(LEVELS,)`, descending; zeros where there are no levels: magnitudes next to zero have
+        no room for any below them.
+    """
+    lowest = _lowest_key(threshold)
+    if lowest <= 0:
+        return torch.zeros(LEVELS, dtype=torch.int32)
+    # By NumPy: on few values each call costs a fraction of torch's.
+    bins = ((values.numpy().view(np.int32) & 0x7FFFFFFF) - lowest) >> BIN_BITS
+    counts = np.bincount(np.clip(bins, -1, LAST - FIRST) + 1, minlength=LAST - FIRST + 2)
+    passing = counts[::-1].cumsum()[::-1][_ABOVE_FIRST + 1]
+    return torch.from_numpy(passing.astype(np.int32))
+
+
+def nearest_level(totals: Sequence[int], wanted: float) -> int:
+    """The level that most nearly so many values pass, the lower of two that do.
+
+    Args:
+        totals: How many pass each level, descending.
+        wanted: How many should.
+    """
+    below = bisect_left(totals, -wanted, key=neg)  # the first one that fewer pass
+    if below == 0:
+        return 0
+    above = bisect_left(totals, -totals[below - 1], key=neg)
+    if below == len(totals) or totals[above] - wanted <= wanted - totals[below]:
+        return above
+    return below
+
+
+def threshold_at(threshold: float, level: int) -> float:
+    """The threshold of a level around another one, in `[0, LEVELS)`."""
+    return key_magnitude(_lowest_key(threshold) + (int(_ABOVE_FIRST[level]) << BIN_BITS))
+
+
+def _lowest_key(threshold: float) -> int:
+    return threshold_key(threshold) + (FIRST << BIN_BITS)
+
 
 DIGIT_BITS = 8
 DIGITS = 1 << DIGIT_BITS

@@ -20,10 +20,10 @@ node that dropped it (or that lost a bit of it to rounding) takes that back as w
 
 from __future__ import annotations
 
-from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
+from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
+from hvd_sparse.cost_model import Work
 from hvd_sparse.streams import Part, SparseStream, sum_of, unapplied
 from hvd_sparse.wire import Packer
-from hvd_sparse.work import Work
 
 
 class GTopk(Collective):

@@ -53,21 +53,21 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
-from hvd_sparse.collectives.global_threshold import th_re_evaluate
-from hvd_sparse.collectives.threshold_levels import (
+from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
+from hvd_sparse.collectives.global_threshold import (
     LEVELS,
     counts_at_levels,
     nearest_level,
+    th_re_evaluate,
     threshold_at,
 )
+from hvd_sparse.cost_model import Work
 from hvd_sparse.magnitude import magnitude_keys, threshold_key
 from hvd_sparse.streams import Part, SparseStream, sum_of, unapplied
 from hvd_sparse.topology import allgather_loads, batches
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
-from hvd_sparse.wire.checks import check_bytes
-from hvd_sparse.work import Work
+from hvd_sparse.wire.messages import check_bytes
 
 AIM_SHARE = 0.03
 """How far above k a threshold is aimed, as a share of k: what is too much is dropped after it was

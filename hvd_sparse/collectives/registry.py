@@ -15,16 +15,17 @@ from types import MappingProxyType
 
 from hvd_sparse import cost_model
 from hvd_sparse.checks import check_choice, check_count
-from hvd_sparse.collectives.base import Collective
-from hvd_sparse.collectives.clt_k import CyclicLeader
-from hvd_sparse.collectives.dense import DenseAllreduce
-from hvd_sparse.collectives.dsar_split_allgather import DsarSplitAllgather
+from hvd_sparse.collectives.collective import Collective
+from hvd_sparse.collectives.dense_allreduce import DenseAllreduce
 from hvd_sparse.collectives.exdyna import LEVEL_BYTES, ExDyna
 from hvd_sparse.collectives.gtopk import GTopk
-from hvd_sparse.collectives.index_union import IndexUnion
+from hvd_sparse.collectives.index_union import CyclicLeader, IndexUnion
 from hvd_sparse.collectives.oktopk import HEAD_BYTES, OkTopk
-from hvd_sparse.collectives.ssar_recursive_double import SsarRecursiveDouble
-from hvd_sparse.collectives.ssar_split_allgather import SsarSplitAllgather
+from hvd_sparse.collectives.sparcml import (
+    DsarSplitAllgather,
+    SsarRecursiveDouble,
+    SsarSplitAllgather,
+)
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
 from hvd_sparse.cost_model import NOTHING, PLAIN_BYTES, CostRange, Formula, Link, WireBytes
 from hvd_sparse.errors import ConfigError

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
+from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
+from hvd_sparse.cost_model import Work
 from hvd_sparse.streams import (
     SUM,
     DenseSum,
@@ -24,9 +25,9 @@ from hvd_sparse.streams import (
     sum_of_parts,
     uniform_regions,
 )
+from hvd_sparse.topology import Cube
 from hvd_sparse.transports import Transport
-from hvd_sparse.wire import Packer
-from hvd_sparse.work import Work
+from hvd_sparse.wire import Packer, PlainWire
 
 PartsAllreduce = Callable[[Part, Transport, Packer, Operation], list[Part]]
 """Combines the ranks' parts, each of the whole vector, to adjacent parts that cover it; every rank
@@ -97,3 +98,138 @@ def allgather_regions(region: Part, numel: int, transport: Transport, packer: Pa
         own if source == transport.rank else packer.unpack(message, *span)
         for source, (message, span) in enumerate(zip(messages, spans, strict=True))
     ]
+
+
+# MERGED collectives.ssar_recursive_double
+# SSAR_Recursive_double: exchange everything with a partner, log P times.
+#
+# Source: SparCML (see sparcml.py), section 5.3.1 and figure 2.
+#
+# Steps: in round t, ranks that are 2**(t-1) apart exchange all that they have and combine it. Where P
+# is no power of two, the surplus ranks first hand theirs to a neighbour, and get the result from it.
+#
+# Cost: log P · α + [log P · k, (P-1) k] β_s: the least where all indices overlap, the most where none
+# do. It is for small data, where latency is what counts.
+#
+# Departures from the paper: it leaves other worlds than powers of two to its supplement. With a lossy
+# wire, both partners go on with what they have read of each other's and of their own part, so that
+# all ranks keep the same bits; the first of the ranks that hold a part keeps its rounding error, and
+# the result goes to the surplus ranks without rounding.
+
+
+def ssar_recursive_double(
+    part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
+) -> list[Part]:
+    """Combine the ranks' parts of one vector; every rank gets the same bits, as one part.
+
+    Args:
+        part: This rank's, of the whole vector.
+        transport: All ranks call this together.
+        packer: Encodes the messages.
+        operation: Combines values; in the order of the ranks.
+    """
+    cube = Cube(transport.rank, transport.world_size)
+    part = _fold(packer.settled(part, operation), cube, transport, packer, operation)
+    for mask in cube.masks():
+        peer = cube.peer(mask)
+        if peer is None:
+            transport.exchange(None, None, None, channel="sparcml.double").wait()
+            continue
+        first = cube.rank_at(cube.position & ~(mask - 1))  # of those that hold the same part
+        payload, own = packer.pack(packer.settled(part, operation), author=first)
+        message = transport.exchange(payload, peer, peer, channel="sparcml.double").received()
+        theirs = packer.unpack(message, part.start, part.stop)
+        ordered = [own, theirs] if transport.rank < peer else [theirs, own]
+        part = combine_on(transport, ordered, operation)
+    return [_unfold(part, cube, transport)]
+
+
+class SsarRecursiveDouble(SparcmlCollective):
+    """A sum by `ssar_recursive_double`."""
+
+    combine_parts = staticmethod(ssar_recursive_double)
+
+
+def _fold(
+    part: Part, cube: Cube, transport: Transport, packer: Packer, operation: Operation
+) -> Part:
+    """The passive ranks hand over."""
+    if cube.positions == transport.world_size:
+        return part
+    payload = packer.pack(part)[0] if cube.is_passive else None
+    dst, src = (cube.partner, None) if cube.is_passive else (None, cube.partner)
+    message = transport.exchange(payload, dst, src, channel="sparcml.fold").wait()
+    if message is None:
+        return part
+    return combine_on(transport, [part, packer.unpack(message, part.start, part.stop)], operation)
+
+
+def _unfold(part: Part, cube: Cube, transport: Transport) -> Part:
+    """They get the result, without rounding."""
+    if cube.positions == transport.world_size:
+        return part
+    plain = PlainWire(part.values.dtype, part.values.shape[1:])
+    payload = None if cube.is_passive or cube.partner is None else plain.encode(part, 0)
+    dst, src = (None, cube.partner) if cube.is_passive else (cube.partner, None)
+    message = transport.exchange(payload, dst, src, channel="sparcml.unfold").wait()
+    return part if message is None else plain.decode(message, part.start, part.stop)
+
+
+# MERGED collectives.ssar_split_allgather
+# SSAR_Split_allgather: reduce regions at their owners, then gather the regions.
+#
+# Source: SparCML (see sparcml.py), section 5.3.2.
+#
+# Steps: every rank sends region i to rank i, which combines what comes (`split_and_reduce`); an
+# allgather brings the results to all.
+#
+# Cost: (P-1 + log P) α + [2 (P-1)/P · k, P · k] β_s: the least where all indices overlap and spread
+# evenly, the most where none do. It is for large data of which the result stays sparse.
+#
+# A region that fills up while it is summed is sent dense (section 5.1). With that these are the steps
+# of TopkDSA, too, which Ok-Topk is compared with (Li and Hoefler, PPoPP '22, section 2 and Table 1,
+# after SparCML): one algorithm, under the names of two papers. Its bound there is
+# (P + 2 log P) α + [4k (P-1)/P, (2k + n) (P-1)/P] β.
+
+
+def ssar_split_allgather(
+    part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
+) -> list[Part]:
+    """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
+    region = split_and_reduce(part, transport, packer, operation)
+    settled = packer.settled(region, operation)
+    return allgather_regions(settled, part.numel, transport, packer)
+
+
+class SsarSplitAllgather(SparcmlCollective):
+    """A sum by `ssar_split_allgather`."""
+
+    combine_parts = staticmethod(ssar_split_allgather)
+
+
+# MERGED collectives.dsar_split_allgather
+# DSAR_Split_allgather: reduce sparse regions at their owners, then gather dense regions.
+#
+# Source: SparCML (see sparcml.py), section 5.3.3; quantisation of the dense phase, section 6.
+#
+# Steps: as in ssar_split_allgather.py, but what the owners send is dense. A wire that quantises dense
+# parts (QSGD) makes the second phase cheaper by as much; the owner of a region keeps its error.
+#
+# Cost: (P-1 + log P) α + [0, k] β_s + (P-1)/P · N β_d. It is for results that fill up.
+
+
+def dsar_split_allgather(
+    part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
+) -> list[Part]:
+    """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
+    region = split_and_reduce(part, transport, packer, operation)
+    if region.indices is not None:
+        transport.worked(Work(0, region.nnz, region.numel))
+        region = region.to_dense(operation)
+    return allgather_regions(region, part.numel, transport, packer)
+
+
+class DsarSplitAllgather(SparcmlCollective):
+    """A sum by `dsar_split_allgather`."""
+
+    combine_parts = staticmethod(dsar_split_allgather)

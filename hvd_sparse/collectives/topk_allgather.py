@@ -23,14 +23,109 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.collectives.base import Collective, Reduction, TakeAt
-from hvd_sparse.collectives.device_allgather import DeviceAllgather
+from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
+from hvd_sparse.cost_model import Work
+from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import Part, SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
-from hvd_sparse.work import Work
+
+# MERGED collectives.device_allgather
+# The ranks' streams gathered from device to device, in one exchange.
+#
+# Every rank sends one message of the same size: a header, then room for as many indices, then for as
+# many values. The header has the entries sent and the entries that there were to send. What lies
+# behind the entries is anything.
+#
+# NCCL's messages have no sizes, and asking for counts would be a round of its own, for which the host
+# waits. So the room follows from what all ranks know: k, and the longest stream of the last exchange,
+# of which the headers tell. It is that of the larger of the two, with some slack. Where a stream is
+# longer still, its largest entries are sent, and the next step has room for as many.
+
+HEADER_WORDS = 2
+HEADER_BYTES = 4 * HEADER_WORDS
+SLACK_PARTS = 8
+"""An eighth more than what is expected: selectors that hold to k miss it by a tenth at most."""
+SLACK_ENTRIES = 64
+"""So many more: a message is as quick with them, and a few entries vary more."""
+
+
+def room_for(entries: int, numel: int) -> int:
+    """Entries that a message has room for where so many are expected; never more than n."""
+    return min(numel, entries + entries // SLACK_PARTS + SLACK_ENTRIES)
+
+
+class DeviceAllgather:
+    """Gathers the streams of one bucket; all ranks make the same calls in the same order.
+
+    Args:
+        transport: One that has a device.
+        numel: n.
+
+    Attributes:
+        longest: Entries of the longest stream in the last exchange, whether they were sent or not;
+            0: there was none. The same on all ranks.
+    """
+
+    def __init__(self, transport: Transport, numel: int) -> None:
+        self._transport = transport
+        self._numel = numel
+        self._kept: Tensor | None = None
+        self.longest = 0
+
+    def gather(
+        self, stream: SparseStream, k: int
+    ) -> tuple[list[tuple[Tensor, Tensor]], SparseStream]:
+        """Bring the ranks' entries to all of them; waits once.
+
+        Of a stream that is too long the largest magnitudes are sent, ties to the lower index. Error
+        feedback loses least by that, no part of the vector is starved, and what is not finite is
+        always among them: if it came back, no other rank would learn that the step does not count.
+
+        Args:
+            stream: This rank's, on the device.
+            k: Entries expected of each rank; the same on all ranks.
+
+        Returns:
+            The indices and values that each rank sent, on the device; and what this rank did not
+            send.
+
+        Raises:
+            TransportError: A peer is gone or did not answer, or its header cannot be.
+        """
+        room = room_for(max(k, self.longest), self._numel)
+        sent, rest = stream.split_largest(room)
+        message = self._message(sent, stream.nnz, room)
+        arrived, headers = self._transport.allgather_on_devices(
+            message.view(torch.uint8), HEADER_BYTES
+        )
+        counts, lengths = headers.view(torch.int32).t().tolist()
+        for rank, count in enumerate(counts):
+            if not 0 <= count <= room:
+                raise MessageError(f"rank {rank} claims {count} entries, with room for {room}")
+        self.longest = max(0, *lengths)
+        entries = arrived.view(torch.int32)[:, HEADER_WORDS:].view(len(counts), 2, room)
+        parts = [
+            (indices[:count], values[:count].view(torch.float32))
+            for (indices, values), count in zip(entries, counts, strict=True)
+        ]
+        return parts, rest
+
+    def _message(self, sent: SparseStream, length: int, room: int) -> Tensor:
+        """In memory that is kept: an exchange that is through needs it no more."""
+        words = HEADER_WORDS + 2 * room
+        if self._kept is None or self._kept.numel() < words:
+            self._kept = torch.empty(words, dtype=torch.int32, device=sent.indices.device)
+        message = self._kept[:words]
+        message[0].fill_(sent.nnz)
+        message[1].fill_(length)
+        indices, values = message[HEADER_WORDS:].view(2, room)
+        indices[: sent.nnz] = sent.indices
+        values[: sent.nnz] = sent.values.view(torch.int32)
+        return message
 
 
 class TopkAllgather(Collective):

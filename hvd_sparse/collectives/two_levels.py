@@ -23,9 +23,17 @@ from dataclasses import dataclass, fields, replace
 
 from hvd_sparse.checks import check_count
 from hvd_sparse.collectives.registry import BY_NAME, cost
-from hvd_sparse.cost_model import NOTHING, PLAIN_BYTES, Cost, Link, WireBytes, expected_nnz
+from hvd_sparse.cost_model import (
+    NOTHING,
+    PLAIN_BYTES,
+    VALUE_BYTES,
+    Cost,
+    Link,
+    WireBytes,
+    Work,
+    expected_nnz,
+)
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, cube_positions, in_flight
-from hvd_sparse.work import VALUE_BYTES, Work
 
 INSIDE_ALPHA_S = 1e-5
 """Seconds in which processes of one host meet, where nothing is measured."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.plan import Assignment, Choice, Method, TensorSpec
+from hvd_sparse.engine.bucketing import Assignment, Choice, Method, TensorSpec
 from hvd_sparse.engine.transitions import norm_of
 
 

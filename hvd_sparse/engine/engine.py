@@ -14,14 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_sparse.engine.account import Account
-from hvd_sparse.engine.bucket import Bucket, Phase
-from hvd_sparse.engine.clipping import StepClipping
-from hvd_sparse.engine.exchange import decode, work, work_ahead
-from hvd_sparse.engine.guard import warn
-from hvd_sparse.engine.location import Location, Wholes
-from hvd_sparse.engine.observer import Observer
-from hvd_sparse.engine.plan import (
+from hvd_sparse.engine.account import Account, Observer, warn
+from hvd_sparse.engine.bucket import Bucket, Location, Phase, Wholes
+from hvd_sparse.engine.bucketing import (
     Assignment,
     BucketPlan,
     Method,
@@ -29,6 +24,8 @@ from hvd_sparse.engine.plan import (
     agree_on_assignment,
     agree_on_plan,
 )
+from hvd_sparse.engine.clipping import StepClipping
+from hvd_sparse.engine.exchange import decode, work, work_ahead
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.engine.transitions import Frozen, Release, l1_of, momentum_unit

@@ -14,8 +14,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from hvd_sparse.engine.location import Location
-from hvd_sparse.engine.plan import Assignment, TensorSpec
+from hvd_sparse.engine.bucket import Location
+from hvd_sparse.engine.bucketing import Assignment, TensorSpec
 
 RELEASED_SHARE = 0.5
 """Norm of what is released in a step, at most, in units of the norm of this rank's gradient."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hvd_sparse.functional.communicator import Communicator, SparseHandle
-from hvd_sparse.functional.user_vector import SparseVector
+from hvd_sparse.functional.communicator import Communicator, SparseHandle, SparseVector
 from hvd_sparse.streams import Operation
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.choose import create_transport
+from hvd_sparse.transports.connect import create_transport
 from hvd_sparse.wire import Wire
 
 Vector = TypeVar("Vector", bound=SparseVector)
@@ -131,7 +130,7 @@ def communicator(process_set: Any = None) -> Communicator:
 
 
 def _connected(process_set: Any) -> Communicator:
-    from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+    from hvd_sparse.transports.connect import HorovodBootstrap
 
     def connect() -> Transport:
         return create_transport("auto", HorovodBootstrap(process_set), TIMEOUT_S)

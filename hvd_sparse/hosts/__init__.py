@@ -1,9 +1,7 @@
 """Two levels: what the ranks of a host do among themselves, densely, before hosts exchange."""
 
-from hvd_sparse.hosts.grid import Grid, Place, grid_of
-from hvd_sparse.hosts.hosts import Hosts
-from hvd_sparse.hosts.inside import InsideHost
-from hvd_sparse.hosts.sharded_sum import ShardedSum, shard_bounds
+from hvd_sparse.hosts.hosts import Grid, Hosts, Place, grid_of
+from hvd_sparse.hosts.inside import InsideHost, ShardedSum, shard_bounds
 
 __all__ = [
     "Grid",

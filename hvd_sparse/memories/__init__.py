@@ -2,8 +2,8 @@
 
 from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
 from hvd_sparse.memories.global_momentum import GlobalMomentum
+from hvd_sparse.memories.memory_options import MOMENTUM_KINDS, MemoryOptions
 from hvd_sparse.memories.momentum_correction import MomentumCorrection
-from hvd_sparse.memories.options import MOMENTUM_KINDS, MemoryOptions
 
 __all__ = [
     "MOMENTUM_KINDS",

@@ -11,12 +11,12 @@ A new method takes a class in a file here and its place in `METHODS`.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from hvd_sparse.methods.dgc import DgcOptions, DragonnOptions
-from hvd_sparse.methods.exclusive import CltkOptions, ExdynaOptions
-from hvd_sparse.methods.fitted import GaussiankOptions, MstopkOptions, SidcoOptions
-from hvd_sparse.methods.oktopk import OktopkOptions
-from hvd_sparse.methods.options import MethodOptions
-from hvd_sparse.methods.topk import HardThresholdOptions, RandomkOptions, TopkOptions
+from hvd_sparse.methods.dgc_options import DgcOptions, DragonnOptions
+from hvd_sparse.methods.exclusive_options import CltkOptions, ExdynaOptions
+from hvd_sparse.methods.fitted_options import GaussiankOptions, MstopkOptions, SidcoOptions
+from hvd_sparse.methods.method_options import MethodOptions
+from hvd_sparse.methods.oktopk_options import OktopkOptions
+from hvd_sparse.methods.topk_options import HardThresholdOptions, RandomkOptions, TopkOptions
 
 METHODS: Mapping[str, type[MethodOptions]] = MappingProxyType(
     {

@@ -14,11 +14,10 @@ A family of operations is a module here (what they promise, and their checks), o
 in `reference`, `native` and `cuda`, and its part of the interface in `_interface`.
 """
 
+from hvd_sparse.ops._arguments import GAP_BLOCK
 from hvd_sparse.ops._dispatch import backend
-from hvd_sparse.ops._layout import GAP_BLOCK
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
 from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
-from hvd_sparse.ops.hosts import post, posted, sum_vectors
 from hvd_sparse.ops.pages import new_vector, zero_vector
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
@@ -27,6 +26,7 @@ from hvd_sparse.ops.selection import (
     hash_select,
     partition_select,
 )
+from hvd_sparse.ops.shared_memory import post, posted, sum_vectors
 from hvd_sparse.ops.streams import (
     decode,
     difference,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops import _checks as checks
+from hvd_sparse.ops import _arguments as checks
 
 
 @dataclass(frozen=True)

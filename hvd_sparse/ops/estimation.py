@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hvd_sparse.ops import _checks as checks
+from hvd_sparse.ops import _arguments as checks
+from hvd_sparse.ops._arguments import MAX_NUMEL
 from hvd_sparse.ops._dispatch import implementation
-from hvd_sparse.ops._layout import MAX_NUMEL
 from hvd_sparse.ops.accumulation import Accumulation
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops import _checks as checks
+from hvd_sparse.ops import _arguments as checks
+from hvd_sparse.ops._arguments import GRADIENT_DTYPES, MAX_NUMEL
 from hvd_sparse.ops._dispatch import implementation
-from hvd_sparse.ops._layout import GRADIENT_DTYPES, MAX_NUMEL
 
 
 def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops import _checks as checks
+from hvd_sparse.ops import _arguments as checks
+from hvd_sparse.ops._arguments import MAX_NUMEL
 from hvd_sparse.ops._dispatch import implementation
-from hvd_sparse.ops._layout import MAX_NUMEL
 
 QSGD_BITS = (2, 4, 8)
 QSGD_BUCKETS = (512, 1024)

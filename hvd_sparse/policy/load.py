@@ -19,7 +19,7 @@ from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS
-from hvd_sparse.methods.options import AUTOMATIC, SEPARATOR, check_collective
+from hvd_sparse.methods.method_options import AUTOMATIC, SEPARATOR, check_collective
 from hvd_sparse.policy.assignment import Condition, PolicyAssignment, Rule
 from hvd_sparse.policy.document import Document, Path, read_yaml, shown, suggestion
 from hvd_sparse.policy.schema import Match, policy_model

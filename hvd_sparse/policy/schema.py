@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from hvd_sparse.methods import METHODS
-from hvd_sparse.transports.choose import TRANSPORT_NAMES
+from hvd_sparse.transports.connect import TRANSPORT_NAMES
 
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 

@@ -20,13 +20,17 @@ Horovod reduces them, and nobody knows what it sends.
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
 import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from stat import S_ISREG
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -35,15 +39,130 @@ from torch import Tensor
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_share
+from hvd_sparse.engine.account import COMPARED_PHASES, warn
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.guard import warn
-from hvd_sparse.engine.observer import COMPARED_PHASES
 from hvd_sparse.engine.stats import FIGURES
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.recording.budget import Budget
-from hvd_sparse.recording.lines import LineFile
-from hvd_sparse.recording.thinning import Thinning
 from hvd_sparse.transports import Transport
+
+# MERGED recording.lines
+# A file that lines of JSON are added to.
+
+
+class LineFile:
+    """Adds lines to the end of a file; missing folders are made.
+
+    Every line is one unbuffered write, so nothing waits in memory for a flush that may fail, and
+    processes that add to one file do not cut each other's lines. A pipe without a reader, or whose
+    reader is slow, is an error and no wait.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: It cannot be opened for writing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+        self._file = os.open(path, flags, 0o666)
+        self._closing = weakref.finalize(self, os.close, self._file)
+        status = os.fstat(self._file)
+        self._has_content = S_ISREG(status.st_mode) and status.st_size > 0
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add one line.
+
+        Raises:
+            OSError: It could not be written whole; a part of it may be in the file.
+        """
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n"
+        if self._has_content:  # whose last line a killed process may have left without its end
+            text, self._has_content = "\n" + text, False
+        rest = memoryview(text.encode())
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
+
+    def close(self) -> None:
+        """Close the file.
+
+        Raises:
+            OSError: The system found only now that something could not be written.
+        """
+        if self._closing.detach():
+            os.close(self._file)
+
+
+# MERGED recording.budget
+# Time that may be spent, as a share of the time that passes.
+
+SAVED_S = 0.1
+"""Most that is put by, so that a pause is not followed by a burst."""
+
+
+class Budget:
+    """Earns a share of the time that passes, and says what it can pay for.
+
+    Args:
+        share: Of the time, in (0, 1).
+        clock: Seconds, from any start.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = perf_counter) -> None:
+        self.share = share
+        self.spent_s = 0.0
+        self._clock = clock
+        self._balance_s = 0.0
+        self._last = clock()
+
+    def covers(self, cost_s: float) -> bool:
+        """Whether something of that cost can be paid for now."""
+        now = self._clock()
+        self._balance_s = min(SAVED_S, self._balance_s + self.share * (now - self._last))
+        self._last = now
+        return self._balance_s >= min(cost_s, SAVED_S)
+
+    @contextmanager
+    def paying(self) -> Iterator[None]:
+        """Pay for what a block takes, whatever it is: the balance may fall below zero."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            cost_s = self._clock() - start
+            self._balance_s -= cost_s
+            self.spent_s += cost_s
+
+
+# MERGED recording.thinning
+# What is written ever more rarely, so that a file grows with the logarithm of the run.
+
+ENTRIES_BEFORE_THINNING = 20_000
+"""So many entries are written one step after the other, as many in every second step, as many in
+every fourth, and so on. An entry is what a line says of one bucket or rank: up to 300 bytes."""
+
+
+class Thinning:
+    """Says whether a kind of line is due.
+
+    Args:
+        step: Steps done.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._entries = 0
+        self._last_step = step
+
+    def is_due(self, step: int) -> bool:
+        """Whether enough steps have passed since the last line."""
+        return step - self._last_step >= 1 << (self._entries // ENTRIES_BEFORE_THINNING)
+
+    def wrote(self, step: int, entries: int) -> None:
+        """Note a line with so many entries."""
+        self._last_step = step
+        self._entries += entries
+
 
 VERSION = 3
 """Of the file's format: it rises when a key of a line changes its name or its meaning."""

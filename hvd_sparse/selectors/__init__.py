@@ -1,6 +1,5 @@
 """Selectors: which entries leave the accumulator."""
 
-from hvd_sparse.selectors.base import Selector
 from hvd_sparse.selectors.bisection import BisectionTopK
 from hvd_sparse.selectors.exact import ExactTopK
 from hvd_sparse.selectors.fitted import GaussianThreshold, SidcoThreshold
@@ -11,6 +10,7 @@ from hvd_sparse.selectors.online import OnlineThreshold
 from hvd_sparse.selectors.random_k import RandomK
 from hvd_sparse.selectors.reused import ReusedThreshold
 from hvd_sparse.selectors.sampled import SampledThreshold
+from hvd_sparse.selectors.selector import Selector
 from hvd_sparse.selectors.thresholded import Estimator, Extraction, ThresholdSelector
 
 __all__ = [

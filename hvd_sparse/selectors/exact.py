@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.base import Selector, own_k
+from hvd_sparse.selectors.selector import Selector, own_k
 from hvd_sparse.streams import SparseStream
 
 PIVOT_MARGIN = 0.9

@@ -10,8 +10,8 @@ Departure: a group is as long as makes the density right. At density 0.01 it is 
 from __future__ import annotations
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.base import Selector, own_k
 from hvd_sparse.selectors.correction import keep_largest
+from hvd_sparse.selectors.selector import Selector, own_k
 from hvd_sparse.streams import SparseStream
 
 

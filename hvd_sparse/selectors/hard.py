@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.base import Selector
+from hvd_sparse.selectors.selector import Selector
 from hvd_sparse.streams import SparseStream
 
 

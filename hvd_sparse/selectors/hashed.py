@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.mixing import mixed
+from hvd_sparse.selectors.selector import mixed
 from hvd_sparse.selectors.thresholded import Extraction
 from hvd_sparse.streams import SparseStream
 

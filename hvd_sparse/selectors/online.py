@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.base import Selector
 from hvd_sparse.selectors.exact import PIVOT_MARGIN
 from hvd_sparse.selectors.sampled import SampledThreshold
+from hvd_sparse.selectors.selector import Selector
 from hvd_sparse.streams import SparseStream
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.base import Selector, own_k
-from hvd_sparse.selectors.mixing import mixed
+from hvd_sparse.selectors.selector import Selector, mixed, own_k
 from hvd_sparse.streams import SparseStream
 
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.base import Selector, own_k
 from hvd_sparse.selectors.correction import keep_largest, take_more
 from hvd_sparse.selectors.exact import ExactTopK
+from hvd_sparse.selectors.selector import Selector, own_k
 from hvd_sparse.selectors.thresholded import TOLERANCE
 from hvd_sparse.streams import SparseStream
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
-from hvd_sparse.selectors.mixing import mixed
+from hvd_sparse.selectors.selector import mixed
 from hvd_sparse.selectors.thresholded import Estimator
 
 SAMPLE_SHARE = 0.01

@@ -12,8 +12,8 @@ from typing import Any
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.selectors.base import Selector, own_k
 from hvd_sparse.selectors.correction import keep_largest, take_more
+from hvd_sparse.selectors.selector import Selector, own_k
 from hvd_sparse.streams import SparseStream
 
 TOLERANCE = 0.1

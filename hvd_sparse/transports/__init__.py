@@ -1,9 +1,8 @@
 """Messages between ranks: variable sizes, timeouts, byte counters, and nothing about gradients."""
 
-from hvd_sparse.transports.base import Handle, Traffic, Transport
-from hvd_sparse.transports.framing import Payload
+from hvd_sparse.transports.framing import Context, Payload
 from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
-from hvd_sparse.transports.position import Context
+from hvd_sparse.transports.transport import Handle, Traffic, Transport
 
 __all__ = [
     "Context",

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvd_sparse.cost_model import Work
 from hvd_sparse.errors import HvdSparseError
-from hvd_sparse.transports.base import Handle, Traffic, Transport, check_peers
-from hvd_sparse.transports.framing import Payload
+from hvd_sparse.transports.framing import NUMBER_BITS, Context, Payload
 from hvd_sparse.transports.point_to_point import PointToPointTransport
-from hvd_sparse.transports.position import NUMBER_BITS, Context
-from hvd_sparse.work import Work
+from hvd_sparse.transports.transport import Handle, Traffic, Transport, check_peers
 
 
 class GroupTransport(Transport):

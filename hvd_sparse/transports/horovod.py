@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from hvd_sparse.errors import PeerLostError, PlanError, TransportError, TransportTimeout
-from hvd_sparse.transports.base import (
+from hvd_sparse.transports.framing import Awaiting, Call, Payload, flatten, payload_nbytes
+from hvd_sparse.transports.horovod_handles import Pauses
+from hvd_sparse.transports.supervised import SupervisedTransport
+from hvd_sparse.transports.transport import (
     ALIGNMENT,
     SUMMABLE,
     Done,
@@ -24,10 +27,6 @@ from hvd_sparse.transports.base import (
     check_peers,
     round_up,
 )
-from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
-from hvd_sparse.transports.pauses import Pauses
-from hvd_sparse.transports.position import Awaiting, Call
-from hvd_sparse.transports.supervised import SupervisedTransport
 
 NAMES = 32
 """Names per kind of operation, and so the operations of a kind that can be in flight."""

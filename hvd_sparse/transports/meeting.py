@@ -15,15 +15,202 @@ went over Horovod.
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import IPv4Interface, IPv4Network
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 
-from hvd_sparse.errors import TransportError
+from hvd_sparse.errors import ConfigError, TransportError
+
+# MERGED transports.network
+# Over which interface and address the ranks of several hosts can reach each other.
+#
+# Every rank describes its host; the choice is a pure function of all descriptions, so all ranks that
+# have them come to the same one.
+
+OWN_VARIABLE = "HVD_SPARSE_IFACE"
+HOROVOD_VARIABLE = "HOROVOD_GLOO_IFACE"
+LOOPBACK_ADDRESS = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """An IPv4 address of a network interface that is up.
+
+    Attributes:
+        name: as in `eth0`.
+        address: as in `10.0.0.7`.
+        netmask: as in `255.255.255.0`.
+    """
+
+    name: str
+    address: str
+    netmask: str
+
+    @property
+    def network(self) -> IPv4Network:
+        """The subnet that the address is in."""
+        return IPv4Interface(f"{self.address}/{self.netmask}").network
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of the same host can reach it."""
+        return IPv4Interface(self.address).is_loopback
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.address}/{self.network.prefixlen}"
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What one rank knows of its host.
+
+    Attributes:
+        host: the same for two ranks exactly if they share a loopback interface.
+        interfaces: those that are up, loopback included.
+        own_choice: the interface that the user named for this package, or None.
+        horovod_choice: the interface that Horovod's launcher uses, or None.
+    """
+
+    host: str
+    interfaces: tuple[Interface, ...]
+    own_choice: str | None = None
+    horovod_choice: str | None = None
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where one rank listens.
+
+    Attributes:
+        interface: name of its interface.
+        address: IPv4 address on it.
+    """
+
+    interface: str
+    address: str
+
+
+def describe_host(environment: Mapping[str, str] | None = None) -> HostReport:
+    """The report of this process."""
+    variables = os.environ if environment is None else environment
+    return HostReport(
+        host=_host_id(),
+        interfaces=_interfaces(),
+        own_choice=variables.get(OWN_VARIABLE) or None,
+        horovod_choice=variables.get(HOROVOD_VARIABLE) or None,
+    )
+
+
+def choose_endpoints(reports: Sequence[HostReport]) -> list[Endpoint]:
+    """Chooses an endpoint for every rank; rank 0's is where the others meet it.
+
+    On one host that is the loopback interface. On several it is, in this order: the interface
+    named by HVD_SPARSE_IFACE; the one named by HOROVOD_GLOO_IFACE, if every host has it; an
+    interface on a subnet that all hosts share.
+
+    Args:
+        reports: one per rank, in order.
+
+    Raises:
+        ConfigError: HVD_SPARSE_IFACE names an interface that some host cannot use.
+        TransportError: The hosts share no subnet.
+    """
+    if len({report.host for report in reports}) == 1:
+        loopback = next((i.name for i in reports[0].interfaces if i.is_loopback), "lo")
+        return [Endpoint(loopback, LOOPBACK_ADDRESS)] * len(reports)
+    if any(report.own_choice for report in reports):
+        named = [_named(report, report.own_choice) for report in reports]
+        missing = [rank for rank, interface in enumerate(named) if interface is None]
+        if missing:
+            raise ConfigError(
+                f"{OWN_VARIABLE} must name, on every rank, an interface that is up, has an IPv4 "
+                f"address and is not loopback; it does not on ranks {missing}: "
+                + _seen(reports, missing)
+            )
+        return _endpoints(named)
+    named = [_named(report, report.horovod_choice) for report in reports]
+    if None not in named:
+        return _endpoints(named)
+    return _endpoints(_on_shared_subnet(reports))
+
+
+def _named(report: HostReport, name: str | None) -> Interface | None:
+    for interface in report.interfaces:
+        if interface.name == name and not interface.is_loopback:
+            return interface
+    return None
+
+
+def _on_shared_subnet(reports: Sequence[HostReport]) -> list[Interface | None]:
+    """An interface per rank, all on the first such subnet in the order of rank 0's interfaces."""
+    for candidate in reports[0].interfaces:
+        network = candidate.network
+        if candidate.is_loopback or network.is_link_local or network.prefixlen == 32:
+            continue
+        chosen = [
+            next((i for i in report.interfaces if i.network == network), None) for report in reports
+        ]
+        # Where two hosts have the same address, as on the bridges that container engines make, the
+        # subnet is not one network but a private one on each.
+        hosts_of: dict[str, set[str]] = {}
+        for report, interface in zip(reports, chosen, strict=True):
+            if interface is not None:
+                hosts_of.setdefault(interface.address, set()).add(report.host)
+        if None not in chosen and all(len(hosts) == 1 for hosts in hosts_of.values()):
+            return chosen
+    raise TransportError(
+        "the hosts share no IPv4 subnet besides loopback; name an interface by which they reach "
+        f"each other in {OWN_VARIABLE}. Seen: " + _seen(reports, range(len(reports)))
+    )
+
+
+def _endpoints(interfaces: Sequence[Interface | None]) -> list[Endpoint]:
+    return [Endpoint(i.name, i.address) for i in interfaces if i is not None]
+
+
+def _seen(reports: Sequence[HostReport], ranks: Sequence[int]) -> str:
+    """What the hosts of these ranks have, each host once."""
+    lines: dict[str, str] = {}
+    for rank in ranks:
+        report = reports[rank]
+        interfaces = ", ".join(map(str, report.interfaces)) or "no interface"
+        choice = f" ({OWN_VARIABLE}={report.own_choice})" if report.own_choice else ""
+        lines.setdefault(report.host, f"rank {rank} on {report.host}{choice}: {interfaces}")
+    return "; ".join(lines.values())
+
+
+def _host_id() -> str:
+    """Host name, boot and network namespace: containers on one machine may share the first two."""
+    name = socket.gethostname()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:  # not Linux
+        return name
+    return f"{name}/{boot}/{namespace}"
+
+
+def _interfaces() -> tuple[Interface, ...]:
+    import psutil  # comes with Horovod
+
+    states = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in states and not states[name].isup:
+            continue
+        for address in addresses:
+            if address.family == socket.AF_INET and address.netmask:
+                found.append(Interface(name, address.address, address.netmask))
+    return tuple(found)
+
 
 dist: Any = torch.distributed  # its type hints leave out what is used here
 

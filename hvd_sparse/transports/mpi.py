@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
-from hvd_sparse.transports.pauses import Pauses
+from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.point_to_point import Exchange, PointToPointTransport, Request
 
 SPIN_S = 50e-6

@@ -37,15 +37,13 @@ from typing import Any, TypeVar
 import torch
 
 from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
-from hvd_sparse.transports.base import Handle
-from hvd_sparse.transports.buffers import POOLED_BYTES, PinnedPool
 from hvd_sparse.transports.device_group import DeviceGroup, Transfer
-from hvd_sparse.transports.framing import Payload
+from hvd_sparse.transports.framing import POOLED_BYTES, Awaiting, Payload, PinnedPool
 from hvd_sparse.transports.gloo import LONGEST_WAIT, GlooTransport
+from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.meeting import dist
-from hvd_sparse.transports.pauses import Pauses
 from hvd_sparse.transports.point_to_point import Request
-from hvd_sparse.transports.position import Awaiting
+from hvd_sparse.transports.transport import Handle
 
 DIRECT_BYTES = POOLED_BYTES
 """Up to this capacity gloo is quicker: NCCL has two copies and a launch to make first."""

@@ -12,10 +12,9 @@ import torch
 from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.transports import framing
-from hvd_sparse.transports.base import Done, Handle, check_peers
-from hvd_sparse.transports.framing import HEADER_BYTES, Payload
-from hvd_sparse.transports.position import Awaiting, Call, Context
+from hvd_sparse.transports.framing import HEADER_BYTES, Awaiting, Call, Context, Payload
 from hvd_sparse.transports.supervised import SupervisedTransport
+from hvd_sparse.transports.transport import Done, Handle, check_peers
 
 REMEMBERED_CALLS = 256
 """Calls of which a rank can tell a peer what it did in them."""

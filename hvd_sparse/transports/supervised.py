@@ -11,8 +11,8 @@ from abc import abstractmethod
 from typing import NoReturn, Protocol
 
 from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError, TransportError
-from hvd_sparse.transports.base import Transport
-from hvd_sparse.transports.position import Awaiting, Call
+from hvd_sparse.transports.framing import Awaiting, Call
+from hvd_sparse.transports.transport import Transport
 
 
 class Supervisor(Protocol):

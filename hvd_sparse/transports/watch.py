@@ -36,8 +36,7 @@ from hvd_sparse.errors import (
     TransportError,
     TransportTimeout,
 )
-from hvd_sparse.transports.horovod_handles import WAITING
-from hvd_sparse.transports.position import (
+from hvd_sparse.transports.framing import (
     NOTHING,
     Awaiting,
     Call,
@@ -46,6 +45,7 @@ from hvd_sparse.transports.position import (
     in_words,
     stuck_s,
 )
+from hvd_sparse.transports.horovod_handles import WAITING
 from hvd_sparse.transports.questions import Address, Message, Questions, ask_at_once
 from hvd_sparse.transports.supervised import SupervisedTransport
 

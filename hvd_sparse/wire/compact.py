@@ -11,10 +11,10 @@ from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import INDEX_BYTES, Part
-from hvd_sparse.wire.base import Wire
-from hvd_sparse.wire.checks import (
+from hvd_sparse.wire.messages import (
     DENSE,
     HEADER_BYTES,
+    Wire,
     check_ascending,
     check_bytes,
     entry_count,

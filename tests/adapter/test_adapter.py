@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_sparse.recording.log import read_runs
-from hvd_sparse.recording.page import report_page
+from hvd_sparse.lab.report.log import read_runs
+from hvd_sparse.lab.report.page import report_page
 from tests.launch import horovodrun, launch_environment, python_command
 from tests.ranks import Ranks, World, with_ranks
 from tests.workers.adapter_alone import train_alone

@@ -11,7 +11,7 @@ import torch
 
 import hvd_sparse
 from hvd_sparse.adapter.levels import agree_on_levels
-from hvd_sparse.cost_model import ORDINARY_LINK, Link
+from hvd_sparse.cost_model import ORDINARY_LINK, Link, Pace
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.hosts import Place
@@ -19,7 +19,6 @@ from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import Planner
 from hvd_sparse.policy import assign, load_policy
 from hvd_sparse.transports import LocalTransport, run_ranks
-from hvd_sparse.work import Pace
 
 SLOW = replace(ORDINARY_LINK, beta_s_per_byte=8e-8)  # 100 Mb/s
 FREE = Link(0.0, 0.0, pace=Pace(added_values=1e-8))  # but adding dense vectors is not

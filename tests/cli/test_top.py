@@ -13,9 +13,9 @@ import pytest
 
 from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.cli.top import watch
-from hvd_sparse.engine.observer import COMPARED_PHASES
+from hvd_sparse.engine.account import COMPARED_PHASES
 from hvd_sparse.engine.stats import FIGURES
-from hvd_sparse.recording.follow import Follower, present
+from hvd_sparse.lab.report.follow import Follower, present
 from hvd_sparse.recording.recorder import VERSION
 
 NAMES: dict[str, Any] = {"hvd_sparse": "0", "torch": "2", "host": "h", "transport": "gloo"}
@@ -115,7 +115,7 @@ def test_each_look_is_drawn(tmp_path: Path) -> None:
     assert "density" not in dense
 
 
-@pytest.mark.parametrize("meanwhile", ["time.sleep", "hvd_sparse.recording.follow.Follower.poll"])
+@pytest.mark.parametrize("meanwhile", ["time.sleep", "hvd_sparse.lab.report.follow.Follower.poll"])
 def test_it_ends_in_order_whenever_ctrl_c_comes(
     meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

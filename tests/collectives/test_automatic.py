@@ -10,8 +10,14 @@ import torch
 
 import hvd_sparse
 from hvd_sparse.collectives import SsarRecursiveDouble, SsarSplitAllgather, TopkAllgather
-from hvd_sparse.collectives.automatic import AutomaticCollective, cheapest_algorithm
-from hvd_sparse.collectives.link import LARGE_PINGS, PINGS, link_of, measure_link
+from hvd_sparse.collectives.automatic import (
+    LARGE_PINGS,
+    PINGS,
+    AutomaticCollective,
+    cheapest_algorithm,
+    link_of,
+    measure_link,
+)
 from hvd_sparse.collectives.registry import (
     BY_NAME,
     CANDIDATES,
@@ -19,15 +25,14 @@ from hvd_sparse.collectives.registry import (
     LOSSLESS_CANDIDATES,
     name_of,
 )
-from hvd_sparse.cost_model import ORDINARY_LINK, Link
+from hvd_sparse.cost_model import KINDS, ORDINARY_LINK, Link
 from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.lab.simulator import Network, SyntheticStreams, Workload, run_simulated, simulate
 from hvd_sparse.recording import Recorder
-from hvd_sparse.simulator import Network, SyntheticStreams, Workload, run_simulated, simulate
 from hvd_sparse.topology import MESSAGES_IN_FLIGHT, allgather_messages
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, CompactWire, Wire
-from hvd_sparse.work import KINDS
 
 DENSE_BY_QSGD = CompactWire("float32", "gap", dense_values="qsgd2")
 

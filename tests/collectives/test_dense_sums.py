@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvd_sparse.collectives.registry import BY_NAME
-from hvd_sparse.simulator import SyntheticStreams
+from hvd_sparse.lab.simulator import SyntheticStreams
 from hvd_sparse.streams import DenseSum, Part, SparseStream
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES

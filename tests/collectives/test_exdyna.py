@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import ExDyna
-from hvd_sparse.collectives.partitions import Partitions, widened
+from hvd_sparse.collectives.exdyna import Partitions, widened
 from hvd_sparse.errors import MessageError
 from hvd_sparse.memories import ErrorFeedback
 from hvd_sparse.selectors import OnlineThreshold

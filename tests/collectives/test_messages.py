@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvd_sparse.collectives.registry import ALGORITHMS, BY_NAME
-from hvd_sparse.simulator import SyntheticStreams
+from hvd_sparse.lab.simulator import SyntheticStreams
 from hvd_sparse.transports import Context, Transport, framing, run_ranks
 from hvd_sparse.transports.framing import HEADER_BYTES, Payload
 from hvd_sparse.wire import WIRES

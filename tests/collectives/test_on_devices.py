@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import Reduction
-from hvd_sparse.collectives.device_allgather import room_for
-from hvd_sparse.collectives.topk_allgather import TopkAllgather
+from hvd_sparse.collectives.topk_allgather import TopkAllgather, room_for
 from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.errors import MessageError, TransportError
 from hvd_sparse.methods import METHODS

@@ -10,14 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_sparse import ops
-from hvd_sparse.collectives.registry import BY_NAME
-from hvd_sparse.collectives.threshold_levels import (
+from hvd_sparse.collectives.global_threshold import (
     LEVELS,
     counts_at_levels,
     nearest_level,
     threshold_at,
 )
-from hvd_sparse.simulator import SyntheticStreams
+from hvd_sparse.collectives.registry import BY_NAME
+from hvd_sparse.lab.simulator import SyntheticStreams
 from hvd_sparse.streams import Part
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, Packer

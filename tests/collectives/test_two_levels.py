@@ -18,9 +18,8 @@ from hvd_sparse.collectives.two_levels import (
     through_memory,
     two_levels,
 )
-from hvd_sparse.cost_model import Link, WireBytes, expected_nnz
+from hvd_sparse.cost_model import Link, Pace, WireBytes, expected_nnz
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.work import Pace
 
 CARD = Link(1e-4, 1e-9)
 QUICK = Link(1e-6, 1e-12)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_sparse.ops.cuda import CudaOps, selection
+from hvd_sparse.ops.cuda import CudaOps
+from hvd_sparse.ops.cuda import launch_selection as selection
 from tests.ops.cases import INF, NAN, cut, generator, same_as_reference, vectors
 from tests.ops.test_before import check, every_op, gradients_of, state_of
 

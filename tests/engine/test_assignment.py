@@ -13,10 +13,10 @@ from torch import Tensor
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.engine.bucket import Bucket, Phase
-from hvd_sparse.engine.plan import differing_words, form_buckets
+from hvd_sparse.engine.bucketing import differing_words, form_buckets
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import PlanError
-from hvd_sparse.methods.topk import TopkOptions
+from hvd_sparse.methods.topk_options import TopkOptions
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks

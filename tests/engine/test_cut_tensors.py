@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hvd_sparse.collectives import OkTopk
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
-from hvd_sparse.engine.plan import form_buckets
+from hvd_sparse.engine.bucketing import form_buckets
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.errors import PlanError
 from hvd_sparse.memories import MemoryOptions

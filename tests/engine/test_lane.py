@@ -9,8 +9,8 @@ import torch
 
 from hvd_sparse.engine import lane
 from hvd_sparse.engine.bucket import Bucket, Phase
+from hvd_sparse.engine.bucketing import TensorSpec
 from hvd_sparse.engine.lane import Lane
-from hvd_sparse.engine.plan import TensorSpec
 from hvd_sparse.methods import METHODS
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import run_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvd_sparse.recording.log import read_runs
+from hvd_sparse.lab.report.log import read_runs
 from tests.ranks import Ranks, World, with_ranks
 from tests.workers.run_example import run_example
 

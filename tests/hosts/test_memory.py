@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvd_sparse.hosts.memory import Address, OwnSegment, int64_at, open_segment
+from hvd_sparse.hosts.shared import Address, OwnSegment, int64_at, open_segment
 
 NAME = "memfd:hvd_sparse"
 OWNER = """
 import json, sys
-from hvd_sparse.hosts.memory import OwnSegment
+from hvd_sparse.hosts.shared import OwnSegment
 own = OwnSegment(10_000)
 own.segment.data[:10_000] = 7
 print(json.dumps(own.address), flush=True)

@@ -13,9 +13,9 @@ from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.methods import METHODS
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.planner import measure
-from hvd_sparse.planner.clock import Clock, CudaClock, clock_of
+from hvd_sparse.planner.costs import place_of
+from hvd_sparse.planner.measure import Clock, CudaClock, clock_of
 from hvd_sparse.planner.planner import device_name
-from hvd_sparse.planner.profile import place_of
 from hvd_sparse.transports import Transport, run_ranks
 
 DEVICE = torch.device("cuda", 0)

@@ -9,15 +9,15 @@ import pytest
 import yaml
 
 from hvd_sparse.engine import TensorSpec
-from hvd_sparse.engine.plan import BucketPlan, form_buckets
+from hvd_sparse.engine.bucketing import BucketPlan, form_buckets
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.lab.pin import pinned
+from hvd_sparse.lab.plots import timeline
 from hvd_sparse.planner.choose import Placement, PlannedTensor, choose_plan
-from hvd_sparse.planner.planned import Planned
-from hvd_sparse.planner.plots import timeline
-from hvd_sparse.planner.profile import Line, MethodCosts, Place, Profile
+from hvd_sparse.planner.costs import Line, MethodCosts, Place, Profile
+from hvd_sparse.planner.planner import Planned
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import load_policy
-from hvd_sparse.policy.pin import pinned
 
 POLICY = """
 version: 1

@@ -23,15 +23,17 @@ from hvd_sparse.planner import Planner, Profile, World
 from hvd_sparse.planner import planner as planner_module
 from hvd_sparse.planner.choose import (
     ChosenPlan,
+    Job,
     Placement,
     PlannedTensor,
     choose_plan,
     contenders,
+    finish_s,
     predict,
+    verdict,
 )
+from hvd_sparse.planner.costs import Line, MethodCosts, Place, fit_line, modelled
 from hvd_sparse.planner.measure import measure_profile
-from hvd_sparse.planner.predict import Job, finish_s, verdict
-from hvd_sparse.planner.profile import Line, MethodCosts, Place, fit_line, modelled
 from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS, Trial, Turn, lateness, slowest
 from hvd_sparse.selectors import ExactTopK
 from hvd_sparse.transports import LocalWorld, Transport

@@ -18,8 +18,8 @@ from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import PlanCache, Planner, Profile, World, default_path
 from hvd_sparse.planner import planner as planner_module
+from hvd_sparse.planner.costs import Line, MethodCosts, Place
 from hvd_sparse.planner.planner import RECALLED_REVIEW_STEPS
-from hvd_sparse.planner.profile import Line, MethodCosts, Place
 from hvd_sparse.planner.remembered import MOST_ENTRIES, Key, Remembered, recall
 from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS
 from hvd_sparse.transports import Transport

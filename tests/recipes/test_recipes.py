@@ -60,7 +60,7 @@ def test_a_collective_takes_its_file_its_formula_and_an_entry(copy: Path) -> Non
     registry = copy / "collectives" / "registry.py"
     insert(
         registry,
-        "from hvd_sparse.collectives.ssar_recursive_double",
+        "from hvd_sparse.collectives.sparcml",
         "from hvd_sparse.collectives.parcel import Parcel\n",
     )
     insert(
@@ -78,7 +78,7 @@ from hvd_sparse.cost_model import Link
 from hvd_sparse.planner.measure import measure_encoding
 from hvd_sparse.policy import load_policy
 from hvd_sparse.policy.schema import json_schema
-from hvd_sparse.simulator import Network, SyntheticStreams, Workload, simulate
+from hvd_sparse.lab.simulator import Network, SyntheticStreams, Workload, simulate
 from hvd_sparse.transports import run_ranks
 
 for name in ("parcel", "bundle"):
@@ -108,8 +108,8 @@ def test_a_compressor_takes_its_file_and_two_lines(copy: Path) -> None:
         '''from dataclasses import dataclass
 
 from hvd_sparse.checks import count
-from hvd_sparse.methods.options import AnyCollectiveOptions
-from hvd_sparse.options import option
+from hvd_sparse.methods.method_options import AnyCollectiveOptions
+from hvd_sparse.checks import option
 from hvd_sparse.selectors import ExactTopK
 
 
@@ -128,7 +128,7 @@ class FirstOptions(AnyCollectiveOptions):
     methods = copy / "methods" / "__init__.py"
     insert(
         methods,
-        "from hvd_sparse.methods.fitted",
+        "from hvd_sparse.methods.fitted_options",
         "from hvd_sparse.methods.first import FirstOptions\n",
     )
     insert(methods, "            RandomkOptions,\n        )", "            FirstOptions,\n")

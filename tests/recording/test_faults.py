@@ -24,8 +24,8 @@ from hvd_sparse import ConfigError, Recorder
 from hvd_sparse.collectives import TopkAllgather
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.engine import account as account_module
-from hvd_sparse.recording.budget import Budget
-from hvd_sparse.recording.log import Recording, read_runs
+from hvd_sparse.lab.report.log import Recording, read_runs
+from hvd_sparse.recording.recorder import Budget
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hvd_sparse.cli.main import FAILED, main
-from hvd_sparse.engine.observer import COMPARED_PHASES
+from hvd_sparse.engine.account import COMPARED_PHASES
 from hvd_sparse.engine.stats import FIGURES
-from hvd_sparse.recording.html import table
+from hvd_sparse.lab.report.page import table
 from hvd_sparse.recording.recorder import VERSION
 
 pytestmark = pytest.mark.timeout(300)
@@ -150,7 +150,7 @@ def check_page(page: str) -> Page:
 @pytest.fixture
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """No figures, which are slow; the numbers that pass the reader are drawn further below."""
-    monkeypatch.setattr("hvd_sparse.recording.figures.svg", lambda draw, name: "<svg></svg>")
+    monkeypatch.setattr("hvd_sparse.lab.report.figures.svg", lambda draw, name: "<svg></svg>")
 
 
 @pytest.mark.usefixtures("quick_figures")

@@ -14,12 +14,12 @@ import torch
 from hvd_sparse import Recorder
 from hvd_sparse.cli.main import main
 from hvd_sparse.engine import Choice, Engine, TensorSpec
+from hvd_sparse.lab.report import figures
+from hvd_sparse.lab.report.log import Plan, Recording, read_runs
+from hvd_sparse.lab.report.page import report_page
+from hvd_sparse.lab.report.summary import curves, slowest_rank, with_holes
 from hvd_sparse.methods import METHODS
-from hvd_sparse.recording import figures
-from hvd_sparse.recording.budget import Budget
-from hvd_sparse.recording.log import Plan, Recording, read_runs
-from hvd_sparse.recording.page import report_page
-from hvd_sparse.recording.summary import curves, slowest_rank, with_holes
+from hvd_sparse.recording.recorder import Budget
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalWorld, run_ranks
 

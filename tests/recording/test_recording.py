@@ -21,9 +21,9 @@ from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.collectives import TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.engine import account as account_module
-from hvd_sparse.recording.budget import SAVED_S, Budget
-from hvd_sparse.recording.log import Recording, read_runs
-from hvd_sparse.recording.summary import slowest_rank
+from hvd_sparse.lab.report.log import Recording, read_runs
+from hvd_sparse.lab.report.summary import slowest_rank
+from hvd_sparse.recording.recorder import SAVED_S, Budget
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
@@ -226,7 +226,7 @@ def test_the_cost_is_below_one_percent_of_the_time(
 
 @pytest.mark.usefixtures("unlimited")
 def test_the_file_grows_with_the_logarithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_sparse.recording.thinning.ENTRIES_BEFORE_THINNING", 16)
+    monkeypatch.setattr("hvd_sparse.recording.recorder.ENTRIES_BEFORE_THINNING", 16)
     record(tmp_path / "run.jsonl", world_size=1, steps=61)
     steps = [line["step"] for line in last_run(tmp_path / "run.jsonl").steps]
     assert steps == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 36, 44, 52, 60, 61]  # and the last

@@ -15,8 +15,8 @@ from hvd_sparse import Recorder
 from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.collectives import TopkAllgather
 from hvd_sparse.engine import Engine, Method, TensorSpec
-from hvd_sparse.recording.budget import Budget
-from hvd_sparse.recording.log import read_runs
+from hvd_sparse.lab.report.log import read_runs
+from hvd_sparse.recording.recorder import Budget
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalWorld, run_ranks
@@ -223,7 +223,7 @@ def test_the_file_stays_small_over_a_million_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a hundredth of the entries, ten thousand steps stand for a million."""
-    monkeypatch.setattr("hvd_sparse.recording.thinning.ENTRIES_BEFORE_THINNING", 200)
+    monkeypatch.setattr("hvd_sparse.recording.recorder.ENTRIES_BEFORE_THINNING", 200)
     path = tmp_path / "run.jsonl"
     method = Method(0.05, 10, partial(ReusedThreshold, 8), TopkAllgather, "test")
     engine = Engine(method, Recorder(path))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hvd_sparse.recording.log import Plan, Recording
-from hvd_sparse.recording.trace import chrome_trace, number_rows
+from hvd_sparse.lab.report.chrome_trace import chrome_trace, number_rows
+from hvd_sparse.lab.report.log import Plan, Recording
 
 RUN = {"rank": 1, "world_size": 2, "start_unix_s": 1.7e9}
 BUCKET = {"names": ["a", "b"], "compressor": "topk"}

@@ -8,13 +8,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hvd_sparse.cost_model import Link
+from hvd_sparse.cost_model import Link, Work
 from hvd_sparse.errors import ConfigError, PlanError
-from hvd_sparse.simulator.network import Clock, Network
-from hvd_sparse.simulator.transport import SimulatedTransport, SimulatedWorld, run_simulated
+from hvd_sparse.lab.simulator.network import Clock, Network
+from hvd_sparse.lab.simulator.simulated_transport import (
+    SimulatedTransport,
+    SimulatedWorld,
+    run_simulated,
+)
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.framing import HEADER_BYTES
-from hvd_sparse.work import Work
 
 ALPHA, BETA, GAMMA = 1e-3, 1e-6, 1e-7
 NETWORK = Network(Link(ALPHA, BETA))

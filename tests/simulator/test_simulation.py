@@ -16,7 +16,8 @@ from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.collectives.registry import BY_NAME, cost
 from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.simulator import (
+from hvd_sparse.lab.plots import CURVES
+from hvd_sparse.lab.simulator import (
     ALGORITHMS,
     DISTINCT,
     Network,
@@ -30,7 +31,6 @@ from hvd_sparse.simulator import (
     simulate_all,
     with_efficiency,
 )
-from hvd_sparse.simulator.plots import CURVES
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, allgather_loads
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.transports.framing import HEADER_BYTES

@@ -14,7 +14,7 @@ from hvd_sparse.cli.main import main
 from hvd_sparse.collectives import two_levels
 from hvd_sparse.collectives.two_levels import Levels, shared
 from hvd_sparse.cost_model import Link
-from hvd_sparse.simulator import (
+from hvd_sparse.lab.simulator import (
     DISTINCT,
     Network,
     Outcome,

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_sparse.ops.cuda import Argument, selection
+from hvd_sparse.ops.cuda import Argument
+from hvd_sparse.ops.cuda import launch_selection as selection
 from tests.cuda.shim_launcher import FAMILIES, Shim, ShimLauncher
 from tools.gpu_lease import variants
 from tools.gpu_lease.__main__ import launch

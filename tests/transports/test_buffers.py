@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_sparse.transports import buffers
-from hvd_sparse.transports.buffers import POOLED_BYTES, BufferPool
+from hvd_sparse.transports import framing as buffers
+from hvd_sparse.transports.framing import POOLED_BYTES, BufferPool
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, POOLED_BYTES - 1, POOLED_BYTES, 100_001, 1 << 20])

@@ -13,9 +13,8 @@ import torch
 
 from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.transports import LocalTransport, Transport, run_ranks
-from hvd_sparse.transports.choose import Capability, create_transport, decide
-from hvd_sparse.transports.meeting import join_store
-from hvd_sparse.transports.network import HostReport
+from hvd_sparse.transports.connect import Capability, create_transport, decide
+from hvd_sparse.transports.meeting import HostReport, join_store
 from tests.transports.failures import aborts_from_another_thread
 from tests.workers.transport_scenarios import SCENARIOS, Scenario
 
@@ -163,7 +162,7 @@ def test_an_unreachable_store_is_named() -> None:
 
 def test_nothing_optional_is_imported() -> None:
     code = (
-        "import sys, hvd_sparse.transports, hvd_sparse.transports.choose; "
+        "import sys, hvd_sparse.transports, hvd_sparse.transports.connect; "
         "print([m for m in ('horovod', 'mpi4py', 'psutil') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError
 from hvd_sparse.transports import Transport, framing, run_ranks
-from hvd_sparse.transports.buffers import BufferPool
-from hvd_sparse.transports.position import Context
+from hvd_sparse.transports.framing import BufferPool, Context
 from tests.transports.test_choose import over_gloo
 
 pytestmark = pytest.mark.timeout(60)

@@ -14,8 +14,7 @@ import torch
 
 from hvd_sparse.errors import PlanError, TransportError
 from hvd_sparse.transports import LocalTransport, Transport, run_ranks
-from hvd_sparse.transports.choose import create_transport
-from hvd_sparse.transports.handshake import PROTOCOL, check_releases
+from hvd_sparse.transports.connect import PROTOCOL, check_releases, create_transport
 from hvd_sparse.transports.meeting import MeetingStore, join_store, serve_store
 from tests.transports.test_choose import ThreadBootstrap, over_gloo
 

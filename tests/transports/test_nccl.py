@@ -14,7 +14,7 @@ import torch
 
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports import LocalTransport, Transport, nccl, run_ranks
-from hvd_sparse.transports.choose import create_transport
+from hvd_sparse.transports.connect import create_transport
 from hvd_sparse.transports.device_group import DeviceGroup
 from hvd_sparse.transports.framing import next_capacity
 from hvd_sparse.transports.meeting import dist, join_store, serve_store

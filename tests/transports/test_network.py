@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_sparse.errors import ConfigError, TransportError
-from hvd_sparse.transports.network import (
+from hvd_sparse.transports.meeting import (
     Endpoint,
     HostReport,
     Interface,

@@ -22,7 +22,7 @@ import hvd_sparse
 from hvd_sparse.adapter.waiting import synchronize_asleep
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner import Planner
-from hvd_sparse.planner.profile import Line, MethodCosts, Profile, place_of
+from hvd_sparse.planner.costs import Line, MethodCosts, Profile, place_of
 from hvd_sparse.planner.trial import TURN_STEPS, Turn
 from hvd_sparse.policy import load_policy
 from tests.workers.asleep import allreduce, meet

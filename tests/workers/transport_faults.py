@@ -17,9 +17,9 @@ import horovod.torch as hvd
 import torch
 
 from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError, TransportTimeout
-from hvd_sparse.transports import Context, Transport, handshake
-from hvd_sparse.transports.choose import create_transport
-from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from hvd_sparse.transports import Context, Transport
+from hvd_sparse.transports import connect as handshake
+from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.transports.horovod_handles import WAITING
 from tests.workers.asleep import meet
 from tests.workers.lean import start_lean

@@ -13,13 +13,12 @@ import horovod.torch as hvd
 import pytest
 import torch
 
-from hvd_sparse.collectives import link
-from hvd_sparse.collectives.link import link_of
+from hvd_sparse.collectives import automatic as link
+from hvd_sparse.collectives.automatic import link_of
 from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.choose import create_transport
-from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from tests.workers.asleep import allreduce, meet
 from tests.workers.transport_scenarios import QUICK_SCENARIOS, SCENARIOS, Scenario
 

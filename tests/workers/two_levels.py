@@ -14,8 +14,7 @@ from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.errors import TransportError
 from hvd_sparse.hosts import Grid, Hosts
 from hvd_sparse.methods import METHODS
-from hvd_sparse.transports.choose import create_transport
-from hvd_sparse.transports.horovod_bootstrap import HorovodBootstrap
+from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 
 SHAPES = {"large": (70, 1000), "small": (257,)}
 

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from hvd_sparse.collectives.device_allgather import HEADER_BYTES
+from hvd_sparse.collectives.topk_allgather import HEADER_BYTES
 from hvd_sparse.transports.device_group import DeviceGroup
 from hvd_sparse.transports.meeting import serve_store
 from hvd_sparse.transports.nccl import connect_nccl

@@ -14,9 +14,9 @@ from hvd_sparse.ops.cuda._launcher import (
     CupyLauncher,
     Launcher,
 )
-from hvd_sparse.ops.cuda.selection import CudaSelection
-from hvd_sparse.ops.cuda.streams import CudaStreams
-from hvd_sparse.ops.cuda.wire import CudaWire
+from hvd_sparse.ops.cuda.launch_selection import CudaSelection
+from hvd_sparse.ops.cuda.launch_streams import CudaStreams
+from hvd_sparse.ops.cuda.launch_wire import CudaWire
 
 __all__ = ["AddressTable", "Argument", "CompileError", "CudaOps", "CupyLauncher", "Launcher"]
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_sparse.ops._layout import DTYPE_CODES
+from hvd_sparse.ops._arguments import DTYPE_CODES
 from hvd_sparse.ops.cuda._launcher import AddressTable
 
 TILE = 4096

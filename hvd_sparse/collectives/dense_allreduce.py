@@ -1,0 +1,114 @@
+"""Rabenseifner's dense allreduce, for streams that are hardly sparse.
+
+Source: Rabenseifner's algorithm as in Thakur et al., "Optimization of Collective Communication
+Operations in MPICH" (IJHPCA 2005), section 4.4; "Dense" in Ok-Topk's Table 1.
+
+Symbols: P ranks, C `cube.positions` (the largest power of two up to P), n elements, α latency,
+β time per word.
+
+Steps:
+  1. where P > C, the surplus ranks hand their vectors to a neighbour, and wait;
+  2. recursive halving: in each of log C rounds a rank sends half of its range to a partner and sums
+     the other half with what it gets, until it has the sum of one C-th of the vector;
+  3. recursive doubling: the same rounds backwards, which gather the sum;
+  4. the surplus ranks get the result.
+
+Cost: 2 log C α + 2n (C-1)/C β; where P > C, 2 α + 2n β more.
+
+Departure: none. Operands are added in the order of the positions in the cube, so the result has the
+same bits everywhere: every element is summed on one rank only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hvd_sparse import ops
+from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
+from hvd_sparse.cost_model import Work
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.streams import SparseStream
+from hvd_sparse.topology import Cube
+from hvd_sparse.transports import Transport
+from hvd_sparse.wire import PLAIN, Wire
+
+
+class DenseAllreduce(Collective):
+    """The allreduce of whole vectors; all entries are applied, nothing is returned.
+
+    Args:
+        transport: See `Collective`.
+        numel: See `Collective`.
+        k: See `Collective`; of no account here.
+        wire: Plain: dense vectors are sent as they are.
+
+    Raises:
+        ConfigError: Another wire was given.
+    """
+
+    def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
+        super().__init__(transport, numel, k, wire=wire)
+        if wire is not PLAIN:
+            raise ConfigError(f"the dense allreduce has no wire but the plain one, got {wire!r}")
+        self.cube = Cube(transport.rank, transport.world_size)
+
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
+        """See `Collective.reduce`."""
+        vector = torch.empty(self.numel)
+        ops.decode(vector, stream.indices, stream.values)
+        self.transport.worked(Work(0, stream.nnz, self.numel, self.numel))
+        total = self._unfold(self._halve_and_double(self._fold(vector)))
+        self.step += 1
+        indices = total.view(torch.int32).nonzero().view(-1).int()
+        reduced = SparseStream(indices, total[indices.long()], self.numel)
+        return Reduction(reduced, SparseStream.empty(self.numel))
+
+    def _fold(self, x: Tensor) -> Tensor:
+        """The passive ranks hand over; in place."""
+        theirs = self._swap_with_partner(x, to_active=True)
+        if theirs is None:
+            return x
+        self.transport.worked(Work(added_values=self.numel))
+        return x.add_(theirs)
+
+    def _unfold(self, x: Tensor) -> Tensor:
+        """They get the result."""
+        result = self._swap_with_partner(x, to_active=False)
+        return x if result is None else result
+
+    def _halve_and_double(self, x: Tensor) -> Tensor:
+        """Both phases, in place; a passive rank makes the calls, and takes no part."""
+        start, stop = 0, self.numel
+        rounds = []
+        for mask in reversed(list(self.cube.masks())):
+            middle = start + (stop - start) // 2
+            lower, upper = slice(start, middle), slice(middle, stop)
+            keeps_lower = self.cube.position & mask == 0
+            kept, sent = (lower, upper) if keeps_lower else (upper, lower)
+            theirs = self._swap_across(mask, x[sent])
+            if theirs is not None:
+                self.transport.worked(Work(added_values=theirs.numel()))
+                torch.add(*((x[kept], theirs) if keeps_lower else (theirs, x[kept])), out=x[kept])
+            rounds.append((mask, kept, sent))
+            start, stop = kept.start, kept.stop
+        for mask, kept, sent in reversed(rounds):
+            theirs = self._swap_across(mask, x[kept])
+            if theirs is not None:
+                x[sent] = theirs
+        return x
+
+    def _swap_with_partner(self, x: Tensor, *, to_active: bool) -> Tensor | None:
+        if self.cube.positions == self.transport.world_size:
+            return None
+        sends = self.cube.is_passive == to_active
+        partner = self.cube.partner
+        return self._swap(x, partner if sends else None, None if sends else partner)
+
+    def _swap_across(self, mask: int, part: Tensor) -> Tensor | None:
+        peer = self.cube.peer(mask)
+        return self._swap(part, peer, peer)
+
+    def _swap(self, part: Tensor, dst: int | None, src: int | None) -> Tensor | None:
+        arrived = self.transport.exchange((part,), dst, src, channel="dense").wait()
+        return None if arrived is None else arrived.view(torch.float32)

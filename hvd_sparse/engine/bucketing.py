@@ -1,0 +1,336 @@
+"""Which tensors are exchanged together, in which order; agreed on by all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.collectives import Collective
+from hvd_sparse.errors import PlanError
+from hvd_sparse.memories import MemoryOptions
+from hvd_sparse.selectors import Selector
+from hvd_sparse.transports import Transport
+
+# MERGED engine.warmup
+# Warm-up of density: more is exchanged in the first steps, while gradients change fast.
+#
+# Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887): over the
+# first epochs density falls exponentially, 0.25, 0.0625, 0.0156, 0.004, down to the target. Dense
+# first steps are Ok-Topk's (Li and Hoefler, PPoPP '22, section 5: 512 steps for VGG, 128 for LSTM).
+
+WARMUP_KINDS = ("exponential", "linear", "constant")
+STAGES = 4
+"""Densities that an exponential warm-up goes through, each for the same number of steps."""
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Densities of the first steps.
+
+    Attributes:
+        kind: "exponential": four densities, each the same share of the one before, the first one
+            `density`; "linear": from `density` straight to the target; "constant": `density`.
+        steps: How many steps it takes.
+        density: Where it begins, in (0, 1].
+        dense_steps: Steps before it in which everything is exchanged.
+    """
+
+    kind: str = "exponential"
+    steps: int = 0
+    density: float = 0.25
+    dense_steps: int = 0
+
+    def density_at(self, step: int, target: float) -> float:
+        """The density of step number `step`, from 0; never below the target."""
+        if step < self.dense_steps:
+            return 1.0
+        step -= self.dense_steps
+        if step >= self.steps or self.density <= target:
+            return target
+        if self.kind == "exponential":
+            stage = step * STAGES // self.steps
+            return float(self.density * (target / self.density) ** (stage / STAGES))
+        if self.kind == "linear":
+            return self.density + (target - self.density) * step / self.steps
+        return self.density
+
+
+ALIGNED_NUMEL = 4
+"""Elements of float32 in 16 bytes, which the kernels load at once."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What ranks must agree on about a gradient.
+
+    Attributes:
+        name: The parameter's name.
+        shape: Its shape.
+        dtype: Its gradient's type, as `torch.float32` is spelled.
+        whole: The tensor that this is some rows of; None: it is a tensor itself.
+        start: The first of these rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    whole: TensorSpec | None = None
+    start: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def tensor(self) -> TensorSpec:
+        """The whole tensor."""
+        return self.whole or self
+
+    @property
+    def label(self) -> str:
+        """The name, and the rows where these are not all: `weight[0:512]`."""
+        stop = self.start + self.shape[0] if self.whole else 0
+        return f"{self.name}[{self.start}:{stop}]" if self.whole else self.name
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its rows of a tensor in the shape of the whole one: a view."""
+        return tensor[self.start : self.start + self.shape[0]] if self.whole else tensor
+
+    def cut(self, numel: int) -> list[TensorSpec]:
+        """Equal parts of whole rows, of at most so many elements where rows are not longer."""
+        rows = self.shape[0] if self.shape else 1
+        parts = min(rows, -(-self.numel // numel))
+        if parts <= 1:
+            return [self]
+        edges = pairwise(rows * i // parts for i in range(parts + 1))
+        return [
+            TensorSpec(self.name, (stop - start, *self.shape[1:]), self.dtype, self, start)
+            for start, stop in edges
+        ]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How buckets are compressed and exchanged.
+
+    Attributes:
+        density: k/n, in (0, 1].
+        bucket_numel: Elements above which a bucket is closed; a larger tensor has its own.
+        selector: Makes one bucket's selector.
+        collective: Makes one bucket's collective, from the transport, numel and k.
+        description: All of this in words; ranks must have the same.
+        memory: How gradients enter the accumulator.
+        warmup: Densities of the first steps.
+        summary: What a user set, for a reader; empty: all of the description.
+        name: What the compressor is called, for a reader; empty where it has no name.
+        part_numel: Elements above which a tensor is cut into parts with buckets of their own, so
+            that one is selected from while another is exchanged; None: no tensor is.
+    """
+
+    density: float
+    bucket_numel: int
+    selector: Callable[[], Selector]
+    collective: Callable[[Transport, int, int], Collective]
+    description: str
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    warmup: Warmup = field(default_factory=Warmup)
+    summary: str = ""
+    name: str = ""
+    part_numel: int | None = None
+
+    def k(self, numel: int, step: int | None = None) -> int:
+        """Entries wanted from a bucket of `numel` elements: at least one, where there is one.
+
+        Args:
+            numel: n.
+            step: Steps done, for the warm-up; None: after it.
+        """
+        density = self.density
+        if step is not None:
+            density = self.warmup.density_at(step, density)
+        return min(numel, max(1, round(density * numel)))
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Limit on the norm of the whole gradient that the optimizer sees; None: none."""
+        return self.memory.clip_norm
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        """A method is the assignment that gives all tensors to itself."""
+        return Choice(self)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one tensor is reduced.
+
+    Attributes:
+        method: How it is compressed and exchanged; None: not at all, Horovod reduces it densely.
+        bucket: Tensors of one method, type and bucket name are exchanged as one vector. The empty
+            name leaves it to the method's `bucket_numel` and `part_numel`.
+    """
+
+    method: Method | None
+    bucket: str = ""
+
+
+class Assignment(Protocol):
+    """Says of every tensor how it is reduced; ranks must have the same.
+
+    Attributes:
+        description: What it says, in words that differ where two assignments do.
+    """
+
+    @property
+    def description(self) -> str:
+        """See the class."""
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        """How a tensor is reduced; always the same answer for the same tensor."""
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket to be.
+
+    Attributes:
+        specs: Its tensors, side by side in this order; all of one type. Or a part of one.
+        method: How they are compressed and exchanged.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    method: Method
+
+
+def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list[BucketPlan]:
+    """Group tensors of one type, method and bucket name in the order of their arrival.
+
+    Within a bucket the tensors that would misalign all that follow come last.
+    """
+    groups: list[list[TensorSpec]] = []
+    methods: list[Method] = []
+    open_groups: dict[tuple[str, str, str], list[TensorSpec]] = {}
+    for spec in arrivals:
+        choice = assignment.choice_of(spec)
+        assert choice.method is not None
+        key = (spec.dtype, choice.method.description, choice.bucket)
+        most = choice.method.part_numel
+        if most is not None and not choice.bucket and spec.numel > most:
+            open_groups.pop(key, None)
+            parts = spec.cut(most)
+            groups += [[part] for part in parts]
+            methods += [choice.method] * len(parts)
+            continue
+        group = open_groups.get(key)
+        full = (
+            group is not None
+            and not choice.bucket
+            and (sum(s.numel for s in group) + spec.numel > choice.method.bucket_numel)
+        )
+        if group is None or full:
+            group = open_groups[key] = []
+            groups.append(group)
+            methods.append(choice.method)
+        group.append(spec)
+    last_arrival = {spec.name: place for place, spec in enumerate(arrivals)}
+    order = sorted(range(len(groups)), key=lambda i: last_arrival[groups[i][-1].name])
+    return [BucketPlan(tuple(sorted(groups[i], key=_misaligns)), methods[i]) for i in order]
+
+
+def _misaligns(spec: TensorSpec) -> bool:
+    """Whether what lies behind a tensor begins where no kernel loads 16 bytes: it goes last."""
+    return spec.numel % ALIGNED_NUMEL != 0
+
+
+def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
+    """Check that all ranks have one assignment, before any of them waits for another's bucket.
+
+    Raises:
+        PlanError: On every rank, where they have not.
+    """
+    mine = {"assignment": assignment.description, "plan": []}
+    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel="assignment")
+    theirs = [json.loads(bytes(message.numpy())) for message in messages]
+    for rank, other in enumerate(theirs):
+        _check_same(theirs[0], other, rank)
+
+
+def agree_on_plan(
+    arrivals: Sequence[TensorSpec], assignment: Assignment, transport: Transport
+) -> list[BucketPlan]:
+    """Rank 0's first order of arrival makes the plan; every rank checks that it can follow it.
+
+    Returns:
+        The buckets in the order of exchange.
+
+    Raises:
+        PlanError: On every rank, where any rank has other tensors or treats them otherwise.
+    """
+    plan = form_buckets(arrivals, assignment)
+    mine = {
+        "assignment": assignment.description,
+        "plan": [
+            {"method": bucket.method.description, "specs": [_told(spec) for spec in bucket.specs]}
+            for bucket in plan
+        ],
+    }
+    theirs = [
+        json.loads(bytes(message.numpy()))
+        for message in transport.allgather((text_tensor(json.dumps(mine)),), channel="plan")
+    ]
+    for rank, other in enumerate(theirs):
+        _check_same(theirs[0], other, rank)
+    methods = {bucket.method.description: bucket.method for bucket in plan}
+    specs = {spec.label: spec for bucket in plan for spec in bucket.specs}  # rank 0's, as checked
+    return [
+        BucketPlan(tuple(specs[s["name"]] for s in bucket["specs"]), methods[bucket["method"]])
+        for bucket in theirs[0]["plan"]
+    ]
+
+
+def _told(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.label, "shape": spec.shape, "dtype": spec.dtype}
+
+
+def text_tensor(text: str) -> torch.Tensor:
+    """A text as the payload of a message, uint8."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+    if other["assignment"] != first["assignment"]:
+        mine, theirs = differing_words(first["assignment"], other["assignment"])
+        raise PlanError(f"ranks compress differently: rank 0 {mine}, rank {rank} {theirs}")
+    tensors, others = _tensors(first), _tensors(other)
+    for name in sorted(tensors.keys() | others.keys()):
+        mine, theirs = tensors.get(name, "none"), others.get(name, "none")
+        if mine != theirs:
+            mine, theirs = differing_words(mine, theirs)
+            raise PlanError(
+                f"ranks have different gradients for {name!r}: rank 0 {mine}, rank {rank} {theirs}"
+            )
+
+
+def differing_words(first: str, second: str) -> tuple[str, str]:
+    """What two descriptions differ in: all of them, where they have not the same keys in order."""
+    words = list(zip(first.split(), second.split(), strict=False))
+    keys = [(mine.partition("=")[0], other.partition("=")[0]) for mine, other in words]
+    if len(first.split()) != len(second.split()) or any(a != b for a, b in keys):
+        return first, second
+    apart = [pair for pair in words if pair[0] != pair[1]]
+    return " ".join(mine for mine, _ in apart), " ".join(other for _, other in apart)
+
+
+def _tensors(message: dict[str, Any]) -> dict[str, str]:
+    return {
+        spec["name"]: f"{spec['dtype']}{tuple(spec['shape'])} by {bucket['method']}"
+        for bucket in message["plan"]
+        for spec in bucket["specs"]
+    }

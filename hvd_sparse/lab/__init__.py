@@ -1,0 +1,1 @@
+"""What is never imported by a training: simulator, report page, plots, plans without a run."""

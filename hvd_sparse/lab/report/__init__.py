@@ -1,0 +1,1 @@
+"""What is made of a recording: summary, page, trace, and the live view."""

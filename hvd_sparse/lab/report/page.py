@@ -1,0 +1,355 @@
+"""One self-contained HTML page about a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from html import escape
+from itertools import pairwise
+
+import numpy as np
+
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.lab.report import figures
+from hvd_sparse.lab.report.format import MOST_UNIX_S
+from hvd_sparse.lab.report.log import Plan, Recording
+from hvd_sparse.lab.report.summary import (
+    Curves,
+    bucket_means,
+    collectives,
+    curves,
+    dense_bytes,
+    kinds,
+    last_plan,
+    rank_ms,
+    slowest_rank,
+    steps_of,
+    trials_of,
+)
+from hvd_sparse.tables import nbytes, tensors
+
+# MERGED recording.html
+# Pieces of an HTML page; whatever is put into them is escaped.
+
+CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff;
+       max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .2rem; }
+p { margin: .2rem 0 .6rem; color: #4b5563; overflow-wrap: anywhere; }
+svg { width: 100%; max-width: 42rem; height: auto; display: block; }
+.tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: .6rem; margin: 1.2rem 0; }
+@media (max-width: 40rem) { .tiles { grid-template-columns: repeat(2, 1fr); } }
+.tiles div { border: 1px solid #e5e7eb; border-radius: 8px; padding: .5rem .8rem; }
+.tiles b { display: block; font-size: 1.25rem; } .tiles span { color: #6b7280; font-size: .85rem; }
+.warn { background: #fef3c7; border-radius: 6px; padding: .4rem .8rem; color: #78350f; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .8rem; width: 100%; }
+th, td { padding: .25rem .35rem; text-align: right; border-bottom: 1px solid #e5e7eb;
+         white-space: nowrap; vertical-align: top; }
+th { color: #6b7280; font-weight: 600; } td.text, th.text { text-align: left; }
+td.text { white-space: normal; }
+td.names { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }
+"""
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page of finished parts, which needs nothing from elsewhere."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
+        '</title><meta name="viewport" content="width=device-width">'
+        f"<style>{CSS}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def section(title: str, text: str, body: str) -> str:
+    """A heading, a sentence and a picture or table."""
+    return f"<h2>{escape(title)}</h2>\n<p>{escape(text)}</p>\n{body}"
+
+
+def table(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> str:
+    """An HTML table that scrolls by itself where it is too wide.
+
+    Args:
+        columns: Titles, and the class of each column's cells.
+        rows: The cells; whatever is in them is escaped.
+    """
+    shown = [tagged("th", columns, columns), *(tagged("td", cells, columns) for cells in rows)]
+    return f'<div class="wide"><table>{"".join(shown)}</table></div>'
+
+
+def tagged(tag: str, cells: Iterable[object], columns: Mapping[str, str]) -> str:
+    """One row."""
+    pairs = zip(cells, columns.values(), strict=True)
+    inner = (f'<{tag} class="{kind}">{escape(str(cell))}</{tag}>' for cell, kind in pairs)
+    return f"<tr>{''.join(inner)}</tr>"
+
+
+REACHED = ("wanted", "selected", "applied")
+BUCKET_CURVES = {
+    "residual": (
+        "Residual norm",
+        "residual norm",
+        "Euclidean, of what this rank has not sent yet; the largest buckets are named.",
+    ),
+    "threshold": (
+        "Threshold",
+        "threshold",
+        "Magnitude from which entries were selected; the largest buckets are named.",
+    ),
+    "imbalance": (
+        "Balance of the partitions",
+        "f(t)",
+        "P times the most entries that a rank selected, over all of them: 1 is even.",
+    ),
+}
+PHASES = ("accumulate_select_s", "exchange_s", "decode_s", "wait_s")
+
+
+def report_page(runs: Sequence[Recording], recording: Recording) -> str:
+    """The page.
+
+    Args:
+        runs: All runs of the file.
+        recording: The one to show.
+
+    Raises:
+        ConfigError: The recording holds no step.
+        UnsupportedError: matplotlib is not installed.
+    """
+    if not recording.steps:
+        others = "" if len(runs) == 1 else f"; the file has {len(runs)} runs, choose one by --run"
+        raise ConfigError(f"the recording holds no step yet{others}")
+    of_run = curves(recording)
+    parts = [
+        heading(recording),
+        runs_section(runs, recording),
+        tiles(recording),
+        section(
+            "Time per phase",
+            "Work of the background thread, added up over the buckets. It runs beside backward; "
+            "only what backward does not hide is waited for.",
+            figures.svg(figures.phases(of_run), "phases"),
+        ),
+        section(
+            "Step time",
+            "From the end of one step to the end of the next, and the part of it for which the "
+            "training thread waited for the buckets' results.",
+            figures.svg(figures.step_time(of_run), "step"),
+        ),
+        *bucket_sections(recording, of_run),
+        ranks_section(recording),
+        *(section("Trial of plans", text, table(*cells)) for text, cells in trials_of(recording)),
+        plans_section(recording),
+        *buckets_sections(last_plan(recording)),
+    ]
+    title = f"hvd_sparse run, rank {recording.run['rank']} of {recording.run['world_size']}"
+    return document(title, filter(None, parts))
+
+
+def bucket_sections(recording: Recording, of_run: Curves) -> Iterator[str]:
+    """What is known of the buckets; nothing where all tensors were dense."""
+    plan = last_plan(recording)
+    if not plan.buckets:
+        return
+    yield section(
+        "Bytes sent",
+        "By this rank, headers included, against a dense ring allreduce of the same tensors. What "
+        "Horovod sends is not in it.",
+        figures.svg(figures.sent_bytes(of_run), "bytes"),
+    )
+    since = f" Since the last change of the plan, after step {plan.step}." if plan.step else ""
+    yield section(
+        "Density reached",
+        "Entries selected on this rank and entries applied, per element, against the target."
+        + since,
+        figures.svg(figures.density(plan), "density"),
+    )
+    for name, (title, label, text) in BUCKET_CURVES.items():
+        if plan.residuals if name == "residual" else any(any(s[name]) for s in plan.steps):
+            drawn = figures.bucket_curves(plan, name, label)
+            yield section(title, text + since, figures.svg(drawn, name))
+
+
+def heading(recording: Recording) -> str:
+    """What ran, where and when, and how it was compressed."""
+    run, plan = recording.run, last_plan(recording)
+    facts = (
+        f"Rank {run['rank']} of {run['world_size']} on {run['host']}, process {run['pid']}, "
+        f"transport {run['transport']}; hvd_sparse {run['hvd_sparse']}, torch {run['torch']}; "
+        f"begun {begun(recording)}. Compressed by {'; '.join(kinds(plan)) or 'nothing: all dense'}."
+    )
+    warning = (
+        f'<p class="warn">{recording.torn_lines} line(s) of the recording are cut off and left '
+        "out.</p>"
+        if recording.torn_lines
+        else ""
+    )
+    return f"<h1>What happened</h1>\n<p>{escape(facts)}</p>{warning}"
+
+
+def begun(recording: Recording, after_s: float = 0.0) -> str:
+    """When a run began, or some seconds later."""
+    at = min(recording.run["start_unix_s"] + after_s, MOST_UNIX_S)
+    return f"{datetime.fromtimestamp(at, timezone.utc):%F %T} UTC"
+
+
+def beside(runs: Sequence[Recording], shown: Recording) -> list[int]:
+    """Numbers of the runs that the same process made at the same time: other compressions."""
+
+    def span(run: Recording) -> tuple[float, float]:
+        start = run.run["start_unix_s"]
+        return start, start + (run.steps[-1]["at_s"] if run.steps else 0.0)
+
+    start, stop = span(shown)
+    return [
+        number
+        for number, run in enumerate(runs, 1)
+        if run is not shown
+        and (run.run["host"], run.run["pid"]) == (shown.run["host"], shown.run["pid"])
+        and span(run)[0] < stop
+        and start < span(run)[1]
+    ]
+
+
+def runs_section(runs: Sequence[Recording], shown: Recording) -> str:
+    """The runs of the file, if there are several."""
+    if len(runs) == 1:
+        return ""
+    rows = [
+        (
+            f"{number} (this one)" if run is shown else number,
+            begun(run),
+            begun(run, run.steps[-1]["at_s"]) if run.steps else "–",
+            run.run["pid"],
+            run.run["world_size"],
+            f"{steps_of(run):,}",
+            "; ".join(kinds(last_plan(run))) or "all dense" if run.steps else "–",
+        )
+        for number, run in enumerate(runs, 1)
+    ]
+    columns = {"run": "", "begun": "", "last line": "", "process": "", "ranks": "", "steps": ""}
+    columns |= {"compressed by": "text"}
+    text = "The file holds several, as after a restart; --run chooses the one to show."
+    if others := beside(runs, shown):
+        numbers = ", ".join(map(str, others))
+        text += f" Of the same time and process, so of another compression: run {numbers}."
+    return section("Runs", text, table(columns, rows))
+
+
+def tiles(recording: Recording) -> str:
+    """The run in a few figures."""
+    lines = recording.steps
+    steps = sum(line["steps"] for line in lines)
+    step_s = sum(line["seconds"] for line in lines) / steps
+    wait_s = sum(sum(line["wait_s"]) for line in lines) / steps
+    shown = [
+        (f"{steps_of(recording):,}", "steps"),
+        (f"{1e3 * step_s:.1f} ms", "per step"),
+        (f"{100 * wait_s / step_s:.0f} %" if step_s else "–", "of it waiting for buckets"),
+    ]
+    plans = [plan for plan in recording.plans if plan.buckets and plan.steps]
+    if plans:
+        dense_steps = sum(
+            line["steps"] for p in recording.plans if not p.buckets for line in p.steps
+        )
+        if dense_steps:
+            shown.append((f"{dense_steps:,}", "steps with all tensors dense"))
+        by_plan = [sum(line["steps"] for line in plan.steps) for plan in plans]
+        sent = sum(sum(line["bytes_sent"]) for plan in plans for line in plan.steps) / sum(by_plan)
+        rings = [dense_bytes(plan, recording.run["world_size"]) for plan in plans]
+        ring = float(np.average(rings, weights=by_plan))
+        plan = last_plan(recording)
+        numel = max(1, sum(bucket["numel"] for bucket in plan.buckets))
+        k = sum(bucket["k"] for bucket in plan.buckets)
+        selected = float(bucket_means(plan)["nnz_selected"].sum())
+        shown += [
+            (nbytes(sent), "sent per step"),
+            (f"{ring / sent:.0f} ×" if sent else "–", "less than dense"),
+            (f"{selected / numel:.3g}", f"density selected here, of {numel:,} elements"),
+            (f"{k / numel:.3g}", "target density"),
+        ]
+    return (
+        '<div class="tiles">'
+        + "".join(f"<div><b>{escape(v)}</b><span>{escape(n)}</span></div>" for v, n in shown)
+        + "</div>"
+    )
+
+
+def ranks_section(recording: Recording) -> str:
+    """Which rank the others wait for, if there is one."""
+    if not recording.ranks or recording.run["world_size"] < 2:
+        return ""
+    exchange_ms = rank_ms(recording, "exchange_s").mean(axis=0)
+    slowest = slowest_rank(recording)
+    if slowest is None:
+        text = (
+            "No rank stands out as the one that the others wait for: all spend between "
+            f"{exchange_ms.min():.3g} and {exchange_ms.max():.3g} ms per step in exchanges."
+        )
+    else:
+        others_ms = float(np.median(np.delete(exchange_ms, slowest)))
+        text = (
+            f"The others wait for rank {slowest}: it spends {exchange_ms[slowest]:.3g} ms per step "
+            f"in exchanges, the others {others_ms:.3g} ms (median)."
+        )
+    return section("Ranks", text, figures.svg(figures.ranks(recording), "ranks"))
+
+
+def plans_section(recording: Recording) -> str:
+    """When the plan changed, and to what."""
+    rows = []
+    for plan, following in pairwise([*recording.plans, None]):
+        if plan is None or (following is not None and following.step == plan.step):
+            continue  # replaced before a step was taken by it
+        last = steps_end(recording) if following is None else following.step
+        numel = sum(bucket["numel"] for bucket in plan.buckets)
+        words = "; ".join(kinds(plan)) or "all dense"
+        steps = f"{plan.step + 1:,}–{last:,}" if last > plan.step else "none yet"
+        rows.append((steps, len(plan.buckets), f"{numel:,}", words))
+    columns = {"steps": "", "buckets": "", "elements": "", "compressed by": "text"}
+    return section("Plans", f"{len(rows)} in this run.", table(columns, rows))
+
+
+def steps_end(recording: Recording) -> int:
+    """Number of the last step that is recorded."""
+    return int(recording.steps[-1]["step"]) if recording.steps else 0
+
+
+def buckets_sections(plan: Plan) -> list[str]:
+    """Every bucket of a plan: how it is compressed, and what that takes."""
+    if not plan.buckets:
+        return []
+    means = bucket_means(plan)
+    how, cost = [], []
+    for place, bucket in enumerate(plan.buckets):
+        numel, names = max(1, bucket["numel"]), tensors(bucket["names"])
+        threshold = plan.steps[-1]["threshold"][place]
+        how.append(
+            (
+                place,
+                names,
+                f"{bucket['numel']:,}",
+                f"{bucket['compressor']}, {bucket['wire']}",
+                ", ".join(collectives(plan, [place])),
+                f"{bucket['k'] / numel:.2g}",
+                *(f"{means[f'nnz_{name}'][place] / numel:.2g}" for name in REACHED),
+                f"{threshold:.2g}" if threshold else "–",
+            )
+        )
+        sent, received = (nbytes(means[f"bytes_{way}"][place]) for way in ("sent", "received"))
+        times = (f"{1e3 * means[name][place]:.2f}" for name in PHASES)
+        cost.append((place, names, sent, received, *times))
+    columns = {"": "", "tensors": "text names", "n": "", "compressor, wire": "text"}
+    columns |= {"collective": "text", "target": "", "wanted": "", "selected": "", "applied": ""}
+    text = (
+        "Densities are means over the steps of the last plan that has buckets; the one wanted has "
+        "the warm-up in it. The threshold is the last one."
+    )
+    titles = ("sent", "received", "select", "exchange", "decode", "wait")
+    return [
+        section("Buckets", text, table({**columns, "threshold": ""}, how)),
+        section(
+            "What a bucket takes",
+            "Means per step under the same plan: bytes, and times in ms.",
+            table({"": "", "tensors": "text names", **dict.fromkeys(titles, "")}, cost),
+        ),
+    ]

@@ -1,0 +1,209 @@
+"""What a report says of a planner's trials: what was tried, what it took, what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_sparse.engine.stats import FIGURES
+from hvd_sparse.lab.report.log import Plan, Recording
+
+# MERGED recording.summary
+# Figures of a recording, as arrays that can be drawn.
+
+Floats = NDArray[np.float64]
+
+MOST_POINTS = 150
+"""Points of a curve: more cannot be told apart on a page."""
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+LONG_GAP = 4
+"""A curve has a hole where its points are so many times further apart than on either side."""
+CLEARLY_LESS = 0.9
+"""What the slowest rank may spend in exchanges, at most, in terms of the others' median."""
+MOSTLY = 2 / 3
+"""Share of the comparisons in which it must have spent the least."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Means per step over stretches of a run, buckets added up.
+
+    Attributes:
+        start: Steps done before each stretch.
+        step: Last step of each stretch.
+        step_s: Seconds from step to step.
+        dense_bytes: What a ring allreduce of the same tensors would send; NaN where all tensors
+            were dense, of which nothing is known.
+        figures: By name, as `StepStats` has them; bytes are NaN there, too.
+    """
+
+    start: Floats
+    step: Floats
+    step_s: Floats
+    dense_bytes: Floats
+    figures: dict[str, Floats]
+
+
+def dense_bytes(plan: Plan, world_size: int) -> float:
+    """Bytes that each rank of a ring allreduce would send: 2 (P-1)/P of the gradient."""
+    nbytes = sum(b["numel"] * ITEM_BYTES.get(b["dtype"], 4) for b in plan.buckets)
+    return float(2 * (world_size - 1) / world_size * nbytes)
+
+
+def curves(recording: Recording) -> Curves:
+    """The whole run, in about `MOST_POINTS` stretches of lines; each is of one plan."""
+    total = max(1, len(recording.steps))
+    stretches: list[tuple[Plan, list[dict[str, Any]]]] = []
+    for plan in recording.plans:
+        if plan.steps:
+            parts = min(len(plan.steps), max(1, round(MOST_POINTS * len(plan.steps) / total)))
+            for part in np.array_split(np.arange(len(plan.steps)), parts):
+                stretches.append((plan, [plan.steps[i] for i in part]))
+    steps = np.array([sum(line["steps"] for line in lines) for _, lines in stretches], dtype=float)
+    known = np.array([1.0 if plan.buckets else np.nan for plan, _ in stretches])
+    sums = {
+        name: np.array([sum(sum(line[name]) for line in lines) for _, lines in stretches])
+        for name in FIGURES
+    }
+    figures = {name: column / steps for name, column in sums.items()}
+    for name in ("bytes_sent", "bytes_received", "messages_sent"):
+        figures[name] = figures[name] * known
+    world_size = recording.run["world_size"]
+    ends = [(lines[0]["step"] - lines[0]["steps"], lines[-1]["step"]) for _, lines in stretches]
+    seconds = [sum(line["seconds"] for line in lines) for _, lines in stretches]
+    return Curves(
+        start=np.array([max(0, start) for start, _ in ends], dtype=np.float64),
+        step=np.array([end for _, end in ends], dtype=np.float64),
+        step_s=np.array(seconds, dtype=np.float64) / steps,
+        dense_bytes=known * np.array([dense_bytes(plan, world_size) for plan, _ in stretches]),
+        figures=figures,
+    )
+
+
+def last_plan(recording: Recording) -> Plan:
+    """The last plan under which something was exchanged; else the last one that has a step."""
+    plans = [plan for plan in recording.plans if plan.steps]
+    return next((plan for plan in reversed(plans) if plan.buckets), plans[-1])
+
+
+def steps_of(recording: Recording) -> int:
+    """Steps of the run: those of the same process before it are not counted."""
+    first: int = recording.plans[0].step if recording.plans else 0
+    last: int = recording.steps[-1]["step"] if recording.steps else first
+    return max(0, last - first)
+
+
+def bucket_means(plan: Plan) -> dict[str, Floats]:
+    """Means per step of every figure, one entry per bucket."""
+    steps = sum(line["steps"] for line in plan.steps)
+    return {
+        name: np.sum([line[name] for line in plan.steps], axis=0, dtype=np.float64) / max(1, steps)
+        for name in FIGURES
+    }
+
+
+def bucket_curve(plan: Plan, name: str, bucket: int) -> tuple[list[float], list[float]]:
+    """Steps and values of a bucket's threshold, f(t) or residual norm, thinned.
+
+    Where nothing was recorded for long, or there is no value, a NaN parts the curve.
+    """
+    points: list[tuple[int, Any]]
+    if name != "residual":
+        points = [(line["step"], line[name][bucket]) for line in plan.steps]
+    else:
+        points = [(r["step"], r["norm"]) for r in plan.residuals if r["bucket"] == bucket]
+    points = points[:: 1 + len(points) // MOST_POINTS]
+    if not any(value for _, value in points):
+        return [], []
+    steps = [float(step) for step, _ in points]
+    values = [float(value) if value else np.nan for _, value in points]
+    return with_holes(steps, values)
+
+
+def with_holes(steps: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+    """The same points with a NaN in every gap that is much longer than those beside it."""
+    gaps = np.diff(steps)
+    shown: tuple[list[float], list[float]] = ([], [])
+    for i, (step, value) in enumerate(zip(steps, values, strict=True)):
+        if i > 0:
+            beside = [gaps[j] for j in (i - 2, i) if 0 <= j < len(gaps)]
+            if beside and gaps[i - 1] > LONG_GAP * max(beside):
+                shown[0].append(step)
+                shown[1].append(np.nan)
+        shown[0].append(step)
+        shown[1].append(value)
+    return shown
+
+
+def collectives(plan: Plan, buckets: Sequence[int] | None = None) -> list[str]:
+    """The collectives by which some buckets were exchanged, in the order of their first use."""
+    places = range(len(plan.buckets)) if buckets is None else buckets
+    used = [line["collective"][b] for line in plan.steps for b in places]
+    return [name for name in dict.fromkeys(used) if name]
+
+
+def kinds(plan: Plan) -> list[str]:
+    """How a plan's buckets were compressed, each kind once."""
+    by_kind: dict[str, list[int]] = {}
+    for place, bucket in enumerate(plan.buckets):
+        words = f"{bucket['compressor']} at density {bucket['density']:.3g}, wire {bucket['wire']}"
+        by_kind.setdefault(words, []).append(place)
+    return [
+        f"{words}, exchanged by {', then '.join(collectives(plan, places)) or 'nothing yet'}"
+        for words, places in by_kind.items()
+    ]
+
+
+def rank_ms(recording: Recording, name: str) -> Floats:
+    """Milliseconds per step of a phase, one row per comparison and one column per rank."""
+    steps = np.array([line["steps"] for line in recording.ranks], dtype=np.float64)
+    every = np.array([line[name] for line in recording.ranks], dtype=np.float64)
+    return np.asarray(1e3 * every / steps[:, None], dtype=np.float64)
+
+
+def slowest_rank(recording: Recording) -> int | None:
+    """The rank that the others wait for: it spends clearly the least time in exchanges.
+
+    None where no rank is so slow that its neighbours' figures, which vary, could not be its own.
+    """
+    if not recording.ranks or recording.run["world_size"] < 2:
+        return None
+    exchange_ms = rank_ms(recording, "exchange_s")
+    mean_ms = exchange_ms.mean(axis=0)
+    slowest = int(mean_ms.argmin())
+    others_ms = float(np.median(np.delete(mean_ms, slowest)))
+    mostly = float((exchange_ms.argmin(axis=1) == slowest).mean()) >= MOSTLY
+    return slowest if mostly and mean_ms[slowest] < CLEARLY_LESS * others_ms else None
+
+
+COLUMNS = {"plan": "text", "tensors": "", "buckets": "", "predicted": "", "took": "", "steps": ""}
+
+
+Cells = tuple[Mapping[str, str], list[tuple[Any, ...]]]
+
+
+def trials_of(recording: Recording) -> Iterator[tuple[str, Cells]]:
+    """Of each trial a sentence, and its table: columns with their classes, and rows."""
+    for trial in recording.trials:
+        tried, chosen = trial["tried"], trial["chosen"]
+        gain = tried[0]["step_s"] / tried[chosen]["step_s"]
+        words = "The planner stayed dense" if chosen == 0 else f"The planner chose plan {chosen}"
+        when = "as an earlier run had found" if trial["recalled"] else f"at step {trial['step']}"
+        text = f"{words}, {when}: a step takes {1e3 * tried[chosen]['step_s']:.1f} ms"
+        text += f", {gain:.2f} times less than dense." if chosen else "."
+        rows = [
+            (
+                f"{place}: {' and '.join(each['methods']) or 'dense'}",
+                each["sparse_tensors"],
+                each["buckets"],
+                f"{1e3 * each['predicted_s']:.1f} ms",
+                f"{1e3 * each['step_s']:.1f} ± {1e3 * each['error_s']:.1f} ms",
+                each["steps"],
+            )
+            for place, each in enumerate(tried)
+        ]
+        yield text, (COLUMNS, rows)

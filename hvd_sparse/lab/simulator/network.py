@@ -1,0 +1,142 @@
+"""The network that is simulated, and one rank's clock in it.
+
+A LogGP model (Alexandrov et al., SPAA '95). A message of L bytes takes its sender's card, and then
+its receiver's, for g + Lβ each; its head needs α - g from one to the other. So alone it arrives
+α + Lβ after it was sent, as in the α-β model of the papers, and several messages through one card
+come one after the other: with g = α, the default, M of them take M α + Σ Lβ, which is how the
+papers count. What a rank computes takes γ, by what it is (work.py), while its card goes on with
+what is under way.
+
+A receiver's card takes messages as they come, into its first gap that is long enough. Which of
+them it is offered first follows from the order in which the rank waits for them, never from the
+order in which threads run: the clocks of one simulation always show the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+from hvd_sparse.checks import check_at_least, check_count
+from hvd_sparse.cost_model import Link, Work
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of equal hosts with a card each, with up to two levels and one slow rank.
+
+    Attributes:
+        link: α, β, γ and g between any two hosts. A host's card serves its ranks at a fixed share
+            each, as ranks get that do the same at the same time: β is that of a share.
+        local_size: L, ranks of a host; they follow one another.
+        inside: α, β and g between ranks of one host; None: as between hosts. Its γ is not used.
+        slow_rank: A rank whose card and processor take `slow_factor` times as long, or None.
+        slow_factor: At least 1.
+    """
+
+    link: Link
+    local_size: int = 1
+    inside: Link | None = None
+    slow_rank: int | None = None
+    slow_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_count("local_size", self.local_size, 1)
+        check_at_least("slow_factor", self.slow_factor, 1.0)
+        if self.slow_rank is not None:
+            check_count("slow_rank", self.slow_rank, 0)
+
+    def slowness(self, rank: int) -> float:
+        """How many times as long as usual a rank takes."""
+        return self.slow_factor if rank == self.slow_rank else 1.0
+
+    def is_inside(self, one: int, other: int) -> bool:
+        """Whether two ranks are on one host."""
+        return one // self.local_size == other // self.local_size
+
+    def between(self, one: int, other: int) -> tuple[float, float, float]:
+        """α, β and g between two ranks."""
+        link = self.link
+        if self.inside is not None and self.is_inside(one, other):
+            link = self.inside
+        return link.alpha_s, link.beta_s_per_byte, link.g
+
+
+@dataclass(frozen=True)
+class Departure:
+    """When a message left.
+
+    Attributes:
+        head_s: When its first byte can reach the receiver's card.
+        tail_s: When its last byte can be there.
+        sent_s: When the sender's card is done with it.
+    """
+
+    head_s: float
+    tail_s: float
+    sent_s: float
+
+
+class Clock:
+    """The virtual time of one rank: its processor's, and that of its card in both directions.
+
+    Args:
+        network: The network.
+        rank: Whose clock it is.
+        start_s: The processor's time at first.
+
+    Attributes:
+        now_s: The processor's time.
+    """
+
+    def __init__(self, network: Network, rank: int, start_s: float = 0.0) -> None:
+        self.now_s = start_s
+        self._network = network
+        self._rank = rank
+        self._slowness = network.slowness(rank)
+        self._sending_until_s = 0.0
+        self._starts: list[float] = []  # when the card receives: disjoint spans, ascending
+        self._ends: list[float] = []
+
+    def send(self, nbytes: float, dst: int) -> Departure:
+        """Hand a message to the card; the processor goes on at once."""
+        alpha_s, beta, gap_s = self._network.between(self._rank, dst)
+        start_s = max(self.now_s, self._sending_until_s)
+        self._sending_until_s = start_s + (gap_s + nbytes * beta) * self._slowness
+        head_s = start_s + alpha_s - gap_s
+        return Departure(head_s, self._sending_until_s + alpha_s - gap_s, self._sending_until_s)
+
+    def receive(self, departure: Departure, nbytes: float, src: int) -> None:
+        """Wait until a message is here."""
+        _, beta, gap_s = self._network.between(src, self._rank)
+        here_s = self._take_card(departure.head_s, (gap_s + nbytes * beta) * self._slowness)
+        self.wait_until(max(here_s, departure.tail_s))
+
+    def work(self, work: Work) -> None:
+        """Compute."""
+        self.now_s += self._network.link.computing.seconds(work) * self._slowness
+
+    def wait_until(self, time_s: float) -> None:
+        """Let time pass, unless it is over."""
+        self.now_s = max(self.now_s, time_s)
+
+    def _take_card(self, earliest_s: float, length_s: float) -> float:
+        """Receive during the first gap that is long enough; returns when that ends."""
+        starts, ends = self._starts, self._ends
+        start_s = earliest_s
+        i = bisect_right(ends, start_s)  # the first span that ends later
+        while i < len(starts) and starts[i] < start_s + length_s:
+            start_s = max(start_s, ends[i])
+            i += 1
+        end_s = start_s + length_s
+        # Spans that touch are one: a card that never rests has a single span.
+        first = bisect_left(ends, start_s)
+        last = bisect_right(starts, end_s)
+        if first < last:
+            start_s = min(start_s, starts[first])
+            starts[first:last] = [start_s]
+            ends[first:last] = [max(end_s, ends[last - 1])]
+        else:
+            starts.insert(first, start_s)
+            ends.insert(first, end_s)
+        return end_s

@@ -1,0 +1,230 @@
+"""What all methods have in common: their options, and how a method is made of them.
+
+The signatures and docstrings of `Compression`'s constructors, the keys of policies and their schema
+are read from the fields.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import Field, asdict, dataclass, fields
+from functools import partial
+from typing import Any, ClassVar
+
+from hvd_sparse.checks import (
+    above,
+    at_least,
+    check_below_one,
+    check_choice,
+    check_density,
+    check_flag,
+    check_options,
+    check_share,
+    choice,
+    count,
+    option,
+    optional,
+)
+from hvd_sparse.collectives import AutomaticCollective, Collective
+from hvd_sparse.collectives.registry import BY_NAME, CHOOSABLE, SELECTABLE
+from hvd_sparse.engine import Method
+from hvd_sparse.engine.bucketing import WARMUP_KINDS, Warmup
+from hvd_sparse.errors import ConfigError
+from hvd_sparse.memories import MOMENTUM_KINDS, MemoryOptions
+from hvd_sparse.selectors import Selector
+from hvd_sparse.wire import WIRES
+
+CollectiveFactory = Callable[..., Collective]
+"""Makes one bucket's collective, from the transport, numel, k and `wire`."""
+
+BUCKET_NUMEL = 1 << 23
+LEAST_CUT_NUMEL = 1 << 24
+"""Tensors are not cut below that, however small buckets are: each part costs messages of its own,
+while selecting from so many elements takes no longer than these."""
+AUTOMATIC = "auto"
+COLLECTIVES = (AUTOMATIC, *SELECTABLE)
+"""Names of collectives that a user may ask for."""
+MOST_STEPS = 1 << 53
+"""Of a warm-up: floats count no further."""
+SEPARATOR = ","
+"""Between the names of a set to choose from."""
+
+
+def check_collective(name: str, value: Any) -> str:
+    """The name of a collective, or several to choose from, of which each algorithm counts once."""
+    names = value.split(SEPARATOR) if isinstance(value, str) else [value]
+    if len(names) == 1:
+        return check_choice(name, value, COLLECTIVES)
+    algorithms = [BY_NAME[check_choice(name, each, CHOOSABLE)].name for each in names]
+    return SEPARATOR.join(dict.fromkeys(algorithms))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(ABC):
+    """The options that all methods share. A subclass adds its own, and is documented by its paper.
+
+    Attributes:
+        name: What the method is called in `Compression` and in policies.
+    """
+
+    name: ClassVar[str]
+
+    density: float = option(
+        0.01,
+        "k/n, the share of a bucket's elements to exchange per step, in (0, 1].",
+        lambda name, value: check_density(value),
+    )
+    momentum: float = option(
+        0.0,
+        "m of the momentum that the compression applies, in [0, 1); 0 is plain error feedback. "
+        "Where it is not 0, the optimizer must have no momentum: see `MomentumCorrectedSGD`.",
+        check_below_one,
+    )
+    momentum_kind: str = option(
+        "global",
+        '"local": each worker\'s own, by DGC\'s momentum correction; "global": that of what all '
+        "workers applied (GMC), which needs no buffer and stays small at low densities.",
+        choice(MOMENTUM_KINDS),
+    )
+    nesterov: bool = option(False, "Whether that momentum is Nesterov's.", check_flag)
+    low_pass: float = option(
+        1.0,
+        "β of ScaleCom's low-pass filter, in (0, 1]: of what would stay, the residual takes in β "
+        "times the change. 1 is no filter.",
+        check_share,
+    )
+    residual_decay: float = option(
+        1.0,
+        "What the residual is multiplied by after each step, in (0, 1]. Below 1 a part of the "
+        "gradient is lost, and counted in `stats().let_go_l1`.",
+        check_share,
+    )
+    clip_norm: float | None = option(
+        None,
+        "Limit on the L2 norm of the gradient that the optimizer sees, of all tensors together, "
+        "above 0: each of P ranks clips its own to P^(-1/2) times it before it is accumulated. No "
+        "exchange begins before the last gradient is there. None: no limit.",
+        optional(above(0)),
+    )
+    warmup: str = option(
+        "exponential",
+        '"exponential" (four densities from `warmup_density` down, each the same share of the one '
+        'before, as in DGC), "linear" or "constant".',
+        choice(WARMUP_KINDS),
+    )
+    warmup_density: float = option(0.25, "Where the warm-up begins, in (0, 1].", check_share)
+    warmup_steps: int = option(0, "Steps that it takes, at least 0.", count(0))
+    warmup_epochs: float = option(0.0, "The same in epochs; they add up.", at_least(0))
+    dense_steps: int = option(
+        0, "Steps before it in which everything is exchanged, at least 0.", count(0)
+    )
+    dense_epochs: float = option(0.0, "The same in epochs.", at_least(0))
+    steps_per_epoch: int | None = option(
+        None, "Steps of an epoch; needed where epochs are given.", optional(count(1))
+    )
+    bucket_numel: int = option(
+        BUCKET_NUMEL,
+        "Elements at which a bucket of tensors is closed; a tensor above that, and above "
+        f"{LEAST_CUT_NUMEL}, is cut by rows over buckets of its own.",
+        count(1),
+    )
+    wire: str = option(
+        "float32",
+        'Form of the values on the wire: "float32", "float16", "bfloat16", "qsgd8", "qsgd4" or '
+        '"qsgd2", and "+gap" for bit-packed indices, as in "float16+gap". What rounding loses '
+        "stays in the residual.",
+        choice(WIRES),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov must be False where momentum is 0, got True")
+        if self.steps_per_epoch is None and (self.warmup_epochs or self.dense_epochs):
+            raise ConfigError(
+                "steps_per_epoch must be given with warmup_epochs and dense_epochs, got None"
+            )
+        self._warmup()  # what is too long is refused here, by its name
+
+    @abstractmethod
+    def selector(self) -> Selector:
+        """One bucket's selector."""
+
+    @abstractmethod
+    def collective_factory(self) -> CollectiveFactory:
+        """What makes one bucket's collective."""
+
+    @classmethod
+    def own_fields(cls) -> Iterator[Field[Any]]:
+        """The fields that other methods do not have, in order."""
+        shared = {item.name for item in fields(MethodOptions)}
+        return (item for item in fields(cls) if item.name not in shared)
+
+    def make(self) -> Method:
+        """The method, which an engine or a plan can use."""
+        memory = MemoryOptions(
+            self.momentum,
+            self.nesterov,
+            self.clip_norm,
+            self.momentum_kind,
+            self.low_pass,
+            self.residual_decay,
+        )
+        warmup = self._warmup()
+        told = {item.name: getattr(self, item.name) for item in self.own_fields()}
+        told |= {"density": self.density, "bucket_numel": self.bucket_numel, "wire": self.wire}
+        told |= asdict(memory) | {f"warmup_{key}": value for key, value in asdict(warmup).items()}
+        return Method(
+            self.density,
+            self.bucket_numel,
+            self.selector,
+            partial(self.collective_factory(), wire=WIRES[self.wire]),
+            " ".join([self.name, *(f"{key}={value}" for key, value in told.items())]),
+            memory,
+            warmup,
+            self.summary(),
+            self.name,
+            max(self.bucket_numel, LEAST_CUT_NUMEL),
+        )
+
+    def summary(self) -> str:
+        """The name, the density, and every other option that is not at its default."""
+        options = (item for item in fields(self) if item.name != "density")
+        values = ((item, getattr(self, item.name)) for item in options)
+        told = [f"{item.name}={value}" for item, value in values if value != item.default]
+        return " ".join([self.name, f"density={self.density:g}", *told])
+
+    def _warmup(self) -> Warmup:
+        return Warmup(self.warmup, self._steps("warmup"), self.warmup_density, self._steps("dense"))
+
+    def _steps(self, phase: str) -> int:
+        """The steps of a phase, those of its epochs among them."""
+        steps: int = getattr(self, f"{phase}_steps")
+        epochs: float = getattr(self, f"{phase}_epochs")
+        try:
+            steps += round(epochs * (self.steps_per_epoch or 0))
+        except OverflowError:
+            steps = MOST_STEPS + 1
+        if steps > MOST_STEPS:
+            raise ConfigError(
+                f"{phase}_steps and {phase}_epochs must be at most {MOST_STEPS} steps, got more"
+            )
+        return steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyCollectiveOptions(MethodOptions):
+    """Options of a method that goes with any collective."""
+
+    collective: str = option(
+        "topk_allgather", "What exchanges the entries; see `Compression.topk`.", check_collective
+    )
+
+    def collective_factory(self) -> CollectiveFactory:
+        """See `MethodOptions.collective_factory`."""
+        if self.collective == AUTOMATIC:
+            return AutomaticCollective
+        if SEPARATOR in self.collective:
+            return partial(AutomaticCollective, algorithms=self.collective.split(SEPARATOR))
+        return BY_NAME[self.collective].collective

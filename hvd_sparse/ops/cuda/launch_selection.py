@@ -1,0 +1,302 @@
+"""Accumulation and selection: gradients are added, and what is selected moves out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_sparse.magnitude import (
+    INFINITE_KEY,
+    key_magnitude,
+    magnitude_keys,
+    pivot_key,
+    threshold_key,
+)
+from hvd_sparse.ops.accumulation import Accumulation, Before
+from hvd_sparse.ops.cuda._launcher import THREADS, Argument
+from hvd_sparse.ops.cuda._passes import AccumulationInputs, Entries, OrderedPass, empty_stream
+from hvd_sparse.ops.cuda._workspace import tile_count
+from hvd_sparse.ops.cuda.launch_estimation import CudaEstimation, Descent
+
+LEAST_CAPACITY = 1 << 16
+CAPACITY_SHARE = 32
+"""A pass has room for n / 32 entries: what is denser costs a second launch."""
+CANDIDATES_PER_ENTRY = 4
+"""Room for candidates in exact top-k, as a multiple of k."""
+LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 16
+"""Elements that are sampled for a pivot: n / 64, within these limits."""
+WARP_GROUPS = {512: "accumulate_group_topk", 1024: "accumulate_long_group_topk"}
+"""Kernels for groups that a warp holds in its registers, by their most elements."""
+WARPS = 8
+"""Of a block."""
+FEW_GROUPS = 32
+"""Up to so many larger groups, the whole device works on one group after the other."""
+
+
+class CudaSelection(CudaEstimation):
+    """As `hvd_sparse.ops.selection`, on checked arguments."""
+
+    def accumulate_select(self, accumulation: Accumulation, threshold: float) -> Entries:
+        """Moves out what reaches the threshold."""
+        return self.partition_select(accumulation, threshold, 0, accumulation.numel)
+
+    def partition_select(
+        self, accumulation: Accumulation, threshold: float, start: int, stop: int
+    ) -> Entries:
+        """Moves out what reaches the threshold in `[start, stop)`."""
+        inputs, numel = self._inputs(accumulation), accumulation.numel
+        key = threshold_key(threshold)
+        capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
+
+        def select(step: OrderedPass) -> None:
+            self._select(inputs, step, key, None, start, stop)
+
+        passed = OrderedPass(self._workspace, inputs.tiles, capacity, accumulation.device)
+        select(passed)
+        return passed.finish(select)
+
+    def accumulate_topk(
+        self, accumulation: Accumulation, k: int, pivot: float = 0.0
+    ) -> tuple[Tensor, Tensor, float]:
+        """Moves out the k largest magnitudes.
+
+        What reaches the pivot moves out, in the pass that accumulates; the k largest of that are
+        found by radix descent, and the others move back. Nothing is waited for in between. Where
+        the pivot let too few entries pass, or more than there is room for, the host finds out at
+        the end, and goes on from there.
+        """
+        residual, numel, device = accumulation.residual, accumulation.numel, accumulation.device
+        if k == 0 or numel == 0:
+            self.accumulate_select(accumulation, math.inf)  # spoiled ones only
+            return *empty_stream(0, device), math.inf if k == 0 else 0.0
+        wanted = min(k, numel)
+        inputs = self._inputs(accumulation)
+        key = pivot_key(pivot)
+        key_at = None if key else self._sampled_pivot(inputs, wanted)
+
+        def select(step: OrderedPass) -> None:
+            self._select(inputs, step, key, key_at, 0, numel)
+
+        capacity = min(numel, CANDIDATES_PER_ENTRY * wanted + LEAST_CAPACITY)
+        passed = OrderedPass(self._workspace, inputs.tiles, capacity, device)
+        select(passed)
+        largest, descent = self._take_largest(
+            residual, passed.indices, passed.values, wanted, passed.header
+        )
+        total, stopped, _, kth_key = self._workspace.read(passed.header[1:4], descent.key_word)
+        if total < wanted:
+            largest, threshold = self._with_more(residual, passed.entries(total), wanted)
+        else:
+            if stopped:
+                largest, descent = self._take_largest(residual, *passed.finish(select), wanted)
+                kth_key = self._kth_key(descent)
+            threshold = key_magnitude(kth_key)
+        return *largest, threshold if k <= numel else 0.0
+
+    def hash_select(
+        self,
+        accumulation: Accumulation,
+        threshold: float,
+        slots: int,
+        slots_per_bucket: int,
+        a: int,
+        b: int,
+    ) -> Entries:
+        """Moves out what reaches the threshold and wins a slot."""
+        inputs, device = self._inputs(accumulation), accumulation.device
+        hashing = (
+            np.uint32(slots // slots_per_bucket),
+            np.uint32(slots_per_bucket),
+            np.uint64(a),
+            np.uint64(b),
+            torch.zeros(slots, dtype=torch.int64, device=device),  # of `kEmpty`
+        )
+        marks = torch.empty(inputs.tiles * THREADS, dtype=torch.int32, device=device)
+        arguments = (inputs.residual, *inputs.momentum, *inputs.table)
+        self._launch(
+            "hash_claim",
+            inputs.tiles,
+            inputs.before,
+            inputs.buffer_before,
+            *arguments,
+            np.uint32(threshold_key(threshold)),
+            *hashing,
+            marks,
+        )
+
+        def take(step: OrderedPass) -> None:
+            tiles = np.int64(inputs.tiles)
+            self._launch(
+                "hash_take", step.tiles, *arguments, tiles, *hashing, marks, *step.outputs()
+            )
+
+        capacity = min(slots, accumulation.numel)
+        step = OrderedPass(self._workspace, -(-inputs.tiles // WARPS), capacity, device)
+        take(step)
+        return step.finish(take)
+
+    def accumulate_group_topk(
+        self, accumulation: Accumulation, k: int, group_numel: int = 512
+    ) -> Entries:
+        """Moves out the k largest magnitudes of each group.
+
+        A small group is a warp's. A larger one is a block's, or, where that would leave most of the
+        device idle, the whole device's, one after the other.
+        """
+        numel, device = accumulation.numel, accumulation.device
+        groups = -(-numel // group_numel)
+        small = [kernel for most, kernel in WARP_GROUPS.items() if group_numel <= most]
+        if small:
+            kernel, blocks = small[0], -(-groups // WARPS)
+        elif groups > FEW_GROUPS:
+            kernel, blocks = "accumulate_large_group_topk", groups
+        else:
+            return self._topk_of_each(accumulation, k, group_numel)
+        inputs = self._inputs(accumulation)
+        header, entries = self._header(blocks, device), empty_stream(min(numel, groups * k), device)
+        self._launch(
+            kernel,
+            blocks,
+            inputs.before,
+            inputs.buffer_before,
+            inputs.residual,
+            *inputs.momentum,
+            *inputs.table,
+            np.int64(numel),
+            np.int64(group_numel),
+            np.uint32(k),
+            header,
+            *entries,
+        )
+        count = self._total_of(header)
+        return entries[0][:count], entries[1][:count]
+
+    def _topk_of_each(self, accumulation: Accumulation, k: int, group_numel: int) -> Entries:
+        """The same by `accumulate_topk` of one group after the other."""
+        taken = [empty_stream(0, accumulation.device)]
+        for start in range(0, accumulation.numel, group_numel):
+            stop = min(start + group_numel, accumulation.numel)
+            indices, values, _ = self.accumulate_topk(_between(accumulation, start, stop), k)
+            taken.append((indices + start, values))
+        return torch.cat([one[0] for one in taken]), torch.cat([one[1] for one in taken])
+
+    def _select(
+        self,
+        inputs: AccumulationInputs,
+        step: OrderedPass,
+        key: int,
+        key_at: Tensor | None,
+        start: int,
+        stop: int,
+    ) -> None:
+        """Launches one pass that accumulates and selects."""
+        vectors: tuple[Argument, ...]
+        if inputs.has_momentum:
+            kernel = "accumulate_momentum_select"
+            vectors = (inputs.before, inputs.buffer_before, inputs.residual, *inputs.momentum)
+        else:
+            kernel, vectors = "accumulate_select", (inputs.before, inputs.residual)
+        self._launch(
+            kernel,
+            step.tiles,
+            *vectors,
+            *inputs.table,
+            np.uint32(key),
+            key_at,
+            np.int64(start),
+            np.int64(stop),
+            *step.outputs(),
+        )
+
+    def _sampled_pivot(self, inputs: AccumulationInputs, k: int) -> Tensor | None:
+        """A key that probably lets k entries pass, and not many more; it stays on the device.
+
+        Returns:
+            Its place, or None where everything that is not zero has to be looked at.
+        """
+        numel = inputs.residual.numel()
+        if numel <= 8 * LEAST_SAMPLE:
+            return None
+        stride = (numel // min(max(numel // 64, LEAST_SAMPLE), MOST_SAMPLE) - 1) | 1
+        samples = -(-numel // stride)
+        # Of the sample, k / n is expected among the largest k; 4 standard deviations lie below.
+        expected = samples * k / numel
+        rank = math.ceil(expected + 4.0 * math.sqrt(expected) + 4.0)
+        if rank >= samples:
+            return None
+        magnitudes = self._sample(inputs, 0, stride, 1, samples)
+        return self._descend(magnitudes, rank).key()
+
+    def _take_largest(
+        self,
+        residual: Tensor,
+        indices: Tensor,
+        values: Tensor,
+        k: int,
+        passed: Tensor | None = None,
+    ) -> tuple[Entries, Descent]:
+        """The k largest candidates; the others move back into the residual.
+
+        Args:
+            residual: What they came from.
+            indices: The candidates', or room for them.
+            values: Theirs.
+            k: How many to take, at most as many as there are.
+            passed: Header of the pass that leaves the candidates; if they are fewer than k or not
+                all there, nothing happens.
+        """
+        descent = self._descend(values, k, passed)
+        header = self._header(tile_count(values.numel()), residual.device)
+        largest = empty_stream(k, residual.device)
+        self._launch(
+            "take_largest",
+            tile_count(values.numel()),
+            indices,
+            values,
+            np.int64(values.numel()),
+            passed,
+            descent.state,
+            np.uint64(k),
+            residual,
+            header,
+            *largest,
+        )
+        return largest, descent
+
+    def _with_more(self, residual: Tensor, taken: Entries, k: int) -> tuple[Entries, float]:
+        """Adds the largest entries that are left to those that a pivot let pass, up to k."""
+        indices, values = taken
+        spoiled = indices[magnitude_keys(values) >= INFINITE_KEY].long()
+        kept = residual[spoiled]
+        residual[spoiled] = 0.0  # what they left behind is not to be taken now
+        missing = k - indices.numel()
+        threshold = self.kth_magnitude(residual, missing)
+        if threshold > 0.0:
+            more = self.accumulate_topk(Accumulation(residual), missing, threshold)[:2]
+        else:
+            more = self.accumulate_select(Accumulation(residual), 0.0)
+        residual[spoiled] = kept
+        indices, order = torch.cat([indices, more[0]]).sort()
+        return (indices, torch.cat([values, more[1]])[order]), threshold
+
+
+def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:
+    """What an accumulation does to `[start, stop)`, as one of views."""
+    pieces, begin = [], 0
+    for gradient in accumulation.gradients:
+        end = begin + gradient.numel()
+        if begin < stop and start < end:
+            pieces.append(gradient.view(-1)[max(start - begin, 0) : stop - begin])
+        begin = end
+    momentum = accumulation.momentum
+    if momentum is not None:
+        momentum = replace(momentum, buffer=momentum.buffer[start:stop])
+    before = accumulation.before
+    if before is not None:
+        buffer = None if before.buffer is None else before.buffer[start:stop]
+        before = Before(before.residual[start:stop], buffer)
+    return Accumulation(accumulation.residual[start:stop], pieces, momentum, before)

@@ -1,0 +1,145 @@
+"""Streams, and their way back to a dense vector.
+
+The other implementations refuse an index out of range. Here its entry is left out, and the next
+operation that waits raises the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_sparse.magnitude import threshold_key
+from hvd_sparse.ops._arguments import DTYPE_CODES
+from hvd_sparse.ops.cuda._launcher import Argument
+from hvd_sparse.ops.cuda._passes import Entries, KernelFamily, empty_stream, thread_blocks
+from hvd_sparse.ops.cuda._workspace import tile_count
+
+WORDS_PER_BLOCK = 1024
+"""Words of a bitmap that a block ranks (`kRoundNumel` in csrc/cuda/gradients.cuh)."""
+
+
+class CudaStreams(KernelFamily):
+    """As `hvd_sparse.ops.streams`, on checked arguments."""
+
+    def merge_sum(self, streams: Sequence[Entries], numel: int) -> Entries:
+        """The sum of streams, in the order of the list.
+
+        A bitmap of the union tells every index its place; the streams are then added one by one.
+        """
+        device = streams[0][0].device
+        words = -(-numel // 32)
+        bitmap = torch.zeros(words, dtype=torch.int32, device=device)
+        before = torch.empty(words, dtype=torch.int32, device=device)
+        for indices, _ in streams:
+            self._launch(
+                "mark_indices",
+                thread_blocks(indices.numel()),
+                indices,
+                np.int64(indices.numel()),
+                np.int64(numel),
+                bitmap,
+                self._workspace.fault(device),
+            )
+        blocks = -(-words // WORDS_PER_BLOCK)
+        header = self._header(blocks, device)
+        self._launch("rank_words", blocks, bitmap, np.int64(words), header, before)
+        merged, total = empty_stream(sum(indices.numel() for indices, _ in streams), device)
+        total.fill_(-0.0)  # the neutral element of a float sum: 0.0 + -0.0 would lose a sign
+        for indices, values in streams:
+            self._launch(
+                "add_stream",
+                thread_blocks(indices.numel()),
+                indices,
+                values,
+                np.int64(indices.numel()),
+                np.int64(numel),
+                bitmap,
+                before,
+                merged,
+                total,
+            )
+        nnz = self._total_of(header)
+        return merged[:nnz], total[:nnz]
+
+    def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries:
+        """The entries whose index is not in `other`."""
+        return self._filter("keep_absent", indices, values, other, np.int64(other.numel()))
+
+    def unapplied(self, sent: Entries, lost: Entries, applied: Tensor) -> Entries:
+        """What an exchange leaves with its sender; in passes, since collectives sum on the host."""
+        strangers, _ = self.difference(*lost, applied)
+        parts = [self.difference(*sent, applied), self.difference(*lost, strangers)]
+        last = [int(indices[-1]) for indices, _ in parts if indices.numel()]
+        return self.merge_sum(parts, max(last, default=-1) + 1)
+
+    def threshold_stream(self, indices: Tensor, values: Tensor, threshold: float) -> Entries:
+        """The entries that reach the threshold."""
+        return self._filter("keep_large", indices, values, np.uint32(threshold_key(threshold)))
+
+    def _filter(
+        self, kernel: str, indices: Tensor, values: Tensor, *arguments: Argument
+    ) -> Entries:
+        """The entries that a kernel keeps; waits for their number."""
+        numel, device = indices.numel(), indices.device
+        header = self._header(tile_count(numel), device)
+        kept = empty_stream(numel, device)
+        self._launch(
+            kernel, tile_count(numel), indices, values, np.int64(numel), *arguments, header, *kept
+        )
+        nnz = self._total_of(header)
+        return kept[0][:nnz], kept[1][:nnz]
+
+    def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Adds a stream to a vector."""
+        self._launch(
+            "scatter_add",
+            thread_blocks(indices.numel()),
+            x,
+            np.int64(x.numel()),
+            indices,
+            values,
+            np.int64(indices.numel()),
+            self._workspace.fault(x.device),
+        )
+
+    def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Writes a stream as a dense vector."""
+        out.zero_()
+        self._launch(
+            "scatter",
+            thread_blocks(indices.numel()),
+            out,
+            np.int32(DTYPE_CODES[out.dtype]),
+            np.int64(out.numel()),
+            indices,
+            values,
+            np.int64(indices.numel()),
+            self._workspace.fault(out.device),
+        )
+
+    def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
+        """Moves entries out of a vector."""
+        values = torch.empty(indices.numel(), device=x.device)
+        self._clear(x, indices, values)
+        return values
+
+    def zero_at(self, x: Tensor, indices: Tensor) -> None:
+        """Zeroes entries of a vector."""
+        self._clear(x, indices, None)
+
+    def _clear(self, x: Tensor, indices: Tensor, values: Tensor | None) -> None:
+        """Zeroes entries, after copying them to `values` if that is not None."""
+        self._launch(
+            "clear_at",
+            thread_blocks(indices.numel()),
+            x,
+            np.int64(x.numel()),
+            indices,
+            np.int64(indices.numel()),
+            values,
+            self._workspace.fault(x.device),
+        )

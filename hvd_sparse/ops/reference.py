@@ -1,0 +1,377 @@
+"""The operations in plain torch: what they mean, and what runs where there is no native library.
+
+Works on any device. The arguments are as `hvd_sparse.ops` has checked them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys, threshold_key
+from hvd_sparse.ops._arguments import GAP_BLOCK, MAX_NUMEL, bad_index
+from hvd_sparse.ops.accumulation import Accumulation
+
+# MERGED ops.reference._sums
+# The sums of an accumulation, from which entries move out.
+
+
+class Sums:
+    """The residual plus the gradients; nothing is written back before `move_out`.
+
+    Attributes:
+        acc: The sums, float32 `(n,)`.
+        keys: Their magnitudes as integers.
+    """
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation = accumulation
+        before = accumulation.unchanged()
+        residual, momentum = before.residual, before.momentum
+        if len(accumulation.gradients) == 0:
+            self.acc = residual.clone()
+        else:
+            g = torch.cat([gradient.reshape(-1).float() for gradient in accumulation.gradients])
+            if momentum is None:
+                self.acc = residual + g
+            elif momentum.nesterov:
+                self._u = (momentum.buffer + g) * momentum.factor
+                self.acc = residual + self._u + g
+            else:
+                self._u = momentum.buffer * momentum.factor + g
+                self.acc = residual + self._u
+        self.keys = magnitude_keys(self.acc)
+
+    def move_out(self, selected: Tensor) -> tuple[Tensor, Tensor]:
+        """Leaves in the residual what is not selected, and returns what is.
+
+        Where a sum is not finite, the old value stays, be it selected or not.
+
+        Args:
+            selected: int64 indices, ascending.
+        """
+        values = self.acc[selected]
+        spoiled = self.keys >= INFINITE_KEY
+        kept = self.acc.index_fill(0, selected, 0.0)
+        accumulation = self._accumulation.in_place()
+        _update(accumulation.residual, kept, spoiled)
+        if accumulation.momentum is not None:
+            _update(accumulation.momentum.buffer, self._u, spoiled)
+        return selected.to(torch.int32), values
+
+
+def _update(x: Tensor, updated: Tensor, spoiled: Tensor) -> None:
+    """Writes to `x`; where it is spoiled, `x` stays as it was (0 if that was not finite either)."""
+    before = torch.where(magnitude_keys(x) < INFINITE_KEY, x, 0.0)
+    x.copy_(torch.where(spoiled, before, updated))
+
+
+# MERGED ops.reference.estimation
+# What a threshold is estimated from.
+
+
+def kth_magnitude(x: Tensor, k: int) -> float:
+    """The k-th largest magnitude."""
+    kth_key = torch.sort(magnitude_keys(x), descending=True).values[k - 1]
+    return float(kth_key.view(torch.float32))
+
+
+def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
+    """Magnitudes of some of the sums."""
+    keys = Sums(accumulation).keys
+    runs = torch.arange(start, max(start, keys.numel()), stride, device=keys.device)
+    sampled = (runs.view(-1, 1) + torch.arange(run, device=keys.device)).flatten()
+    return keys[sampled[sampled < keys.numel()]].view(torch.float32)
+
+
+# MERGED ops.reference.selection
+# Accumulation and selection: gradients are added, and what is selected moves out.
+
+
+def accumulate_select(accumulation: Accumulation, threshold: float) -> tuple[Tensor, Tensor]:
+    """Moves out what reaches the threshold."""
+    sums = Sums(accumulation)
+    return sums.move_out(_where(sums.keys >= threshold_key(threshold)))
+
+
+def accumulate_topk(
+    accumulation: Accumulation, k: int, pivot: float = 0.0
+) -> tuple[Tensor, Tensor, float]:
+    """Moves out the k largest magnitudes."""
+    del pivot  # it could only save time
+    sums = Sums(accumulation)
+    acc = sums.acc
+    threshold = math.inf if k == 0 else kth_magnitude(acc, k) if k <= acc.numel() else 0.0
+    return *sums.move_out(_largest(sums.keys, k)), threshold
+
+
+def accumulate_group_topk(
+    accumulation: Accumulation, k: int, group_numel: int = 512
+) -> tuple[Tensor, Tensor]:
+    """Moves out the k largest magnitudes of each group."""
+    sums = Sums(accumulation)
+    keys = sums.keys
+    short = -keys.numel() % group_numel
+    rows = torch.nn.functional.pad(keys, (0, short)).view(-1, group_numel)
+    order = torch.sort(rows, dim=1, descending=True, stable=True).indices[:, :k]
+    first = torch.arange(rows.shape[0], device=keys.device).view(-1, 1) * group_numel
+    candidates = (first + order).flatten()
+    candidates = candidates[candidates < keys.numel()]
+    return sums.move_out(candidates[keys[candidates] > 0].sort().values)
+
+
+def partition_select(
+    accumulation: Accumulation, threshold: float, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Moves out what reaches the threshold in `[start, stop)`."""
+    sums = Sums(accumulation)
+    selected = sums.keys >= INFINITE_KEY
+    selected[start:stop] = sums.keys[start:stop] >= threshold_key(threshold)
+    return sums.move_out(_where(selected))
+
+
+def hash_select(
+    accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, a: int, b: int
+) -> tuple[Tensor, Tensor]:
+    """Moves out what reaches the threshold and wins a slot."""
+    sums = Sums(accumulation)
+    finite = sums.keys < INFINITE_KEY
+    selected = _where((sums.keys >= threshold_key(threshold)) & finite)
+    selected = selected[torch.sort(sums.keys[selected], descending=True, stable=True).indices]
+    buckets = _bucket_of(selected, slots // slots_per_bucket, a, b)
+    # Sorted stably, the entries of a bucket are a run of descending magnitudes: the first ones win.
+    buckets, order = torch.sort(buckets, stable=True)
+    position = torch.arange(order.numel(), device=order.device)
+    place = position - torch.searchsorted(buckets, buckets)
+    winners = selected[order[place < slots_per_bucket]]
+    return sums.move_out(torch.cat([winners, _where(~finite)]).sort().values)
+
+
+def _where(mask: Tensor) -> Tensor:
+    return torch.nonzero(mask).view(-1)
+
+
+def _largest(keys: Tensor, k: int) -> Tensor:
+    """Indices of the k largest keys above 0, ascending; of equal keys, the lower indices."""
+    order = torch.sort(keys, descending=True, stable=True).indices[:k]
+    return order[keys[order] > 0].sort().values
+
+
+def _bucket_of(indices: Tensor, buckets: int, a: int, b: int) -> Tensor:
+    """H = ((a·i + b) mod 2**64) >> 32, scaled to `[0, buckets)`: (h · buckets) >> 32."""
+    h = (_signed(a) * indices + _signed(b)) >> 32 & 0xFFFFFFFF  # int64 wraps modulo 2**64
+    return h * buckets >> 32
+
+
+def _signed(x: int) -> int:
+    """The int64 with the bits of `x` in [0, 2**64)."""
+    return x - 2**64 if x >= 2**63 else x
+
+
+# MERGED ops.reference.streams
+# Streams, and their way back to a dense vector.
+
+
+def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
+    """The sum of streams, in the order of the list."""
+    for i, (indices, _) in enumerate(streams):
+        _check_range(f"streams[{i}] indices", indices, numel)
+    union = torch.unique(torch.cat([indices for indices, _ in streams]))
+    # -0.0 is the neutral element of a float sum: 0.0 + -0.0 would lose a sign.
+    total = torch.full(union.shape, -0.0, device=union.device)
+    for indices, values in streams:
+        total[torch.searchsorted(union, indices)] += values
+    return union, total
+
+
+def difference(indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries whose index is not in `other`."""
+    kept = ~torch.isin(indices, other)
+    return indices[kept], values[kept]
+
+
+def unapplied(
+    sent: tuple[Tensor, Tensor], lost: tuple[Tensor, Tensor], applied: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What an exchange leaves with its sender."""
+    kept = torch.isin(lost[0], applied)
+    parts = [difference(*sent, applied), (lost[0][kept], lost[1][kept])]
+    indices, order = torch.cat([indices for indices, _ in parts]).sort()
+    return indices, torch.cat([values for _, values in parts])[order]
+
+
+def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The entries that reach the threshold."""
+    kept = magnitude_keys(values) >= threshold_key(threshold)
+    return indices[kept], values[kept]
+
+
+def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Adds a stream to a vector."""
+    _check_range("indices", indices, x.numel())
+    x[indices] += values
+
+
+def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Writes a stream as a dense vector."""
+    _check_range("indices", indices, out.numel())
+    out.zero_()
+    out[indices] = values.to(out.dtype)
+
+
+def take_at(x: Tensor, indices: Tensor) -> Tensor:
+    """Moves entries out of a vector."""
+    _check_range("indices", indices, x.numel())
+    values = x[indices]
+    x[indices] = 0.0
+    return values
+
+
+def zero_at(x: Tensor, indices: Tensor) -> None:
+    """Zeroes entries of a vector."""
+    _check_range("indices", indices, x.numel())
+    x[indices] = 0.0
+
+
+def _check_range(what: str, indices: Tensor, numel: int) -> None:
+    if indices.numel() == 0:
+        return
+    low, high = torch.aminmax(indices)
+    if int(low) < 0 or int(high) >= numel:
+        raise bad_index(what, numel)
+
+
+# MERGED ops.reference.wire
+# What goes over the wire.
+
+WORD_MASK = 0xFFFFFFFF
+MOST_SCALE_KEY = 0x7F7FFF00
+"""A scale above this could make the top level infinite when it is multiplied out."""
+
+
+def gap_encode(indices: Tensor, start: int) -> Tensor:
+    """Packs ascending indices."""
+    if indices.numel() == 0:
+        return indices.to(torch.uint8)
+    before = torch.cat([indices.new_tensor([start], dtype=torch.int64) - 1, indices[:-1].long()])
+    gaps = indices.long() - before - 1
+    if bool((gaps < 0).any()):
+        raise bad_index(f"indices from {start} on", MAX_NUMEL)
+    blocks = gaps.split(GAP_BLOCK)
+    widths = [int(block.max()).bit_length() for block in blocks]
+    packed = [_pack_bits(block, width) for block, width in zip(blocks, widths, strict=True)]
+    return torch.cat([torch.tensor(widths, dtype=torch.uint8, device=indices.device), *packed])
+
+
+def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
+    """Reads packed indices."""
+    what = f"the {nnz} indices of a code"
+    count = -(-nnz // GAP_BLOCK)
+    if code.numel() < count:
+        raise bad_index(what, stop)
+    widths = code[:count].tolist()
+    lengths = [min(GAP_BLOCK, nnz - first) for first in range(0, nnz, GAP_BLOCK)]
+    sizes = [-(-length * width // 8) for length, width in zip(lengths, widths, strict=True)]
+    if sum(sizes) != code.numel() - count or any(width > 31 for width in widths):
+        raise bad_index(what, stop)
+    blocks = code[count:].split(sizes) if count else ()
+    gaps = [
+        _unpack_bits(block, length, width)
+        for block, length, width in zip(blocks, lengths, widths, strict=True)
+    ]
+    if not gaps:
+        return code.to(torch.int32)
+    indices = (torch.cat(gaps) + 1).cumsum(0) + (start - 1)
+    if int(indices[-1]) >= stop:
+        raise bad_index(what, stop)
+    return indices.to(torch.int32)
+
+
+def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Rounds to levels."""
+    levels = (1 << (bits - 1)) - 1
+    buckets = _rows(x, bucket_numel)
+    largest = magnitude_keys(buckets).amax(1)
+    scales = largest.clamp(max=MOST_SCALE_KEY).view(torch.float32)
+    per_level = torch.full_like(scales, levels) / scales
+    flat = ~per_level.isfinite()
+    per_level = torch.where(flat | (largest >= INFINITE_KEY), 0.0, per_level)
+    scales = torch.where(flat, 0.0, scales)
+    scales = torch.where(largest >= INFINITE_KEY, torch.nan, scales)
+
+    finite = torch.where(per_level[:, None] == 0.0, 0.0, buckets)
+    level = (finite.abs() * per_level[:, None]).clamp_(max=levels)
+    whole = level.to(torch.int32)
+    odds = ((level - whole) * 16777216.0).to(torch.int32)
+    positions = torch.arange(buckets.numel(), device=x.device).view_as(buckets)
+    rounded = whole + (_random24(positions, seed) < odds).to(torch.int32)
+    codes = levels + torch.where(finite < 0.0, -rounded, rounded)
+    per_byte = 8 // bits
+    grouped = _rows(codes.view(-1)[: x.numel()], per_byte)
+    shifts = torch.arange(per_byte, device=x.device) * bits
+    return (grouped << shifts).sum(1).to(torch.uint8), scales
+
+
+def qsgd_dequantize(
+    codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
+) -> Tensor:
+    """The values of levels."""
+    levels = (1 << (bits - 1)) - 1
+    shifts = torch.arange(8 // bits, device=codes.device) * bits
+    unpacked = (codes.long()[:, None] >> shifts & ((1 << bits) - 1)).view(-1)[:numel]
+    steps = scales / torch.full_like(scales, levels)
+    return ((_rows(unpacked, bucket_numel) - levels) * steps[:, None]).view(-1)[:numel]
+
+
+def _random24(positions: Tensor, seed: int) -> Tensor:
+    """24 random bits per position: the lowbias32 mixer, in 64-bit arithmetic."""
+    low, high = seed & WORD_MASK, seed >> 32
+    h = (positions * 0x9E3779B9 + low) & WORD_MASK
+    h = ((h ^ h >> 16) * 0x7FEB352D) & WORD_MASK
+    h = ((h ^ h >> 15 ^ high) * 0x846CA68B) & WORD_MASK
+    return ((h ^ h >> 16) >> 8).to(torch.int32)
+
+
+def _rows(x: Tensor, length: int) -> Tensor:
+    """Rows of `length` elements, the last filled up with zeros."""
+    rows = -(-x.numel() // length)
+    padded = x.new_zeros(rows * length)
+    padded[: x.numel()] = x
+    return padded.view(rows, length)
+
+
+def _pack_bits(gaps: Tensor, width: int) -> Tensor:
+    """The gaps' bits side by side, from the lowest up."""
+    bits = gaps[:, None] >> torch.arange(width, device=gaps.device) & 1
+    weights = 1 << torch.arange(8, device=gaps.device)
+    return (_rows(bits.reshape(-1), 8) * weights).sum(1).to(torch.uint8)
+
+
+def _unpack_bits(packed: Tensor, length: int, width: int) -> Tensor:
+    bits = packed.long()[:, None] >> torch.arange(8, device=packed.device) & 1
+    rows = bits.reshape(-1)[: length * width].view(length, width)
+    return (rows << torch.arange(width, device=packed.device)).sum(1)
+
+
+# MERGED ops.reference.hosts
+# What the ranks of one host do in memory that they share.
+
+
+def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
+    """Sums vectors in the order of the list, in float32."""
+    out.zero_()
+    for vector in vectors:
+        out.add_(vector)  # widened before it is added
+
+
+def post(place: Tensor, number: int) -> None:
+    """Writes a number; x86-64 keeps the order of what is written, other processors may not."""
+    place.fill_(number)
+
+
+def posted(places: Sequence[Tensor], number: int) -> bool:
+    """Whether all places have a number of at least `number`."""
+    return all(int(place) >= number for place in places)

@@ -1,0 +1,60 @@
+"""What the ranks of one host do in memory that they share: sums of vectors, and posted numbers.
+
+All of it is on the host; tensors on a device are copied there first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.ops import _arguments as checks
+from hvd_sparse.ops._arguments import GRADIENT_DTYPES
+from hvd_sparse.ops._dispatch import on_the_host
+
+CPU = torch.device("cpu")
+
+
+def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
+    """Sums vectors in the order of the list, in float32: `out = ((v0 + v1) + v2) + …`.
+
+    Args:
+        out: float32 `(n,)` on the CPU, overwritten.
+        vectors: float32, float16 or bfloat16 `(n,)`, at least one; all of one type.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: There is no vector, lengths or types differ, or a tensor is not contiguous or
+            not on the CPU.
+    """
+    checks.tensor("out", out, (torch.float32,), CPU)
+    if len(vectors) == 0:
+        raise ValueError("vectors must have at least one vector, got none")
+    for i, vector in enumerate(vectors):
+        checks.tensor(f"vectors[{i}]", vector, GRADIENT_DTYPES, CPU)
+        if (vector.numel(), vector.dtype) != (out.numel(), vectors[0].dtype):
+            raise ValueError(
+                f"vectors[{i}] must have {out.numel()} elements of {vectors[0].dtype}, got "
+                f"{vector.numel()} of {vector.dtype}"
+            )
+    on_the_host().sum_vectors(out, vectors)
+
+
+def post(place: Tensor, number: int) -> None:
+    """Writes a number that other processes wait for; who sees it sees all that was written before.
+
+    Args:
+        place: int64 `(1,)`, in shared memory.
+        number: Larger than what is there.
+    """
+    checks.tensor("place", place, (torch.int64,), CPU)
+    on_the_host().post(place, number)
+
+
+def posted(places: Sequence[Tensor], number: int) -> bool:
+    """Whether all of some places, int64 `(1,)` each, have a number of at least `number`."""
+    for i, place in enumerate(places):
+        checks.tensor(f"places[{i}]", place, (torch.int64,), CPU)
+    return on_the_host().posted(places, number)

@@ -1,0 +1,415 @@
+"""What the sparse data plane asks of a transport, and the collectives written over one exchange.
+
+Symbols: P ranks, r this rank, L the bytes of a payload, α the cost of a message, β that of a byte.
+
+| collective | steps | messages a rank sends | bytes a rank sends |
+|---|---|---|---|
+| all_to_all | P - 1, four in flight | P - 1 | its payloads for others |
+| allgather (Bruck) | ceil(log2 P) | ceil(log2 P) | (P - 1) L, for equal payloads |
+| allgather (direct, P <= 4) | 1 | P - 1 | (P - 1) L |
+| allreduce_sum (recursive doubling) | floor(log2 P), or 2 more | at most as steps | L a message |
+| broadcast (binomial tree) | ceil(log2 P) | at most ceil(log2 P) | L a message |
+
+The two more steps of allreduce_sum are for worlds whose size is no power of two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hvd_sparse.cost_model import Link, Work
+from hvd_sparse.errors import HvdSparseError, PlanError
+from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
+from hvd_sparse.transports.framing import (
+    NO_CONTEXT,
+    BufferPool,
+    Context,
+    Payload,
+    flatten,
+    payload_nbytes,
+)
+
+ALIGNMENT = 8
+SUMMABLE = (torch.int64, torch.float32, torch.float64)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one rank put on the wire and took from it, headers included.
+
+    Only the thread that uses the transport writes; any thread may read, and `snapshot` between two
+    calls is exact.
+    """
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+
+    def sent(self, nbytes: int, messages: int = 1) -> None:
+        """Counts messages to other ranks."""
+        self.messages_sent += messages
+        self.bytes_sent += nbytes
+
+    def received(self, nbytes: int, messages: int = 1) -> None:
+        """Counts messages from other ranks."""
+        self.messages_received += messages
+        self.bytes_received += nbytes
+
+    def snapshot(self) -> Traffic:
+        """A copy that no longer changes."""
+        return replace(self)
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """What was counted after `earlier`, a snapshot of these counters."""
+        return Traffic(
+            self.messages_sent - earlier.messages_sent,
+            self.bytes_sent - earlier.bytes_sent,
+            self.messages_received - earlier.messages_received,
+            self.bytes_received - earlier.bytes_received,
+        )
+
+
+class Handle(ABC):
+    """An exchange on its way."""
+
+    @abstractmethod
+    def wait(self) -> torch.Tensor | None:
+        """Waits until the payload is sent and the other one is here; may be called again.
+
+        Returns:
+            The received bytes, uint8 and 8-byte aligned, the caller's to keep; None if there was no
+            source.
+
+        Raises:
+            TransportTimeout: A peer did not answer within the transport's timeout.
+            PeerLostError: A peer's connection is gone.
+            PlanError: The peer is at another call than this rank.
+        """
+
+    def received(self) -> torch.Tensor:
+        """Waits like `wait`, for an exchange that has a source."""
+        return _there(self.wait())
+
+
+class Done(Handle):
+    """A handle whose outcome is known from the start."""
+
+    def __init__(self, result: torch.Tensor | None) -> None:
+        self._result = result
+
+    def wait(self) -> torch.Tensor | None:
+        """Returns at once."""
+        return self._result
+
+
+class Transport(ABC):
+    """Messages of variable size among P ranks.
+
+    Every call is collective: all ranks make the same calls in the same order, each from one thread
+    at a time (`abort` may come from any). `channel` names a purpose, the same on all ranks;
+    capacities are remembered for each channel, so names should come from a small set.
+
+    After a `TransportError` a transport is of no more use, on any rank: build another.
+
+    Attributes:
+        name: what this transport is called in settings.
+        rank: r, this rank in `[0, world_size)`.
+        world_size: P.
+        timeout_s: seconds after which a wait gives up.
+        traffic: counters of this rank.
+        link: what a message costs, the same on all ranks, where somebody has measured or given it.
+        context: what the caller is at, the same on all ranks; messages and errors carry it.
+        failure: what this transport has failed by, here or at a peer; None where it has not.
+        device: from whose memory `allgather_on_devices` sends to the peers'; None: there is none.
+    """
+
+    name: str = "abstract"
+    device: torch.device | None = None
+    link: Link | None = None
+    context: Context = NO_CONTEXT
+    failure: HvdSparseError | None = None
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.traffic = Traffic()
+        self._buffers = BufferPool()
+
+    @abstractmethod
+    def exchange(
+        self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
+    ) -> Handle:
+        """Starts to send `payload` to `dst` and to receive from `src`.
+
+        Args:
+            payload: what to send; its tensors may be changed as soon as this returns. Ignored
+                without `dst`.
+            dst: rank to send to, or None.
+            src: rank to receive from, or None. This rank itself may only be both, or neither.
+            channel: purpose of the message, equal at both ends.
+
+        Returns:
+            A handle that must be waited for. Exchanges of different channels or pairs are in flight
+            together; one on the same channel from the same rank first waits for the last arrival.
+        """
+
+    def expect(self, nbytes: int, *, channel: str) -> None:
+        """Makes room for payloads of so many bytes in a channel's next message to every rank.
+
+        Where nobody has said so, the room follows from the last message, and a payload that
+        outgrows it is sent in two.
+
+        Args:
+            nbytes: the same on all ranks.
+            channel: purpose of the messages.
+        """
+        del nbytes, channel
+
+    def worked(self, work: Work) -> None:
+        """Takes note of what a collective has computed; where time is simulated, it takes some."""
+        del work
+
+    @abstractmethod
+    def abort(self, reason: object = None) -> None:
+        """Makes all waits fail, pending and to come; on the peers too, where they can be told.
+
+        Args:
+            reason: an error or words, which the peers report.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases connections and memory; may be called again."""
+
+    def all_to_all(self, payloads: Sequence[Payload], *, channel: str) -> list[torch.Tensor]:
+        """Sends `payloads[i]` to rank i.
+
+        Step s sends to r + s and receives from r - s: in no step do two ranks send to the same one.
+
+        Args:
+            payloads: P payloads, this rank's own included.
+            channel: purpose of the messages.
+
+        Returns:
+            P uint8 tensors: what each rank had for this one.
+        """
+        P, r = self.world_size, self.rank
+        if len(payloads) != P:
+            raise ValueError(f"all_to_all takes a payload per rank, {P}, got {len(payloads)}")
+        received = [flatten(payloads[r], self._buffers)] * P
+        for distances in batches(P):
+            handles = [
+                ((r - s) % P, self._to_ring(payloads[(r + s) % P], s, channel)) for s in distances
+            ]
+            for src, handle in handles:
+                received[src] = handle.received()
+        return received
+
+    def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
+        """Gives every rank's payload to every rank; sizes may differ.
+
+        In a small world every rank sends its own to each other one, all at once. In a larger one,
+        Bruck's concatenation (Bruck et al., IEEE TPDS 8(11), 1997): before round j a rank holds the
+        blocks of 2**j ranks, from itself onward, and gets those of the next 2**j. A message is a
+        table of its blocks' sizes, then the blocks, each padded to 8 bytes.
+
+        Returns:
+            P uint8 tensors, in the order of the ranks; nobody may change them.
+        """
+        P, r = self.world_size, self.rank
+        if P <= DIRECT_ALLGATHER_RANKS:
+            return self.all_to_all([payload] * P, channel=channel)
+        own = flatten(payload, self._buffers)
+        sizes = [own.numel()]  # of the blocks of ranks r, r + 1, …
+        pieces = [_padded(own)]  # their padded bytes, side by side
+        blocks = [own]
+        distance = 1
+        while distance < P:
+            count = min(distance, P - distance)
+            table = torch.tensor(sizes[:count], dtype=torch.int64)
+            body = _first_bytes(pieces, sum(round_up(size) for size in sizes[:count]))
+            message = self.exchange(
+                [table, *body], (r - distance) % P, (r + distance) % P, channel=channel
+            ).received()
+            table_bytes = ALIGNMENT * count
+            new_sizes: list[int] = message[:table_bytes].view(torch.int64).tolist()
+            pieces.append(message[table_bytes:])
+            padded = pieces[-1].split([round_up(size) for size in new_sizes])
+            blocks += [
+                block if block.numel() == size else block[:size]
+                for block, size in zip(padded, new_sizes, strict=True)
+            ]
+            sizes += new_sizes
+            distance *= 2
+        return [blocks[(i - r) % P] for i in range(P)]
+
+    def allgather_on_devices(
+        self, sent: torch.Tensor, header_bytes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Brings every rank's bytes to every rank, from device to device; waits until they are.
+
+        Args:
+            sent: uint8 `(m,)` on `device`, m above 0 and the same on all ranks.
+            header_bytes: How many of a message's first bytes the host is to have, too; at most m,
+                and the same on all ranks.
+
+        Returns:
+            uint8 `(P, m)` on `device`, and uint8 `(P, header_bytes)` on the host; by rank.
+
+        Raises:
+            TransportError: A peer is gone or did not answer.
+        """
+        raise NotImplementedError(f"{self.name} has no device")
+
+    def allreduce_sum(self, tensor: torch.Tensor, *, channel: str) -> torch.Tensor:
+        """Sums a small tensor over all ranks; every rank gets the same bits.
+
+        Recursive doubling. Where P is no power of two, the surplus ranks first hand theirs to a
+        neighbour, and get the sum from it in the end. Operands are added in the order of the ranks.
+
+        Args:
+            tensor: int64, float32 or float64, of the same shape on all ranks; not changed.
+            channel: purpose of the messages.
+
+        Returns:
+            The sum, as a new tensor.
+
+        Raises:
+            TypeError: The tensor's type is none of those.
+            PlanError: A peer's tensor has another size.
+        """
+        if tensor.dtype not in SUMMABLE:
+            raise TypeError(f"allreduce_sum takes {SUMMABLE}, got {tensor.dtype}")
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        cube = Cube(self.rank, self.world_size)
+        gives, takes = (cube.partner, None) if cube.is_passive else (None, cube.partner)
+        is_folded = cube.positions < self.world_size
+        if is_folded:
+            theirs = self._swap_sums(total, gives, takes, channel)
+            total = total if theirs is None else total + theirs
+        for mask in cube.masks():
+            peer = cube.peer(mask)
+            theirs = self._swap_sums(total, peer, peer, channel)
+            if theirs is not None:
+                total = total + theirs if cube.position & mask == 0 else theirs + total
+        if is_folded:
+            theirs = self._swap_sums(total, takes, gives, channel)
+            total = total if theirs is None else theirs.clone()
+        return total
+
+    def broadcast(self, payload: Payload | None, root: int, *, channel: str) -> torch.Tensor:
+        """Gives the root's payload to every rank, along a binomial tree.
+
+        Args:
+            payload: what to send; looked at on the root only.
+            root: the rank that has it.
+            channel: purpose of the messages.
+
+        Returns:
+            The root's bytes, uint8, on every rank.
+        """
+        P = self.world_size
+        if not 0 <= root < P:
+            raise ValueError(f"root must be in [0, {P}), got {root}")
+        position = (self.rank - root) % P
+        data: torch.Tensor | None = None
+        if position == 0:
+            if payload is None:
+                raise TypeError("broadcast needs a payload on its root")
+            data = flatten(payload, self._buffers)
+        mask = 1
+        while mask < P:
+            dst = src = None
+            if position < mask and position + mask < P:
+                dst = (self.rank + mask) % P
+            elif mask <= position < 2 * mask:
+                src = (self.rank - mask) % P
+            passed_on = None if dst is None else [_there(data)]
+            arrived = self.exchange(passed_on, dst, src, channel=channel).wait()
+            if arrived is not None:
+                data = arrived
+            mask *= 2
+        return _there(data)
+
+    def _to_ring(self, payload: Payload, step: int, channel: str) -> Handle:
+        P = self.world_size
+        return self.exchange(
+            payload, (self.rank + step) % P, (self.rank - step) % P, channel=channel
+        )
+
+    def _swap_sums(
+        self, total: torch.Tensor, dst: int | None, src: int | None, channel: str
+    ) -> torch.Tensor | None:
+        """One exchange of partial sums; what came has the shape and type of `total`."""
+        arrived = self.exchange([total], dst, src, channel=channel).wait()
+        if arrived is None:
+            return None
+        if arrived.numel() != total.nbytes:
+            raise PlanError(
+                f"allreduce_sum on channel {channel!r}: rank {self.rank} has {total.nbytes} bytes, "
+                f"rank {src} has {arrived.numel()}"
+            )
+        return arrived.view(total.dtype).view(total.shape)
+
+
+def check_peers(
+    rank: int, world_size: int, payload: Payload | None, dst: int | None, src: int | None
+) -> int:
+    """Checks the arguments of `exchange`.
+
+    Returns:
+        The bytes to send, 0 without `dst`.
+
+    Raises:
+        TypeError: There is no valid payload for `dst`.
+        ValueError: A rank is out of range, or only one of `dst` and `src` is this rank itself.
+    """
+    for name, peer in (("dst", dst), ("src", src)):
+        if peer is not None and not 0 <= peer < world_size:
+            raise ValueError(f"{name} must be in [0, {world_size}) or None, got {peer}")
+    if (dst == rank) != (src == rank):
+        raise ValueError(
+            f"rank {rank} can only send to itself what it also receives: {dst=}, {src=}"
+        )
+    if dst is None:
+        return 0
+    if payload is None:
+        raise TypeError(f"exchange to rank {dst} needs a payload")
+    return payload_nbytes(payload)
+
+
+def round_up(nbytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _there(data: torch.Tensor | None) -> torch.Tensor:
+    if data is None:
+        raise PlanError("a rank was to pass on what it had not received")
+    return data
+
+
+def _padded(block: torch.Tensor) -> torch.Tensor:
+    padding = round_up(block.numel()) - block.numel()
+    return torch.nn.functional.pad(block, (0, padding)) if padding else block
+
+
+def _first_bytes(pieces: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:
+    """The first `nbytes` of the concatenation of `pieces`."""
+    taken = []
+    for piece in pieces:
+        if nbytes <= 0:
+            break
+        taken.append(piece[:nbytes])
+        nbytes -= piece.numel()
+    return taken

@@ -1,0 +1,217 @@
+"""What a wire is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from ctypes import c_int64
+
+import torch
+from torch import Tensor
+
+from hvd_sparse.cost_model import WireBytes
+from hvd_sparse.errors import MessageError
+from hvd_sparse.streams import INDEX_BYTES, SUM, Operation, Part, SparseStream, sum_of
+from hvd_sparse.wire.values import flat_message
+
+# MERGED wire.checks
+# What a message must be before it is read: it may have been damaged, or be one of another wire.
+#
+# Nothing is allocated by a count that the message's own bytes do not bear out.
+
+HEADER_BYTES = 8
+DENSE = -1
+"""The header of a dense part's message, in place of a count of entries."""
+
+
+def header(count: int) -> Tensor:
+    """What a message begins with: a number of entries, or `DENSE`."""
+    written = torch.empty(1, dtype=torch.int64)
+    c_int64.from_address(written.data_ptr()).value = count
+    return written
+
+
+def entry_count(wire: str, message: Tensor, start: int, stop: int) -> int:
+    """What the header says: a number of entries that `[start, stop)` has room for, or `DENSE`.
+
+    Raises:
+        MessageError: It says something else, or there is none.
+    """
+    if message.numel() < HEADER_BYTES:
+        raise MessageError(
+            f"a message of wire {wire!r} must have at least {HEADER_BYTES} bytes, "
+            f"got {message.numel()}"
+        )
+    count = c_int64.from_address(message.data_ptr()).value
+    if count != DENSE and not 0 <= count <= stop - start:
+        raise MessageError(
+            f"a message of wire {wire!r} claims {count} entries in [{start}, {stop})"
+        )
+    return count
+
+
+def check_bytes(wire: str, what: str, body: Tensor, expected: int) -> None:
+    """Checks the length of what follows a header.
+
+    Raises:
+        MessageError: It has another length.
+    """
+    if body.numel() != expected:
+        raise MessageError(
+            f"a message of wire {wire!r} with {what} must have {expected} bytes after its header, "
+            f"got {body.numel()}"
+        )
+
+
+def check_ascending(wire: str, indices: Tensor, start: int, stop: int) -> None:
+    """Checks int32 indices `(nnz,)`, in one pass.
+
+    Raises:
+        MessageError: They do not ascend strictly, or leave `[start, stop)`.
+    """
+    if indices.numel() == 0:
+        return
+    places = indices.numpy()  # torch would share this small work among threads
+    is_inside = start <= places[0] and places[-1] < stop
+    if not (is_inside and (places[1:] > places[:-1]).all()):
+        raise MessageError(
+            f"the indices in a message of wire {wire!r} must be strictly ascending in "
+            f"[{start}, {stop})"
+        )
+
+
+SEED_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+"""Odd constants that spread a step, a rank and a message over 64 bits."""
+
+
+class Wire(ABC):
+    """A form of messages. Stateless: one serves all ranks and steps.
+
+    Attributes:
+        name: What it is called in settings.
+        is_lossless: Whether every value arrives with the same bits.
+    """
+
+    name: str
+    is_lossless: bool
+
+    @abstractmethod
+    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
+        """The message of a part, which is sent in the form that it has.
+
+        Args:
+            part: Sparse or dense.
+            seed: What stochastic rounding depends on, beside a value's place; in `[0, 2**64)`.
+        """
+
+    def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
+        """The message of a part, and the part as its receivers will read it."""
+        payload = self.encode(part, seed)
+        if self.is_lossless:
+            return payload, part
+        return payload, self.decode(flat_message(payload), part.start, part.stop)
+
+    @abstractmethod
+    def decode(self, message: Tensor, start: int, stop: int) -> Part:
+        """Read a message.
+
+        Args:
+            message: uint8 `(bytes,)`, 8-byte aligned, as a transport delivers it.
+            start: First element that the part spans.
+            stop: One past the last one.
+
+        Returns:
+            A part with strictly ascending indices in `[start, stop)`, if it has any. It may view
+            the message.
+
+        Raises:
+            MessageError: The message is not that of such a part.
+        """
+
+    @abstractmethod
+    def expected_bytes(self, numel: int, k: int) -> WireBytes:
+        """What k of n elements are expected to take; headers do not count."""
+
+    def is_filled_by(self, part: Part) -> bool:
+        """Whether a sparse part is expected to take no less room in a message than a dense one."""
+        room = self.expected_bytes(part.numel, part.nnz)
+        return part.nnz * room.entry_bytes >= part.numel * room.dense_value_bytes
+
+    def encode_indices(self, indices: Tensor, numel: int) -> tuple[Tensor, ...]:
+        """The message of indices alone: int32 ascending in `[0, numel)`."""
+        del numel
+        return (indices.contiguous(),)
+
+    def decode_indices(self, message: Tensor, numel: int) -> Tensor:
+        """Read the message of indices alone: int32, strictly ascending in `[0, numel)`.
+
+        Raises:
+            MessageError: The message is not that of such indices.
+        """
+        if message.numel() % INDEX_BYTES:
+            raise MessageError(
+                f"a message of wire {self.name!r} with indices must have a multiple of "
+                f"{INDEX_BYTES} bytes, got {message.numel()}"
+            )
+        indices = message.view(torch.int32)
+        check_ascending(self.name, indices, 0, numel)
+        return indices
+
+
+class Packer:
+    """Encodes one rank's messages of one exchange, and keeps account of what rounding loses.
+
+    The rule that conserves mass: whoever encodes goes on with what the receivers will read, and
+    keeps the difference. Where several ranks encode the same part, one of them keeps it.
+
+    Args:
+        wire: The form of the messages.
+        rank: This rank.
+        step: Number of the exchange; it seeds stochastic rounding.
+    """
+
+    def __init__(self, wire: Wire, rank: int, step: int) -> None:
+        self.wire = wire
+        self.rank = rank
+        self.step = step
+        self._lost: list[SparseStream] = []
+        self._messages = 0
+
+    def settled(self, part: Part, operation: Operation = SUM) -> Part:
+        """A part in the form that takes less room in a message; a dense one stays dense."""
+        if part.indices is None or not self.wire.is_filled_by(part):
+            return part
+        return part.to_dense(operation)
+
+    def pack(self, part: Part, author: int | None = None) -> tuple[tuple[Tensor, ...], Part]:
+        """Encode a part.
+
+        Args:
+            part: What to send.
+            author: The rank that keeps the difference, where several encode the same part after
+                the same number of messages; None for this rank.
+
+        Returns:
+            The message, and the part as its receivers will read it.
+        """
+        author = self.rank if author is None else author
+        place = (self.step, author, self._messages)
+        self._messages += 1
+        seed = sum(n * factor for n, factor in zip(place, SEED_FACTORS, strict=True)) % (1 << 64)
+        payload, read = self.wire.encode_and_read(part, seed)
+        if author == self.rank and read is not part:
+            self._lost.append(_difference(part, read))
+        return payload, read
+
+    def unpack(self, message: Tensor, start: int, stop: int) -> Part:
+        """Read a message; see `Wire.decode`."""
+        return self.wire.decode(message, start, stop)
+
+    def lost(self, numel: int) -> SparseStream:
+        """What rounding has lost so far and this rank is to keep, as one stream."""
+        return sum_of(self._lost, numel)
+
+
+def _difference(part: Part, read: Part) -> SparseStream:
+    """`part - read`, which have the same form and indices; some entries may be zero."""
+    lost = Part(part.indices, part.values - read.values, part.start, part.stop)
+    return lost.to_stream(part.stop)
