@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._jobs import Spread
-from benchmarks._report import Row
+from benchmarks.report import Row, Spread
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
 from hvd_sparse.lab.plots import load_pyplot
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from benchmarks._launch import keep_memory
-from benchmarks._report import write_report
 from benchmarks.convergence_cases import (
     DENSITIES,
     HOSTS,
@@ -36,6 +35,7 @@ from benchmarks.convergence_cases import (
 from benchmarks.convergence_report import markdown, plot, rows_of
 from benchmarks.convergence_run import Run, train
 from benchmarks.convergence_tasks import Task
+from benchmarks.report import write_report
 
 
 class Runs:

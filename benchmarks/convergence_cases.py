@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from benchmarks.convergence_sources import Sources
-from benchmarks.convergence_tasks import Budget, Digits, PythonHelp, Task
+from benchmarks.convergence_tasks import Budget, Digits, PythonHelp, Sources, Task
 from hvd_sparse.engine import Method
 from hvd_sparse.methods import METHODS
 

@@ -8,7 +8,6 @@ from statistics import mean, median, stdev
 
 import torch
 
-from benchmarks._report import Row
 from benchmarks.convergence_cases import (
     DENSE_FIRST,
     MAX_MEAN_DENSITY,
@@ -18,6 +17,7 @@ from benchmarks.convergence_cases import (
     Case,
 )
 from benchmarks.convergence_run import Run
+from benchmarks.report import Row
 
 Found = Mapping[Case, Run]
 

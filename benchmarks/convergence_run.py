@@ -32,7 +32,6 @@ class Run:
 
     Attributes:
         final: The task's metric in the end.
-        loss: Training loss on rank 0, a mean for every hundredth of the steps.
         curve: The task's metric after every twentieth.
         density: Entries that a rank selected, per element and step, warm-up included. With ExDyna
             and CLT-k a rank selects its P-th part of what is applied; in two levels, its shard's.
@@ -48,7 +47,6 @@ class Run:
     """
 
     final: float = 0.0
-    loss: list[float] = field(default_factory=list)
     curve: list[float] = field(default_factory=list)
     density: float = 1.0
     applied: float = 1.0
@@ -185,7 +183,6 @@ def train(
         optimizer = MomentumCorrectedSGD(model.parameters(), budget.lr, recipe.momentum)
         vars(optimizer)["_compression"] = averaging  # as Horovod's optimizer has one
         generator = torch.Generator().manual_seed(1000 * seed + rank)
-        losses: list[float] = []
         counts: dict[int, Counts] = {}
         for step in range(budget.steps):
             if step in (warm, budget.steps * 3 // 4):
@@ -193,9 +190,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = budget.lr_at(step, recipe.lr_warmup_steps)
             optimizer.zero_grad(set_to_none=True)
-            loss = task.loss(model, generator)
-            loss.backward()
-            losses.append(float(loss.detach()))
+            task.loss(model, generator).backward()
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
             if measure_xi and step + 1 in points:
                 shared["rows"][rank] = (averaging.accumulator(), averaging.gradient())
@@ -207,7 +202,6 @@ def train(
             optimizer.step()
             if rank == 0 and step + 1 in points:
                 run.curve.append(task.evaluate(model))
-        run.loss = means(losses, max(1, budget.steps // 100))
         describe(run, averaging, counts[warm], counts[budget.steps * 3 // 4], budget)
         if averaging.engine is not None:
             averaging.engine.disconnect()
@@ -257,9 +251,3 @@ def describe(run: Run, averaging: Averaging, warm: Counts, late: Counts, budget:
         run.late_density = (end.selected - late.selected) / quarter
         run.late_applied = (end.applied - late.applied) / quarter
         run.updates = (end.applied - warm.applied) / sparse
-
-
-def means(values: list[float], length: int) -> list[float]:
-    """The means of stretches of a list."""
-    parts = [values[i : i + length] for i in range(0, len(values), length)]
-    return [sum(part) / len(part) for part in parts]

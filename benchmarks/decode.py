@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks._cuda import GOAL_NUMEL, NUMELS, copy_row, copy_speed, goal_row, medians_s, whole_s
-from benchmarks._encode_job import gradient_like
-from benchmarks._report import Row, write_report
-from benchmarks._timing import check, take_turns
+from benchmarks._timing import GOAL_NUMEL, NUMELS, check, copy_row, goal_row, take_turns
+from benchmarks.report import Row, write_report
 from hvd_sparse import ops
 from hvd_sparse.ops import reference
+from tools.kernels import copy_speed, gradient_like, medians_s, whole_s
 
 DENSITIES = (1e-3, 1e-2)
 WORLD_SIZE = 8

@@ -18,15 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks._cuda import NUMELS
 from benchmarks._encode_cuda import encode_cuda_rows
-from benchmarks._encode_job import Job, gradient_like
 from benchmarks._encode_paths import ADD, HotPath, Limit, hot_paths
-from benchmarks._report import Row, write_report
-from benchmarks._timing import check, take_turns
+from benchmarks._timing import NUMELS, check, goal_row, take_turns
+from benchmarks.report import Row, write_report
 from hvd_sparse import ops
 from hvd_sparse.ops import reference
 from hvd_sparse.ops.cuda import CupyLauncher
+from tools.kernels import Job, gradient_like
 
 CPU_NUMEL = 25_000_000
 DENSITIES = (1e-3, 1e-2)
@@ -59,7 +58,7 @@ def encode_rows(job: Job, case: str, goals: bool, lowest: bool, repetitions: int
         for name, seconds in torch_s.items():
             fastest = seconds == min(torch_s.values())
             goal = path.speedup if goals and lowest and fastest else None
-            rows.append(speedup_row(case, path.metric, t[path.metric], name, seconds, goal))
+            rows.append(goal_row(case, path.metric, t[path.metric], name, seconds, goal))
     return rows
 
 
@@ -79,23 +78,6 @@ def share_row(
         ratio=allowed_s / t[metric],
         goal=None if factor is None else f"at most {factor:g} times {share}{baseline}",
         met=None if factor is None else t[metric] <= factor * allowed_s,
-    )
-
-
-def speedup_row(
-    case: str, metric: str, ours_s: float, baseline: str, baseline_s: float, goal: float | None
-) -> Row:
-    """A row whose goal, if any, is a least ratio."""
-    ratio = baseline_s / ours_s
-    return Row(
-        case=case,
-        metric=metric,
-        value=ours_s * 1e3,
-        unit="ms",
-        baseline=f"{baseline}: {baseline_s * 1e3:.2f} ms",
-        ratio=ratio,
-        goal=None if goal is None else f"at least {goal:g} times as fast",
-        met=None if goal is None else ratio >= goal,
     )
 
 
@@ -142,8 +124,8 @@ def stream_rows(
         device,
     )
     return [
-        speedup_row(case, merge, t[merge], "torch coalesce", t["torch coalesce"], None),
-        speedup_row(
+        goal_row(case, merge, t[merge], "torch coalesce", t["torch coalesce"], None),
+        goal_row(
             case, decode, t[decode], "torch zero_, scatter_", t["torch zero_, scatter_"], None
         ),
         share_row(case, decode, clear, Limit(), False, t),

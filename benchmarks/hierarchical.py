@@ -24,10 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks._jobs import Job, Jobs, Spread, cycle_time
-from benchmarks._launch import Launcher
-from benchmarks._report import Row, write_report
-from benchmarks.allreduce_cases import MATRIX, reduced_s, row_of
+from benchmarks._launch import Job, Jobs, Launcher, cycle_time
+from benchmarks.allreduce import MATRIX, reduced_s
+from benchmarks.report import Row, Spread, row_of, write_report
 
 OPTIMIZER, INSIDE = "benchmarks/optimizer_worker.py", "benchmarks/hierarchical_worker.py"
 WORKERS, RANKS, INSIDE_RANKS = 2, 4, 4
@@ -122,8 +121,8 @@ def steps_rows(case: str, rate: str, results: Sequence[Any]) -> Iterator[Row]:
             met=None if goal is None else faster.middle >= goal,
         )
     yield from way_rows(case, "through the optimizer", "ms", 1e3, results, reduced_s)
-    for name, phases in results[0]["phases_s"].items():
-        for phase in phases:
+    for name in results[0]["phases_s"]:
+        for phase in ("stage_s", "accumulate_select_s"):
             yield row_of(case, f"{name} {phase}", spread(results, phase_s(phase), name, scale=1e3))
 
 

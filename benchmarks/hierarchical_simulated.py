@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks._report import Row, write_report
+from benchmarks.report import Row, write_report
 from hvd_sparse.collectives.registry import CANDIDATES
 from hvd_sparse.collectives.two_levels import Levels, dense_ring, flat, shared, two_levels
 from hvd_sparse.cost_model import Link

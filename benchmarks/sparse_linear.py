@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._launch import Launcher
-from benchmarks._report import Row, write_report
+from benchmarks.report import Row, write_report
 
 SGD, DESCENT = "examples/sparse_linear.py", "examples/sparse_coordinates.py"
 TRAININGS = {

@@ -19,10 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks._jobs import Job, Jobs, Spread
-from benchmarks._launch import Launcher
-from benchmarks._report import Row, write_report
-from benchmarks.allreduce_cases import row_of
+from benchmarks._launch import Job, Jobs, Launcher
+from benchmarks.report import Row, Spread, row_of, write_report
 from benchmarks.ways import check_names, is_ours
 from hvd_sparse.lab.plots import load_pyplot
 

@@ -23,7 +23,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks._report import Row, write_report
+from benchmarks.report import Row, write_report
 from hvd_sparse.collectives.registry import cost
 from hvd_sparse.cost_model import Link
 from hvd_sparse.lab.plots import load_pyplot, plot_outcomes
