@@ -84,7 +84,7 @@ def test_a_report_has_a_row_a_line_and_leaves_defaults_out(tmp_path: Path) -> No
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PAGES = ("results.md", "convergence.md", "hierarchical.md")
-PUBLISHED = re.compile(r"benchmarks/results/([\w.-]+\.jsonl?)")
+PUBLISHED = re.compile(r"(?<!:)benchmarks/results/([\w.-]+\.jsonl?)")
 
 
 def test_pages_and_published_reports_name_each_other() -> None:
