@@ -1,4 +1,4 @@
-"""Launches that a benchmark has done, and those that it has still to do."""
+"""Launches of benchmarks: which are the same job."""
 
 from __future__ import annotations
 
