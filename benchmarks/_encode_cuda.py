@@ -36,7 +36,7 @@ QSGD_BITS, QSGD_BUCKET = 4, 512
 
 @dataclass(frozen=True)
 class Path:
-    """One operation.
+    """An operation with its traffic and goal.
 
     Attributes:
         metric: Its name.
@@ -100,7 +100,7 @@ def paths(job: Job) -> list[Path]:
 
 
 def encode_cuda_rows(job: Job, case: str, launcher: Launcher, repetitions: int) -> list[Row]:
-    """Verifies every path, and times it."""
+    """Verifies and times every path; returns its rows."""
     events = EventLauncher(launcher)
     timed = CudaOps(events)
     measured: dict[str, Callable[[], float]] = {}

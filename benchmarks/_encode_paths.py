@@ -1,4 +1,4 @@
-"""Every compressor's hot path: what one rank does in a step, and what it is held against."""
+"""Every compressor's hot path: what one rank does in a step, and its baselines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOMENTUM_SHARE = 20 / 12
 
 @dataclass(frozen=True)
 class Limit:
-    """A baseline that a path is held against: at most `factor` times `share` of its time.
+    """A path may take at most `factor` times `share` of a baseline's time.
 
     Attributes:
         factor: None where nothing is required.
@@ -35,13 +35,13 @@ class Limit:
 
 @dataclass(frozen=True)
 class HotPath:
-    """What one rank does in a step.
+    """One operation of a rank's step.
 
     Attributes:
-        run: Does it with the operations that it is given.
+        run: Performs it with the given implementation of the operations.
         against: Other contenders' names, with their limits.
-        torch: What one would write in torch; the goal is for the faster.
-        speedup: How many times as fast as that it has to be at the lowest density.
+        torch: Equivalent pipelines of torch operations; the goal is for the fastest.
+        speedup: Least ratio to that pipeline at the lowest density.
     """
 
     metric: str
@@ -52,7 +52,7 @@ class HotPath:
 
 
 def momentum_masked(o: Ops, job: Job, corrected: Accumulation) -> object:
-    """DGC: the corrected momentum is accumulated and selected from, and masked where it left."""
+    """DGC: accumulate the corrected momentum, select from it, and mask the buffer there."""
     indices, values = o.accumulate_select(corrected, job.corrected_threshold)
     o.zero_at(job.buffer, indices)
     return indices, values

@@ -1,6 +1,6 @@
 """Benchmark workers as real jobs under the unmodified horovodrun, on loopback or shaped links.
 
-Launches are done one by one, each a line in a file, so that a benchmark can be resumed.
+Each finished launch is a line of a file, so that a stopped benchmark can be resumed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 
 def keep_memory() -> None:
-    """`KEPT_MEMORY` for this process, which glibc read its environment for when it started."""
+    """Apply `KEPT_MEMORY` to this process, after glibc has read its environment."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     if mallopt is not None:
         trim_threshold, mmap_threshold, largest = -1, -3, (1 << 31) - 1
@@ -58,13 +58,13 @@ class Launcher:
 
     @property
     def place(self) -> str:
-        """A word for a report's cases."""
+        """Name of the network in a report's cases."""
         place = self.rate or "loopback"
         return place if self.workers == 1 else f"{place}, {self.workers} on each host"
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-        """The option that `of`, or `each_of` for several rates, reads."""
+        """Add the option that `of` and `each_of` read."""
         parser.add_argument(
             "--netlab",
             metavar="RATE",
@@ -75,12 +75,12 @@ class Launcher:
 
     @staticmethod
     def of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Launcher:
-        """For the rate asked for; ends with an error where there can be no such lab."""
+        """The launcher for the requested rate; exits with an error if no such lab can be made."""
         return Launcher.each_of(parser, options)[0]
 
     @staticmethod
     def each_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Launcher]:
-        """The same for each of several rates."""
+        """The launchers for all requested rates."""
         if not options.netlab:
             return [Launcher(None)]
         for rate in options.netlab:
@@ -93,7 +93,7 @@ class Launcher:
 
     @contextmanager
     def network(self, ranks: int) -> Iterator[None]:
-        """Within this, `run` has hosts for so many ranks, where links are to be shaped."""
+        """Make a lab with hosts for so many ranks, if a rate was requested, for calls of `run`."""
         if self.rate is None:
             yield
             return
@@ -105,7 +105,7 @@ class Launcher:
 
     @property
     def interface(self) -> list[str]:
-        """The option by which a worker learns which interface counts its bytes."""
+        """Worker option that names the interface whose bytes are counted."""
         return ["--interface", "eth0"] if self.rate else []
 
     def run(
@@ -139,7 +139,7 @@ Variables = tuple[tuple[str, str], ...]
 
 
 def cycle_time(milliseconds: float) -> Variables:
-    """The variable by which Horovod's threads wake up as seldom as this; by default, each 1 ms."""
+    """Environment that makes Horovod's threads wake up every so many milliseconds (default: 1)."""
     return (("HOROVOD_CYCLE_TIME", f"{milliseconds:g}"),)
 
 
@@ -169,7 +169,7 @@ class Job:
 
     @property
     def world(self) -> tuple[str, str, int]:
-        """What the launches of one case have in common."""
+        """Key that all launches of one case share."""
         return self.case, self.at.place, self.ranks
 
     @property
@@ -182,7 +182,7 @@ class Job:
 
 
 class Jobs:
-    """What was asked for, and what is done of it.
+    """The requested launches, and the results of those that are done.
 
     Args:
         path: The report; the lines are beside it, with the suffix `.jsonl`.
@@ -200,7 +200,7 @@ class Jobs:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """The option that bounds `run`."""
+        """Add the option that limits the time of `run`."""
         parser.add_argument(
             "--minutes",
             type=float,
@@ -210,7 +210,7 @@ class Jobs:
         )
 
     def run(self, minutes: float, *, timeout_s: float) -> None:
-        """Do what is not done yet; a launch that fails is told, and tried again next time."""
+        """Run what is missing. A failed launch is reported, and tried again next time."""
         start = time.monotonic()
         todo = [job for job in self.jobs if job.key not in self._lines]
         print(f"{len(self.jobs) - len(todo)} of {len(self.jobs)} launches are done", flush=True)
@@ -235,7 +235,7 @@ class Jobs:
             self._add(job, result, time.monotonic() - start - passed)
 
     def results(self, script: str | None = None) -> dict[tuple[str, str, int], list[Any]]:
-        """What the launches of each world found, in the order of the jobs."""
+        """The results of each world's launches, in the order of the jobs."""
         found: dict[tuple[str, str, int], list[Any]] = {}
         for job in self.jobs:
             if job.key in self._lines and script in (None, job.script):
@@ -247,12 +247,12 @@ class Jobs:
         return [job for job in self.jobs if job.key not in self._lines]
 
     def exit_where_missing(self, what: str = "launches") -> None:
-        """End the program with status 1 where not all is done."""
+        """Exit with status 1 if launches are missing."""
         if self.missing:
             sys.exit(f"{len(self.missing)} {what} are missing: the same command goes on with them")
 
     def _expected_s(self, job: Job) -> float:
-        """What a launch of the same world took."""
+        """Longest time of a finished launch of the same world."""
         same = [other for other in self.jobs if other.world == job.world]
         known = [self._lines[o.key]["took_s"] for o in same if o.key in self._lines]
         return max(known, default=0.0)

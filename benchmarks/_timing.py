@@ -1,4 +1,4 @@
-"""Verifies and times what the kernels' benchmarks compare, and makes rows of it."""
+"""Checks, timing and rows that the kernel benchmarks share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(actual: object, expected: object, what: str) -> None:
 def copy_row(
     case: str, metric: str, ours_s: float, traffic_bytes: float, copy: float, least: float | None
 ) -> Row:
-    """A row that holds kernels against a copy that moves as many bytes.
+    """A row that compares kernels with a copy that moves as many bytes.
 
     Args:
         case: What was measured on.

@@ -4,22 +4,22 @@
     python -m benchmarks.allreduce --json FILE --netlab 1gbit 100mbit --loopback
     python -m benchmarks.allreduce --json FILE --netlab 1gbit --quick --minutes 12
 
-A reduction is what lies between gradients that are ready and the optimizer that has their averages,
-through `hvd.DistributedOptimizer`; a backward's own time is measured beside it and subtracted
+A reduction through `hvd.DistributedOptimizer` starts when the gradients are ready and ends when the
+optimizer has their averages. The time of backward alone is measured and subtracted
 (benchmarks/optimizer_worker.py). Each launch verifies all ways, then lets them take turns. A figure
 is the median of three launches.
 
-| case | what it has |
+| case | what it measures |
 |---|---|
-| `buckets` | one gradient of 14.7 M, as it is cut by default; and in 1, 2 and 4 buckets |
+| `buckets` | one gradient of 14.7 M in the default buckets, and in 1, 2 and 4 buckets |
 | `vgg16`, `bert-base` | a model's real tensors (bert-base with two ranks only: it needs 17 GB) |
 | `wires` | the same gradient over several wires |
-| `tensors-200`, `tensors-800` | 1,000 to 10,000 elements each: what they cost the main thread |
+| `tensors-200`, `tensors-800` | tensors of 1,000 to 10,000 elements: the main thread's time |
 | `auto` | exchanges of all algorithms, and what `collective="auto"` picks |
 
 Each launch is a real job under the unmodified horovodrun: on loopback, or with `--netlab RATE` one
-rank per host of a network lab whose links are shaped to RATE (tools/netlab; needs root). Launches
-that are done are kept beside the report, so that the same command goes on where it was stopped.
+rank per host of a network lab whose links are shaped to RATE (tools/netlab; needs root). Finished
+launches are kept beside the report: the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ LEAST_FOR_HALF_WIRE = {"1gbit": 1.0, "100mbit": 1.8}
 
 
 def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job]:
-    """All launches: two ranks first, and case by case.
+    """All launches: two ranks first, then case by case.
 
     A figure of three launches is worth more than three figures of one.
     """
@@ -88,7 +88,7 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job
 
 
 def fits(case: str, ranks: int, at: Launcher, options: argparse.Namespace) -> bool:
-    """Whether a case says something in a world, and fits into it."""
+    """Whether a case is meaningful in a world, and fits into its memory."""
     if case == "auto":
         return ranks in options.sweep_ranks
     if ranks not in options.ranks or (case == "bert-base" and ranks > LARGEST_BERT_WORLD):
@@ -134,7 +134,7 @@ def case_of(name: str, *, has_slowest: bool = True) -> str:
 
 
 def rows_of(name: str, place: str, ranks: int, results: list[Found]) -> Iterator[Row]:
-    """The rows of one world: every way, and what is promised of it."""
+    """The rows of one world: every way, and the goals."""
     case = f"{name}, P={ranks}, {place}"
     if ranks > 2:
         case += ", 2 cores"
@@ -150,13 +150,13 @@ def rows_of(name: str, place: str, ranks: int, results: list[Found]) -> Iterator
 
 
 def reduced_s(found: Found, way: str) -> float:
-    """Seconds from gradients that are ready to the optimizer that has the averages."""
+    """Seconds from ready gradients to averages in the optimizer."""
     seconds = found["seconds"]
     return float(seconds[way] - seconds["alone"]) if way != "alone" else float(seconds[way])
 
 
 def dense_s(found: Found) -> float:
-    """The same of the faster plain dense way."""
+    """The same for the faster plain dense way."""
     return min(reduced_s(found, way) for way in PLAIN_DENSE if way in found["seconds"])
 
 
@@ -182,7 +182,7 @@ def way_row(case: str, way: str, place: str, ranks: int, results: list[Found]) -
 
 
 def bucket_rows(case: str, way: str, results: list[Found]) -> Iterator[Row]:
-    """Several buckets against one."""
+    """Several buckets compared with one."""
     single = f"{way}#1"
     one = Spread.of(results, lambda found: reduced_s(found, single), 1e3)
     for buckets in (2, 4):
@@ -200,7 +200,7 @@ def bucket_rows(case: str, way: str, results: list[Found]) -> Iterator[Row]:
 
 
 def wire_rows(case: str, place: str, results: list[Found]) -> Iterator[Row]:
-    """Half the bytes for a value, and gaps for indices."""
+    """`float16+gap` compared with `float32`."""
     goal = LEAST_FOR_HALF_WIRE.get(place)
     for density in DENSITIES:
         plain, short = (f"oktopk@{density}/{wire}" for wire in ("float32", "float16+gap"))
@@ -219,7 +219,7 @@ def wire_rows(case: str, place: str, results: list[Found]) -> Iterator[Row]:
 
 
 def thread_rows(case: str, results: list[Found]) -> Iterator[Row]:
-    """What many small tensors cost the thread that trains; where Horovod spins, that counts."""
+    """Time of the training thread with many small tensors, including Horovod's spinning."""
 
     def own(found: Found, way: str) -> float:
         seconds = found["thread_seconds"]
@@ -242,7 +242,7 @@ def thread_rows(case: str, results: list[Found]) -> Iterator[Row]:
 
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:
-    """The rows of what is done."""
+    """Write the rows of the finished launches."""
     rows: list[Row] = []
     worlds: dict[str, dict[int, Any]] = {}
     for (case, place, ranks), results in jobs.results().items():
@@ -260,7 +260,7 @@ def report(jobs: Jobs, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Do what is not done yet, print the table, write the JSON."""
+    """Run missing launches, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--cases", nargs="+", choices=(*CASES, "auto"))

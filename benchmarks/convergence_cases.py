@@ -41,7 +41,7 @@ LOSSY_WIRES = ("float16+gap", "qsgd4")
 
 
 class Case(NamedTuple):
-    """One training; in two levels where `hosts` is not 0, with ranks shared out evenly."""
+    """One training; two levels if `hosts` is not 0, with equally many ranks per host."""
 
     task: str
     method: str
@@ -53,12 +53,12 @@ class Case(NamedTuple):
 
     @property
     def levels(self) -> str:
-        """Its two levels in words; empty where it is flat."""
+        """Two levels in words; empty for flat."""
         return f", {self.hosts} hosts x {WORLD_SIZE // self.hosts}" if self.hosts else ""
 
     @property
     def words(self) -> str:
-        """The case, to be read."""
+        """The case in words."""
         density = f"{self.density:g}"
         if self.method == "dense":
             return f"{self.task}, steps of density {density}, dense, seed {self.seed}"
@@ -68,7 +68,7 @@ class Case(NamedTuple):
 
     @property
     def budget(self) -> Budget:
-        """How long the training takes; a dense one as long as those that it is compared with."""
+        """The training's length and rate; dense trainings have those of their counterparts."""
         return TASKS[self.task].budgets[self.density]
 
     @property
@@ -77,7 +77,7 @@ class Case(NamedTuple):
         return Case(self.task, "dense", "plain", self.density, "float32", self.seed)
 
     def arguments(self) -> dict[str, Any]:
-        """What the method's constructor is given."""
+        """Arguments of the method's constructor."""
         if self.method == "dense":
             return {}
         task, budget = TASKS[self.task], self.budget
@@ -101,7 +101,7 @@ class Case(NamedTuple):
         return method
 
     def recipe(self, data: str) -> dict[str, Any]:
-        """All that the outcome follows from, as it is written beside it."""
+        """Everything that determines the result; stored beside it."""
         return {
             **asdict(TASKS[self.task].recipe),
             "steps": self.budget.steps,
@@ -122,7 +122,7 @@ def memory_arguments(memory: str, momentum: float) -> dict[str, Any]:
 
 
 def memories_of(method: str) -> tuple[str, ...]:
-    """The paper's memory, and those that may be better."""
+    """The paper's memory, then those that may be better."""
     return tuple(dict.fromkeys((*TRIED_MEMORIES, PAPER_MEMORY.get(method, "plain"))))
 
 
@@ -145,7 +145,7 @@ def cases() -> Iterator[Case]:
 
 
 def promised(task: str, seed: int) -> Iterator[Case]:
-    """The compressors that must come near to dense, by all memories, and dense."""
+    """Dense trainings, and the compressors with a goal in all memories."""
     for density in DENSITIES:
         yield Case(task, "dense", "plain", density, "float32", seed)
         for place in range(3):
@@ -156,7 +156,7 @@ def promised(task: str, seed: int) -> Iterator[Case]:
 
 
 def in_two_levels(task: str, seed: int) -> Iterator[Case]:
-    """What is trained flat, too, by the memory that may be best."""
+    """Two-level trainings with the best memory; each is also trained flat."""
     memory = TRIED_MEMORIES[0]
     for method in LEVELS_METHODS:
         yield Case(task, method, memory, LEVELS_DENSITY, "float32", seed, LEVELS_HOSTS)

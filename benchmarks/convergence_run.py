@@ -1,4 +1,4 @@
-"""One training for benchmarks.convergence: P ranks in threads, on the engine that Horovod gets.
+"""One training for benchmarks.convergence: P ranks in threads, with the engine that Horovod uses.
 
 Every rank has its own replica, its own batches, and its own engine over the local transport; small
 tensors are averaged densely, as Horovod would. At the end all replicas must have the same bits.
@@ -28,7 +28,7 @@ CURVE_POINTS = 20
 
 @dataclass
 class Run:
-    """What came of one training. Densities are shares of the parameters that are sent sparsely.
+    """The result of one training. Densities are shares of the parameters that are sent sparsely.
 
     Attributes:
         final: The task's metric in the end.
@@ -61,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one rank's engine has done up to a step."""
+    """The counts of one rank's engine up to a step."""
 
     step: int = 0
     selected: int = 0
@@ -70,7 +70,7 @@ class Counts:
 
 
 class Averaging:
-    """How the ranks' gradients become their mean: through an engine, or densely."""
+    """Averages the ranks' gradients, through an engine or densely."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Averaging:
         return self.momentum > 0 and self.is_sparse(parameter)
 
     def average(self) -> None:
-        """Put the mean in the place of every gradient."""
+        """Replace every gradient by the mean."""
         for name, p in self.named:
             assert p.grad is not None
             if self.engine is not None and self.is_sparse(p):
@@ -115,7 +115,7 @@ class Averaging:
                 p.grad = self.engine.result(name)
 
     def counts(self, step: int) -> Counts:
-        """What has been done up to a step."""
+        """The counts up to a step."""
         if self.engine is None:
             return Counts(step)
         total = self.engine.stats().totals
@@ -132,7 +132,7 @@ class Averaging:
         return sum(p.numel() for _, p in self.named) - self.sparse_numel
 
     def accumulator(self) -> Tensor:
-        """What the step selects from by plain error feedback: ε + g, float32 `(n,)`."""
+        """The accumulator of plain error feedback: ε + g, float32 `(n,)`."""
         assert self.engine is not None
         residual = self.engine.state_dict()["residual"]
         parts = []
@@ -237,7 +237,7 @@ def top_k(x: Tensor, k: int) -> Tensor:
 
 
 def describe(run: Run, averaging: Averaging, warm: Counts, late: Counts, budget: Budget) -> None:
-    """The densities and bytes that a rank had."""
+    """Fill in the densities and bytes of a rank."""
     P, sparse = averaging.dense.world_size, averaging.sparse_numel
     ring = 2 * (P - 1) / P * 4 * budget.steps / 1e6
     run.dense_mbytes = ring * (sparse + averaging.dense_numel)

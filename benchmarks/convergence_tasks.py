@@ -26,7 +26,7 @@ ALPHABET = bytes(range(32, 127)) + b"\n"
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a training takes, how fast it goes, and what is sent before the target density.
+    """Length, learning rate and warm-up of a training.
 
     The fewer entries are sent, the longer they wait, and the lower a learning rate must be: at
     density 0.001 an entry waits a thousand steps. The dense trainings have the same.
@@ -44,7 +44,7 @@ class Budget:
     warmup_steps: int
 
     def lr_at(self, step: int, rising_steps: int) -> float:
-        """The learning rate of one step, where it rises over the first `rising_steps`."""
+        """The learning rate of one step; it rises over the first `rising_steps`."""
         if step < rising_steps:
             return self.lr * (step + 1) / rising_steps
         done = (step - rising_steps) / max(1, self.steps - rising_steps)
@@ -69,7 +69,7 @@ class Recipe:
 
 
 class Task(ABC):
-    """A model, its data, and what is told of it in the end.
+    """A model, its data and its metric.
 
     Attributes:
         name: What it is called.
@@ -104,7 +104,7 @@ class Task(ABC):
         """The metric, on data that is not trained on."""
 
     def data(self) -> str:
-        """What tells the data of two installations apart; empty where they are the same."""
+        """Digest of data that depends on the installation; otherwise empty."""
         return ""
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Times the way from the streams of several ranks to a dense gradient.
+"""Times decoding: from the streams of several ranks to a dense gradient.
 
 `python -m benchmarks.decode --json FILE`, and `--device cuda`
 
-Streams of one rank after the other are added to a vector of zeros, in the order of the ranks: every
-rank gets the same bits. That is compared with the reference's merge and decode before it is timed.
+The ranks' streams are added to a vector of zeros in the order of the ranks, so every rank gets the
+same bits. Before timing, the result is compared with the reference's merge and decode.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The residual is that of a running job: a few steps of exact top-k have passed over it. Every result
 is compared with the torch reference before anything is timed; then ours and the baselines take
-turns, and medians are reported. On a CUDA device kernels are timed by events, and held against a
+turns, and medians are reported. On a CUDA device kernels are timed by events, and compared with a
 copy that moves as many bytes.
 """
 
@@ -33,7 +33,7 @@ WORLD_SIZE = 8
 
 
 def verify(path: HotPath, job: Job) -> None:
-    """Compares the results, and what the operation leaves behind, with the reference's."""
+    """Compares the result and the state after it with the reference's."""
     job.reset()
     actual = (path.run(ops, job), job.state())
     job.reset()
@@ -65,7 +65,7 @@ def encode_rows(job: Job, case: str, goals: bool, lowest: bool, repetitions: int
 def share_row(
     case: str, metric: str, baseline: str, limit: Limit, goal: bool, t: Mapping[str, float]
 ) -> Row:
-    """A row that holds a path against a share of a baseline."""
+    """A row that compares a path with a share of a baseline."""
     allowed_s = limit.share * t[baseline]
     share = "" if limit.share == 1.0 else f"{limit.share:.3g} of "
     factor = limit.factor if goal else None
@@ -84,7 +84,7 @@ def share_row(
 def stream_rows(
     numel: int, density: float, case: str, repetitions: int, device: torch.device
 ) -> list[Row]:
-    """Merging the streams of several ranks, and decoding what comes of it."""
+    """Rows for merging the streams of several ranks, and decoding the result."""
     streams = []
     for rank in range(WORLD_SIZE):
         x = gradient_like(numel, 100 + rank, device)

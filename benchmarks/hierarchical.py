@@ -1,18 +1,18 @@
-"""Two levels against the flat form and Horovod's dense allreduce, on hosts of two workers.
+"""Two levels compared with flat and with Horovod's dense allreduce, on hosts of two workers.
 
     python -m benchmarks.hierarchical --json FILE
     python -m benchmarks.hierarchical --json FILE --minutes 20
 
-| case | what it has |
+| case | what it measures |
 |---|---|
 | `steps` | time through the optimizer, one gradient of 14.7 M (benchmarks/optimizer_worker.py) |
-| `bytes` | what each host's interface has sent, with Horovod's own cycles too long to count |
+| `bytes` | bytes sent by each host's interface; long cycles keep Horovod's own traffic small |
 | `inside` | the reduce inside a host of four workers, against gloo's allreduce over loopback |
 
 `steps` and `bytes` run between two hosts of a network lab (tools/netlab; needs root), with two
 workers on each. Each launch verifies all ways before it times them. A figure is the median of three
-launches. Launches that are done are kept beside the report, so that the same command goes on where
-it was stopped.
+launches. Finished launches are kept beside the report: the same command continues where it was
+stopped.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Figure = Callable[[Any, str], float]
 
 
 def host_bytes(found: Any, way: str) -> float:
-    """What the interface of the busiest host has sent for a reduction."""
+    """Bytes that the busiest host's interface sends for a reduction."""
     return float(max(rank[way] for rank in found["interface_bytes"][::WORKERS]))
 
 
@@ -92,7 +92,7 @@ def spread(
 def way_rows(
     case: str, what: str, unit: str, scale: float, results: Sequence[Any], figure: Figure
 ) -> Iterator[Row]:
-    """Every way beside Horovod's dense allreduce."""
+    """Every way compared with Horovod's dense allreduce."""
     dense = spread(results, figure, "horovod", scale=scale)
     for name in WAYS[1:]:
         yield row_of(
@@ -142,7 +142,7 @@ def bytes_rows(case: str, results: Sequence[Any]) -> Iterator[Row]:
 
 
 def inside_rows(case: str, results: Sequence[Any]) -> Iterator[Row]:
-    """The reduce inside a host, against gloo and against memory."""
+    """The reduce inside a host, compared with gloo and with a copy in memory."""
     ours = Spread.of(results, lambda r: r["seconds"]["ours"], 1e3)
     gloo = Spread.of(results, lambda r: r["seconds"]["gloo"], 1e3)
     bound = Spread.of(results, lambda r: r["bound_s"], 1e3)
@@ -169,7 +169,7 @@ def inside_rows(case: str, results: Sequence[Any]) -> Iterator[Row]:
 
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:
-    """The rows of what is done."""
+    """Write the rows of the finished launches."""
     rows: list[Row] = []
     for (name, place, ranks), results in jobs.results().items():
         case = f"{name}, P={ranks}, {place}"
@@ -181,7 +181,7 @@ def report(jobs: Jobs, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Do what is not done yet, print the table, write the JSON."""
+    """Run missing launches, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)

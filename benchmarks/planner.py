@@ -1,4 +1,4 @@
-"""Step time as planned, against plain Horovod and against compressing everything.
+"""Step time of the planner's choice, compared with plain Horovod and every choice by hand.
 
     python -m benchmarks.planner --goals --json benchmarks/results/planner.json --minutes 90
     python -m benchmarks.planner --json FILE --netlab 100mbit 1gbit 10gbit --models cnn
@@ -6,11 +6,11 @@
 
 Every model is trained in every way under the unmodified horovodrun: on loopback, or with `--netlab`
 between the hosts of a network lab (tools/netlab; needs root). The ways of a model take turns in one
-launch (benchmarks/planner_worker.py); the median launch counts. The same command goes on with
-launches that are missing. The promises are that a planned step is never more than 3 % slower than
-plain Horovod's and than `uncompressed`, and within 10 % of the best way. `uncompressed` is Horovod
-with sleeping waits: this package, with nothing compressed. `--goals` has all cases that they are
-made for; VGG-16 and BERT-base are there with their tensors, and a backward that only waits.
+launch (benchmarks/planner_worker.py); the median launch counts. The same command runs missing
+launches. Goals: a planned step is at most 3 % slower than plain Horovod's and than `uncompressed`,
+and within 10 % of the best way. `uncompressed` is Horovod with sleeping waits: this package with
+nothing compressed. `--goals` runs all cases of the goals, with VGG-16 and BERT-base by their tensors
+and a backward that only waits.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ DENSE = re.compile(r"plain Horovod, dense: ([\d.]+) ms")
 
 
 def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> list[Job]:
-    """All launches, the first of every case first."""
+    """All launches: first one of every case."""
     cases = [(model, options.ranks, at, 0.0) for at in places for model in options.models]
     if options.goals:
         cases = [(model, ranks, Launcher(rate), COMPUTE_S) for model, ranks, rate in LISTS]
@@ -91,7 +91,7 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> list[Job]:
 
 
 def median_launch(launches: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of every way the median step and its spread; of the planned one all of its median launch."""
+    """Every way's median step and its spread; for the planned way, all of its median launch."""
     found = {}
     for way in launches[0]:
         ordered = sorted((launch[way] for launch in launches), key=lambda each: each["step_s"])
@@ -103,7 +103,7 @@ def median_launch(launches: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """How many of the cases met each goal."""
+    """The number of cases that met each goal."""
     kinds = {
         "slower than plain Horovod": ("plain Horovod, dense", None),
         "slower than Horovod with sleeping waits": ("Horovod with sleeping waits", None),
@@ -138,7 +138,7 @@ def summary(rows: list[Row]) -> list[Row]:
 
 
 def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
-    """The promise, the best of all ways, the prediction, and every way for itself."""
+    """The rows of one case: goals, predictions, and every way."""
     step_s = {way: result["step_s"] for way, result in results.items()}
     planned = results["planned"]
     others = [way for way in step_s if way != "planned"]
@@ -185,7 +185,7 @@ def planned_row(
     tolerance: float,
     goal: str,
 ) -> Row:
-    """The planned step beside another way's: its name and seconds."""
+    """A row for the planned step compared with another way's name and seconds."""
     name, seconds = other
     planned_s = planned["step_s"]
     return Row(

@@ -1,9 +1,8 @@
-"""The form in which every benchmark reports: one JSON object, and a table of the same rows.
+"""The form of every benchmark's report: one JSON object, and a table of the same rows.
 
     python -m benchmarks.report benchmarks/results/training.json
 
-prints a report as the Markdown tables of docs/results.md: a line for each way and a column for each
-world, and below them the goals.
+prints a report as Markdown tables: a line for each way and a column for each world, then the goals.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def row_of(case: str, metric: str, figure: Spread, unit: str = "ms", **facts: An
 
 
 def hardware() -> dict[str, str | int]:
-    """What the figures depend on."""
+    """The machine and versions that the figures depend on."""
     facts: dict[str, str | int] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count() or 1,
@@ -122,7 +121,7 @@ def write_report(benchmark: str, rows: Sequence[Row], path: Path | str | None) -
 
 
 def as_object(row: Row) -> dict[str, Any]:
-    """The row as JSON has it: seven significant digits, nothing that has its default."""
+    """The row for JSON: seven significant digits, without defaults."""
     return {
         field.name: _rounded(value)
         for field in fields(row)
@@ -131,7 +130,7 @@ def as_object(row: Row) -> dict[str, Any]:
 
 
 def as_text(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
-    """The report: its head in the first line, then a row a line."""
+    """The report as JSON: its head in the first line, then one row per line."""
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     return json.dumps({**head, "rows": []}, ensure_ascii=False)[:-2] + f"\n{lines}\n]}}\n"
 
@@ -185,7 +184,7 @@ def way_of(metric: str) -> str | None:
 
 
 def figure(value: float) -> str:
-    """As many digits as a reader wants."""
+    """Three significant digits, and all digits of larger whole numbers."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,13 +1,12 @@
-"""Wall-clock time to a loss: a language model on Python sources, against what a user would pick.
+"""Wall-clock time to a loss: a language model on Python sources, ours beside the alternatives.
 
     python -m benchmarks.time_to_loss --json FILE --netlab 1gbit 100mbit --plot docs/time_to_loss
     python -m benchmarks.time_to_loss --json FILE --netlab 1gbit --quick
 
-An LSTM of 24.8 M parameters is trained with the same batches in every way, each for the same time:
-by Adam, or by SGD with momentum, which `dgc` corrects. What counts is when the loss on held-out
-files comes within 1 % of what plain Horovod has in the end. A planner's trial is on the clock;
-validation is not. Checkpoints are written every minute: the same command goes on where it was
-stopped.
+Every way trains an LSTM of 24.8 M parameters with the same batches for the same time: with Adam, or
+with SGD and momentum, which `dgc` corrects. The result is the time until the loss on held-out files
+is within 1 % of plain Horovod's final loss. A planner's trial counts; validation does not.
+Checkpoints are written every minute: the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -61,13 +60,13 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job
 
 
 def checkpoints_of(options: argparse.Namespace) -> Path:
-    """A folder beside the report; it goes when everything is trained."""
+    """The folder of checkpoints, beside the report; removed when everything is trained."""
     folder: Path = options.json.with_suffix(".checkpoints")
     return folder
 
 
 def seconds_to(curve: Curve, loss: float) -> float | None:
-    """When a curve first comes down to a loss, on straight lines between measurements."""
+    """When a curve first reaches a loss, by linear interpolation."""
     for (before_s, _, before), (after_s, _, after) in pairwise(curve):
         if after <= loss < before:
             return before_s + (after_s - before_s) * (before - loss) / (before - after)
@@ -82,7 +81,7 @@ def title_of(found: Mapping[str, Sequence[Any]]) -> str:
 
 
 def rows_of(place: str, found: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
-    """Every way's time to the loss that plain Horovod has in the end."""
+    """Every way's time to plain Horovod's final loss."""
     case = f"{title_of(found)}; {place}, P={RANKS}"
     for way, results in found.items():
         last = Spread.of(results, lambda result: result["curve"][-1][2])
@@ -142,7 +141,7 @@ def plot_curves(place: str, found: Mapping[str, Sequence[Any]], path: Path) -> N
 
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:
-    """The rows of what is done, and its plots."""
+    """Write the rows and plots of the finished trainings."""
     places: dict[str, dict[str, Sequence[Any]]] = {}
     for (way, place, _), results in jobs.results().items():
         places.setdefault(place, {})[way] = results
@@ -154,7 +153,7 @@ def report(jobs: Jobs, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train what is not trained yet, print the table, write the JSON, draw the curves."""
+    """Run missing trainings, print the table, write the JSON, draw the curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--ways", nargs="+", help="see benchmarks/ways.py")

@@ -1,17 +1,16 @@
-"""Steps of real training, against what a user would pick instead.
+"""Steps of real training, compared with what a user would pick instead.
 
     python -m benchmarks.training --json FILE --netlab 1gbit 100mbit --loopback --plot docs/training
     python -m benchmarks.training --json FILE --netlab 1gbit 100mbit --quick --minutes 17
 
-Models with their real tensors (benchmarks/models.py) are trained by plain SGD in all ways
-(benchmarks/ways.py) in one launch, in which the ways take turns of some steps. A figure is the
-median of three launches. "Overhead" is what the best of ours takes beyond computing alone. Bytes
-are those that a host's interface sent. Of ours, it also tells how much of the exchanges was over
-when backward was.
+Plain SGD trains models with their real tensors (benchmarks/models.py) in all ways
+(benchmarks/ways.py). The ways of a launch take turns of some steps. A figure is the median of three
+launches. "Overhead" is the time beyond computing alone. Bytes are those that a host's interface
+sent. For our ways the rows include the share of the exchanges that backward hides.
 
 Each launch is a real job under the unmodified horovodrun: on loopback, or with `--netlab RATE` one
-rank per host of a network lab whose links are shaped to RATE (tools/netlab; needs root). Launches
-that are done are kept beside the report, so that the same command goes on where it was stopped.
+rank per host of a network lab whose links are shaped to RATE (tools/netlab; needs root). Finished
+launches are kept beside the report: the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ OURS, OTHERS = "#2171b5", "#a6a6a6"
 def ways_of(
     model: str, at: Launcher, ranks: int, options: argparse.Namespace
 ) -> dict[str, tuple[str, ...]]:
-    """What is compared on one model in one world: the ways of a launch, by the case's name."""
+    """The ways compared on one model in one world, by the case's name."""
     if options.ways:
         return {model: tuple(options.ways)}
     if model == "recommendation":
@@ -81,7 +80,7 @@ def ways_of(
 
 
 def models_of(at: Launcher, options: argparse.Namespace) -> tuple[str, ...]:
-    """What is trained in one place, in the order of what it tells."""
+    """The models trained in one place, the most informative first."""
     if options.models:
         return tuple(options.models)
     if options.quick:
@@ -155,7 +154,7 @@ def step_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
 
 
 def goal_rows(model: str, place: str, ranks: int, results: list[Found]) -> Iterator[Row]:
-    """What is promised of the best of ours, and of the planner."""
+    """The goals for the best of ours, and for the planner."""
     case = case_of(model, place, ranks)
     names = list(results[0]["ways"])
     ours = [name for name in names if is_ours(name)]
@@ -198,7 +197,7 @@ def goal_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
 
 
 def against(case: str, ours: str, other: str, results: list[Found], goal: float | None) -> Row:
-    """The best of ours against another way."""
+    """The best of ours compared with another way."""
     factor = Spread.of(results, lambda found: step_s(found, other) / step_s(found, ours))
     ms = Spread.of(results, lambda found: step_s(found, ours), 1e3)
     other_ms = Spread.of(results, lambda found: step_s(found, other), 1e3)
@@ -214,7 +213,7 @@ def against(case: str, ours: str, other: str, results: list[Found], goal: float 
 
 
 def overhead(found: Found, way: str) -> float:
-    """What a step takes beyond computing, as a share of that."""
+    """Time of a step beyond computing alone, as a share of the latter."""
     return step_s(found, way) / step_s(found, "alone") - 1
 
 
@@ -254,7 +253,7 @@ def colour_of(way: str) -> str:
 
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:
-    """The rows of what is done, and its plots."""
+    """Write the rows and plots of the finished launches."""
     found = jobs.results()
     rows = [row for world, results in found.items() for row in goal_rows(*world, results)]
     rows += [row for world, results in found.items() for row in step_rows(*world, results)]
@@ -267,7 +266,7 @@ def report(jobs: Jobs, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Do what is not done yet, print the table, write the JSON, draw the plots."""
+    """Run missing launches, print the table, write the JSON, draw the plots."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: by the network")

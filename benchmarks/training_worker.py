@@ -1,7 +1,7 @@
-"""One rank of `benchmarks.training`: trains a model in many ways, which take turns, and times them.
+"""One rank of `benchmarks.training`: times steps of a model in many ways, which take turns.
 
-All ways begin with the same weights and get the same batches. The first averaged gradient of every
-dense way is compared with the mean, and in the end every way's weights with the other ranks'.
+All ways start with the same weights and get the same batches. The first averaged gradient of every
+dense way is compared with the mean, and every way's final weights with those of the other ranks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Trained:
         self.way.step(*self.model.batch(self.generator))
 
     def warm_up(self, turn_seconds: float) -> None:
-        """Steps until nothing is new any more, of which the last one tells how long they take."""
+        """Train until steps are steady; the last one sets the length of a turn."""
         start = time.perf_counter()
         for _ in range(1, self.way.warmup_steps):
             self.step()
@@ -86,7 +86,7 @@ class Trained:
         self.turn_steps = hvd.broadcast_object(steps, 0, name="benchmark.fitting")
 
     def turn(self, interface: str | None) -> None:
-        """Some steps in a row, as in training."""
+        """Time some steps in a row."""
         dist.barrier()
         if self.turn_steps > 1:
             self.step()
@@ -102,7 +102,7 @@ class Trained:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What a planner has decided, and what backward hides of exchanges."""
+        """The planner's decision, and the share of exchanges that backward hides."""
         found: dict[str, Any] = {}
         planner = None if self.way.compression is None else self.way.compression.method
         if isinstance(planner, Planner) and planner.trial is not None and not planner.is_trying:
@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, and write what rank 0 found."""
+    """Run, and write rank 0's results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--ways", nargs="+", required=True)

@@ -1,8 +1,8 @@
 """`make demo`: the digits example under horovodrun, dense and then sparse, compared.
 
-Trains between two hosts of a network lab (tools/netlab), whose links are slow, so that the gain in
-time can be seen; where there can be no lab, on loopback. Both trainings of a place are started by
-the same command but for `--compression`.
+Trains between two hosts of a network lab (tools/netlab) with slow links, so that the gain in time
+shows; on loopback if no lab can be made. The two trainings of a place differ only in
+`--compression`.
 
 Writes demo-output/: a plot, the table, every step's figures as JSON, and horovodrun's own output.
 """
@@ -123,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_own_name() -> None:
-    """Horovod's gloo dies of a segmentation fault where a machine cannot resolve its own name."""
+    """Check that this machine can resolve its own name: otherwise Horovod's gloo crashes."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -133,13 +133,13 @@ def check_own_name() -> None:
 
 
 def in_words(rate: str) -> str:
-    """1gbit is 1 Gb/s."""
+    """A rate in words: 1gbit is 1 Gb/s."""
     bits = 8 * bytes_per_s(rate)
     return f"{bits / 1e9:g} Gb/s" if bits >= 1e9 else f"{bits / 1e6:g} Mb/s"
 
 
 def train_in_lab(args: argparse.Namespace) -> list[Run]:
-    """Dense and sparse between two hosts, at each rate."""
+    """Train dense and sparse between two hosts, at each rate."""
     runs = []
     for rate in args.rate:
         place = f"{HOSTS} hosts, {in_words(rate)}"
@@ -153,7 +153,7 @@ def train_in_lab(args: argparse.Namespace) -> list[Run]:
 
 
 def train_on_loopback(args: argparse.Namespace) -> list[Run]:
-    """Dense and sparse, with each number of workers."""
+    """Train dense and sparse, with each number of workers."""
     check_own_name()
     return [
         train(f"loopback, {workers} workers", compression, workers, args)
@@ -169,7 +169,7 @@ def train(
     args: argparse.Namespace,
     network: Network | None = None,
 ) -> Run:
-    """One run of the example, on a host each of a network, or on this machine."""
+    """Run the example, with one worker per host of a network or on this machine."""
     metrics, log = args.output / "run.json", args.output / "horovodrun.log"
     metrics.unlink(missing_ok=True)
     hosts = network.slots(1) if network else f"localhost:{workers}"
@@ -191,9 +191,9 @@ def train(
 
 
 def follow(command: list[str], own_output: IO[str]) -> int:
-    """Run a command; pass on what workers say, and keep everything in a file.
+    """Run a command; print the workers' output, and keep all output in a file.
 
-    What horovodrun itself says, tracebacks among it, is left to the file, but for its last line.
+    Of horovodrun's own output, only the last line is printed, and only after a silent failure.
     """
     process = subprocess.Popen(
         command,
@@ -223,7 +223,7 @@ def follow(command: list[str], own_output: IO[str]) -> int:
 
 
 def lines(stream: IO[bytes]) -> Iterator[str]:
-    """Pieces that end in a line feed or, as a progress bar's do, in a carriage return."""
+    """Pieces of output that end in a line feed or, like a progress bar's, in a carriage return."""
     rest = b""
     while piece := os.read(stream.fileno(), 4096):
         *complete, rest = re.split(rb"(?<=[\r\n])", rest + piece)
@@ -278,7 +278,7 @@ def ratio(dense: float, this: float) -> str:
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """For each place the loss over time; at last the bytes over the steps."""
+    """Draw the loss over time for each place, and the bytes over the steps."""
     import matplotlib as mpl
 
     mpl.use("Agg")

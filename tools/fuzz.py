@@ -1,4 +1,4 @@
-"""What came over a wire, under libFuzzer: `make fuzz` runs this in .venv.
+"""Fuzz the decoders of wire messages with libFuzzer: `make fuzz` runs this in .venv.
 
 Builds the native library and the targets of `csrc/fuzz` with Clang, AddressSanitizer and
 UndefinedBehaviorSanitizer under `build/fuzz`, and runs every target from seeds that are real
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def build_library() -> Path:
-    """The native library, instrumented."""
+    """Build the instrumented native library."""
     flags = [*FLAGS, f"-fsanitize=fuzzer-no-link,{CHECKS}"]
     command = [sys.executable, "setup.py", "-q", "build"]
     command += ["--build-base", str(OUT), "--build-lib", str(OUT / "lib")]
@@ -83,7 +83,7 @@ def build_library() -> Path:
 
 
 def build_target(target: str, library: Path) -> Path:
-    """A target's program."""
+    """Build a target's program."""
     binary = OUT / target
     command = ["clang++", "-std=c++17", "-Wall", "-Wextra", *FLAGS, f"-fsanitize=fuzzer,{CHECKS}"]
     command += [str(TARGETS / f"{target}.cpp"), str(library), "-o", str(binary)]
@@ -94,7 +94,7 @@ def build_target(target: str, library: Path) -> Path:
 
 
 def run_target(binary: Path, seconds: int) -> bool:
-    """Runs a target; prints a line of what was tried, or what broke."""
+    """Runs a target; prints its statistics, or its failure."""
     corpus = OUT / "corpus" / binary.name
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(SEEDS[binary.name]()):
@@ -169,7 +169,7 @@ def qsgd() -> Iterator[bytes]:
 
 
 def merge() -> Iterator[bytes]:
-    """One stream and more of them over the same vector."""
+    """Several streams over the same vector."""
     for numel, nnz in SHAPES:
         for count in (1, 2, 3, 6):
             lists = [moves(indices_of(min(numel, 10**6), nnz, seed)) for seed in range(count)]
@@ -178,7 +178,7 @@ def merge() -> Iterator[bytes]:
 
 
 def filter_() -> Iterator[bytes]:
-    """Pairs of streams, of like and of unlike lengths."""
+    """Pairs of streams, of equal and of different lengths."""
     for isa in range(ISAS):
         for (_, one), (_, other) in zip(streams(), [*streams()][::-1], strict=True):
             yield struct.pack("<BII", isa, 0x3F000000, 3) + moves(one) + moves(other)

@@ -1,4 +1,4 @@
-"""What kernels are timed with: one step of a running job, and events of a CUDA device."""
+"""Shared by benchmarks and tools that time kernels: the state of a job, and CUDA events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class EventLauncher:
         self._spans: list[tuple[Event, Event]] = []
 
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
-        """See `Launcher.launch`."""
         start, stop = Event(enable_timing=True), Event(enable_timing=True)
         start.record()
         self._launcher.launch(kernel, blocks, *arguments)
@@ -48,13 +47,13 @@ class EventLauncher:
 
 
 def hold_device() -> None:
-    """Keeps the device busy while the host launches what is measured."""
+    """Keeps the device busy until the host has launched the measured kernels."""
     torch.cuda.synchronize()
     torch.cuda._sleep(QUEUED_CYCLES)
 
 
 def whole_s(run: Callable[[], object]) -> float:
-    """Seconds from the first to the last work that a call issues, the host's waits included."""
+    """Device seconds from the first to the last kernel of a call, including the host's waits."""
     start, stop = Event(enable_timing=True), Event(enable_timing=True)
     hold_device()
     start.record()
@@ -67,7 +66,7 @@ def whole_s(run: Callable[[], object]) -> float:
 def medians_s(
     measured: Mapping[str, Callable[[], float]], prepare: Callable[[], object], repetitions: int
 ) -> dict[str, float]:
-    """Median of each measurement; they take turns, after some runs that do not count."""
+    """Median of each measurement; they take turns, after some warm-up runs."""
     seconds: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(WARMUP_RUNS + repetitions):
         for name, measure in measured.items():
@@ -86,7 +85,7 @@ def copy_speed(numel: int, device: torch.device, repetitions: int) -> float:
 
 
 def gradient_like(numel: int, seed: int, device: torch.device) -> Tensor:
-    """Normal within a layer, on scales that differ between layers: heavier tails than a normal."""
+    """Normal values with a scale per layer: heavier tails than a normal distribution."""
     generator = torch.Generator(device).manual_seed(seed)
     gradient = torch.randn(numel, generator=generator, device=device)
     layer_numel = max(1, numel // 50)
@@ -96,7 +95,7 @@ def gradient_like(numel: int, seed: int, device: torch.device) -> Tensor:
 
 
 class Job:
-    """The state of one rank before a step, and what each operation gets of it.
+    """The state of one rank before a step, and the operations' arguments made from it.
 
     A few steps of exact top-k have passed over the residual, and of DGC over the velocity and its
     momentum buffer.
@@ -155,7 +154,7 @@ class Job:
         return Accumulation(self.velocity, [self.gradient], momentum)
 
     def reset(self) -> None:
-        """Undoes what an operation has changed."""
+        """Restores the state before the step."""
         self.residual.copy_(self._residual)
         self.velocity.copy_(self._velocity)
         self.buffer.copy_(self._buffer)

@@ -36,11 +36,11 @@ tc qdisc add dev veth0 root tbf rate 1gbit burst 125000 latency 20ms
 
 
 class NetlabError(Exception):
-    """The lab cannot do what it is asked; the message is one line."""
+    """The lab cannot be made or used as requested; the message is one line."""
 
 
 class Traffic(NamedTuple):
-    """What has passed a host's interface since the lab is up."""
+    """Bytes through a host's interface since the lab is up."""
 
     sent_bytes: int
     received_bytes: int
@@ -91,7 +91,7 @@ class Network:
         return Traffic(sent_bytes=int(counts[8]), received_bytes=int(counts[0]))
 
     def cut(self, host: str) -> None:
-        """Pull a host's cable: what is sent is lost, and nobody is told.
+        """Cut a host's link: what is sent is lost silently.
 
         Raises:
             NetlabError: There is no such host.
@@ -99,7 +99,7 @@ class Network:
         self._set_port(host, "down")
 
     def mend(self, host: str) -> None:
-        """Put it back.
+        """Restore a host's link.
 
         Raises:
             NetlabError: There is no such host.
@@ -117,7 +117,7 @@ class Network:
 
 
 def entering(pid: int) -> list[str]:
-    """The start of a command in the namespaces of a process."""
+    """The prefix that runs a command in the namespaces of a process."""
     return ["nsenter", f"--target={pid}", "--net", "--uts", "--mount", "--"]
 
 
@@ -141,7 +141,7 @@ def run_batch(pid: int, program: str, lines: Sequence[str]) -> None:
 
 
 def missing() -> str:
-    """Why no lab can be made here, or an empty string."""
+    """The reason why no lab can be made here, or an empty string."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for program, package in (
@@ -158,7 +158,7 @@ def missing() -> str:
 
 
 def bytes_per_s(rate: str) -> float:
-    """What a rate means that is written as `tc` has it: 100mbit, 1.5gbit, 12mbps (bytes).
+    """A rate as `tc` writes it (100mbit, 1.5gbit, 12mbps for bytes) in bytes per second.
 
     Raises:
         NetlabError: It is not a rate above 0.
@@ -170,7 +170,7 @@ def bytes_per_s(rate: str) -> float:
 
 
 class Netlab:
-    """Hosts on one machine, each at a link of its own; gone when the `with` block ends.
+    """Hosts on one machine, each with its own link; removed when the `with` block ends.
 
     Each host has a network, a host name and an /etc/hosts of its own; it shares processes and files
     with the machine. Labs do not see each other, so several may be up at a time. When the process
@@ -178,7 +178,7 @@ class Netlab:
 
     Args:
         hosts: How many, 1 to 254.
-        rate: What each host may send, and receive, as `tc` writes it: 1gbit. None: as it comes.
+        rate: What each host may send, and receive, as `tc` writes it: 1gbit. None: not shaped.
 
     Raises:
         NetlabError: An argument is out of range, or `missing()` says why there can be no lab.
@@ -239,7 +239,7 @@ class Netlab:
         return [keeper.pid for keeper in self._keepers]
 
     def _connect(self, network: Network) -> None:
-        """Lay a link from each host to the switch, and shape both of its ends."""
+        """Link each host to the switch, and shape both ends."""
         links = ["link add switch0 type bridge", "link set switch0 up"]
         shaping = []
         for i, pid in enumerate(network.keepers.values(), 1):
