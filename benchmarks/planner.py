@@ -9,7 +9,7 @@ between the hosts of a network lab (tools/netlab; needs root). The ways of a mod
 launch (benchmarks/planner_worker.py); the median launch counts. The same command runs missing
 launches. Goals: a planned step is at most 3 % slower than plain Horovod's and than `uncompressed`,
 and within 10 % of the best way. `uncompressed` is Horovod with sleeping waits: this package with
-nothing compressed. `--goals` runs all cases of the goals, with VGG-16 and BERT-base by their tensors
+nothing compressed. `--goals` runs all its cases, with VGG-16 and BERT-base by their tensors
 and a backward that only waits.
 """
 
