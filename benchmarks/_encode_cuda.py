@@ -40,9 +40,9 @@ class Path:
 
     Attributes:
         metric: Its name.
-        run: Does it.
-        element_bytes: Bytes per element that it has to read and write.
-        least: Share of a copy's speed that is the goal at `GOAL_NUMEL`.
+        run: Performs it.
+        element_bytes: Bytes per element that it must read and write.
+        least: The goal at `GOAL_NUMEL`, as a share of a copy's speed.
     """
 
     metric: str

@@ -24,8 +24,8 @@ class Limit:
     """A path may take at most `factor` times `share` of a baseline's time.
 
     Attributes:
-        factor: None where nothing is required.
-        everywhere: At every density, and not only at the lowest.
+        factor: None without a goal.
+        everywhere: Whether the goal holds at every density, not only at the lowest.
     """
 
     share: float = 1.0

@@ -149,14 +149,14 @@ class Job:
 
     Attributes:
         case: What is measured.
-        at: Where.
+        at: Where it runs.
         ranks: P.
         launch: Its number among those of the same case; the first is 1.
         script: What every rank runs, as a path in the repository.
-        arguments: Of the script.
-        environment: Variables of the launch, beside `ENVIRONMENT`.
+        arguments: Arguments of the script.
+        environment: Variables of the launch, in addition to `ENVIRONMENT`.
 
-    With other arguments or variables it is another job.
+    Other arguments or variables make another job.
     """
 
     case: str
@@ -186,7 +186,7 @@ class Jobs:
 
     Args:
         path: The report; the lines are beside it, with the suffix `.jsonl`.
-        jobs: In the order in which they are run.
+        jobs: The jobs, in the order of running.
     """
 
     def __init__(self, path: Path, jobs: Iterable[Job]) -> None:
@@ -205,8 +205,8 @@ class Jobs:
             "--minutes",
             type=float,
             default=float("inf"),
-            help="begin no launch that would probably end later than this; the same command goes "
-            "on from there",
+            help="start no launch that would probably end after this; the same command continues "
+            "from there",
         )
 
     def run(self, minutes: float, *, timeout_s: float) -> None:

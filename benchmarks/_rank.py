@@ -27,8 +27,8 @@ def start_rank(parser: ArgumentParser) -> Namespace:
     """Parse arguments, start Horovod and torch's group, use one thread.
 
     Args:
-        parser: Has the arguments that are the benchmark's own. `--out` and `--interface`, which
-            every launch gives, are added.
+        parser: Has the benchmark's own arguments. `--out` and `--interface`, which every launch
+            passes, are added.
     """
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--interface")
@@ -44,8 +44,8 @@ def end_rank(out: Path, found: object, *transports: Transport) -> None:
 
     Args:
         out: The file.
-        found: What can be JSON.
-        transports: What is to be closed then.
+        found: The results, as JSON types.
+        transports: Transports to close at the end.
     """
     if hvd.rank() == 0:
         out.write_text(json.dumps(found))

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.report import Row
 
 NUMELS = (2**20, 2**24, 2**27)
-"""On a CUDA device."""
+"""Sizes on a CUDA device."""
 GOAL_NUMEL = 2**27
 
 
@@ -64,9 +64,9 @@ def copy_row(
         case: What was measured on.
         metric: What was measured.
         ours_s: Seconds in kernels.
-        traffic_bytes: Bytes that have to be read and written.
+        traffic_bytes: Bytes that must be read and written.
         copy: Bytes per second that a device-to-device copy reads and writes.
-        least: Share of the copy's speed that is the goal, if there is one.
+        least: The goal as a share of the copy's speed, if there is one.
     """
     speed = traffic_bytes / ours_s
     return Row(

@@ -42,19 +42,19 @@ OPTIMIZER = "benchmarks/optimizer_worker.py"
 SWEEP = "benchmarks/sweep_worker.py"
 TIMEOUT_S = 1200.0
 QUICK = ("buckets", "tensors-800", "wires", "vgg16", "tensors-200")
-"""In the order of what they tell."""
+"""The most informative first."""
 QUICK_LIMIT_S = 400.0
 SLOW_RATE = "100mbit"
 EVERY = (*QUICK, "auto", "bert-base")
 LARGEST_BERT_WORLD = 2
 Found = dict[str, Any]
-"""What one launch's rank 0 wrote: see benchmarks/optimizer_worker.py."""
+"""Rank 0's results of one launch: see benchmarks/optimizer_worker.py."""
 
 MATRIX = (4200, 3500)
 """One gradient of 14.7 M; PowerSGD compresses matrices only."""
 OPPONENTS = ("horovod", "horovod-fp16", "gloo", "ddp-bf16", "powersgd-2")
 SLOWEST = "horovod-fp16"
-"""Its steps take 8 s where 4 spinning workers share 2 cores and a link: left out there."""
+"""Left out where 4 spinning workers share 2 cores and a link: its steps take 8 s there."""
 PLAIN_DENSE = ("horovod", "gloo")
 DENSITIES = ("0.001", "0.01")
 WIRES = ("float32", "float32+gap", "float16+gap")
@@ -266,8 +266,8 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=(*CASES, "auto"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sweep-ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--repeats", type=int, default=15, help="turns of a launch, at most")
-    parser.add_argument("--seconds", type=float, help="for which they go on; default: 40, quick 15")
+    parser.add_argument("--repeats", type=int, default=15, help="most turns of a launch")
+    parser.add_argument("--seconds", type=float, help="limit for all turns; default: 40, quick 15")
     parser.add_argument(
         "--quick", action="store_true", help=f"only {', '.join(QUICK)}, and fewer turns"
     )

@@ -15,14 +15,14 @@ from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
 from hvd_sparse.lab.plots import load_pyplot
 
 AUTO_GOAL = 1.15
-"""How much longer than the best lossless one what "auto" picks may take."""
+"""Most time of the pick of "auto" over that of the best lossless algorithm."""
 AUTO_CASES_GOAL = 22 / 24
-"""In how many of the cases."""
+"""Share of the cases that must meet `AUTO_GOAL`."""
 NUMEL = 1 << 22
 DENSITIES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1)
 
 World = Mapping[str, Any]
-"""What a world's rank 0 found: its link, and for each density every algorithm's seconds."""
+"""Rank 0's results: the link, and every algorithm's seconds at each density."""
 
 
 def sweep_arguments(repeats: int) -> tuple[str, ...]:

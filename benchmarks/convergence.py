@@ -42,10 +42,10 @@ class Runs:
     """The trainings in a file, one per line; those of other recipes are ignored.
 
     Args:
-        path: The file; need not be there.
+        path: The file; may be missing.
 
     Attributes:
-        cases: What the file had, by any recipe.
+        cases: All cases in the file, of any recipe.
     """
 
     def __init__(self, path: Path) -> None:

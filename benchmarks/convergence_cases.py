@@ -14,12 +14,12 @@ WORLD_SIZE = 4
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, PythonHelp, Sources)}
 DENSITIES = (0.01, 0.001)
 SEEDS = (10, 11, 12)
-"""Of the reported trainings. Recipes were chosen on seed 0."""
+"""Seeds of the reported trainings. Recipes were chosen on seed 0."""
 MAX_MEAN_DENSITY = 0.02
-"""Of a whole training at density 0.001."""
+"""Goal for a whole training at density 0.001."""
 
 PROMISED = ("oktopk", "exdyna", "dgc", "dragonn", "clt_k")
-"""Compressors that must come near to dense."""
+"""Compressors with a goal relative to dense."""
 OTHERS = ("topk", "sidco", "mstopk", "gaussiank", "randomk", "hard_threshold")
 METHOD_NAMES = ("dense", *PROMISED, *OTHERS)
 DENSE_FIRST = ("oktopk", "exdyna", "clt_k")
@@ -32,10 +32,10 @@ correction. global: momentum of what all ranks applied."""
 PAPER_MEMORY = {"dgc": "local", "dragonn": "local"}
 """The memory in a method's paper, where it is not plain error feedback."""
 TRIED_MEMORIES = ("global", "local")
-"""What may be best: local momentum on the texts, either on the digits."""
+"""The best memories: local momentum on the texts, either on the digits."""
 LEVELS_METHODS = ("oktopk", "dgc")
 LEVELS_HOSTS, LEVELS_DENSITY = 2, 0.001
-"""In two levels the ranks are those of so many hosts."""
+"""Numbers of hosts; 0 is flat, otherwise two levels."""
 HOSTS = (0, LEVELS_HOSTS)
 LOSSY_WIRES = ("float16+gap", "qsgd4")
 

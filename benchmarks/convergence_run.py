@@ -23,7 +23,7 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
 
 CURVE_POINTS = 20
-"""Parts of a run at whose ends the model is evaluated."""
+"""Number of evaluations of a run, at equal distances."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Run:
     """The result of one training. Densities are shares of the parameters that are sent sparsely.
 
     Attributes:
-        final: The task's metric in the end.
+        final: The task's final metric.
         curve: The task's metric after every twentieth.
         density: Entries that a rank selected, per element and step, warm-up included. With ExDyna
             and CLT-k a rank selects its P-th part of what is applied; in two levels, its shard's.
@@ -43,7 +43,7 @@ class Run:
             exchange inside goes through memory, and does not count.
         dense_mbytes: Megabytes of the same steps by a dense ring allreduce.
         xi: Ok-Topk's ξ at the ends of the curve's parts; only where it has plain error feedback.
-        seconds: Time that it took; depends on what else the machine did.
+        seconds: Duration; depends on the machine's other load.
     """
 
     final: float = 0.0
@@ -162,9 +162,9 @@ def train(
     Args:
         task: What to train.
         method: How to compress; None: dense.
-        seed: Of the weights and the batches.
+        seed: Seed of the weights and the batches.
         world_size: P.
-        budget: How long.
+        budget: Length and rate of the training.
         measure_xi: Whether to follow Ok-Topk's Assumption 1.
         hosts: For two levels, how many hosts the ranks have; 0: flat.
     """

@@ -58,7 +58,7 @@ class Recipe:
     Attributes:
         batch: Samples per rank and step.
         lr_warmup_steps: Steps over which the learning rate rises.
-        momentum: Of the optimizer, or of a memory in its place.
+        momentum: Momentum of the optimizer, or of a memory instead.
         clip_norm: Limit on the norm of a rank's gradient.
     """
 
@@ -72,14 +72,14 @@ class Task(ABC):
     """A model, its data and its metric.
 
     Attributes:
-        name: What it is called.
-        metric: What is measured in the end.
+        name: Its name.
+        metric: The metric measured at the end.
         unit: Its unit.
         gap_unit: The unit of `gap`.
-        limits: By density, the gap that must not be passed.
+        limits: The largest permitted gap, by density.
         recipe: How it is trained.
-        budgets: How long, by density.
-        hard_thresholds: λ of the hard threshold, by the density that it is to come near.
+        budgets: Length and rate of its trainings, by density.
+        hard_thresholds: λ of the hard threshold that gives about this density.
     """
 
     name: str

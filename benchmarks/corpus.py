@@ -39,7 +39,7 @@ class Corpus:
     Attributes:
         train: The bytes to train on.
         validation: The bytes to validate with; no file is in both parts.
-        digest: Names the content: 12 hexadecimal digits of a hash over all of it.
+        digest: Identifies the content: 12 hexadecimal digits of its hash.
     """
 
     train: bytes
@@ -52,7 +52,7 @@ def python_sources(most_bytes: int = MOST_BYTES, packages: Sequence[str] = ("tor
 
     Args:
         most_bytes: Files beyond so many bytes are left out.
-        packages: Installed packages whose files are taken, too.
+        packages: Installed packages whose files are also taken.
 
     Raises:
         ValueError: A package is not installed, or there is too little text.

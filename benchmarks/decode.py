@@ -26,9 +26,9 @@ DENSITIES = (1e-3, 1e-2)
 WORLD_SIZE = 8
 CPU_NUMEL = 25_000_000
 ENTRY_BYTES = 72
-"""Traffic of an entry at random: 8 bytes are read, and a sector of 32 bytes is read and written."""
+"""Traffic of a random entry: 8 bytes are read, and a sector of 32 bytes is read and written."""
 LEAST = 0.72
-"""Share of a copy's speed that is the goal, at `GOAL_NUMEL` and the higher density."""
+"""The goal as a share of a copy's speed, at `GOAL_NUMEL` and the higher density."""
 
 Streams = list[tuple[Tensor, Tensor]]
 

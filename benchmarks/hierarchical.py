@@ -67,7 +67,7 @@ def job_of(case: str, at: Launcher, launch: int, options: argparse.Namespace) ->
 
 
 Figure = Callable[[Any, str], float]
-"""What a launch says of a way."""
+"""A way's figure from a launch."""
 
 
 def host_bytes(found: Any, way: str) -> float:
@@ -185,9 +185,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--numel", type=int, default=NUMEL, help="n, about")
-    parser.add_argument("--repeats", type=int, default=12, help="turns of a launch, at most")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for which they go on")
+    parser.add_argument("--numel", type=int, default=NUMEL, help="approximate n")
+    parser.add_argument("--repeats", type=int, default=12, help="most turns of a launch")
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit for all turns")
     parser.add_argument("--launches", type=int, default=3, help="of each case")
     Launcher.add_arguments(parser, several=True)
     Jobs.add_arguments(parser)

@@ -20,7 +20,7 @@ class BenchmarkModel(nn.Module):
     """A module whose `forward` returns the loss.
 
     Attributes:
-        title: What it is called in tables and plots.
+        title: Its name in tables and plots.
     """
 
     title: ClassVar[str]

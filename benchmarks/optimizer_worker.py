@@ -34,7 +34,7 @@ from benchmarks.ways import Way, is_ours, make_way
 SETS = 2
 """Different sets of gradients, used in turn."""
 VERIFIED_STEPS = 12
-"""Of ours: residuals have filled, thresholds have settled."""
+"""Warm-up of our ways, until residuals have filled and thresholds have settled."""
 FEWEST_TURNS = 4
 SLICE_S, MOST_STEPS = 0.4, 6
 """A way's share of a turn: so many seconds, in at most so many steps."""
@@ -234,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", type=json.loads, required=True, help="shapes, and names of ways")
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for which turns go on")
+    parser.add_argument("--seconds", type=float, required=True, help="limit for all turns")
     options = start_rank(parser)
     sets = make_gradients(sum(torch.Size(shape).numel() for shape in options.case["shapes"]), SETS)
     ways = make_ways(options.case, sets)

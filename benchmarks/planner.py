@@ -36,14 +36,14 @@ LISTS = (("vgg16", 2, "1gbit"), ("vgg16", 4, "1gbit"), ("bert-base", 2, "1gbit")
 COMPUTE_S = 0.15
 """Seconds of a simulated backward."""
 LIST_COLLECTIVES = ("topk_allgather", "ssar_recursive_double")
-"""By hand, for lists of tensors: every way has its own memory."""
+"""Choices by hand for lists of tensors; few, since every way has its own memory."""
 SCRIPT = "benchmarks/planner_worker.py"
 MOST_LOSS = 0.03
 WITHIN_BEST = 0.10
 WITHIN_PREDICTION = 0.25
 CASES = 24
 MOST_CASES = 20
-"""Of `CASES`, in how many a plan is to be near the best, and a step near its prediction."""
+"""Least cases of `CASES` with a plan near the best, and with a step near its prediction."""
 LAUNCH_S = 1800.0
 PLOTTED_WORLDS = {
     "P=2, 100mbit": "100 Mb/s",
@@ -51,7 +51,7 @@ PLOTTED_WORLDS = {
     "P=2, 10gbit": "10 Gb/s",
     "P=2, loopback": "one host",
 }
-"""Ends of the cases' names: two workers, with a core each."""
+"""Endings of the cases' names: two workers, with a core each."""
 PLOTTED_MODELS = {
     "cnn": "CNN with a large linear layer",
     "transformer": "small transformer",
@@ -260,9 +260,9 @@ def main() -> None:
     parser.add_argument("--collectives", nargs="*", default=list(LOSSLESS_CANDIDATES))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30, help="timed steps of a way")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for which they go on, at most")
+    parser.add_argument("--seconds", type=float, default=8.0, help="limit for a way's steps")
     parser.add_argument("--launches", type=int, default=3)
-    parser.add_argument("--plot", type=Path, help="draw the report that is there; measure nothing")
+    parser.add_argument("--plot", type=Path, help="draw the existing report; measure nothing")
     parser.add_argument("--single-numel", type=int, default=126_700_000 // 16)
     Launcher.add_arguments(parser, several=True)
     Jobs.add_arguments(parser)

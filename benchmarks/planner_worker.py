@@ -26,7 +26,7 @@ WARMUP_STEPS = 5
 TURN_STEPS = 5
 """Timed steps of a turn; the first one after a change of ways is not timed."""
 LONG_STEP_S = 1.0
-"""A way whose steps take longer has a single one in a turn, which is timed."""
+"""A way with longer steps has one step per turn, which is timed."""
 FEWEST_TURNS = 3
 
 
@@ -70,7 +70,7 @@ class Contestant:
 
     Args:
         way: `dense`, `uncompressed`, `planned`, or the name of a collective for all tensors.
-        model_name: Of `MODELS`.
+        model_name: A name of `MODELS`.
         compute_s: Simulated seconds of backward; 0: the model itself is trained.
     """
 

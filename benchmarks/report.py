@@ -28,7 +28,7 @@ from hvd_sparse import ops
 WAY = re.compile(
     r"step, (?P<step>[^,]+)|(?P<reduced>.+), through the optimizer|time to .*, (?P<time>.+)"
 )
-"""The metrics of which there is a column, each with the way that it is of."""
+"""The metrics that have a column, with the way that each is of."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Row:
     Attributes:
         case: What was measured on: sizes, densities, threads.
         metric: What was measured.
-        value: Ours, in `unit`.
-        baseline: What it is compared with, and that one's figure.
+        value: Our figure, in `unit`.
+        baseline: Name and figure of what it is compared with.
         ratio: Baseline over ours; above 1 is better.
-        goal: As the requirement states it.
+        goal: The goal, as the requirement states it.
         met: Whether the goal was reached.
-        spread: Least and most of `launches` launches, whose median `value` is.
-        launches: How many; 1 where a figure has no spread.
+        spread: Least and most of the launches; `value` is their median.
+        launches: Number of launches; 1 without a spread.
     """
 
     case: str

@@ -42,7 +42,7 @@ class Text:
     """The corpus in tokens, and this rank's share of it.
 
     Attributes:
-        digest: Names the corpus.
+        digest: Identifies the corpus.
     """
 
     def __init__(self, most_bytes: int, seed: int, batch: int) -> None:
@@ -67,7 +67,7 @@ class Run:
 
     Attributes:
         steps: Steps done.
-        train_s: Seconds that they took.
+        train_s: Seconds of the steps.
         curve: [seconds, steps, loss] of every measurement.
     """
 

@@ -48,10 +48,10 @@ LARGE_MODEL_WAYS = ("horovod", "powersgd-2", "oktopk@0.01")
 LARGEST_FULL_WORLD = 2
 SLOW_RATES = ("10mbit", "100mbit")
 Found = dict[str, Any]
-"""What one launch's rank 0 wrote: see benchmarks/training_worker.py."""
+"""Rank 0's results of one launch: see benchmarks/training_worker.py."""
 
 MORE = "+"
-"""Behind a model's name: further ways of the same model."""
+"""Suffix of a model's name for a second launch with further ways."""
 LEAST_OVER_HOROVOD = {"1gbit": {"vgg16": 3.0, "transformer35": 4.0, "lstm": 4.0}}
 LEAST_OVER_HOROVOD["100mbit"] = dict.fromkeys(("vgg16", "transformer35", "lstm"), 15.0)
 LEAST_OVER_RIVALS = {"1gbit": {"vgg16": 1.6, "transformer35": 2.0, "lstm": 2.0}}
@@ -272,10 +272,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: by the network")
     parser.add_argument("--ways", nargs="+", help="see benchmarks/ways.py; default: by the network")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--turns", type=int, default=6, help="of every way in a launch, at most")
-    parser.add_argument("--turn-seconds", type=float, default=0.8, help="which a turn takes about")
+    parser.add_argument("--turns", type=int, default=6, help="most turns of every way in a launch")
+    parser.add_argument("--turn-seconds", type=float, default=0.8, help="length of a turn, about")
     parser.add_argument("--seconds", type=float, help="for turns; default: 120, quick 30")
-    parser.add_argument("--cycle-time-ms", type=float, help="of Horovod, in all ways; default: its")
+    parser.add_argument("--cycle-time-ms", type=float, help="HOROVOD_CYCLE_TIME of all ways")
     parser.add_argument("--quick", action="store_true", help="the first three models, fewer ways")
     parser.add_argument("--loopback", action="store_true", help="with --netlab: loopback, too")
     parser.add_argument("--plot", type=Path, metavar="PREFIX", help="PREFIX-RATE-Pranks.png")

@@ -49,7 +49,7 @@ class Trained:
         turn_s: Seconds per step, for every turn.
         cpu_s: Processor seconds of all of this rank's threads, for every turn, per step.
         sent_bytes: What the interface sent, for every turn, per step.
-        hidden_shares: How much of the exchanges was over when backward was, in every turn's last
+        hidden_shares: The share of the exchanges that backward hid, in every turn's last
             step.
     """
 
@@ -116,7 +116,7 @@ def first_step(trained: Trained, mean: list[Tensor] | None) -> list[Tensor]:
     """Train one step, compare its gradients with the mean of all ranks, and return that.
 
     Args:
-        trained: What takes the step; without `mean` it is the way that averages nothing.
+        trained: The way that takes the step; without `mean`, the one that averages nothing.
         mean: The mean of the ranks' gradients.
     """
     way = trained.way
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", required=True)
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--turn-seconds", type=float, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for which turns go on")
+    parser.add_argument("--seconds", type=float, required=True, help="limit for all turns")
     options = start_rank(parser)
     found = run(options)
     end_rank(options.out, found)

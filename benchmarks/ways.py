@@ -57,14 +57,14 @@ class Way:
 
     Attributes:
         name: As in the table of this module.
-        module: What is called with a batch.
+        module: The module that is called with a batch.
         optimizer: A torch optimizer, or Horovod's around it.
-        first_error: What the first averaged gradient may be wrong by, as a share of its norm; None:
+        first_error: Permitted error of the first averaged gradient, as a share of its norm; None:
             any of it may stay behind.
-        warmup_steps: Steps before it is worth timing.
-        compression: Ours.
-        reduce: What averages gradients after backward, where no hook does.
-        backward_end_s: When the last step's backward was over, as `perf_counter` counts.
+        warmup_steps: Steps before timing.
+        compression: Our compression, if any.
+        reduce: Averages gradients after backward, if no hook does.
+        backward_end_s: End of the last step's backward, by `perf_counter`.
     """
 
     name: str
@@ -182,7 +182,7 @@ def make_way(
         name: As in the table of this module.
         model: The model, with the same weights on all ranks.
         lr: Learning rate.
-        optimizer_class: What takes parameters and `lr`; `dgc` has its own.
+        optimizer_class: Constructor that takes parameters and `lr`; `dgc` has its own.
         **options: For the constructor of ours.
     """
     match = NAME.fullmatch(name)

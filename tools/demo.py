@@ -51,7 +51,7 @@ Step: median. Training: all steps together. Train loss: mean of the last 10 step
 kB/step: what a worker sends for gradients. For sparse ones it is counted on the wire, headers
 included; for dense ones it is the volume of a ring allreduce, 2 (P - 1) / P x 4 bytes x numbers."""
 HOST_NOTE = """
-MB/host: what a host's interface has sent in all, from Horovod's start to its end."""
+MB/host: everything that a host's interface sent, from Horovod's start to its end."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Run:
     """One training; the lists, from examples/pytorch_digits.py, have one entry per step.
 
     Attributes:
-        place: Where it ran: a network, and how many workers. What is compared shares it.
-        host_bytes: What each host has sent, on average; None where that is not known.
+        place: Network and number of workers; runs of one place are compared.
+        host_bytes: Mean bytes sent by a host; None if not known.
     """
 
     place: str
@@ -102,7 +102,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(prog="make demo", description="Dense against sparse training.")
     rates = ["100mbit", "1gbit"]
     parser.add_argument(
-        "--rate", nargs="+", default=rates, help=f"of links, as tc has it; default: {rates}"
+        "--rate",
+        nargs="+",
+        default=rates,
+        help=f"links, as tc writes rates; default: {rates}",
     )
     parser.add_argument("--loopback", action="store_true", help="make no network lab")
     parser.add_argument(

@@ -14,8 +14,8 @@ from hvd_sparse.ops.cuda import Argument, Launcher
 
 WARMUP_RUNS = 2
 QUEUED_CYCLES = 400_000
-"""What the device sleeps before a measurement, about 0.2 ms: the host launches meanwhile, so that
-no launch is counted."""
+"""The device sleeps about 0.2 ms before a measurement, and the host launches meanwhile, so that no
+launch is counted."""
 Event = torch.cuda.Event
 WARMUP_STEPS = 4
 PIVOT_FACTOR = 0.9
@@ -105,14 +105,14 @@ class Job:
         k: Entries to select.
         residual: Working copy, float32 `(n,)`; `reset` restores it.
         threshold: The k-th magnitude of residual + gradient.
-        pivot: The guess at it that the last step's threshold gives.
+        pivot: Estimate of it from the last step's threshold.
         velocity: Working copy of DGC's v.
         buffer: Working copy of DGC's u.
-        corrected_threshold: The k-th magnitude of what v becomes.
-        corrected_pivot: The guess at it.
-        plain: The gradient, on its way into the residual.
-        apart: The same, out of the residual into another one.
-        corrected: The gradient, on its way into the velocity.
+        corrected_threshold: The k-th magnitude of the new v.
+        corrected_pivot: Estimate of it from the last step's.
+        plain: Accumulation of the gradient into the residual.
+        apart: Accumulation of residual and gradient into another tensor.
+        corrected: Accumulation of the gradient into the velocity.
         nesterov: The same with Nesterov's momentum.
     """
 

@@ -35,7 +35,7 @@ from hvd_sparse import Compression
 
 RANKS = 4
 TIMEOUT_S = 20.0
-"""Longer than a busy machine leaves any one process without its turn."""
+"""Longer than a busy machine keeps a process waiting."""
 BUSY_S = 1.1 * TIMEOUT_S
 
 SETTLING = 0.4
@@ -43,7 +43,7 @@ SETTLING = 0.4
 PROGRESS_STEPS = 500
 
 SCALE, SCALES = 2.0**8, (2.0**4, 2.0**14)
-"""The loss scale at first, and where it is set back to that."""
+"""The first loss scale, and the range outside of which it is reset."""
 
 STEPS_BETWEEN = {"spoil": 40, "load": 150, "reassign": 250, "reconnect": 400, "busy": 4000}
 """Each fault occurs once in about so many steps, and at least once."""
@@ -70,8 +70,8 @@ class Soak:
     """One rank's training.
 
     Args:
-        steps: How many steps.
-        seed: Decides, on all ranks alike, which faults come when.
+        steps: Number of steps.
+        seed: Decides the faults of each step, the same on all ranks.
     """
 
     def __init__(self, steps: int, seed: int) -> None:

@@ -22,10 +22,10 @@ HOSTS_VARIABLE = "NETLAB_HOSTS"
 HOST = Path(__file__).resolve().parent / "host.py"
 MAX_HOSTS = 254
 BURST_S, MIN_BURST_BYTES = 1e-3, 16_000
-"""What may pass at once after a pause: as much as the link carries in 1 ms, so that short messages
-take their time, too; 10 packets at least."""
+"""The burst after a pause: as much as the link carries in 1 ms, at least 10 packets, so that short
+messages take their time, too."""
 QUEUE = "20ms"
-"""What waits longer than this is dropped, as in a switch."""
+"""Packets that wait longer are dropped, as in a switch."""
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 PREFIXES |= {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 TRIAL = """\
@@ -51,7 +51,7 @@ class Network:
     """The hosts nl1, nl2, … at 10.77.0.1, 10.77.0.2, …, each with one interface, eth0.
 
     Attributes:
-        keepers: For each host the process that keeps its namespaces.
+        keepers: The process that keeps each host's namespaces.
         switch: The process that keeps the switch between them; host nlI is at its portI.
     """
 
