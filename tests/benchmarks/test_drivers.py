@@ -102,6 +102,19 @@ def test_a_published_report_says_where_it_comes_from(path: Path) -> None:
     assert all({"case", "metric", "value", "unit"} <= row.keys() for row in report["rows"])
 
 
+def test_published_reports_stay_small() -> None:
+    reports = [path.read_bytes() for path in RESULTS.glob("*.json")]
+    assert sum(report.count(b"\n") for report in reports) <= 3000
+    assert sum(map(len, reports)) <= 300_000
+
+
+def test_tools_do_not_import_benchmarks() -> None:
+    sources = {path: path.read_text() for path in (REPOSITORY / "tools").rglob("*.py")}
+    assert len(sources) > 10
+    importing = re.compile(r"^\s*(?:from|import) benchmarks\b", re.MULTILINE)
+    assert not [path for path, source in sources.items() if importing.search(source)]
+
+
 @pytest.mark.launches
 def test_steps_of_training(tmp_path: Path) -> None:
     ways = ("horovod", "powersgd-2", "asleep", "dgc@0.01", "planned@0.01", "topk@0.01/float16+gap")
