@@ -1,10 +1,10 @@
-"""Messages over a gloo group of torch.distributed that belongs to this package alone.
+"""Messages over a gloo group of torch.distributed that only this package uses.
 
-No global process group is touched. The ranks learn each other's addresses by `meeting`, which also
-says what listens.
+It touches no global process group. `meeting` describes how the ranks learn each other's addresses,
+and what listens.
 
 Gloo accepts a message shorter than the posted buffer, but ends the whole process on a longer one.
-The tags that `framing` describes keep a message from a buffer that is shorter than its capacity.
+The tags (see `framing`) keep a message from meeting a buffer shorter than its capacity.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports.meeting import dist
 from hvd_sparse.transports.point_to_point import PointToPointTransport, Request
 
-_ABORT_TAG = (1 << 31) - 1  # above all tags of messages
+_ABORT_TAG = (1 << 31) - 1  # above the tags of all messages
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes 0 for its own default
 LONGEST_WAIT = timedelta(days=3650)
 
 CONNECTING_S = 5.0
-"""What ranks have at least to connect in: on a busy host one may begin seconds after another."""
+"""Connecting may take at least this long: on a busy host, ranks begin seconds apart."""
 
 
 class GlooTransport(PointToPointTransport):
     """One rank of a gloo group.
 
     Args:
-        rank: this rank.
+        rank: This rank.
         world_size: P.
-        store: the `torch.distributed.Store` where the ranks meet.
-        host: IPv4 address of this rank's interface, by which the others reach it.
-        timeout_s: seconds after which a wait gives up.
+        store: The `torch.distributed.Store` where the ranks meet.
+        host: IPv4 address of this rank's interface, where the others reach it.
+        timeout_s: Seconds after which a wait gives up.
 
     Raises:
         TransportError: Not all ranks connected within the timeout, or within `CONNECTING_S` where
@@ -65,19 +66,22 @@ class GlooTransport(PointToPointTransport):
                 f"rank {rank} could not connect the {world_size} ranks over {host}: {error}"
             ) from error
 
+    @override
     def close(self) -> None:
-        """Closes the connections; if exchanges are pending, as `abort` does."""
+        """Closes the connections; with exchanges pending, aborts."""
         if self._open:
             self.abort()
         super().close()
         self._group = None
 
+    @override
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
         try:
             return _Pending(self, peer, None, self._group.send([message], peer, tag))
         except RuntimeError as error:
             raise self.error_of(error, peer) from error
 
+    @override
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
         buffer = self._buffers.take(capacity)
         try:
@@ -85,6 +89,7 @@ class GlooTransport(PointToPointTransport):
         except RuntimeError as error:
             raise self.error_of(error, peer) from error
 
+    @override
     def _abort_connections(self) -> None:
         # ProcessGroupGloo.abort leaves pending waits alone. A receive that times out closes all
         # connections of its group: the peers see them closed, and so do this rank's other waits.
@@ -98,7 +103,7 @@ class GlooTransport(PointToPointTransport):
                     group.recv([scratch], peer, _ABORT_TAG).wait(_SHORTEST_WAIT)
 
     def error_of(self, error: RuntimeError, peer: int) -> TransportError:
-        """What a failure in gloo means; it tells failures apart by their text only."""
+        """What a failure in gloo means; only its text tells failures apart."""
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]
         if "imed out" in reason:
             return TransportTimeout(
@@ -108,7 +113,7 @@ class GlooTransport(PointToPointTransport):
 
 
 class _Pending:
-    """A send or a receive of gloo's; holds the receive's buffer (gloo holds the send's)."""
+    """One of gloo's sends or receives; holds the receive's buffer (gloo holds the send's)."""
 
     __slots__ = ("_buffer", "_peer", "_transport", "_work")
 

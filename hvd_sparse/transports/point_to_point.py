@@ -1,4 +1,4 @@
-"""The part that transports with tagged sends and receives have in common."""
+"""What transports with tagged sends and receives have in common."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections import deque
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.transports import framing
-from hvd_sparse.transports.framing import HEADER_BYTES, Awaiting, Call, Context, Payload
-from hvd_sparse.transports.supervised import SupervisedTransport
+from hvd_sparse.transports.framing import HEADER_BYTES, Context, Payload
+from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
 from hvd_sparse.transports.transport import Done, Handle, check_peers
 
 REMEMBERED_CALLS = 256
-"""Calls of which a rank can tell a peer what it did in them."""
+"""A rank remembers so many of its last calls, to tell peers what it did in them."""
 
 Way = tuple[str, str, int]
-"""Channel, bucket and peer: messages of one way are of similar sizes."""
+"""Channel, bucket and peer: messages that go the same way have similar sizes."""
 
 
 class Request(Protocol):
@@ -41,14 +42,14 @@ class Request(Protocol):
 class PointToPointTransport(SupervisedTransport):
     """Exchanges over `_isend` and `_irecv`.
 
-    The tag of a message is, from its lowest bit: whether it is the rest of a payload that outgrew
-    its capacity; the place of the call in the sequence of calls, which is the same on all ranks;
-    the code of the capacity. Places start again from 0 when the tags are used up: messages of one
-    tag keep their order.
+    The tag of a message holds, from its lowest bit: whether it is the rest of a payload that
+    outgrew its capacity; the place of the call in the sequence of calls, which is the same on all
+    ranks; the code of the capacity. Places start again from 0 when the tags are used up, since
+    messages of one tag keep their order.
     """
 
     tag_limit = 1 << 30
-    """Tags stay below."""
+    """All tags are smaller."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         super().__init__(rank, world_size, timeout_s)
@@ -57,8 +58,8 @@ class PointToPointTransport(SupervisedTransport):
         self._receive_capacity: dict[Way, int] = {}
         self._codes: dict[str, int] = {}
         self._first_tags: dict[int, int] = {}
-        # Started and not yet waited for: their buffers must live, and the next receive of the same
-        # way needs to know the size of this one.
+        # Started and not yet waited for: their buffers must live, and the next receive on the same
+        # way needs the size of this one.
         self._open: dict[int, Exchange] = {}
         self._arriving: dict[Way, Exchange] = {}
         self._shared: SharedFrame | None = None
@@ -67,14 +68,14 @@ class PointToPointTransport(SupervisedTransport):
 
     @abstractmethod
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
-        """Starts to send all bytes of `message`, uint8; nobody changes it any more."""
+        """Starts to send all bytes of `message`, uint8, which nobody changes any more."""
 
     @abstractmethod
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
         """Starts to receive a message of at most `capacity` bytes."""
 
     def _isend_first(self, peer: int, message: torch.Tensor, capacity: int, tag: int) -> Request:
-        """Like `_isend`, for the message for which the peer has made room of `capacity` bytes."""
+        """Like `_isend`, for a message for which the peer has made room of `capacity` bytes."""
         del capacity
         return self._isend(peer, message, tag)
 
@@ -82,10 +83,10 @@ class PointToPointTransport(SupervisedTransport):
         """Like `_irecv`, where the peer knows the capacity too."""
         return self._irecv(peer, capacity, tag)
 
+    @override
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
     ) -> Handle:
-        """See `Transport.exchange`."""
         nbytes = check_peers(self.rank, self.world_size, payload, dst, src)
         self._raise_failure()
         number = self._calls
@@ -112,8 +113,8 @@ class PointToPointTransport(SupervisedTransport):
         self._open[number] = handle
         return handle
 
+    @override
     def expect(self, nbytes: int, *, channel: str) -> None:
-        """See `Transport.expect`."""
         for arriving in [h for way, h in self._arriving.items() if way[0] == channel]:
             arriving.receive()  # or its size would count instead
         capacity = framing.next_capacity(nbytes)
@@ -121,8 +122,9 @@ class PointToPointTransport(SupervisedTransport):
             way = (channel, self.context.bucket, peer)
             self._send_capacity[way] = self._receive_capacity[way] = capacity
 
+    @override
     def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
-        """See `Transport.allgather`; what goes to all others as it is, is framed once."""
+        """`Transport.allgather`; a payload that goes directly to all others is framed once."""
         P, r = self.world_size, self.rank
         if not 1 < P <= DIRECT_ALLGATHER_RANKS:
             return super().allgather(payload, channel=channel)
@@ -136,14 +138,14 @@ class PointToPointTransport(SupervisedTransport):
         own = shared.message[HEADER_BYTES:]
         return [own if i == r else received[(r - i) % P - 1] for i in range(P)]
 
+    @override
     def close(self) -> None:
-        """See `Transport.close`."""
         super().close()
         self._open.clear()
         self._arriving.clear()
 
+    @override
     def awaiting(self) -> Awaiting | None:
-        """See `SupervisedTransport.awaiting`."""
         awaited = self.awaited
         if awaited is None:
             return None
@@ -151,20 +153,20 @@ class PointToPointTransport(SupervisedTransport):
         return Awaiting((peer,), since, _in_words(awaited), handle.call, receives)
 
     def story_of(self, wait: Wait) -> str:
-        """What was waited for, and how long."""
+        """What this rank waited for, and how long."""
         return f"it has waited {time.monotonic() - wait[3]:.2f} s for {_in_words(wait)}"
 
     def renumber(self, number: int) -> int:
-        """Goes on with another number of calls, those of a group; returns the one until now."""
+        """Continues with another number of calls, that of a group; returns the one until now."""
         number, self._calls = self._calls, number
         return number
 
+    @override
     def call_made(self, number: int) -> Call | None:
-        """What this rank did in a call; None for one that it has not come to, or forgotten."""
         return next((call for call in list(self._made) if call.number == number), None)
 
+    @override
     def calls_made(self) -> int:
-        """How many calls this rank has begun."""
         return self._calls
 
     def code(self, name: str) -> int:
@@ -183,7 +185,7 @@ class PointToPointTransport(SupervisedTransport):
 
     def _start_receive(self, handle: Exchange, src: int) -> None:
         way = (handle.channel, handle.context.bucket, src)
-        # The sender's capacity counts with the message before this one. Waiting for it here cannot
+        # The sender's capacity follows from the message before this one. Waiting for that cannot
         # deadlock: the peer started to send it before its own counterpart of this call.
         before = self._arriving.get(way)
         if before is not None:
@@ -194,7 +196,7 @@ class PointToPointTransport(SupervisedTransport):
         self._arriving[way] = handle
 
     def _start_send(self, handle: Exchange, payload: Payload, nbytes: int, dst: int) -> int:
-        """Returns the capacity."""
+        """Starts to send; returns the capacity of the first message."""
         context = handle.context
         way = (handle.channel, context.bucket, dst)
         capacity = self._send_capacity.get(way, framing.MIN_CAPACITY_BYTES)
@@ -213,7 +215,7 @@ class PointToPointTransport(SupervisedTransport):
         return capacity
 
     def _frame(self, handle: Exchange, payload: Payload, nbytes: int) -> torch.Tensor:
-        """The message of a payload; where several share one, it is made for the first of them."""
+        """The message of a payload; calls that share one make it once."""
         shared = self._shared
         if shared is not None and shared.message is not None:
             return shared.message
@@ -228,7 +230,7 @@ class PointToPointTransport(SupervisedTransport):
         return framing.stamp(handle.stamped, context.step, self.code(context.bucket))
 
     def finish_receive(self, handle: Exchange, src: int, deadline: float) -> torch.Tensor:
-        """Waits for what `handle` receives, the second message included if there is one."""
+        """Waits for what `handle` receives, including the second message if there is one."""
         assert handle.receiving is not None
         buffer = handle.receiving.wait(deadline)
         assert buffer is not None
@@ -257,7 +259,7 @@ class PointToPointTransport(SupervisedTransport):
         return arrived
 
     def _differences(self, handle: Exchange, code: int, stamp: int) -> str:
-        """How the message that came is not the one that was expected."""
+        """How the received message differs from the expected one."""
         call, step, bucket = framing.read_stamp(stamp)
         context = handle.context
         differences = []
@@ -272,7 +274,7 @@ class PointToPointTransport(SupervisedTransport):
         return ", ".join(differences)
 
     def forget(self, handle: Exchange) -> None:
-        """Drops a handle that has nothing more to wait for."""
+        """Drops a handle that has nothing left to wait for."""
         self._open.pop(handle.number, None)
 
 
@@ -280,8 +282,8 @@ class SharedFrame:
     """One message that goes to several ranks, in calls that follow one another.
 
     Attributes:
-        number: The first of these calls, which all of the messages name.
-        message: Made by that call; nobody changes it any more.
+        number: The first of these calls; all the messages carry its number.
+        message: Made by that call; nobody changes it afterwards.
     """
 
     def __init__(self, number: int) -> None:
@@ -327,8 +329,8 @@ class Exchange(Handle):
         self.receiving: Request | None = None
         self.sending: list[Request] = []
 
+    @override
     def wait(self) -> torch.Tensor | None:
-        """See `Handle.wait`."""
         if self.receiving is not None or self.sending:
             self.receive()
             if self.sending:
@@ -369,7 +371,7 @@ class Exchange(Handle):
 
 
 Wait = tuple[Exchange, int, bool, float]
-"""What is waited for: the peer, whether to receive from it, and since when."""
+"""The exchange that waits, the peer, whether to receive from it, and since when."""
 
 
 def _in_words(wait: Wait) -> str:

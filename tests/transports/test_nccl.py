@@ -15,16 +15,15 @@ import torch
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports import LocalTransport, Transport, nccl, run_ranks
 from hvd_sparse.transports.connect import create_transport
-from hvd_sparse.transports.device_group import DeviceGroup
 from hvd_sparse.transports.framing import next_capacity
 from hvd_sparse.transports.meeting import dist, join_store, serve_store
-from hvd_sparse.transports.nccl import DIRECT_BYTES, NcclTransport, connect_nccl
+from hvd_sparse.transports.nccl import DIRECT_BYTES, DeviceGroup, NcclTransport, connect_nccl
 from tests.transports.failures import (
     aborts_from_another_thread,
     times_out_and_tells_the_others,
 )
 from tests.transports.rendezvous import RendezvousGroup, RendezvousWorld
-from tests.transports.test_choose import ThreadBootstrap
+from tests.transports.test_connect import ThreadBootstrap
 from tests.workers.transport_scenarios import SCENARIOS, ring
 
 pytestmark = pytest.mark.timeout(60)

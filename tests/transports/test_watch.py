@@ -20,7 +20,7 @@ from hvd_sparse.transports import Context, Transport
 from hvd_sparse.transports.gloo import GlooTransport
 from hvd_sparse.transports.questions import TOKEN_BYTES, Questions, ask_at_once
 from hvd_sparse.transports.watch import Watch
-from tests.transports.test_choose import over_gloo
+from tests.transports.test_connect import over_gloo
 
 pytestmark = pytest.mark.timeout(60)
 
