@@ -6,8 +6,8 @@
 2. *What do we agree on?* `greet` compares releases, and `decide` picks one transport. Each rank
    first tells what it wants and can do. `decide` is a pure function of what all ranks told, so all
    ranks choose alike, or all raise.
-3. *Over which addresses?* `choose_endpoints` (see `meeting`), again from what all ranks told.
-4. *What do we share?* `introduce` gathers a secret token and the ports of the ranks' watches.
+3. *Over which addresses?* `choose_addresses` (see `meeting`), again from what all ranks told.
+4. *What do we share?* `introduce` gathers a secret token, and where the ranks' watches listen.
 5. `_connect` makes the transport, and a `Watch` goes with it.
 """
 
@@ -20,6 +20,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,9 @@ from hvd_sparse.transports.horovod import HorovodTransport
 from hvd_sparse.transports.horovod_handles import outcome_of, wait_for
 from hvd_sparse.transports.local import LocalWorld
 from hvd_sparse.transports.meeting import (
-    Endpoint,
     HostReport,
     MeetingStore,
-    choose_endpoints,
+    choose_addresses,
     describe_host,
     dist,
     join_store,
@@ -93,18 +93,19 @@ def create_transport(
     chosen = decide(every)
     if chosen == "local":
         return LocalWorld(1, timeout_s).transport(0)
-    endpoints = _endpoints_for(chosen, [capability.host for capability in every])
-    introduction = introduce(world, endpoints, timeout_s)
-    try:
-        transport = _connect(chosen, world, timeout_s, device, endpoints, introduction)
-    except BaseException:
-        introduction.close()
-        raise
-    if introduction.listener is not None:
-        token = bytes.fromhex(introduction.token)
-        watch = Watch(
-            transport, introduction.listener, introduction.addresses, token, busy_timeout_s
-        )
+    hosts = _addresses_for(chosen, [capability.host for capability in every])
+    with ExitStack() as undo:
+        listener, port = _listener_on(hosts[world.rank] if world.size > 1 else None)
+        if listener is not None:
+            undo.enter_context(listener)
+        token, ports = introduce(world, port, timeout_s)
+        transport = _connect(chosen, world, timeout_s, device, hosts, token)
+        undo.pop_all()
+    if listener is not None:
+        watched = [
+            (host, port) if host and port else None for host, port in zip(hosts, ports, strict=True)
+        ]
+        watch = Watch(transport, listener, watched, bytes.fromhex(token), busy_timeout_s)
         transport.supervise(watch)
     return transport
 
@@ -314,74 +315,50 @@ def _problem_with_devices(every: Sequence[Capability]) -> str | None:
 # -- addresses, and what the ranks share -----------------------------------------------------------
 
 
-def _endpoints_for(chosen: str, hosts: Sequence[HostReport]) -> list[Endpoint] | None:
+def _addresses_for(chosen: str, reports: Sequence[HostReport]) -> Sequence[str | None]:
     """The ranks' addresses; None where they share no network, and the transport needs none."""
     try:
-        return choose_endpoints(hosts)
+        return choose_addresses(reports)
     except TransportError as error:
         if chosen in ("gloo", "nccl"):
             raise
         logger.warning("peers that stop will end waits only by timeout_s: %s", error)
-        return None
+        return [None] * len(reports)
 
 
-@dataclass(frozen=True)
-class Introduction:
-    """What the ranks know of each other before they connect.
-
-    Attributes:
-        token: 16 random bytes in hexadecimal, new for each transport. A counter would not do: in an
-            elastic job, the ranks have made different numbers of transports.
-        listener: Where this rank's watch is asked; None: there is no watch.
-        addresses: Where the ranks' watches are asked, by rank.
-    """
-
-    token: str
-    listener: socket.socket | None
-    addresses: list[tuple[str, int] | None]
-
-    def close(self) -> None:
-        """Stops listening."""
-        if self.listener is not None:
-            self.listener.close()
+def _listener_on(host: str | None) -> tuple[socket.socket | None, int | str | None]:
+    """Where this rank's watch will be asked; with it the port, or why this rank cannot listen."""
+    if host is None:
+        return None, None
+    try:
+        listener = listen(host)
+    except TransportError as error:  # the peers wait for word of it
+        return None, str(error)
+    return listener, listener.getsockname()[1]
 
 
 def introduce(
-    world: HorovodBootstrap, endpoints: list[Endpoint] | None, timeout_s: float
-) -> Introduction:
-    """Begins to listen, and gathers rank 0's token and where the others listen; collective.
+    world: HorovodBootstrap, port: int | str | None, timeout_s: float
+) -> tuple[str, list[int | None]]:
+    """Gathers a common token and the ports of the ranks' watches; collective.
+
+    The token is 16 random bytes of rank 0's in hexadecimal, new for each transport. A counter would
+    not do: in an elastic job, the ranks have made different numbers of transports.
 
     Args:
         world: The ranks.
-        endpoints: Their addresses; None: there will be no watch.
+        port: This rank's; words say why it has none, and None that there will be no watch.
         timeout_s: Seconds after which ranks that have not come are given up.
 
     Raises:
         TransportError: A rank cannot listen; on all of them.
     """
-    listener: socket.socket | None = None
-    port: int | str | None = None
-    if endpoints is not None and world.size > 1:
-        try:
-            listener = listen(endpoints[world.rank].address)
-            port = listener.getsockname()[1]
-        except TransportError as error:  # the peers wait for word of it
-            port = str(error)
     mine = (secrets.token_hex(16), port)
-    try:
-        every = world.allgather_object(mine, "hvd_sparse.introduction", timeout_s)
-        for rank, (_, theirs) in enumerate(every):
-            if isinstance(theirs, str):
-                raise TransportError(f"rank {rank} cannot show signs of life: {theirs}")
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
-    addresses = [
-        None if endpoints is None or theirs is None else (endpoints[rank].address, theirs)
-        for rank, (_, theirs) in enumerate(every)
-    ]
-    return Introduction(every[0][0], listener, addresses)
+    every = world.allgather_object(mine, "hvd_sparse.introduction", timeout_s)
+    for rank, (_, theirs) in enumerate(every):
+        if isinstance(theirs, str):
+            raise TransportError(f"rank {rank} cannot show signs of life: {theirs}")
+    return every[0][0], [theirs for _, theirs in every]
 
 
 # -- the connection itself -------------------------------------------------------------------------
@@ -392,8 +369,8 @@ def _connect(
     world: HorovodBootstrap,
     timeout_s: float,
     device: torch.device | None,
-    endpoints: list[Endpoint] | None,
-    introduction: Introduction,
+    hosts: Sequence[str | None],
+    token: str,
 ) -> SupervisedTransport:
     if chosen == "mpi":
         return MpiTransport(world.ranks, timeout_s=timeout_s)
@@ -403,15 +380,16 @@ def _connect(
             world.size,
             process_set=world.process_set,
             timeout_s=timeout_s,
-            label=introduction.token[:8],
+            label=token[:8],
         )
-    assert endpoints is not None
-    host = endpoints[world.rank].address
+    first, host = hosts[0], hosts[world.rank]
+    assert first is not None
+    assert host is not None
     if chosen == "nccl":
         return NcclTransport(
             world.rank,
             world.size,
-            _shared_store(world, endpoints[0].address, introduction.token, timeout_s),
+            _shared_store(world, first, token, timeout_s),
             host=host,
             timeout_s=timeout_s,
             device=_cuda_device(device),

@@ -74,14 +74,12 @@ class GlooTransport(PointToPointTransport):
         super().close()
         self._group = None
 
-    @override
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
         try:
             return _Pending(self, peer, None, self._group.send([message], peer, tag))
         except RuntimeError as error:
             raise self.error_of(error, peer) from error
 
-    @override
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
         buffer = self._buffers.take(capacity)
         try:
@@ -89,7 +87,6 @@ class GlooTransport(PointToPointTransport):
         except RuntimeError as error:
             raise self.error_of(error, peer) from error
 
-    @override
     def _abort_connections(self) -> None:
         # ProcessGroupGloo.abort leaves pending waits alone. A receive that times out closes all
         # connections of its group: the peers see them closed, and so do this rank's other waits.

@@ -180,7 +180,6 @@ class HorovodTransport(SupervisedTransport):
     def calls_made(self) -> int:
         return sum(self._started.values())
 
-    @override
     def _abort_connections(self) -> None:
         """Does nothing: Horovod cannot end an operation, and the waits here look at `failure`."""
 

@@ -1,7 +1,7 @@
 """How the ranks of several hosts find each other's addresses, and what listens meanwhile.
 
-Each rank describes its host (`describe_host`). `choose_endpoints` picks everyone's interface and
-address: a pure function of all descriptions, so all ranks choose alike.
+Each rank describes its host (`describe_host`). `choose_addresses` picks the
+address where each rank listens: a pure function of all descriptions, so all ranks choose alike.
 
 Gloo needs no server. Each rank puts its addresses into a store, and then reads everyone else's.
 `MeetingStore` does that by one allgather over Horovod. Nothing listens for it, and nothing of it
@@ -83,19 +83,6 @@ class HostReport:
     horovod_choice: str | None = None
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where one rank listens.
-
-    Attributes:
-        interface: Name of its interface.
-        address: IPv4 address on it.
-    """
-
-    interface: str
-    address: str
-
-
 def describe_host(environment: Mapping[str, str] | None = None) -> HostReport:
     """The report of this process."""
     variables = os.environ if environment is None else environment
@@ -107,23 +94,19 @@ def describe_host(environment: Mapping[str, str] | None = None) -> HostReport:
     )
 
 
-def choose_endpoints(reports: Sequence[HostReport]) -> list[Endpoint]:
-    """Chooses an endpoint for every rank; rank 0's is where the others meet it.
+def choose_addresses(reports: Sequence[HostReport]) -> list[str]:
+    """The IPv4 address where each rank listens, from the ranks' reports in order.
 
-    On one host, that is the loopback interface. On several hosts it is, in this order: the
-    interface named by HVD_SPARSE_IFACE; the one named by HOROVOD_GLOO_IFACE, if every host has it;
-    an interface on a subnet that all hosts share.
-
-    Args:
-        reports: One per rank, in order.
+    On one host, that is the loopback interface's. On several hosts it is the address of, in this
+    order: the interface named by HVD_SPARSE_IFACE; the one named by HOROVOD_GLOO_IFACE, if every
+    host has it; an interface on a subnet that all hosts share.
 
     Raises:
         ConfigError: HVD_SPARSE_IFACE names an interface that some host cannot use.
         TransportError: The hosts share no subnet.
     """
     if len({report.host for report in reports}) == 1:
-        loopback = next((i.name for i in reports[0].interfaces if i.is_loopback), "lo")
-        return [Endpoint(loopback, LOOPBACK_ADDRESS)] * len(reports)
+        return [LOOPBACK_ADDRESS] * len(reports)
     if any(report.own_choice for report in reports):
         named = [_named(report, report.own_choice) for report in reports]
         missing = [rank for rank, interface in enumerate(named) if interface is None]
@@ -133,11 +116,11 @@ def choose_endpoints(reports: Sequence[HostReport]) -> list[Endpoint]:
                 f"address and is not loopback; it does not on ranks {missing}: "
                 + _seen(reports, missing)
             )
-        return _endpoints(named)
+        return _addresses(named)
     named = [_named(report, report.horovod_choice) for report in reports]
     if None not in named:
-        return _endpoints(named)
-    return _endpoints(_on_shared_subnet(reports))
+        return _addresses(named)
+    return _addresses(_on_shared_subnet(reports))
 
 
 def _named(report: HostReport, name: str | None) -> Interface | None:
@@ -170,8 +153,8 @@ def _on_shared_subnet(reports: Sequence[HostReport]) -> list[Interface | None]:
     )
 
 
-def _endpoints(interfaces: Sequence[Interface | None]) -> list[Endpoint]:
-    return [Endpoint(i.name, i.address) for i in interfaces if i is not None]
+def _addresses(interfaces: Sequence[Interface | None]) -> list[str]:
+    return [interface.address for interface in interfaces if interface is not None]
 
 
 def _seen(reports: Sequence[HostReport], ranks: Sequence[int]) -> str:

@@ -139,20 +139,17 @@ class MpiTransport(PointToPointTransport):
         super().forget(handle)
         self._finished += 1
 
-    @override
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
         buffer = [message.numpy(), self.mpi.BYTE]
         request = self.call(self._comm.Isend, buffer, peer, tag, peer=peer)
         return _Pending(self, peer, message, request, keep=False)
 
-    @override
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
         message = self._buffers.take(capacity)
         buffer = [message.numpy(), self.mpi.BYTE]
         request = self.call(self._comm.Irecv, buffer, peer, tag, peer=peer)
         return _Pending(self, peer, message, request, keep=True)
 
-    @override
     def _abort_connections(self) -> None:
         # MPI cannot close a connection: the peers look for this message while they wait.
         with self._gate:

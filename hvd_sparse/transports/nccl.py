@@ -262,14 +262,12 @@ class NcclTransport(GlooTransport):
             ) from error
         return outcome[0]
 
-    @override
     def _isend_first(self, peer: int, message: torch.Tensor, capacity: int, tag: int) -> Request:
         if capacity <= self.direct_bytes:
             return self._isend(peer, message, tag)
         self._outgoing = _Half(self, peer, message, capacity)
         return self._outgoing
 
-    @override
     def _irecv_first(self, peer: int, capacity: int, tag: int) -> Request:
         if capacity <= self.direct_bytes:
             return self._irecv(peer, capacity, tag)
@@ -292,7 +290,6 @@ class NcclTransport(GlooTransport):
         for half in halves:
             half.transfer = transfer
 
-    @override
     def _abort_connections(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._notes.set(_NOTE, f"rank {self.rank} gave the transport up: {self.failure}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -152,10 +153,6 @@ class PointToPointTransport(SupervisedTransport):
         handle, peer, receives, since = awaited
         return Awaiting((peer,), since, _in_words(awaited), handle.call, receives)
 
-    def story_of(self, wait: Wait) -> str:
-        """What this rank waited for, and how long."""
-        return f"it has waited {time.monotonic() - wait[3]:.2f} s for {_in_words(wait)}"
-
     def renumber(self, number: int) -> int:
         """Continues with another number of calls, that of a group; returns the one until now."""
         number, self._calls = self._calls, number
@@ -171,10 +168,9 @@ class PointToPointTransport(SupervisedTransport):
 
     def code(self, name: str) -> int:
         """A channel's or a bucket's code in headers."""
-        code = self._codes.get(name)
-        if code is None:
-            code = self._codes[name] = framing.name_code(name)
-        return code
+        if name not in self._codes:
+            self._codes[name] = framing.name_code(name)
+        return self._codes[name]
 
     def _tag(self, number: int, capacity: int) -> int:
         places = self.tag_limit >> (framing.CAPACITY_CODE_BITS + 1)
@@ -278,17 +274,17 @@ class PointToPointTransport(SupervisedTransport):
         self._open.pop(handle.number, None)
 
 
+@dataclass
 class SharedFrame:
-    """One message that goes to several ranks, in calls that follow one another.
+    """One message that goes to several ranks, in successive calls.
 
     Attributes:
         number: The first of these calls; all the messages carry its number.
         message: Made by that call; nobody changes it afterwards.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.message: torch.Tensor | None = None
+    number: int
+    message: torch.Tensor | None = None
 
 
 class Exchange(Handle):
@@ -334,40 +330,34 @@ class Exchange(Handle):
         if self.receiving is not None or self.sending:
             self.receive()
             if self.sending:
-                self._send()
+                self._wait_for(self.dst, receives=False)
+                self.sending = []
             self._transport.forget(self)
         return self._arrived
 
     def receive(self) -> None:
         """Waits for the incoming half only."""
-        if self.receiving is None:
-            return
-        transport, src = self._transport, self.src
-        assert src is not None
-        now = time.monotonic()
-        awaiting = transport.awaited = (self, src, True, now)
-        try:
-            self._arrived = transport.finish_receive(self, src, transport.deadline_from(now))
-        except HvdSparseError as error:
-            transport.raise_first(error, src, transport.story_of(awaiting))
-        finally:
-            transport.awaited = None
-        self.receiving = None
+        if self.receiving is not None:
+            self._wait_for(self.src, receives=True)
+            self.receiving = None
 
-    def _send(self) -> None:
-        """Waits for the outgoing half only."""
-        transport, dst = self._transport, self.dst
-        assert dst is not None
-        now = time.monotonic()
-        awaiting = transport.awaited = (self, dst, False, now)
+    def _wait_for(self, peer: int | None, *, receives: bool) -> None:
+        """Waits for one half of the exchange."""
+        assert peer is not None
+        transport, now = self._transport, time.monotonic()
+        awaiting = transport.awaited = (self, peer, receives, now)
+        deadline = transport.deadline_from(now)
         try:
-            for request in self.sending:
-                request.wait(transport.deadline_from(now))
+            if receives:
+                self._arrived = transport.finish_receive(self, peer, deadline)
+            else:
+                for request in self.sending:
+                    request.wait(deadline)
         except HvdSparseError as error:
-            transport.raise_first(error, dst, transport.story_of(awaiting))
+            story = f"it has waited {time.monotonic() - now:.2f} s for {_in_words(awaiting)}"
+            transport.raise_first(error, peer, story)
         finally:
             transport.awaited = None
-        self.sending = []
 
 
 Wait = tuple[Exchange, int, bool, float]

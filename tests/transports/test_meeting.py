@@ -13,11 +13,10 @@ import torch
 from hvd_sparse.errors import ConfigError, TransportError
 from hvd_sparse.transports import LocalTransport, Transport, run_ranks
 from hvd_sparse.transports.meeting import (
-    Endpoint,
     HostReport,
     Interface,
     MeetingStore,
-    choose_endpoints,
+    choose_addresses,
     describe_host,
     join_store,
     serve_store,
@@ -121,12 +120,12 @@ def report(host: int, *interfaces: Interface, own: str | None = None, horovod: s
 
 def test_one_host_uses_loopback() -> None:
     reports = [report(1, ethernet(1), horovod="eth0")] * 3
-    assert choose_endpoints(reports) == [Endpoint("lo", "127.0.0.1")] * 3
+    assert choose_addresses(reports) == ["127.0.0.1"] * 3
 
 
 def test_one_host_needs_no_network() -> None:
-    assert choose_endpoints([report(1)]) == [Endpoint("lo", "127.0.0.1")]
-    assert choose_endpoints([HostReport("a", ())]) == [Endpoint("lo", "127.0.0.1")]
+    assert choose_addresses([report(1)]) == ["127.0.0.1"]
+    assert choose_addresses([HostReport("a", ())]) == ["127.0.0.1"]
 
 
 def test_several_hosts_use_the_subnet_they_share() -> None:
@@ -135,31 +134,31 @@ def test_several_hosts_use_the_subnet_they_share() -> None:
         report(2, ethernet(2, "ens5")),
         report(2, ethernet(2, "ens5")),
     ]
-    assert choose_endpoints(reports) == [
-        Endpoint("eth0", "10.0.0.1"),
-        Endpoint("ens5", "10.0.0.2"),
-        Endpoint("ens5", "10.0.0.2"),
+    assert choose_addresses(reports) == [
+        "10.0.0.1",
+        "10.0.0.2",
+        "10.0.0.2",
     ]
 
 
 def test_a_container_bridge_is_no_shared_subnet() -> None:
     reports = [report(1, DOCKER, ethernet(1)), report(2, DOCKER, ethernet(2))]
-    assert [e.address for e in choose_endpoints(reports)] == ["10.0.0.1", "10.0.0.2"]
+    assert choose_addresses(reports) == ["10.0.0.1", "10.0.0.2"]
     with pytest.raises(TransportError, match=r"docker0 172\.17\.0\.1/16"):
-        choose_endpoints([report(1, DOCKER), report(2, DOCKER)])
+        choose_addresses([report(1, DOCKER), report(2, DOCKER)])
 
 
 def test_link_local_and_single_addresses_are_passed_over() -> None:
     link_local = [Interface("usb0", f"169.254.0.{host}", "255.255.0.0") for host in (1, 2)]
     single = Interface("dummy0", "10.9.9.9", "255.255.255.255")
     with pytest.raises(TransportError, match="share no IPv4 subnet"):
-        choose_endpoints([report(1, link_local[0], single), report(2, link_local[1], single)])
+        choose_addresses([report(1, link_local[0], single), report(2, link_local[1], single)])
 
 
 def test_the_error_names_what_was_seen() -> None:
     reports = [report(1, ethernet(1)), report(2, ethernet(2, "eth1", "10.0.9")), report(3)]
     with pytest.raises(TransportError) as caught:
-        choose_endpoints(reports)
+        choose_addresses(reports)
     message = str(caught.value)
     assert "rank 0 on host1: lo 127.0.0.1/8, eth0 10.0.0.1/24" in message
     assert "rank 1 on host2: lo 127.0.0.1/8, eth1 10.0.9.2/24" in message
@@ -172,30 +171,30 @@ def two_networks(host: int, **choice: str) -> HostReport:
 
 def test_the_users_interface_comes_first() -> None:
     reports = [two_networks(h, own="ib0", horovod="eth0") for h in (1, 2)]
-    assert choose_endpoints(reports)[1] == Endpoint("ib0", "10.1.0.2")
+    assert choose_addresses(reports)[1] == "10.1.0.2"
 
 
 def test_horovods_interface_comes_next() -> None:
     reports = [two_networks(h, horovod="ib0") for h in (1, 2)]
-    assert choose_endpoints(reports)[0] == Endpoint("ib0", "10.1.0.1")
+    assert choose_addresses(reports)[0] == "10.1.0.1"
 
 
 @pytest.mark.parametrize("useless", ["lo", "eth7"])
 def test_horovods_interface_is_ignored_where_useless(useless: str) -> None:
     reports = [two_networks(1, horovod=useless), two_networks(2, horovod="eth0")]
-    assert [e.interface for e in choose_endpoints(reports)] == ["eth0", "eth0"]
+    assert choose_addresses(reports) == ["10.0.0.1", "10.0.0.2"]  # of eth0
 
 
 def test_the_named_interfaces_may_be_on_routed_subnets() -> None:
     reports = [report(h, ethernet(h, subnet=f"10.0.{h}"), own="eth0") for h in (1, 2)]
-    assert [e.address for e in choose_endpoints(reports)] == ["10.0.1.1", "10.0.2.2"]
+    assert choose_addresses(reports) == ["10.0.1.1", "10.0.2.2"]
 
 
 @pytest.mark.parametrize("useless", ["lo", "eth7", None])
 def test_a_useless_choice_of_the_user_is_an_error(useless: str | None) -> None:
     reports = [two_networks(1, own="eth0"), two_networks(2, own=useless)]
     with pytest.raises(ConfigError, match=r"HVD_SPARSE_IFACE .* on ranks \[1\]: rank 1 on host2"):
-        choose_endpoints(reports)
+        choose_addresses(reports)
 
 
 def test_this_host_can_be_described() -> None:
@@ -204,4 +203,4 @@ def test_this_host_can_be_described() -> None:
     assert described.horovod_choice == "eth0"
     assert any(interface.is_loopback for interface in described.interfaces)
     assert described.host == describe_host().host
-    assert choose_endpoints([described, describe_host()])[1].address == "127.0.0.1"
+    assert choose_addresses([described, describe_host()])[1] == "127.0.0.1"
