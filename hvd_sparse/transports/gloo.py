@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -109,18 +110,14 @@ class GlooTransport(PointToPointTransport):
         return PeerLostError(f"rank {self.rank} lost the connection to rank {peer}: {reason}")
 
 
+@dataclass(eq=False, slots=True)
 class _Pending:
     """One of gloo's sends or receives; holds the receive's buffer (gloo holds the send's)."""
 
-    __slots__ = ("_buffer", "_peer", "_transport", "_work")
-
-    def __init__(
-        self, transport: GlooTransport, peer: int, buffer: torch.Tensor | None, work: Any
-    ) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._buffer = buffer
-        self._work = work
+    _transport: GlooTransport
+    _peer: int
+    _buffer: torch.Tensor | None
+    _work: Any
 
     def wait(self, deadline: float) -> torch.Tensor | None:
         remaining = LONGEST_WAIT

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -212,14 +213,14 @@ class HorovodTransport(SupervisedTransport):
         return PeerLostError(f"rank {self.rank}: Horovod failed: {error}")
 
 
+@dataclass(eq=False)
 class _Operation:
-    """One of Horovod's handles, and its outcome."""
+    """One of Horovod's handles, until its outcome is known."""
 
-    def __init__(self, transport: HorovodTransport, handle: int, name: str) -> None:
-        self._transport = transport
-        self._handle: int | None = handle
-        self._outcome: Any = None
-        self.name = name
+    _transport: HorovodTransport
+    _handle: int | None
+    name: str
+    _outcome: Any = None
 
     def wait(self) -> Any:
         """What Horovod's `synchronize` returns, within the transport's timeout."""
@@ -255,20 +256,14 @@ class _Operation:
             pauses.pause()
 
 
+@dataclass(eq=False)
 class _Exchange(Handle):
     """What an exchange receives from one rank."""
 
-    def __init__(
-        self,
-        transport: HorovodTransport,
-        operation: _Operation,
-        src: int | None,
-        own: torch.Tensor | None,
-    ) -> None:
-        self._transport = transport
-        self._operation: _Operation | None = operation
-        self._src = src
-        self._arrived = own
+    _transport: HorovodTransport
+    _operation: _Operation | None
+    _src: int | None
+    _arrived: torch.Tensor | None
 
     def wait(self) -> torch.Tensor | None:
         if self._operation is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -122,12 +123,10 @@ class _Sent:
 _SENT = _Sent()
 
 
+@dataclass(eq=False, slots=True)
 class _Receive:
-    __slots__ = ("_key", "_mailbox")
-
-    def __init__(self, mailbox: _Mailbox, key: tuple[int, int]) -> None:
-        self._mailbox = mailbox
-        self._key = key
+    _mailbox: _Mailbox
+    _key: tuple[int, int]
 
     def wait(self, deadline: float) -> torch.Tensor:
         return self._mailbox.take(self._key, deadline)

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,13 +143,13 @@ class MpiTransport(PointToPointTransport):
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
         buffer = [message.numpy(), self.mpi.BYTE]
         request = self.call(self._comm.Isend, buffer, peer, tag, peer=peer)
-        return _Pending(self, peer, message, request, keep=False)
+        return _Pending(self, peer, message, request, False)
 
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
         message = self._buffers.take(capacity)
         buffer = [message.numpy(), self.mpi.BYTE]
         request = self.call(self._comm.Irecv, buffer, peer, tag, peer=peer)
-        return _Pending(self, peer, message, request, keep=True)
+        return _Pending(self, peer, message, request, True)
 
     def _abort_connections(self) -> None:
         # MPI cannot close a connection: the peers look for this message while they wait.
@@ -177,24 +178,20 @@ class MpiTransport(PointToPointTransport):
         return PeerLostError(f"rank {self.rank} cannot reach rank {peer} over MPI: {error}")
 
 
+@dataclass(eq=False, slots=True)
 class _Pending:
     """One of MPI's sends or receives, and its buffer, which must live as long."""
 
-    __slots__ = ("_buffer", "_keep", "_peer", "_request", "_transport")
-
-    def __init__(
-        self, transport: MpiTransport, peer: int, buffer: torch.Tensor, request: Any, *, keep: bool
-    ) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._buffer = buffer
-        self._request = request
-        self._keep = keep
+    _transport: MpiTransport
+    _peer: int
+    _buffer: torch.Tensor
+    _request: Any
+    _receives: bool
 
     def wait(self, deadline: float) -> torch.Tensor | None:
         if not self._test():
             self._wait_long(deadline)
-        return self._buffer if self._keep else None
+        return self._buffer if self._receives else None
 
     def _test(self) -> bool:
         return bool(self._transport.call(self._request.Test, peer=self._peer))

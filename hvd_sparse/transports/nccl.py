@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -328,19 +329,15 @@ class NcclTransport(GlooTransport):
             raise PeerLostError(f"rank {self.rank}: {note}")
 
 
+@dataclass(eq=False, slots=True)
 class _Half:
     """What one exchange sends over NCCL, or receives."""
 
-    __slots__ = ("_transport", "buffer", "capacity", "peer", "transfer")
-
-    def __init__(
-        self, transport: NcclTransport, peer: int, buffer: torch.Tensor, capacity: int
-    ) -> None:
-        self._transport = transport
-        self.peer = peer
-        self.buffer = buffer
-        self.capacity = capacity
-        self.transfer: Transfer | None = None
+    _transport: NcclTransport
+    peer: int
+    buffer: torch.Tensor
+    capacity: int
+    transfer: Transfer | None = None
 
     def wait(self, deadline: float) -> torch.Tensor:
         transfer = self.transfer
@@ -483,15 +480,13 @@ class DeviceGroup:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
+@dataclass(eq=False, slots=True)
 class Transfer:
     """An exchange under way; keeps its memory alive."""
 
-    __slots__ = ("_end", "_kept", "_work")
-
-    def __init__(self, work: Any, end: torch.cuda.Event | None, kept: object) -> None:
-        self._work = work
-        self._end = end
-        self._kept = kept
+    _work: Any
+    _end: torch.cuda.Event | None
+    _kept: object
 
     def is_through(self) -> bool:
         """Whether the received data has arrived, and the sent memory may be reused.

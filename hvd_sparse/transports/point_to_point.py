@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -97,9 +97,8 @@ class PointToPointTransport(SupervisedTransport):
             self._made.append(Call(number, channel, context, dst, src))
             arrived = None if dst is None else framing.flatten(payload or (), self._buffers)
             return Done(arrived)
-        handle = Exchange(self, channel, context, src, number)
-        if self._shared is not None:
-            handle.stamped = self._shared.number
+        stamped = number if self._shared is None else self._shared.number
+        handle = Exchange(self, channel, context, src, number, stamped)
         sends_up_to = 0
         try:
             # The receive goes first: a message that finds its buffer posted is not copied again.
@@ -287,43 +286,23 @@ class SharedFrame:
     message: torch.Tensor | None = None
 
 
+@dataclass(eq=False)
 class Exchange(Handle):
     """The requests of one exchange, and its outcome."""
 
-    __slots__ = (
-        "_arrived",
-        "_transport",
-        "call",
-        "capacity",
-        "channel",
-        "context",
-        "dst",
-        "number",
-        "receiving",
-        "sending",
-        "src",
-        "stamped",
-    )
-
-    def __init__(
-        self,
-        transport: PointToPointTransport,
-        channel: str,
-        context: Context,
-        src: int | None,
-        number: int,
-    ) -> None:
-        self._transport = transport
-        self._arrived: torch.Tensor | None = None
-        self.call: Call | None = None
-        self.channel = channel
-        self.context = context
-        self.dst: int | None = None
-        self.src = src
-        self.number = self.stamped = number
-        self.capacity = 0
-        self.receiving: Request | None = None
-        self.sending: list[Request] = []
+    _transport: PointToPointTransport
+    channel: str
+    context: Context
+    src: int | None
+    number: int
+    stamped: int
+    """The number in its header: its own, or that of the first call that shares its message."""
+    dst: int | None = None
+    call: Call | None = None
+    capacity: int = 0
+    receiving: Request | None = None
+    sending: list[Request] = field(default_factory=list)
+    _arrived: torch.Tensor | None = None
 
     @override
     def wait(self) -> torch.Tensor | None:
