@@ -42,7 +42,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Which rank is on which host, seen from one rank.
+    """Which rank is on which host, as one rank sees it.
 
     Attributes:
         ranks: `ranks[host][local rank]`: H rows of L ranks.
@@ -56,12 +56,12 @@ class Grid:
 
     @property
     def hosts(self) -> int:
-        """H."""
+        """H, the number of hosts."""
         return len(self.ranks)
 
     @property
     def local_size(self) -> int:
-        """L."""
+        """L, the ranks of each host."""
         return len(self.ranks[0])
 
     @property
@@ -87,11 +87,7 @@ class Grid:
 
 
 def grid_of(slots: Sequence[Slot], rank: int) -> Grid:
-    """The grid that the ranks fill, seen from `rank`.
-
-    Args:
-        slots: The ranks' slots, in the order of the ranks.
-        rank: This rank.
+    """The grid that the ranks fill, from their slots in order, as seen from `rank`.
 
     Raises:
         ConfigError: They fill no grid; the message says who is missing or too many.
@@ -155,12 +151,9 @@ class Hosts:
         return f"shard {self.grid.local_rank} of {self.grid.local_size}"
 
     def exchange_of(self, numel: int, dtype: str, device: torch.device) -> InsideHost:
-        """A bucket's exchange inside this host; collective over the host.
+        """The exchange inside this host of a bucket of `numel` elements; collective over the host.
 
-        Args:
-            numel: n.
-            dtype: The gradients' type, such as "torch.float32".
-            device: Where the gradients are.
+        `dtype` is the gradients' type, such as "torch.float32", and `device` where they are.
 
         Raises:
             TransportError: A peer is gone, or memory cannot be shared.
@@ -173,10 +166,5 @@ class Hosts:
         return OverTransport(self.inside, numel)
 
     def shard_of(self, whole: Tensor, exchange: InsideHost) -> Tensor:
-        """The sum over the host's ranks of this rank's shard of a vector, between steps.
-
-        Args:
-            whole: float32 `(n,)`.
-            exchange: The bucket's.
-        """
+        """The sum over the host's ranks of this rank's shard of a float32 vector, between steps."""
         return scattered(self.inside, whole, exchange.bounds, SHARDS)

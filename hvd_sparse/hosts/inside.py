@@ -100,12 +100,7 @@ class InsideHost(ABC):
 
 
 class OverTransport(InsideHost):
-    """The exchange by messages between the ranks of the host.
-
-    Args:
-        transport: Connects the ranks of the host, and no others.
-        numel: n.
-    """
+    """The exchange by messages; `transport` connects the ranks of the host, and no others."""
 
     needs_order = True
 
@@ -129,12 +124,7 @@ class OverDevices(OverTransport):
     Gradients are cut into shards on the device, and go to the other devices over NCCL, all to all.
     Each rank adds its shards up there. That is as many bytes as NCCL's own reduce-scatter sends,
     but the order of the sum is ours: it has the same bits as through shared memory. Reduced
-    streams, which are on the host, go by messages.
-
-    Args:
-        transport: Connects the devices of all ranks.
-        inside: Connects the ranks of the host.
-        numel: n.
+    streams, which are on the host, go by messages. `transport` connects the devices of all ranks.
     """
 
     def __init__(self, transport: NcclTransport, inside: GroupTransport, numel: int) -> None:
@@ -163,16 +153,9 @@ class OverDevices(OverTransport):
 
 
 def scattered(inside: Transport, flat: Tensor, bounds: Sequence[int], channel: str) -> Tensor:
-    """The sum over a host's ranks of this rank's shard of vectors.
+    """The sum over a host's ranks of this rank's shard of a vector.
 
-    Args:
-        inside: Connects the ranks of the host.
-        flat: `(n,)`, of a gradient's type, on any device.
-        bounds: Of the shards.
-        channel: Purpose of the messages.
-
-    Returns:
-        float32 `(m,)` on the same device.
+    `flat` is `(n,)`, of a gradient's type, on any device; the sum is float32 `(m,)` on the same.
     """
     mine = flat.cpu().split([stop - start for start, stop in pairwise(bounds)])
     arrived = inside.all_to_all([(shard,) for shard in mine], channel=channel)
@@ -189,12 +172,7 @@ def shard_bounds(numel: int, local_size: int) -> list[int]:
 
 
 class ShardedSum:
-    """The sums of all shards of a vector, side by side.
-
-    Args:
-        shards: Their sums, in order.
-        bounds: Where they begin and end; see `shard_bounds`.
-    """
+    """The sums of all shards of a vector, in order, between their `shard_bounds`."""
 
     def __init__(self, shards: Sequence[Sum], bounds: Sequence[int]) -> None:
         self.shards = tuple(shards)

@@ -1,4 +1,4 @@
-"""The dense exchange inside a host through memory that its ranks share.
+"""The dense exchange inside a host through shared memory.
 
 Each rank has a segment for each bucket, which it alone writes: two numbers, its gradients, and its
 shard's reduced stream. The numbers count the steps whose gradients and streams have been written.
@@ -58,11 +58,7 @@ PAGE_BYTES = 4096
 class SharedHost(InsideHost):
     """One bucket's exchange through shared memory; making it is collective over the host.
 
-    Args:
-        transport: Connects all ranks; its failures end waits here.
-        inside: Connects the ranks of the host.
-        numel: n.
-        dtype: The gradients' type, such as "torch.float32".
+    `transport` connects all ranks; its failures end waits here. `inside` connects the host's.
 
     Raises:
         TransportError: A rank of the host cannot share memory; on all of them.
@@ -196,11 +192,7 @@ def copied(place: Tensor, values: Tensor) -> None:
 
 
 def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
-    """Makes a segment on each rank of a host, and maps all of them; collective.
-
-    Args:
-        inside: Connects the ranks of the host.
-        nbytes: Bytes of each segment's `data`, at least.
+    """Makes a segment of `nbytes` on each rank of a host, and maps all of them; collective.
 
     Returns:
         The segments in the order of the ranks, and ""; or on all ranks alike, why a rank could not
@@ -278,19 +270,14 @@ class Segment:
         return bytes(self._all[:TOKEN_BYTES].numpy()).hex()
 
     def sign(self, token: str) -> None:
-        """Writes its first bytes."""
+        """Makes `token` its first bytes."""
         self._all[:TOKEN_BYTES] = torch.frombuffer(bytearray.fromhex(token), dtype=torch.uint8)
 
 
 class OwnSegment:
     """A new segment of this rank, which others can open until `hide`.
 
-    Args:
-        nbytes: Bytes of `segment.data`, at least.
-
-    Attributes:
-        segment: Its mapping here.
-        address: Where the others find it.
+    Its mapping here, `segment`, has at least `nbytes`. The others find it at `address`.
 
     Raises:
         OSError: The system cannot provide the memory.

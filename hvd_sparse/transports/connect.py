@@ -343,12 +343,8 @@ def introduce(
     """Gathers a common token and the ports of the ranks' watches; collective.
 
     The token is 16 random bytes of rank 0's in hexadecimal, new for each transport. A counter would
-    not do: in an elastic job, the ranks have made different numbers of transports.
-
-    Args:
-        world: The ranks.
-        port: This rank's; words say why it has none, and None that there will be no watch.
-        timeout_s: Seconds after which ranks that have not come are given up.
+    not do: in an elastic job, the ranks have made different numbers of transports. In place of this
+    rank's port, words say why it has none, and None says that there will be no watch.
 
     Raises:
         TransportError: A rank cannot listen; on all of them.

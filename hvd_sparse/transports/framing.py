@@ -1,6 +1,6 @@
 """The form of one message: a 16-byte header, then the payload's bytes.
 
-The receiver has to post a buffer before it knows what comes. So both ends derive a capacity from
+The receiver has to post a buffer before it knows the size. So both ends derive a capacity from
 the size of the last payload that went the same way, on the same channel and for the same bucket. No
 sizes are exchanged beforehand. A payload that outgrows the capacity is cut: the rest follows in a
 second message, whose size follows from the header of the first.
@@ -159,7 +159,7 @@ class BufferPool:
     fault for every 4 KiB, which can take longer than the message itself.
 
     Nothing is given back explicitly: a block is free when no tensor, and no view of one, holds it.
-    One thread takes; any may let go.
+    One thread takes buffers; any thread may drop them.
     """
 
     def __init__(self) -> None:

@@ -34,12 +34,8 @@ CONNECTING_S = 5.0
 class GlooTransport(PointToPointTransport):
     """One rank of a gloo group.
 
-    Args:
-        rank: This rank.
-        world_size: P.
-        store: The `torch.distributed.Store` where the ranks meet.
-        host: IPv4 address of this rank's interface, where the others reach it.
-        timeout_s: Seconds after which a wait gives up.
+    The ranks meet in `store`, a `torch.distributed.Store`. `host` is the IPv4 address where the
+    others reach this rank.
 
     Raises:
         TransportError: Not all ranks connected within the timeout, or within `CONNECTING_S` where
@@ -69,7 +65,6 @@ class GlooTransport(PointToPointTransport):
 
     @override
     def close(self) -> None:
-        """Closes the connections; with exchanges pending, aborts."""
         if self._open:
             self.abort()
         super().close()

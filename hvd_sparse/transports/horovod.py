@@ -43,13 +43,8 @@ class HorovodTransport(SupervisedTransport):
     `traffic` counts payloads as if they went straight to each peer. What Horovod's negotiation and
     the inner steps of its collectives send is unknown here.
 
-    Args:
-        rank: This rank in the process set.
-        world_size: P.
-        process_set: One of Horovod's.
-        timeout_s: Seconds after which a wait gives up. The operation stays with Horovod, whose
-            `shutdown` ends it.
-        label: Part of the operations' names: the same on all ranks, new for each transport.
+    A wait gives up after `timeout_s`; the operation stays with Horovod, whose `shutdown` ends it.
+    `label` is a part of the operations' names: the same on all ranks, new for each transport.
     """
 
     name = "horovod"
@@ -71,7 +66,7 @@ class HorovodTransport(SupervisedTransport):
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
     ) -> Handle:
-        """`Transport.exchange`; a rank that neither sends nor receives takes part, too."""
+        """`Transport.exchange`; even a rank that neither sends nor receives takes part."""
         nbytes = check_peers(self.rank, self.world_size, payload, dst, src)
         own = (
             flatten(payload, self._buffers) if dst is not None and payload is not None else _empty()

@@ -40,13 +40,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Interface:
-    """An IPv4 address of a network interface that is up.
-
-    Attributes:
-        name: Such as `eth0`.
-        address: Such as `10.0.0.7`.
-        netmask: Such as `255.255.255.0`.
-    """
+    """An IPv4 address of a network interface that is up: `eth0`, `10.0.0.7`, `255.255.255.0`."""
 
     name: str
     address: str
@@ -234,7 +228,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         """Fetches the entries; the allgather has its own timeout.
 
         Raises:
-            TransportError: Nobody wrote them.
+            TransportError: No rank has written them.
         """
         for _ in range(ROUNDS):
             if self.check(keys):
@@ -260,14 +254,10 @@ def listen(address: str) -> socket.socket:
 
 
 def serve_store(address: str, timeout_s: float) -> tuple[Any, int]:
-    """Starts a `TCPStore` that listens on one address only, on rank 0.
-
-    Args:
-        address: IPv4 address of the interface to listen on.
-        timeout_s: Seconds after which a question to the store gives up.
+    """Starts a `TCPStore` on rank 0 that listens on one IPv4 address only.
 
     Returns:
-        The store, and the port that it listens on.
+        The store, whose questions give up after `timeout_s`, and its port.
 
     Raises:
         TransportError: The address cannot be bound.

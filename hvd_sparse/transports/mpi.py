@@ -51,13 +51,12 @@ def problem_with_mpi(global_rank: int) -> str | None:
 
 
 class MpiTransport(PointToPointTransport):
-    """One rank of a group of MPI processes.
+    """One rank of a group of MPI processes; making it is collective over the group.
 
     Args:
         ranks: The group's ranks in `comm`, including this one; the same on all of them.
         timeout_s: Seconds after which a wait gives up.
-        comm: The mpi4py communicator to derive one from; COMM_WORLD by default. Only the ranks of
-            the group have to take part.
+        comm: The mpi4py communicator to derive one from; COMM_WORLD by default.
 
     Raises:
         ConfigError: This process is not one of `ranks`.
@@ -121,7 +120,7 @@ class MpiTransport(PointToPointTransport):
                 raise self.error_of(error, peer) from error
 
     def hold_finalize(self) -> None:
-        """At MPI's end, waits until this rank has finished its exchanges, then ends for good.
+        """At MPI's end, waits until this rank has finished its exchanges, then ends.
 
         A rank that is only behind its peers finishes. A rank whose sender has shut down gets a
         `PeerLostError` after `GRACE_S`.

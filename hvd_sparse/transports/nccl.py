@@ -84,17 +84,10 @@ def connect_nccl(store: Any, rank: int, world_size: int, device: torch.device) -
 
     Every pair exchanges a message: a pair's first one sets its connection up, and may block past
     any timeout.
-
-    Args:
-        store: Where the ranks meet.
-        rank: This rank.
-        world_size: P.
-        device: This rank's own device.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = (
-        LONGEST_WAIT  # torch's watchdog would end the process; waits here end themselves
-    )
+    # torch's watchdog would end the process on a timeout; the waits here end themselves.
+    options._timeout = LONGEST_WAIT
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"  # the constructor reads it
     try:
@@ -117,11 +110,7 @@ class NcclTransport(GlooTransport):
     """One rank of a gloo group whose ranks have a device each.
 
     Args:
-        rank: This rank.
-        world_size: P.
-        store: Where the ranks meet; see `GlooTransport`.
-        host: IPv4 address of this rank's interface.
-        timeout_s: Seconds after which connecting, and each wait, gives up.
+        rank, world_size, store, host, timeout_s: As in `GlooTransport`.
         device: This rank's own device.
         connect: Makes the group of the devices, with the arguments of `connect_nccl`.
         direct_bytes: Messages up to this capacity go over gloo; the same on all ranks.
@@ -178,10 +167,7 @@ class NcclTransport(GlooTransport):
         Args:
             sent: uint8 `(n,)` on this rank's device, n above 0, in the order of the ranks.
             to_peers: How many bytes of it go to each rank; 0 to a rank that is not named.
-            from_peers: How many bytes come from each rank.
-
-        Returns:
-            uint8 on this rank's device, in the order of the ranks.
+            from_peers: How many bytes come from each rank, and are returned in their order.
 
         Raises:
             TransportError: A peer is gone or did not answer.
@@ -415,13 +401,8 @@ class DeviceGroup:
     ) -> tuple[torch.Tensor, Transfer]:
         """Queues an exchange of data on the devices behind the current stream's work.
 
-        Args:
-            sent: uint8 `(n,)` on the device, in the order of the ranks.
-            to_peers: Its bytes for each rank; at least one is above 0.
-            from_peers: The bytes that each rank sends.
-
-        Returns:
-            The received data on the device, for which the current stream waits.
+        `sent` has `to_peers` bytes for each rank, at least one above 0, in the order of the ranks.
+        The current stream waits for the received data, `from_peers` bytes of each rank.
         """
         arrived = self._empty(sum(from_peers))
         work = self._group.alltoall_base(arrived, sent, from_peers, to_peers)
@@ -489,7 +470,7 @@ class Transfer:
     _kept: object
 
     def is_through(self) -> bool:
-        """Whether the received data has arrived, and the sent memory may be reused.
+        """Whether the data has arrived, and the sent memory may be reused.
 
         Raises:
             RuntimeError: The backend, or the device, has failed.

@@ -50,7 +50,7 @@ class PointToPointTransport(SupervisedTransport):
     """
 
     tag_limit = 1 << 30
-    """All tags are smaller."""
+    """All tags are smaller than this."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         super().__init__(rank, world_size, timeout_s)

@@ -72,14 +72,7 @@ class Questions:
         heard: Heard | None,
         patience_s: float = float("inf"),
     ) -> None:
-        """Begins to ask.
-
-        Args:
-            address: Whom to ask.
-            question: What to ask.
-            heard: Called from `serve`; None: nobody waits for an answer.
-            patience_s: Seconds after which to stop waiting for an answer.
-        """
+        """Begins to ask; `serve` calls `heard`, unless it is None, within `patience_s`."""
         request = self._token + json.dumps(question).encode() + b"\n"
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         connection.setblocking(False)
@@ -209,17 +202,10 @@ class Questions:
 def ask_at_once(
     token: bytes, addresses: Iterable[Address], question: Message, limit_s: float, *, answers: bool
 ) -> list[tuple[Message | None, bool]]:
-    """Asks, and waits here for the answers.
+    """Asks several peers, and waits here for at most `limit_s` seconds.
 
-    Args:
-        token: A secret that both ends know.
-        addresses: Whom to ask.
-        question: What to ask them.
-        limit_s: Seconds that this may take.
-        answers: Whether to wait for answers, or only until the question is sent.
-
-    Returns:
-        The answers that came, each with whether the connection was refused.
+    With `answers` it waits for their answers, and else until the questions are sent. Returns the
+    answers that came, each with whether the connection was refused.
     """
     heard: list[tuple[Message | None, bool]] = []
     questions = Questions(token)

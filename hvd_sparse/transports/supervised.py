@@ -140,14 +140,9 @@ class SupervisedTransport(Transport):
             watch.close()
 
     def fail(self, error: HvdSparseError, cause: tuple[str, str] | None = None) -> HvdSparseError:
-        """Keeps the first failure for all calls and waits, and tells the peers.
+        """Keeps the first failure, `error` or an earlier one; tells the peers, and returns it.
 
-        Args:
-            error: What this rank raises.
-            cause: Kind and words of another rank's failure that led to it.
-
-        Returns:
-            The first failure, which may be an earlier one.
+        `cause` is the kind and the words of another rank's failure that led to `error`.
         """
         with self._failing:
             if self.failure is not None:
@@ -172,12 +167,9 @@ class SupervisedTransport(Transport):
         return self.fail(error_type(f"rank {self.rank}: rank {peer} gave up: {words}"), cause)
 
     def raise_first(self, error: HvdSparseError, peer: int | None, story: str) -> NoReturn:
-        """Raises what failed first: `error`, or its cause, here or at the peer.
+        """Raises what failed first: `error`, or its cause, here or at the peer it concerns.
 
-        Args:
-            error: What a wait or a call ended with.
-            peer: The rank that it concerns, or None.
-            story: What this rank was doing.
+        `story` says what this rank was doing.
         """
         watch = self._watch
         reason: tuple[str, str] | str = ""

@@ -169,11 +169,7 @@ class Transport(ABC):
         """Makes room for payloads of `nbytes` in a channel's next message to every rank.
 
         Without this call, the room follows from the last message, and a payload that outgrows it
-        is sent in two.
-
-        Args:
-            nbytes: The same on all ranks.
-            channel: Purpose of the messages.
+        is sent in two. `nbytes` is the same on all ranks.
         """
         del nbytes, channel
 
@@ -183,27 +179,16 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, reason: object = None) -> None:
-        """Makes all pending and future waits fail, on the peers too, where they can be told.
-
-        Args:
-            reason: An error or words, which the peers report.
-        """
+        """Makes all pending and future waits fail, on the peers too, which report the reason."""
 
     @abstractmethod
     def close(self) -> None:
         """Releases connections and memory; may be called again."""
 
     def all_to_all(self, payloads: Sequence[Payload], *, channel: str) -> list[torch.Tensor]:
-        """Sends `payloads[i]` to rank i.
+        """Sends `payloads[i]` to rank i; returns what each rank had for this one, uint8, by rank.
 
         Step s sends to r + s and receives from r - s: in no step do two ranks send to the same one.
-
-        Args:
-            payloads: P payloads, this rank's own included.
-            channel: Purpose of the messages.
-
-        Returns:
-            P uint8 tensors: what each rank had for this one.
         """
         P, r = self.world_size, self.rank
         if len(payloads) != P:
@@ -283,9 +268,6 @@ class Transport(ABC):
             tensor: int64, float32 or float64, of the same shape on all ranks; not changed.
             channel: Purpose of the messages.
 
-        Returns:
-            The sum, as a new tensor.
-
         Raises:
             TypeError: The tensor has another type.
             PlanError: A peer's tensor has another size.
@@ -310,16 +292,7 @@ class Transport(ABC):
         return total
 
     def broadcast(self, payload: Payload | None, root: int, *, channel: str) -> torch.Tensor:
-        """Gives the root's payload to every rank, along a binomial tree.
-
-        Args:
-            payload: What to send; only the root's counts.
-            root: The rank that has it.
-            channel: Purpose of the messages.
-
-        Returns:
-            The root's bytes, uint8, on every rank.
-        """
+        """Gives the root's payload to every rank, as uint8, along a binomial tree."""
         P = self.world_size
         if not 0 <= root < P:
             raise ValueError(f"root must be in [0, {P}), got {root}")

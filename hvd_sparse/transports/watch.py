@@ -45,7 +45,7 @@ logger = logging.getLogger("hvd_sparse")
 
 LONGEST_PERIOD_S = 1.0
 PERIODS = 5
-"""Questions within `timeout_s`."""
+"""Questions to a peer within `timeout_s`."""
 
 PATIENCE_PERIODS = 2
 """An unanswered question is asked again after so many periods, then after twice as long, and so on:
@@ -155,7 +155,7 @@ class Watch:
                         return
                     self._look(transport, now)
                     del transport
-        except Exception as error:  # nobody else would end the waits
+        except Exception as error:  # or the waits would never end
             transport = self._transport()
             if transport is not None and not self._ended.is_set():
                 logger.exception("rank %d: the watch over its peers has failed", self._rank)
