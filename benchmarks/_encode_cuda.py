@@ -23,7 +23,7 @@ from benchmarks._encode_job import HASH_A, HASH_B, Job
 from benchmarks._report import Row
 from benchmarks._timing import check
 from hvd_sparse.ops import Accumulation, reference
-from hvd_sparse.ops._interface import Ops
+from hvd_sparse.ops._dispatch import Ops
 from hvd_sparse.ops.cuda import CudaOps, Launcher
 
 SELECT = "accumulate, select, zero"

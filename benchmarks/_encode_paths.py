@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from benchmarks import _encode_job as pipelines
 from benchmarks._encode_job import GROUP_NUMEL, HASH_A, HASH_B, Job
 from hvd_sparse.ops import Accumulation
-from hvd_sparse.ops._interface import Ops
+from hvd_sparse.ops._dispatch import Ops
 from hvd_sparse.selectors import sampled
 
 ADD = "r.add_(g)"

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
@@ -53,10 +54,10 @@ class DenseAllreduce(Collective):
             raise ConfigError(f"the dense allreduce has no wire but the plain one, got {wire!r}")
         self.cube = Cube(transport.rank, transport.world_size)
 
+    @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        """See `Collective.reduce`."""
         vector = torch.empty(self.numel)
-        ops.decode(vector, stream.indices, stream.values)
+        ops.unchecked(vector.device).decode(vector, *stream.payload())
         self.transport.worked(Work(0, stream.nnz, self.numel, self.numel))
         total = self._unfold(self._halve_and_double(self._fold(vector)))
         self.step += 1

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
 from hvd_sparse.ops._arguments import MAX_NUMEL
-from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._dispatch import unchecked
 from hvd_sparse.ops.accumulation import Accumulation
 
 
@@ -23,7 +23,7 @@ def kth_magnitude(x: Tensor, k: int) -> float:
     """
     device = checks.vector("x", x).device
     checks.integer("k", k, 1, x.numel())
-    return implementation(device).kth_magnitude(x, k)
+    return unchecked(device).kth_magnitude(x, k)
 
 
 def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
@@ -47,5 +47,4 @@ def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run:
     checks.integer("stride", stride, 1, MAX_NUMEL)
     checks.integer("start", start, 0, stride - 1)
     checks.integer("run", run, 1, stride)
-    ops = implementation(accumulation.device)
-    return ops.sample_accumulator(accumulation, start, stride, run)
+    return unchecked(accumulation.device).sample_accumulator(accumulation, start, stride, run)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
-from hvd_sparse.ops._arguments import GRADIENT_DTYPES, MAX_NUMEL
-from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._arguments import GRADIENT_DTYPES, MAX_NUMEL, Entries
+from hvd_sparse.ops._dispatch import unchecked
 
 
-def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
+def merge_sum(streams: Sequence[Entries], numel: int) -> Entries:
     """The sum of streams; at one index, values are added in the order of the list.
 
     Args:
@@ -33,10 +33,10 @@ def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Ten
     device = checks.device_of(streams[0][0])
     for i, (indices, values) in enumerate(streams):
         checks.stream(indices, values, device, f"streams[{i}]")
-    return implementation(device).merge_sum(streams, numel)
+    return unchecked(device).merge_sum(streams, numel)
 
 
-def difference(indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def difference(indices: Tensor, values: Tensor, other: Tensor) -> Entries:
     """The entries of a stream whose index is not in `other`.
 
     Args:
@@ -54,12 +54,10 @@ def difference(indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, 
     device = checks.device_of(indices)
     checks.stream(indices, values, device)
     checks.tensor("other", other, (torch.int32,), device)
-    return implementation(device).difference(indices, values, other)
+    return unchecked(device).difference(indices, values, other)
 
 
-def unapplied(
-    sent: tuple[Tensor, Tensor], lost: tuple[Tensor, Tensor], applied: Tensor
-) -> tuple[Tensor, Tensor]:
+def unapplied(sent: Entries, lost: Entries, applied: Tensor) -> Entries:
     """What an exchange leaves with its sender: what had no part in it, and what rounding lost.
 
     Args:
@@ -78,10 +76,10 @@ def unapplied(
     checks.stream(*sent, device)
     checks.stream(*lost, device)
     checks.tensor("applied", applied, (torch.int32,), device)
-    return implementation(device).unapplied(sent, lost, applied)
+    return unchecked(device).unapplied(sent, lost, applied)
 
 
-def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> Entries:
     """The entries of a stream that reach a threshold, as `accumulate_select` understands it.
 
     Args:
@@ -100,7 +98,7 @@ def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple
     device = checks.device_of(indices)
     checks.stream(indices, values, device)
     checks.threshold(threshold)
-    return implementation(device).threshold_stream(indices, values, threshold)
+    return unchecked(device).threshold_stream(indices, values, threshold)
 
 
 def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -118,7 +116,7 @@ def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
     """
     device = checks.vector("x", x).device
     checks.stream(indices, values, device)
-    implementation(device).scatter_add(x, indices, values)
+    unchecked(device).scatter_add(x, indices, values)
 
 
 def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -137,7 +135,7 @@ def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
     device = checks.device_of(out)
     checks.tensor("out", out, GRADIENT_DTYPES, device)
     checks.stream(indices, values, device)
-    implementation(device).decode(out, indices, values)
+    unchecked(device).decode(out, indices, values)
 
 
 def take_at(x: Tensor, indices: Tensor) -> Tensor:
@@ -157,7 +155,7 @@ def take_at(x: Tensor, indices: Tensor) -> Tensor:
     """
     device = checks.vector("x", x).device
     checks.tensor("indices", indices, (torch.int32,), device)
-    return implementation(device).take_at(x, indices)
+    return unchecked(device).take_at(x, indices)
 
 
 def zero_at(x: Tensor, indices: Tensor) -> None:
@@ -174,4 +172,4 @@ def zero_at(x: Tensor, indices: Tensor) -> None:
     """
     device = checks.vector("x", x).device
     checks.tensor("indices", indices, (torch.int32,), device)
-    implementation(device).zero_at(x, indices)
+    unchecked(device).zero_at(x, indices)

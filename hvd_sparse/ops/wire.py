@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
 from hvd_sparse.ops._arguments import MAX_NUMEL
-from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._dispatch import unchecked
 
 QSGD_BITS = (2, 4, 8)
 QSGD_BUCKETS = (512, 1024)
@@ -34,7 +34,7 @@ def gap_encode(indices: Tensor, start: int) -> Tensor:
     device = checks.device_of(indices)
     checks.tensor("indices", indices, (torch.int32,), device)
     checks.integer("start", start, 0, MAX_NUMEL)
-    return implementation(device).gap_encode(indices, start)
+    return unchecked(device).gap_encode(indices, start)
 
 
 def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
@@ -58,7 +58,7 @@ def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
     checks.integer("nnz", nnz, 0, MAX_NUMEL)
     checks.integer("start", start, 0, MAX_NUMEL)
     checks.integer("stop", stop, start, MAX_NUMEL)
-    return implementation(device).gap_decode(code, nnz, start, stop)
+    return unchecked(device).gap_decode(code, nnz, start, stop)
 
 
 def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
     device = checks.vector("x", x).device
     _check_form(bits, bucket_numel)
     checks.integer("seed", seed, 0, 2**64 - 1)
-    return implementation(device).qsgd_quantize(x, bits, bucket_numel, seed)
+    return unchecked(device).qsgd_quantize(x, bits, bucket_numel, seed)
 
 
 def qsgd_dequantize(
@@ -121,7 +121,7 @@ def qsgd_dequantize(
             f"codes and scales of {numel} values must have {sizes} elements, "
             f"got {(codes.numel(), scales.numel())}"
         )
-    return implementation(device).qsgd_dequantize(codes, scales, numel, bits, bucket_numel)
+    return unchecked(device).qsgd_dequantize(codes, scales, numel, bits, bucket_numel)
 
 
 def _check_form(bits: int, bucket_numel: int) -> None:

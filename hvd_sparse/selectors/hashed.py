@@ -27,8 +27,8 @@ Departures:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+
+from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.selector import mixed
@@ -47,6 +47,8 @@ class HashedExtraction(Extraction):
         seed: Of the hash functions.
     """
 
+    kept = ("step",)
+
     def __init__(
         self, slots_per_entry: float = 3.0, slots_per_bucket: int = 8, seed: int = 0
     ) -> None:
@@ -55,8 +57,8 @@ class HashedExtraction(Extraction):
         self.seed = seed
         self.step = 0
 
+    @override
     def extract(self, accumulator: Accumulator, threshold: float, expected: float) -> SparseStream:
-        """See `Extraction.extract`."""
         buckets = math.ceil(self.slots_per_entry * expected / self.slots_per_bucket)
         a = mixed(self.seed, 2 * self.step) | 1
         b = mixed(self.seed, 2 * self.step + 1)
@@ -64,11 +66,3 @@ class HashedExtraction(Extraction):
         return accumulator.hash_select(
             threshold, buckets * self.slots_per_bucket, self.slots_per_bucket, a, b
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
-        self.step = int(state["step"])

@@ -70,7 +70,6 @@ class CupyLauncher:
         self._compiling = threading.Lock()
 
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
-        """See `Launcher.launch`."""
         if blocks == 0:
             return
         stream = torch.cuda.current_stream(self._device)
