@@ -49,10 +49,6 @@ class AutomaticCollective(Collective):
     run that goes on from one repeats it, in a world of the same size.
 
     Args:
-        transport: See `Collective`.
-        numel: See `Collective`.
-        k: See `Collective`.
-        wire: See `Collective`.
         algorithms: Names to choose from.
 
     Attributes:
@@ -102,7 +98,7 @@ class AutomaticCollective(Collective):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The choice is a part of it."""
+        """The state, with the choice."""
         return {
             **super().state_dict(),
             "algorithm": self.algorithm,
@@ -112,7 +108,7 @@ class AutomaticCollective(Collective):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Another world's choice is not repeated.
+        """Continues; another world size's choice is not repeated.
 
         Raises:
             ConfigError: The state has chosen what is no candidate here.

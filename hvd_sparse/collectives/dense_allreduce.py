@@ -39,9 +39,7 @@ class DenseAllreduce(Collective):
     """The allreduce of whole vectors; all entries are applied, nothing is returned.
 
     Args:
-        transport: See `Collective`.
-        numel: See `Collective`.
-        k: See `Collective`; of no account here.
+        k: Not used.
         wire: Plain: dense vectors are sent as they are.
 
     Raises:
@@ -66,7 +64,7 @@ class DenseAllreduce(Collective):
         return Reduction(reduced, SparseStream.empty(self.numel))
 
     def _fold(self, x: Tensor) -> Tensor:
-        """The passive ranks hand over; in place."""
+        """The surplus ranks hand their vectors over; in place."""
         theirs = self._swap_with_partner(x, to_active=True)
         if theirs is None:
             return x
@@ -74,12 +72,12 @@ class DenseAllreduce(Collective):
         return x.add_(theirs)
 
     def _unfold(self, x: Tensor) -> Tensor:
-        """They get the result."""
+        """The surplus ranks get the result."""
         result = self._swap_with_partner(x, to_active=False)
         return x if result is None else result
 
     def _halve_and_double(self, x: Tensor) -> Tensor:
-        """Both phases, in place; a passive rank makes the calls, and takes no part."""
+        """Both phases, in place. A surplus rank makes the calls, without messages."""
         start, stop = 0, self.numel
         rounds = []
         for mask in reversed(list(self.cube.masks())):

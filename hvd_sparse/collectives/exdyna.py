@@ -63,12 +63,8 @@ class ExDyna(IndexUnion):
     """The exchange of ExDyna; its scope is this rank's partition.
 
     Args:
-        transport: See `Collective`.
-        numel: See `Collective`.
-        k: See `Collective`.
         tolerance: How far the result's nnz may be from k, as a share of k.
         dynamic: Whether partitions follow the counts; False keeps them as they were cut first.
-        wire: See `Collective`.
 
     Attributes:
         threshold: δ; 0.0 where there is none yet.

@@ -92,15 +92,12 @@ class OkTopk(Collective):
     """The O(k) sparse allreduce.
 
     Args:
-        transport: See `Collective`.
-        numel: See `Collective`.
         k: See `Collective`; the result holds about k entries too.
         repartition_interval: τ, steps from one repartition to the next, at least 1.
         threshold_interval: τ′, steps from one exact global threshold to the next, at least 1.
         balance_factor: Shares are levelled where the largest exceeds this many times the average,
             or a rank would send more than in levelling and gathering together.
         tolerance: How far the result's nnz may be from k, as a share of k.
-        wire: See `Collective`.
 
     Attributes:
         global_threshold: What entries passed in the last step; 0.0 where there is none.

@@ -1,4 +1,8 @@
-"""What a threshold is estimated from; nothing here changes its arguments."""
+"""What a threshold is estimated from; nothing here changes its arguments.
+
+Every operation raises TypeError for a tensor or a number of another type, and ValueError where `x`
+is not contiguous or a number is out of its range.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,6 @@ def kth_magnitude(x: Tensor, k: int) -> float:
     Args:
         x: float32 `(n,)`.
         k: Rank in `[1, n]`.
-
-    Raises:
-        TypeError: `x` has another dtype, or `k` is not an int.
-        ValueError: `x` is not contiguous, or `k` is out of its range.
     """
     device = checks.vector("x", x).device
     checks.integer("k", k, 1, x.numel())
@@ -39,10 +39,6 @@ def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run:
 
     Returns:
         float32 `(m,)`, in the order of the elements; the last run may be cut short by the end.
-
-    Raises:
-        TypeError: A number is not an int.
-        ValueError: A number is out of its range.
     """
     checks.integer("stride", stride, 1, MAX_NUMEL)
     checks.integer("start", start, 0, stride - 1)

@@ -1,6 +1,7 @@
 """Accumulation and selection: gradients are added, and what is selected moves out.
 
-One pass over the vectors each.
+One pass over the vectors each. Every operation raises TypeError where a number is not an int, and
+ValueError where one is out of its range.
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ def accumulate_select(accumulation: Accumulation, threshold: float) -> Entries:
 
     Returns:
         `(indices, values)`, a stream `(nnz,)`.
-
-    Raises:
-        ValueError: The threshold is negative.
     """
     checks.threshold(threshold)
     return unchecked(accumulation.device).accumulate_select(accumulation, threshold)
@@ -54,10 +52,6 @@ def accumulate_topk(
     Returns:
         `(indices, values, threshold)`: a stream, and the k-th largest magnitude (0.0 with fewer
         than k nonzeros, inf for k = 0).
-
-    Raises:
-        TypeError: `k` is not an int.
-        ValueError: `k` is negative.
     """
     checks.integer("k", k, 0)
     return unchecked(accumulation.device).accumulate_topk(accumulation, k, pivot)
@@ -76,10 +70,6 @@ def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int =
 
     Returns:
         `(indices, values)`, a stream.
-
-    Raises:
-        TypeError: A number is not an int.
-        ValueError: A number is out of its range.
     """
     checks.integer("group_numel", group_numel, 1, MAX_NUMEL)
     checks.integer("k", k, 1, group_numel)
@@ -103,10 +93,6 @@ def partition_select(
 
     Returns:
         `(indices, values)`, a stream.
-
-    Raises:
-        TypeError: A bound is not an int.
-        ValueError: The threshold is negative, or a bound is out of its range.
     """
     checks.threshold(threshold)
     checks.integer("start", start, 0, accumulation.numel)
@@ -135,10 +121,6 @@ def hash_select(
 
     Returns:
         `(indices, values)`, a stream of at most `slots` finite entries.
-
-    Raises:
-        TypeError: A number is not an int.
-        ValueError: A number is out of its range.
     """
     checks.threshold(threshold)
     checks.integer("slots_per_bucket", slots_per_bucket, 1, 255)

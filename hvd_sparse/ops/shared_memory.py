@@ -43,7 +43,7 @@ def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
 
 
 def post(place: Tensor, number: int) -> None:
-    """Writes a number that other processes wait for; who sees it sees all that was written before.
+    """Writes a number that other processes wait for: with it they see all that was written before.
 
     Args:
         place: int64 `(1,)`, in shared memory.

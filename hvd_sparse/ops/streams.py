@@ -1,4 +1,9 @@
-"""Streams, and their way back to a dense vector."""
+"""Streams, and their way back to a dense vector.
+
+Every operation raises TypeError where a tensor has another dtype, and ValueError where lengths do
+not match, a tensor is not contiguous or on another device, a number is out of its range, or an
+index is found out of `[0, n)`. Some entries may be written by then.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +26,6 @@ def merge_sum(streams: Sequence[Entries], numel: int) -> Entries:
 
     Returns:
         `(indices, values)`, one entry per index that occurs.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: There is no stream, lengths do not match, a tensor is not contiguous or on
-            another device, or an index is found out of `[0, numel)`.
     """
     if len(streams) == 0:
         raise ValueError("streams must have at least one stream, got none")
@@ -46,10 +46,6 @@ def difference(indices: Tensor, values: Tensor, other: Tensor) -> Entries:
 
     Returns:
         `(indices, values)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, or a tensor is not contiguous or on another device.
     """
     device = checks.device_of(indices)
     checks.stream(indices, values, device)
@@ -67,10 +63,6 @@ def unapplied(sent: Entries, lost: Entries, applied: Tensor) -> Entries:
 
     Returns:
         `(indices, values)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, or a tensor is not contiguous or on another device.
     """
     device = checks.device_of(sent[0])
     checks.stream(*sent, device)
@@ -89,11 +81,6 @@ def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> Entri
 
     Returns:
         `(indices, values)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, a tensor is not contiguous or on another device, or the
-            threshold is negative.
     """
     device = checks.device_of(indices)
     checks.stream(indices, values, device)
@@ -108,11 +95,6 @@ def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
         x: float32 `(n,)`, changed in place.
         indices: The stream's, `(nnz,)`.
         values: The stream's, `(nnz,)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, a tensor is not contiguous or on another device, or an
-            index is out of `[0, n)` (some entries may have been added then).
     """
     device = checks.vector("x", x).device
     checks.stream(indices, values, device)
@@ -126,11 +108,6 @@ def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
         out: float32, float16 or bfloat16 `(n,)`, overwritten; values are rounded to nearest even.
         indices: The stream's, `(nnz,)`.
         values: The stream's, `(nnz,)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, a tensor is not contiguous or on another device, or an
-            index is found out of `[0, n)` (`out` is undefined then).
     """
     device = checks.device_of(out)
     checks.tensor("out", out, GRADIENT_DTYPES, device)
@@ -147,11 +124,6 @@ def take_at(x: Tensor, indices: Tensor) -> Tensor:
 
     Returns:
         float32 `(nnz,)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: A tensor is not contiguous or on another device, or an index is out of `[0, n)`
-            (some entries may be zeroed then).
     """
     device = checks.vector("x", x).device
     checks.tensor("indices", indices, (torch.int32,), device)
@@ -164,11 +136,6 @@ def zero_at(x: Tensor, indices: Tensor) -> None:
     Args:
         x: float32 `(n,)`, changed in place.
         indices: int32 `(nnz,)`, in any order.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: A tensor is not contiguous or on another device, or an index is out of `[0, n)`
-            (some entries may be zeroed then).
     """
     device = checks.vector("x", x).device
     checks.tensor("indices", indices, (torch.int32,), device)

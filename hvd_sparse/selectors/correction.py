@@ -1,4 +1,4 @@
-"""Putting a selection right in the same step, where its threshold was off.
+"""Corrects a selection in the same step, where its threshold was off.
 
 DGC calls the first one hierarchical selection (Lin et al., arXiv 1712.01887). Both are
 exact, so that no part of the tensor is favoured: a stream cut in the order of its indices would

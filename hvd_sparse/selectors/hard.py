@@ -29,7 +29,7 @@ class HardThreshold(Selector):
 
     @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """`k` says nothing here, but that 1 and n mean none and all."""
+        """`k` is not used, except that density 1 (k = n) takes everything."""
         if accumulator.width == 0 or accumulator.scope.share == 0.0:
             return accumulator.accumulate()
         if k == accumulator.numel:

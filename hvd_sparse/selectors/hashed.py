@@ -15,7 +15,7 @@ The sparse decode of section 4.3 (concatenate P streams, then one scatter-add) i
 
 Departures:
   * The largest magnitudes win, whatever the order in which entries come: no part of the tensor is
-    favoured, and who loses is small.
+    favoured, and what loses is small.
   * With `slots_per_bucket` 8 an entry takes any free slot of its bucket. At m = 3l 0.01 to
     0.06 % of what passes loses its slot, measured at densities 0.01 and 0.001 of 1 and 25 million
     elements: up to 0.08 % in any tenth of the tensor, 0.35 % in any tenth of the magnitudes. The

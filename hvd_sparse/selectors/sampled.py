@@ -53,7 +53,7 @@ class SamplingEstimator(Estimator):
     def sample(self, accumulator: Accumulator) -> Tensor:
         """Magnitudes of some thousand elements at least, or of all; float32 `(s,)`.
 
-        What is not finite counts as zero, so that nobody has to wait for how many are.
+        What is not finite counts as zero, so that nothing waits for their number.
         """
         stride = sample_stride(accumulator.numel, self.share)
         start = mixed(self.seed, self.step) % stride

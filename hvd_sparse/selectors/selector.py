@@ -1,4 +1,4 @@
-"""What a selector is."""
+"""The interface of a selector, and what selectors share."""
 
 from __future__ import annotations
 

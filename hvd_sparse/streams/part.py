@@ -220,7 +220,7 @@ class DenseSum:
     `values` cost a pass over the vector, when first asked for.
 
     Attributes:
-        parts: In order; nobody may change them.
+        parts: In order; not to be changed.
         numel: Length of the vector.
     """
 
@@ -247,7 +247,7 @@ class DenseSum:
         return join(self.parts).to_stream(self.numel)
 
     def as_stream(self) -> SparseStream:
-        """The same as a stream."""
+        """The same vector as a stream."""
         return self._stream
 
     def isfinite(self) -> bool:
@@ -260,7 +260,7 @@ class DenseSum:
         return True
 
     def write(self, out: Tensor, scale: float) -> None:
-        """Write the vector times `scale`; see `SparseStream.write`."""
+        """Write the vector times `scale`; as `SparseStream.write` does."""
         for part in self.parts:
             place = out[part.start : part.stop]
             if part.indices is None:
@@ -272,7 +272,7 @@ class DenseSum:
 
 
 Sum = SparseStream | DenseSum
-"""What a reduction gives."""
+"""The result of a reduction."""
 
 
 def sum_of_parts(parts: Sequence[Part], numel: int) -> Sum:

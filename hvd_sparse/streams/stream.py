@@ -72,7 +72,7 @@ class SparseStream:
         return SparseStream(self.indices[order.long()], values, self.numel)
 
     def split_largest(self, count: int) -> tuple[SparseStream, SparseStream]:
-        """The same, and the rest."""
+        """The `largest` entries, and the rest."""
         if self.nnz <= count:
             return self, SparseStream.empty(self.numel)
         kept = self.largest(count)
@@ -110,7 +110,7 @@ class SparseStream:
         return SparseStream(indices, values, self.numel)
 
     def as_stream(self) -> SparseStream:
-        """Itself; see `DenseSum.as_stream`."""
+        """This stream; a `DenseSum` becomes one."""
         return self
 
     def write(self, out: Tensor, scale: float) -> None:

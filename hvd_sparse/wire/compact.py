@@ -62,7 +62,7 @@ class CompactWire(Wire):
 
     @override
     def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
-        """Indices are not read again."""
+        """Encodes values once and reads them alone; indices are not read again."""
         if self.is_lossless:
             return self.encode(part, seed), part
         codec = self._codec_of(part)

@@ -74,7 +74,6 @@ class Float32Values(ValueCodec):
 
     @override
     def decode(self, data: Tensor, count: int) -> Tensor:
-        """A view."""
         del count
         return data.view(torch.float32)
 
