@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import pivot_key, threshold_key
-from hvd_sparse.ops._arguments import DTYPE_CODES, MAX_NUMEL, Entries, bad_index
+from hvd_sparse.ops._arguments import DTYPE_CODES, GAP_BLOCK, MAX_NUMEL, Entries, bad_index
 from hvd_sparse.ops.accumulation import Accumulation
 
 LIBRARY_PATH = Path(__file__).resolve().parents[1] / "_native.so"
@@ -46,7 +46,6 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "take_at": (c_void_p, c_int64, c_void_p, c_int64, c_int32, c_void_p),
         "decode": (c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_int64, c_int32),
         # wire
-        "gap_block": (),
         "gap_encode": (c_void_p, c_int64, c_int32, c_void_p, c_void_p),
         "gap_decode": (c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p),
         "qsgd_quantize": (c_void_p, c_int64, c_int32, c_int64, c_uint64, c_int32) + (c_void_p,) * 2,
@@ -261,7 +260,7 @@ class NativeOps:
 
     def gap_encode(self, indices: Tensor, start: int) -> Tensor:
         nnz, used = indices.numel(), c_int64()
-        widths = -(-nnz // self._functions["gap_block"]())
+        widths = -(-nnz // GAP_BLOCK)
         code = torch.empty(widths + 4 * nnz, dtype=torch.uint8)
         self._call(
             "gap_encode",
@@ -272,13 +271,12 @@ class NativeOps:
         return code[: used.value]
 
     def gap_decode(self, code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
+        what = f"the {nnz} indices of a code"
+        if code.numel() < -(-nnz // GAP_BLOCK):  # before there is room for so many
+            raise bad_index(what, stop)
         indices = torch.empty(nnz, dtype=torch.int32)
-        self._call(
-            "gap_decode",
-            *(*_span(code), nnz, start, stop, indices.data_ptr()),
-            what=f"the {nnz} indices of a code",
-            numel=stop,
-        )
+        arguments = *_span(code), nnz, start, stop, indices.data_ptr()
+        self._call("gap_decode", *arguments, what=what, numel=stop)
         return indices
 
     def qsgd_quantize(self, x: Tensor, bits: int, bucket_numel: int, seed: int) -> Entries:

@@ -105,7 +105,8 @@ class Part:
         """The same in dense form, with the neutral element where there are no entries."""
         if self.indices is None:
             return self
-        values = _neutral_values(self, operation)
+        shape = (self.numel, *self.values.shape[1:])
+        values = self.values.new_full(shape, operation.neutral(self.values.dtype))
         values[self.indices.long() - self.start] = self.values
         return Part(None, values, self.start, self.stop)
 
@@ -205,11 +206,6 @@ def _merge(parts: Sequence[Part], operation: Operation) -> Part:
         places = torch.searchsorted(union, indices)
         values[places] = operation.combine(values[places], own)
     return Part(union, values, first.start, first.stop)
-
-
-def _neutral_values(part: Part, operation: Operation) -> Tensor:
-    shape = (part.numel, *part.values.shape[1:])
-    return part.values.new_full(shape, operation.neutral(part.values.dtype))
 
 
 @dataclass(frozen=True)

@@ -127,19 +127,13 @@ class CompactWire(Wire):
         return self._read_gaps(message[HEADER_BYTES:], count, 0, numel)
 
     def _read_gaps(self, code: Tensor, count: int, start: int, stop: int) -> Tensor:
-        """Gap-coded indices. A code begins with a byte per block of them."""
-        if code.numel() >= -(-count // ops.GAP_BLOCK):
-            try:
-                return ops.unchecked(CPU).gap_decode(code, count, start, stop)
-            except ValueError as error:
-                raise self._no_code(code, count, start, stop) from error
-        raise self._no_code(code, count, start, stop)
-
-    def _no_code(self, code: Tensor, count: int, start: int, stop: int) -> MessageError:
-        return MessageError(
-            f"{code.numel()} bytes in a message of wire {self.name!r} are no code of {count} "
-            f"strictly ascending indices in [{start}, {stop})"
-        )
+        try:
+            return ops.unchecked(CPU).gap_decode(code, count, start, stop)
+        except ValueError as error:
+            raise MessageError(
+                f"{code.numel()} bytes in a message of wire {self.name!r} are no code of {count} "
+                f"strictly ascending indices in [{start}, {stop})"
+            ) from error
 
 
 def gap_index_bytes(density: float) -> float:

@@ -212,13 +212,7 @@ def test_group(native: NativeOps, numel: int) -> None:
             if group_numel < 10 and numel > 10_000:
                 continue  # slow in the reference, and nothing new
             same_as_reference(
-                native,
-                "accumulate_group_topk",
-                residual,
-                [gradient],
-                k,
-                group_numel,
-                what=name,
+                native, "accumulate_group_topk", residual, [gradient], k, group_numel, what=name
             )
         pieces = cut(torch.nan_to_num(gradient, INF, INF, -INF), 7)
         same_as_reference(native, "accumulate_group_topk", residual, pieces, 5, 512, what=name)
@@ -235,13 +229,7 @@ def test_with_momentum(native: NativeOps, nesterov: bool) -> None:
         ("accumulate_group_topk", (5, 512)),
     ):
         same_as_reference(
-            native,
-            op,
-            residual,
-            cut(gradient, 40),
-            *arguments,
-            buffer=buffer,
-            nesterov=nesterov,
+            native, op, residual, cut(gradient, 40), *arguments, buffer=buffer, nesterov=nesterov
         )
 
 
