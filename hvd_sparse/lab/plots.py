@@ -8,14 +8,14 @@ from typing import Any
 
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import replacing
-from hvd_sparse.lab.simulator.simulation import Outcome
+from hvd_sparse.lab.simulator.simulation import SimulatedOutcome
 from hvd_sparse.planner.choose import Placement, PlannedTensor, Span, jobs_of, schedule
 from hvd_sparse.planner.costs import Profile
 
 # MERGED simulator.plots
 # Curves over the number of ranks.
 
-CURVES: tuple[tuple[str, bool, Callable[[Outcome], float | None]], ...] = (
+CURVES: tuple[tuple[str, bool, Callable[[SimulatedOutcome], float | None]], ...] = (
     ("seconds of an exchange", True, lambda o: o.exchange_s),
     ("words received by the worst rank", True, lambda o: o.received_words.worst),
     ("parallel efficiency, weak scaling", False, lambda o: o.efficiency),
@@ -48,7 +48,7 @@ def load_pyplot(path: Path | str | None = None) -> Any:
     return pyplot
 
 
-def plot_outcomes(outcomes: Sequence[Outcome], title: str, path: Path | str) -> None:
+def plot_outcomes(outcomes: Sequence[SimulatedOutcome], title: str, path: Path | str) -> None:
     """Draw time, volume and efficiency against the number of ranks, a curve per algorithm.
 
     Raises:
