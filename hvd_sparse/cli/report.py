@@ -9,24 +9,23 @@ from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
 from hvd_sparse.lab.report.log import chosen_run, read_runs
-from hvd_sparse.lab.report.page import beside, report_page
+from hvd_sparse.lab.report.page import other_compressions, report_page
 from hvd_sparse.lab.report.summary import bucket_means, last_plan, slowest_rank, steps_of
 
 
 def add_recording_arguments(parser: argparse.ArgumentParser) -> None:
-    """A recording and one of its runs, for all commands that read one."""
-    parser.add_argument("recording", type=Path, help="what record= or a Recorder has written")
+    """Add the arguments of all commands that read a recording: the file, and one of its runs."""
+    parser.add_argument("recording", type=Path, help="the file that record= or a Recorder wrote")
     parser.add_argument(
         "--run",
         type=int,
         dest="run_number",
         metavar="N",
-        help="the N-th run of the file, which a restart adds one to (default: the last)",
+        help="the N-th run of the file; a restart adds one (default: the last)",
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recording, which of its runs, and where the page goes."""
     add_recording_arguments(parser)
     parser.add_argument(
         "-o", "--output", type=Path, help="the page (default: the recording's name with .html)"
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def output_of(options: argparse.Namespace, suffix: str) -> Path:
-    """Where to write: what `-o` says, or beside the recording, but never over it."""
+    """Where to write: what `-o` says, or other_compressions the recording, but never over it."""
     recording: Path = options.recording
     output: Path = options.output or recording.with_suffix(suffix)
     if (output.parent.resolve(), output.name) == (recording.parent.resolve(), recording.name):
@@ -43,7 +42,6 @@ def output_of(options: argparse.Namespace, suffix: str) -> Path:
 
 
 def run(options: argparse.Namespace) -> Output:
-    """Read, draw, write."""
     output = output_of(options, ".html")
     runs = read_runs(options.recording)
     recording = chosen_run(runs, options.run_number)
@@ -60,9 +58,9 @@ def run(options: argparse.Namespace) -> Output:
         "slowest_rank": slowest_rank(recording),
     }
     notes = [f"run {runs.index(recording) + 1} of {len(runs)}"] if len(runs) > 1 else []
-    if others := beside(runs, recording):
+    if others := other_compressions(runs, recording):
         numbers = ", ".join(map(str, others))
-        notes.append(f"another compression of the same time: --run {numbers}")
+        notes.append(f"another compression at the same time: --run {numbers}")
     if recording.torn_lines:
         notes.append(f"{recording.torn_lines} line(s) are cut off")
     note = f" ({', '.join(notes)})" if notes else ""

@@ -150,7 +150,7 @@ def check_page(page: str) -> Page:
 @pytest.fixture
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """No figures, which are slow; the numbers that pass the reader are drawn further below."""
-    monkeypatch.setattr("hvd_sparse.lab.report.figures.svg", lambda draw, name: "<svg></svg>")
+    monkeypatch.setattr("hvd_sparse.lab.report.figures.svg", lambda *_: "<svg></svg>")
 
 
 @pytest.mark.usefixtures("quick_figures")

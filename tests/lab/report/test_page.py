@@ -130,8 +130,8 @@ def test_two_compressions_with_one_file_are_told_apart(tmp_path: Path, capsys: A
     for engine in engines:
         engine.disconnect()
     page = page_of(path)
-    assert "another compression of the same time: --run 1" in capsys.readouterr().out
-    assert "of another compression: run 1." in page
+    assert "another compression at the same time: --run 1" in capsys.readouterr().out
+    assert "Another compression of the same process at the same time: run 1." in page
     assert [row[-1].partition(" ")[0] for row in cells(page, "Runs")[1:]] == ["topk", "mstopk"]
 
 
@@ -210,7 +210,7 @@ def test_ticks_are_plain_numbers(high: float) -> None:
         axes.set_yscale("log")
         figures._finish(axes, "MB", legend=False, from_zero=False)
 
-    labels = re.findall(r"<text[^>]*>(.*?)</text>", figures.svg(draw, "ticks"), re.DOTALL)
+    labels = re.findall(r"<text[^>]*>(.*?)</text>", figures.svg("ticks", draw), re.DOTALL)
     texts = [re.sub(r"<[^>]*>|\s", "", label) for label in labels]
     numbers = [float(text) for text in texts if text not in ("step", "MB")]
     assert len(numbers) >= 3 + 3
