@@ -1,4 +1,4 @@
-"""`hvd-sparse report`: a recording as one HTML page."""
+"""`hvd-sparse report`: turns a recording into one HTML page."""
 
 from __future__ import annotations
 

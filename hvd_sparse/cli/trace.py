@@ -1,4 +1,4 @@
-"""`hvd-sparse trace`: a recording as a Chrome trace."""
+"""`hvd-sparse trace`: turns a recording into a Chrome trace."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from hvd_sparse.lab.report.log import chosen_run, read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recording, which of its runs, Horovod's timeline, and where the trace goes."""
     add_recording_arguments(parser)
     parser.add_argument(
-        "--timeline", type=Path, help="merge with this file of Horovod's (HOROVOD_TIMELINE)"
+        "--timeline", type=Path, help="merge with this timeline of Horovod (HOROVOD_TIMELINE)"
     )
     parser.add_argument(
         "-o",
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Output:
-    """Read, merge, write."""
     output = output_of(options, ".trace.json")
     timeline = None if options.timeline is None else read_timeline(options.timeline)
     recording = chosen_run(read_runs(options.recording), options.run_number)

@@ -322,7 +322,7 @@ def bucket_tables(plan: Plan) -> list[str]:
     ]
 
 
-# -- pieces of HTML; all content that is put into them is escaped -----------------------------------
+# -- pieces of HTML, which escape their content ---------------------------------------------------
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff;
