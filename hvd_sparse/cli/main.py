@@ -14,10 +14,9 @@ from hvd_sparse.cli.check import CHECK
 from hvd_sparse.cli.command import Command
 from hvd_sparse.cli.plan import PLAN
 from hvd_sparse.cli.profile import PROFILE
-from hvd_sparse.cli.report import REPORT
+from hvd_sparse.cli.report import REPORT, TRACE
 from hvd_sparse.cli.simulate import SIMULATE
 from hvd_sparse.cli.top import TOP
-from hvd_sparse.cli.trace import TRACE
 from hvd_sparse.cli.validate import VALIDATE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.files import write_text

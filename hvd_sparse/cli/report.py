@@ -1,13 +1,15 @@
-"""`hvd-sparse report`: turns a recording into one HTML page."""
+"""`hvd-sparse report` and `trace`: turn a recording into an HTML page or a Chrome trace."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
+from hvd_sparse.lab.report.chrome_trace import chrome_trace, read_timeline
 from hvd_sparse.lab.report.log import chosen_run, read_runs
 from hvd_sparse.lab.report.page import other_compressions, report_page
 from hvd_sparse.lab.report.summary import bucket_means, last_plan, slowest_rank, steps_of
@@ -25,7 +27,7 @@ def add_recording_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add_recording_arguments(parser)
     parser.add_argument(
         "-o", "--output", type=Path, help="the page (default: the recording's name with .html)"
@@ -41,7 +43,7 @@ def output_of(options: argparse.Namespace, suffix: str) -> Path:
     return output
 
 
-def run(options: argparse.Namespace) -> Output:
+def run_report(options: argparse.Namespace) -> Output:
     output = output_of(options, ".html")
     runs = read_runs(options.recording)
     recording = chosen_run(runs, options.run_number)
@@ -67,10 +69,45 @@ def run(options: argparse.Namespace) -> Output:
     return Output(report, f"{output}: {report['steps']} steps{note}")
 
 
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recording_arguments(parser)
+    parser.add_argument(
+        "--timeline", type=Path, help="merge with this timeline of Horovod (HOROVOD_TIMELINE)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="the trace (default: the recording's name with .trace.json)",
+    )
+
+
+def run_trace(options: argparse.Namespace) -> Output:
+    output = output_of(options, ".trace.json")
+    timeline = None if options.timeline is None else read_timeline(options.timeline)
+    recording = chosen_run(read_runs(options.recording), options.run_number)
+    trace = chrome_trace(recording, timeline)
+    write_text(output, json.dumps(trace, separators=(",", ":"), allow_nan=False))
+    events = len(trace["traceEvents"])
+    text = f"{output}: {events} events; open it in chrome://tracing or ui.perfetto.dev"
+    return Output({"trace": str(output), "events": events}, text)
+
+
 REPORT = Command(
     name="report",
     summary="turn a recording into one HTML page",
     examples=("hvd-sparse report run.jsonl", "hvd-sparse report run.jsonl -o page.html --json"),
-    add_arguments=add_arguments,
-    run=run,
+    add_arguments=add_report_arguments,
+    run=run_report,
+)
+
+TRACE = Command(
+    name="trace",
+    summary="turn a recording into a Chrome trace, merged with Horovod's timeline",
+    examples=(
+        "hvd-sparse trace run.jsonl",
+        "hvd-sparse trace run.jsonl --timeline timeline.json -o merged.json",
+    ),
+    add_arguments=add_trace_arguments,
+    run=run_trace,
 )

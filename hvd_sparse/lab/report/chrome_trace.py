@@ -114,6 +114,7 @@ def read_timeline(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ConfigError: The file holds no list of events.
     """
+    name = os.fspath(path)
     text = Path(path).read_text(encoding="utf-8", errors="replace").strip()
     try:
         events = json.loads(text)
@@ -121,14 +122,12 @@ def read_timeline(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         try:
             events = json.loads(text[: text.rfind("}") + 1] + "]")
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{os.fspath(path)}: no timeline of Horovod's: {error}") from None
+            raise ConfigError(f"{name}: no timeline of Horovod's: {error}") from None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ConfigError(f"{os.fspath(path)}: no timeline of Horovod's: not a list of events")
+        raise ConfigError(f"{name}: no timeline of Horovod's: not a list of events")
     for event in events:
         if "ts" in event and not is_number(event["ts"]):
-            raise ConfigError(
-                f"{os.fspath(path)}: no timeline of Horovod's: ts cannot be {repr(event['ts'])}"
-            )
+            raise ConfigError(f"{name}: no timeline of Horovod's: ts cannot be {repr(event['ts'])}")
     return events
 
 

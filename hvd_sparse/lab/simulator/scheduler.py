@@ -95,7 +95,7 @@ class Scheduler:
             else:
                 self._hand_over()
 
-        with _one_thread_per_operation(), _small_stacks():
+        with _small_threads():
             threads = [
                 threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True)
                 for rank in range(len(self._turns))
@@ -125,19 +125,12 @@ class Scheduler:
 
 
 @contextmanager
-def _one_thread_per_operation() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def _small_threads() -> Iterator[None]:
+    """Small stacks, and operations of torch that take no further threads."""
+    threads, stack_bytes = torch.get_num_threads(), threading.stack_size(STACK_BYTES)
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _small_stacks() -> Iterator[None]:
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
+        threading.stack_size(stack_bytes)

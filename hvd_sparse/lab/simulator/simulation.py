@@ -267,12 +267,10 @@ def _simulate_task(task: tuple[Any, ...]) -> SimulatedOutcome:
 def with_efficiency(outcomes: Sequence[SimulatedOutcome]) -> list[SimulatedOutcome]:
     """Add the parallel efficiency: the smallest world's time over the outcome's own time."""
     base_s: dict[str, float] = {}
-    for outcome in sorted(outcomes, key=lambda o: o.world_size):
-        base_s.setdefault(outcome.label, outcome.step_s)
+    for o in sorted(outcomes, key=lambda o: o.world_size):
+        base_s.setdefault(o.label, o.step_s)
     return [
-        replace(o, efficiency=base_s[o.label] / o.step_s)
-        if base_s[o.label] > 0
-        else replace(o, efficiency=None)
+        replace(o, efficiency=base_s[o.label] / o.step_s if base_s[o.label] > 0 else None)
         for o in outcomes
     ]
 
