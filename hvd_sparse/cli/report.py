@@ -35,7 +35,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def output_of(options: argparse.Namespace, suffix: str) -> Path:
-    """Where to write: what `-o` says, or other_compressions the recording, but never over it."""
+    """The output file: that of `-o`, else one beside the recording, but never the recording."""
     recording: Path = options.recording
     output: Path = options.output or recording.with_suffix(suffix)
     if (output.parent.resolve(), output.name) == (recording.parent.resolve(), recording.name):

@@ -179,6 +179,7 @@ class Recorder(Observer):
         atexit.unregister(self._at_exit)
 
     def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
+        """Write a planner's decision, between two steps."""
         if self._transport() is not transport:
             self._begin(transport)
         self._write({"kind": "trial", "step": self._step, **trial})
@@ -414,9 +415,11 @@ class Thinning:
         self._last_step = step
 
     def is_due(self, step: int) -> bool:
+        """Whether the next line is due after this step."""
         return step - self._last_step >= 1 << (self._entries // ENTRIES_BEFORE_THINNING)
 
     def wrote(self, step: int, entries: int) -> None:
+        """Count the entries of a line that was written after this step."""
         self._last_step = step
         self._entries += entries
 

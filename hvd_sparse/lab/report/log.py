@@ -227,34 +227,14 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and is_number(value) and value <= 2**53
 
 
-def is_positive(value: Any) -> bool:
-    return is_count(value) and value > 0
-
-
 def is_number_or_none(value: Any) -> bool:
     """Whether a value is a number, or null, which stands for one that was not finite."""
     return value is None or is_number(value)
 
 
-def is_seconds(value: Any) -> bool:
-    return is_number(value) and value > 0
-
-
-def is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def is_moment(value: Any) -> bool:
     """Whether a value is a time in seconds since 1970."""
     return is_number(value) and value <= MOST_UNIX_S
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_names(value: Any) -> bool:
-    return list_of(is_text)(value) and len(value) > 0
 
 
 def is_spans(value: Any) -> bool:
@@ -264,13 +244,17 @@ def is_spans(value: Any) -> bool:
     )
 
 
-def is_trial(value: Any) -> bool:
-    """Whether a value is a list of one attempt or more; the dense one is first."""
-    return list_of(object_of(ATTEMPT))(value) and len(value) > 0
+def above_zero(check: Check) -> Check:
+    return lambda value: check(value) and value > 0
 
 
-def list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
+def instance_of(kind: type) -> Check:
+    return lambda value: isinstance(value, kind)
+
+
+def list_of(check: Check, least: int = 0) -> Check:
+    """Whether a value is a list of at least so many valid values."""
+    return lambda value: isinstance(value, list) and len(value) >= least and all(map(check, value))
 
 
 def object_of(checks: Mapping[str, Check]) -> Check:
@@ -280,8 +264,9 @@ def object_of(checks: Mapping[str, Check]) -> Check:
     )
 
 
+is_text, is_flag = instance_of(str), instance_of(bool)
 BUCKET: Mapping[str, Check] = {
-    "names": is_names,
+    "names": list_of(is_text, 1),
     "numel": is_count,
     "k": is_count,
     "density": is_number,
@@ -294,7 +279,7 @@ ATTEMPT: Mapping[str, Check] = {
     "sparse_tensors": is_count,
     "buckets": is_count,
     "predicted_s": is_number,
-    "step_s": is_seconds,
+    "step_s": above_zero(is_number),
     "error_s": is_number,
     "steps": is_count,
 }
@@ -307,7 +292,7 @@ LINES: Mapping[str, Mapping[str, Check]] = {
         "host": is_text,
         "pid": is_count,
         "rank": is_count,
-        "world_size": is_positive,
+        "world_size": above_zero(is_count),
         "transport": is_text,
         "start_unix_s": is_moment,
     },
@@ -315,7 +300,7 @@ LINES: Mapping[str, Mapping[str, Check]] = {
     "steps": {
         "id": is_text,
         "step": is_count,
-        "steps": is_positive,
+        "steps": above_zero(is_count),
         "at_s": is_number,
         "seconds": is_number,
         "collective": list_of(is_text),
@@ -328,14 +313,14 @@ LINES: Mapping[str, Mapping[str, Check]] = {
     "trial": {
         "id": is_text,
         "step": is_count,
-        "tried": is_trial,
+        "tried": list_of(object_of(ATTEMPT), 1),
         "chosen": is_count,
         "recalled": is_flag,
     },
     "ranks": {
         "id": is_text,
         "step": is_count,
-        "steps": is_positive,
+        "steps": above_zero(is_count),
         **dict.fromkeys(COMPARED_PHASES, list_of(is_number)),
     },
 }
