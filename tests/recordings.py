@@ -137,7 +137,10 @@ def ranks(*exchange_s: float) -> dict[str, Any]:
     return {"kind": "ranks", "id": "x", "step": 64, "steps": 64, **phases}
 
 
-def text_of(*lines: Any, run: str | None = None) -> str:
-    """The lines as a file; with `run`, as lines of the run with that id."""
-    with_id = {} if run is None else {"id": run}
-    return "".join(json.dumps({**line, **with_id}) + "\n" for line in lines)
+def text_of(*lines: Any) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def of_run(run: str, *lines: dict[str, Any]) -> str:
+    """The lines as those of the run with that id."""
+    return text_of(*({**line, "id": run} for line in lines))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvd_sparse.lab.report.follow import Follower, present
-from tests.recordings import PLAN, RUN, ranks, steps, text_of
+from tests.recordings import PLAN, RUN, of_run, ranks, steps, text_of
 
 
 def append(path: Path, text: str) -> None:
@@ -36,7 +36,7 @@ def test_it_follows_a_file_that_grows(tmp_path: Path) -> None:
     assert shown is not None  # the present is the last 100 steps
     assert (shown.steps, shown.sent_bytes, shown.exchange_ms) == (150, 10, (100, 20))
     assert shown.slowest_rank == 1
-    append(path, text_of(RUN, PLAN, steps(1, 1), run="y"))
+    append(path, of_run("y", RUN, PLAN, steps(1, 1)))
     assert [len(each.steps) for each in follower.poll()] == [3, 1]
-    path.write_text(text_of(RUN, PLAN, run="z"))
+    path.write_text(of_run("z", RUN, PLAN))
     assert [each.run["id"] for each in follower.poll()] == ["z"]  # begun anew
