@@ -17,7 +17,7 @@ import torch.distributed
 
 from hvd_sparse import ops
 from hvd_sparse._version import __version__
-from hvd_sparse.cli.command import Command, Output, no_arguments
+from hvd_sparse.cli.command import Command, Output, no_arguments, one_line
 from hvd_sparse.compression import POLICY_VARIABLE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.native import LIBRARY_PATH
@@ -184,11 +184,6 @@ def run(options: argparse.Namespace) -> Output:
     lines += ["", f"{len(problems)} problem{'s' * (len(problems) != 1)}"] if problems else []
     report = {"findings": [asdict(finding) for finding in found], "problems": len(problems)}
     return Output(report, "\n".join(lines), status=1 if problems else 0)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's message without its line breaks."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _version(distribution: str) -> str | None:

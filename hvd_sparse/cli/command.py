@@ -127,8 +127,12 @@ def load_model(text: str) -> nn.Module:
         factory = getattr(importlib.import_module(module_name), factory_name)
         model = factory()
     except Exception as error:  # whatever the user's code raises
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"model {text!r} cannot be made: {words}") from error
+        raise ConfigError(f"model {text!r} cannot be made: {one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {text!r} is no torch.nn.Module but a {type(model).__name__}")
     return model
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and message, without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
