@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,10 +12,8 @@ from torch import Tensor
 
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import Stats, StepStats
+from hvd_sparse.errors import warn
 from hvd_sparse.transports import Transport
-
-# MERGED engine.observer
-# Who is told what an engine does.
 
 COMPARED_PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s")
 """The columns of what `Observer.compared` is given."""
@@ -38,77 +35,19 @@ class Observer(Protocol):
             seconds: float64 `(P, len(COMPARED_PHASES))`, sums since the last call, on every rank.
         """
 
+    def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
+        """A planner has decided, between two steps.
+
+        Args:
+            transport: Connects the ranks.
+            trial: `tried` plans, which of them was `chosen`, and whether that was `recalled`.
+        """
+
     def ended(self) -> None:
         """No step follows by this transport."""
 
 
-# MERGED engine.guard
-# What keeps an observer from ending a step.
-
 logger = logging.getLogger("hvd_sparse")
-
-
-class Guard:
-    """Calls an observer until it first raises; then it warns once, and calls it no more.
-
-    Args:
-        observer: Whom to call; None: nobody.
-    """
-
-    def __init__(self, observer: Observer | None) -> None:
-        self._observer = observer
-        self._rank = 0
-        self._steps = 0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anybody is called."""
-        return self._observer is not None
-
-    def planned(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
-        """See `Observer.planned`."""
-        self._rank = transport.rank
-        self._call(lambda observer: observer.planned(transport, buckets))
-
-    def stepped(self, buckets: Sequence[Bucket]) -> None:
-        """See `Observer.stepped`."""
-        self._call(lambda observer: observer.stepped(buckets))
-        self._steps += 1
-
-    def compared(self, seconds: Tensor) -> None:
-        """See `Observer.compared`."""
-        self._call(lambda observer: observer.compared(seconds))
-
-    def ended(self) -> None:
-        """See `Observer.ended`."""
-        self._call(lambda observer: observer.ended())
-
-    def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
-        """See `Recorder.tried`, which an observer need not have."""
-        if hasattr(self._observer, "tried"):
-            self._call(lambda observer: observer.tried(transport, trial))  # type: ignore[attr-defined]
-
-    def _call(self, call: Callable[[Observer], None]) -> None:
-        if self._observer is None:
-            return
-        try:
-            call(self._observer)
-        except Exception as error:
-            logger.debug("an observer failed", exc_info=True)
-            warn(
-                f"rank {self._rank}: {self._observer} is off from step {self._steps + 1} on, "
-                f"training goes on: {type(error).__name__}: {error}"
-            )
-            self._observer = None
-
-
-def warn(message: str) -> None:
-    """Warn, without raising where the user has made errors of warnings."""
-    try:
-        warnings.warn(f"hvd_sparse: {message}", stacklevel=2)
-    except Warning:
-        logger.warning(message)
-
 
 COMPARISON_INTERVAL = 64
 """Steps from one comparison of the ranks' times to the next, where an observer asks for it."""
@@ -118,11 +57,13 @@ class Account:
     """The books of one engine.
 
     Args:
-        observer: Is told of plans and steps; see `Engine`.
+        observer: Is told of plans and steps, until it first raises: then it is warned of once and
+            called no more, so that no observer ends a step. None: nobody is told.
     """
 
     def __init__(self, observer: Observer | None) -> None:
-        self._observer = Guard(observer)
+        self._observer = observer
+        self._rank = self._told_steps = 0
         self._buckets: Sequence[Bucket] = ()
         self._plans = self._steps_before = 0
         self._before = StepStats()
@@ -134,7 +75,7 @@ class Account:
         """There is a new plan; the ranks agree on whether they compare their times."""
         self._buckets = buckets
         self._plans += 1
-        mine = torch.tensor([self._observer.is_on], dtype=torch.int64)
+        mine = torch.tensor([self._observer is not None], dtype=torch.int64)
         told = transport.broadcast((mine,), 0, channel="observe")
         self._comparing = bool(told.view(torch.int64))
         self._compared.zero_()
@@ -150,17 +91,17 @@ class Account:
 
     def tell_plan(self, transport: Transport) -> None:
         """Tell the observer of the buckets, which may be none."""
-        self._told_of_transport = True
-        self._observer.planned(transport, self._buckets)
+        self._told_of_transport, self._rank = True, transport.rank
+        self._tell(lambda observer: observer.planned(transport, self._buckets))
 
     def tell_tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
         """Tell the observer what a planner tried and chose."""
-        self._observer.tried(transport, trial)
+        self._tell(lambda observer: observer.tried(transport, trial))
 
     def disconnected(self) -> None:
         """The observer's transport is gone."""
         if self._told_of_transport:
-            self._observer.ended()
+            self._tell(lambda observer: observer.ended())
         self._told_of_transport = False
 
     def begin_step(self) -> None:
@@ -175,14 +116,14 @@ class Account:
         if not self._told_of_transport:
             self.tell_plan(transport)
         self._steps_before += 1
-        self._observer.stepped(())
+        self._tell_step(())
 
     def end_step(self, transport: Transport) -> None:
         """All buckets' sums are there; the background thread is idle meanwhile."""
         self._step_began = False
         if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
             self._compare_ranks(transport)
-        self._observer.stepped(self._buckets)
+        self._tell_step(self._buckets)
 
     def _compare_ranks(self, transport: Transport) -> None:
         """Gather what the phases took on every rank."""
@@ -191,7 +132,25 @@ class Account:
         now = torch.tensor(sums, dtype=torch.float64)
         since, self._compared = now - self._compared, now
         messages = transport.allgather((since,), channel="compare")
-        self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
+        everyone = torch.stack([message.view(torch.float64) for message in messages])
+        self._tell(lambda observer: observer.compared(everyone))
+
+    def _tell_step(self, buckets: Sequence[Bucket]) -> None:
+        self._tell(lambda observer: observer.stepped(buckets))
+        self._told_steps += 1
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        if self._observer is None:
+            return
+        try:
+            call(self._observer)
+        except Exception as error:
+            logger.debug("an observer failed", exc_info=True)
+            warn(
+                f"rank {self._rank}: {self._observer} is off from step {self._told_steps + 1} on, "
+                f"training goes on: {type(error).__name__}: {error}"
+            )
+            self._observer = None
 
     @property
     def _steps(self) -> int:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.engine.bucketing import Method, TensorSpec
-from hvd_sparse.engine.lane import Lane
-from hvd_sparse.engine.staging import Stage, Stages
+from hvd_sparse.engine.bucketing import BucketPlan, Method, TensorSpec
+from hvd_sparse.engine.lane import DeviceLane
+from hvd_sparse.engine.staging import Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
 from hvd_sparse.hosts import Hosts, ShardedSum
 from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
-
-
-class Clips(Protocol):
-    """Limits a bucket's gradients in place."""
-
-    def apply(self, bucket: Bucket) -> None:
-        """See `clipping.StepClipping`."""
 
 
 class Phase(Enum):
@@ -69,12 +62,10 @@ class Bucket:
             is written again only after all of the bucket's next gradients have come.
         phase: How far the step has come.
         taken: The entries to send, between selection and exchange; else None.
-        stage: How they are to be exchanged; else None.
         reduced: The step's result before it is decoded, then None again.
         poisoned: Whether the step's result is non-finite somewhere.
         is_open: Whether the last step has begun to change the bucket's state, and nobody has said
             yet whether it counts.
-        clipping: What limits the step's gradients, with those of the other buckets; None: nothing.
     """
 
     def __init__(
@@ -104,10 +95,9 @@ class Bucket:
         self.stages = Stages(self.collective, self.selector, takes_all=self._is_alone)
         self.memory = method.memory.make(numel, device, peers.world_size)
         if decoded is None:
-            dtype = getattr(torch, specs[0].dtype.removeprefix("torch."))
-            decoded = ops.zero_vector(self.numel, dtype, device)
+            decoded = ops.zero_vector(self.numel, specs[0].torch_dtype, device)
         self.decoded = decoded
-        self.lane = Lane(device)
+        self.lane = DeviceLane(device)
         names = tuple(spec.label for spec in specs)
         self.stats = BucketStats(
             names=names,
@@ -119,15 +109,13 @@ class Bucket:
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
         self.taken: SparseStream | None = None
-        self.stage: Stage | None = None
         self.reduced: Sum | ShardedSum | None = None
         self._views: list[Tensor] | None = None
         self.poisoned = False
         self.is_open = False
-        self.clipping: Clips | None = None
         self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None
         self._gradients: list[Tensor | None] = [None] * len(specs)
-        self._staged: dict[int, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
         self._step_gradients: list[Tensor] | None = None
         self._missing = len(specs)
 
@@ -163,20 +151,20 @@ class Bucket:
 
     @property
     def k(self) -> int:
-        """Entries wanted in the step that comes, or is under way."""
+        """Entries wanted of the whole vector in the step that comes, or is under way."""
         return self._k_of(self.numel)
 
     @property
     def shard_k(self) -> int:
-        """Those that are wanted of the shard: all k without two levels."""
-        return self._k_of(int(self.shard.stop - self.shard.start))
+        """Entries wanted of the shard."""
+        return self._k_of(self.memory.residual.numel())
 
     def _k_of(self, numel: int) -> int:
         return numel if self._is_alone else self.method.k(numel, self.step)
 
     @property
     def _is_alone(self) -> bool:
-        """Whether there is no other host: what the ranks of this one sum is exchanged no more."""
+        """Whether this is the only host: its ranks' sum is exchanged with nobody."""
         return self.hosts is not None and self.hosts.grid.hosts == 1
 
     def gradients(self) -> list[Tensor]:
@@ -186,7 +174,7 @@ class Bucket:
             TransportError: A rank of the host is gone or did not answer.
         """
         if self.inside is None:
-            return self.staged_gradients()
+            return self.contiguous_gradients()
         if self._step_gradients is None:
             return [self.inside.reduce_scatter([g for g in self._gradients if g is not None])]
         return [self.inside.reduce_scatter(self._step_gradients)]
@@ -207,22 +195,22 @@ class Bucket:
         self.memory.roll_back()
         self.is_open = False
 
-    def staged_gradients(self) -> list[Tensor]:
+    def contiguous_gradients(self) -> list[Tensor]:
         """The step's gradients, each contiguous; strided ones are copied to a place kept for it."""
         if self._step_gradients is None:
-            self._step_gradients = [self._staged_gradient(i) for i in range(len(self.specs))]
+            self._step_gradients = [self._contiguous_gradient(i) for i in range(len(self.specs))]
         return self._step_gradients
 
-    def _staged_gradient(self, place: int) -> Tensor:
+    def _contiguous_gradient(self, place: int) -> Tensor:
         gradient = self._gradients[place]
         assert gradient is not None
         if gradient.is_contiguous():
             return gradient
-        if place not in self._staged:
-            self._staged[place] = torch.empty(
+        if place not in self._copies:
+            self._copies[place] = torch.empty(
                 gradient.shape, dtype=gradient.dtype, device=gradient.device
             )
-        return self._staged[place].copy_(gradient)
+        return self._copies[place].copy_(gradient)
 
     def decoding_would_overwrite_gradients(self) -> bool:
         """Whether a gradient is still a view of the last result, as after zeroing it in place."""
@@ -337,23 +325,21 @@ def _padded(part: Tensor, start: int, numel: int) -> Tensor:
 
 
 class Location:
-    """The places of one tensor of a plan.
+    """Where one tensor of a plan lies.
 
     Attributes:
         spec: The tensor.
         places: Each bucket that has rows of it, and which of the bucket's tensors they are; in the
             order of the rows.
         bucket: The first of them.
-        place: The tensor's, there.
-        whole: The decoded gradient of a tensor that is cut; None: the bucket has it.
+        place: The tensor's index there.
+        whole: The decoded gradient of a tensor that is cut; None: it is the bucket's view.
     """
 
-    def __init__(
-        self, spec: TensorSpec, places: Sequence[tuple[Bucket, int]], whole: Tensor | None
-    ) -> None:
-        self.spec = spec
+    def __init__(self, places: Sequence[tuple[Bucket, int]], whole: Tensor | None) -> None:
         self.places = tuple(places)
         self.bucket, self.place = self.places[0]
+        self.spec = self.bucket.specs[self.place].tensor
         self.whole = whole
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[Bucket, int, Tensor]]:
@@ -376,30 +362,35 @@ class Location:
             bucket.put_in(place, {kind: spec.of(tensor) for kind, tensor in held.items()})
 
 
-class Wholes:
-    """What tensors that are cut are decoded to, each its buckets' vectors side by side."""
+def make_buckets(
+    plans: Sequence[BucketPlan],
+    devices: Mapping[str, torch.device],
+    transport: Transport,
+    hosts: Hosts | None,
+) -> tuple[list[Bucket], dict[str, Location]]:
+    """A plan's buckets, and where each of its tensors lies, by name.
 
-    def __init__(self) -> None:
-        self._gradients: dict[str, Tensor] = {}
+    The buckets of a tensor that is cut decode into one gradient, side by side.
 
-    def vector_for(self, specs: Sequence[TensorSpec], device: torch.device) -> Tensor | None:
-        """What a bucket of these is to decode to; None: a vector of its own."""
-        [part, *_] = specs
-        if part.whole is None:
-            return None
-        if part.name not in self._gradients:
-            dtype = getattr(torch, part.dtype.removeprefix("torch."))
-            vector = ops.zero_vector(part.tensor.numel, dtype, device)
-            self._gradients[part.name] = vector.view(part.tensor.shape)
-        return part.of(self._gradients[part.name]).view(-1)
-
-    def locate(self, buckets: Iterable[Bucket]) -> dict[str, Location]:
-        """Where each tensor of the buckets lies, by its name."""
-        specs: dict[str, TensorSpec] = {}
-        places: dict[str, list[tuple[Bucket, int]]] = {}
-        for bucket in buckets:
-            for place, spec in enumerate(bucket.specs):
-                specs[spec.name] = spec.tensor
-                places.setdefault(spec.name, []).append((bucket, place))
-        wholes = self._gradients
-        return {name: Location(specs[name], places[name], wholes.get(name)) for name in places}
+    Args:
+        plans: In the order of exchange.
+        devices: Where the gradients are, by the tensors' names.
+        transport: Connects the ranks.
+        hosts: Two levels among them, or None.
+    """
+    buckets: list[Bucket] = []
+    wholes: dict[str, Tensor] = {}
+    places: dict[str, list[tuple[Bucket, int]]] = {}
+    for plan in plans:
+        first, decoded = plan.specs[0], None
+        device = devices[first.name]
+        if first.whole is not None:
+            if first.name not in wholes:
+                vector = ops.zero_vector(first.tensor.numel, first.torch_dtype, device)
+                wholes[first.name] = vector.view(first.tensor.shape)
+            decoded = first.of(wholes[first.name]).view(-1)
+        bucket = Bucket(plan.specs, plan.method, transport, device, decoded=decoded, hosts=hosts)
+        buckets.append(bucket)
+        for place, spec in enumerate(plan.specs):
+            places.setdefault(spec.name, []).append((bucket, place))
+    return buckets, {name: Location(found, wholes.get(name)) for name, found in places.items()}

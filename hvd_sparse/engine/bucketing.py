@@ -89,6 +89,12 @@ class TensorSpec:
         return torch.Size(self.shape).numel()
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its gradient's type, as torch has it."""
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return dtype
+
+    @property
     def tensor(self) -> TensorSpec:
         """The whole tensor."""
         return self.whole or self

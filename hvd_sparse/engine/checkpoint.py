@@ -26,7 +26,7 @@ import torch
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice
-from hvd_sparse.engine.state import EngineState
+from hvd_sparse.engine.state import EngineState, l1_of
 from hvd_sparse.errors import CheckpointError, ConfigError
 from hvd_sparse.files import replacing
 
@@ -158,7 +158,7 @@ def load_checkpoint(
             faults.append(error or f"{file['name']}: rank must be {old_rank}, got {state.rank}")
             lost += file["l1"]
             continue
-        _add(total, state)
+        total.add(state)
         total.planner = total.planner or state.planner
         if old_size == world_size:
             total.buckets, total.rank, total.world_size = state.buckets, rank, world_size
@@ -170,13 +170,6 @@ def load_checkpoint(
     _gathered(gather, None, error or refused, "load", folder)
     assert state_dict is not None
     return Loaded(state_dict, faults, lost)
-
-
-def _add(total: EngineState, state: EngineState) -> None:
-    for kind in ("residual", "momentum"):
-        sums = getattr(total, kind)
-        for name, tensor in getattr(state, kind).items():
-            sums[name] = sums[name] + tensor if name in sums else tensor
 
 
 # -- agreement -------------------------------------------------------------------------------------
@@ -227,13 +220,13 @@ def _write_state(path: Path, state: EngineState) -> dict[str, Any]:
     """Write one rank's file; returns the manifest's entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = state.as_dict()
-    for kind in ("residual", "momentum"):
-        data[kind] = {name: tensor.cpu() for name, tensor in data[kind].items()}
+    for kind, tensors in state.by_kind().items():
+        data[kind] = {name: tensor.cpu() for name, tensor in tensors.items()}
     file = io.BytesIO()
     torch.save(data, file)
     content = file.getvalue()
     _write(path, content)
-    l1 = sum(float(t.double().abs().sum()) for t in state.residual.values())
+    l1 = l1_of(state.residual.values())
     return {"name": path.name, "nbytes": len(content), "sha256": _checksum(content), "l1": l1}
 
 

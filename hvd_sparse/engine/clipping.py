@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.bucketing import Assignment, Choice, Method, TensorSpec
-from hvd_sparse.engine.transitions import norm_of
+from hvd_sparse.engine.residuals import norm_of
 
 
 @dataclass(frozen=True)
@@ -68,48 +68,38 @@ class StepClipping:
     Args:
         buckets: In the order of their exchange.
         world_size: P.
-
-    Attributes:
-        scale: s, what Horovod multiplies sums over the ranks by.
-        unit: U, the loss scale that gradients are multiplied by; 1 where there is none.
-        norm: L2 norm of this rank's gradients in the step under way, as the optimizer would see it
-            if they were alone.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int) -> None:
         self._buckets = tuple(buckets)
         self._world_size = world_size
-        self.scale: float | None = None
-        self.unit = 1.0
-        self.norm = 0.0
+        self._norm = 0.0
         self._clipped: set[int] = set()
         self._lock = threading.Lock()  # two threads select
 
-    @property
-    def is_on(self) -> bool:
-        """Whether any bucket is clipped; all gradients of a step must be there before the first."""
-        return any(bucket.method.memory.clip_norm is not None for bucket in self._buckets)
-
-    def apply(self, bucket: Bucket) -> None:
+    def apply(self, bucket: Bucket, scale: float) -> None:
         """Scale a bucket's gradients in place where all are too long; non-finite ones stay.
 
         The first call of a step measures all of them.
+
+        Args:
+            bucket: One of them.
+            scale: s / U, what the optimizer sees in units of the gradients here.
         """
         with self._lock:
             if id(bucket) in self._clipped or not self._clipped:
-                assert self.scale is not None  # the first results bring it, and then the plan
-                squares = math.fsum(self._square(each) for each in self._buckets)
-                self.norm = math.sqrt(squares) * self.scale / self.unit
+                self._norm = math.sqrt(math.fsum(map(_square, self._buckets))) * scale
                 self._clipped.clear()
             self._clipped.add(id(bucket))
-        clip_norm = bucket.method.memory.clip_norm
-        if clip_norm is None or not math.isfinite(self.norm):
+        clip_norm = bucket.method.clip_norm
+        if clip_norm is None or not math.isfinite(self._norm):
             return
         limit = clip_norm / math.sqrt(self._world_size)
-        if self.norm > limit:
-            for gradient in bucket.staged_gradients():
-                gradient.mul_(limit / self.norm)
+        if self._norm > limit:
+            for gradient in bucket.contiguous_gradients():
+                gradient.mul_(limit / self._norm)
 
-    def _square(self, bucket: Bucket) -> float:
-        with bucket.lane.work():
-            return norm_of(*bucket.staged_gradients()) ** 2
+
+def _square(bucket: Bucket) -> float:
+    with bucket.lane.work():
+        return norm_of(*bucket.contiguous_gradients()) ** 2

@@ -16,7 +16,7 @@ HIGH_PRIORITY = -1
 """Of a lane's stream: its kernels are short, and peers wait for what they find."""
 
 
-class Lane:
+class DeviceLane:
     """One bucket's stream on a CUDA device; on a CPU there is nothing to order.
 
     All memory that crosses is safe with torch's allocator: what the training's stream gave away is
@@ -78,7 +78,7 @@ class Landing:
         self._arrived = torch.cuda.Event()
 
     def send(self, stream: SparseStream) -> None:
-        """See `Lane.send`."""
+        """See `DeviceLane.send`."""
         self._nnz = stream.nnz
         if self._nnz > self._room.nnz:
             self._room = _pinned(1 << (self._nnz - 1).bit_length())
@@ -88,7 +88,7 @@ class Landing:
         self._arrived.record()
 
     def wait(self, numel: int) -> SparseStream:
-        """See `Lane.landed`."""
+        """See `DeviceLane.landed`."""
         self._arrived.synchronize()
         here = self._room.slice(0, self._nnz)
         return SparseStream(here.indices, here.values, numel)

@@ -30,11 +30,13 @@ class Stage:
 
     Attributes:
         collective: Exchanges them.
+        name: The name of its algorithm, for statistics; empty where it is not registered.
         k: Entries wanted; n where everything is taken.
         takes_all: Whether the whole accumulator is summed, and nothing is selected.
     """
 
     collective: Collective
+    name: str
     k: int
     takes_all: bool = False
 
@@ -45,6 +47,9 @@ class Stage:
 
 class Stages:
     """The choices of one bucket.
+
+    Attributes:
+        current: The choice of the last call of `at`.
 
     Args:
         collective: The one that its method names.
@@ -59,8 +64,8 @@ class Stages:
         self._takes_all = takes_all
         self._most_times_k = min(float(MOST_TIMES_K), 1.0 + selector.tolerance)
         self._others: dict[str, Collective] = {}
-        self._last: Stage | None = None
-        self._last_k = -1
+        self.current: Stage | None = None
+        self._current_k = -1
 
     def at(self, k: int, step: int) -> Stage:
         """How `k` entries are exchanged in a step, for which its collective is ready.
@@ -69,9 +74,9 @@ class Stages:
             k: Entries wanted, in `[0, n]`.
             step: Number of the bucket's step.
         """
-        if self._last is None or k != self._last_k:
-            self._last, self._last_k = self._choose(k), k
-        stage = self._last
+        if self.current is None or k != self._current_k:
+            self.current, self._current_k = self._choose(k), k
+        stage = self.current
         if stage.collective is self._own:
             stage.collective.aim(stage.k)
         else:  # it has no state: what it does depends on these two, and nothing else
@@ -81,16 +86,17 @@ class Stages:
 
     def _choose(self, k: int) -> Stage:
         own, P, n = self._own, self._own.transport.world_size, self._own.numel
-        algorithm = BY_NAME.get(name_of(own))
+        own_name = name_of(own)
+        algorithm = BY_NAME.get(own_name)
         if P == 1 or algorithm is None:
-            return Stage(own, k, self._takes_all)
+            return Stage(own, own_name, k, self._takes_all)
         wire = own.wire.expected_bytes(n, k)
         most = self._most(k)
         if bytes_of(algorithm, P, n, most, wire) <= 2 * n * (P - 1) / P * wire.dense_value_bytes:
-            return Stage(own, k)
+            return Stage(own, own_name, k)
         takes_all = isinstance(own, IndexUnion)
         name = self._cheapest(n if takes_all else most)
-        return Stage(self._other(name), n if takes_all else k, takes_all)
+        return Stage(self._other(name), name, n if takes_all else k, takes_all)
 
     def _most(self, k: int) -> int:
         """Entries that a rank may have to send where k are wanted."""

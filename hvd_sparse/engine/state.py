@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -155,6 +155,11 @@ def check_like(value: Any, model: Any, where: str) -> None:
         raise refuse(f"{where} must be {type(model).__name__}, got {type(value).__name__}")
 
 
+def l1_of(tensors: Iterable[Tensor]) -> float:
+    """L1 norm of tensors together."""
+    return sum(float(tensor.double().abs().sum()) for tensor in tensors)
+
+
 VERSION = 2
 ADDED: dict[str, Any] = {"package": "", "rank": None, "world_size": None, "unit": None}
 """What version 1 did not have, and what is known of it there. `planner` came later still."""
@@ -189,38 +194,58 @@ class EngineState:
 
     @staticmethod
     def of(
-        buckets: Sequence[Bucket], leftover: Mapping[str, Tensor], transport: Transport | None
+        buckets: Sequence[Bucket], outside: EngineState, transport: Transport | None
     ) -> EngineState:
-        """A copy of the buckets' state, and of residuals that are in none of them."""
-        memories: dict[str, dict[str, Tensor]] = {"residual": {}, "momentum": {}}
-        memories["residual"] = {name: tensor.clone() for name, tensor in leftover.items()}
-        for bucket in buckets:
-            for spec, tensors in bucket.split(bucket.tensors()):
-                for kind, tensor in tensors.items():
-                    if spec.name not in memories[kind]:
-                        memories[kind][spec.name] = tensor.new_empty(spec.tensor.shape)
-                    spec.of(memories[kind][spec.name]).copy_(tensor)
-        step = max((bucket.step for bucket in buckets), default=0)
+        """A copy of the buckets' state, and of residuals and momenta that are outside of them."""
         state = EngineState(
-            memories["residual"], memories["momentum"], step, [b.state_dict() for b in buckets]
+            step=max(bucket.step for bucket in buckets),
+            buckets=[bucket.state_dict() for bucket in buckets],
         )
         if transport is not None:
             state.rank, state.world_size = transport.rank, transport.world_size
+        mine = state.by_kind()
+        for bucket in buckets:
+            for spec, tensors in bucket.split(bucket.tensors()):
+                for kind, tensor in tensors.items():
+                    if spec.name not in mine[kind]:
+                        mine[kind][spec.name] = tensor.new_empty(spec.tensor.shape)
+                    spec.of(mine[kind][spec.name]).copy_(tensor)
+        state.add(outside.copy())
         return state
+
+    def by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """Residuals and momenta by the names of their kinds."""
+        return {"residual": self.residual, "momentum": self.momentum}
+
+    def add(self, other: EngineState) -> None:
+        """Add another state's residuals and momenta, whose tensors may then be this one's."""
+        theirs = other.by_kind()
+        for kind, mine in self.by_kind().items():
+            for name, tensor in theirs[kind].items():
+                mine[name] = mine[name] + tensor if name in mine else tensor
 
     def copy(self) -> EngineState:
         """The same with residuals and momenta of its own."""
         residual, momentum = (
-            {name: tensor.detach().clone() for name, tensor in kind.items()}
-            for kind in (self.residual, self.momentum)
+            {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            for tensors in (self.residual, self.momentum)
         )
         return replace(self, residual=residual, momentum=momentum)
 
-    def drop_orphans(self) -> None:
-        """Let go of what belongs to residuals that are gone: momenta, and the buckets' states."""
-        held = self.residual.keys()
-        self.momentum = {name: t for name, t in self.momentum.items() if name in held}
-        self.buckets = [b for b in self.buckets if all(is_of(name, held) for name in b["names"])]
+    def drop(self, names: Collection[str]) -> float:
+        """Let go of tensors, and of the states of their buckets.
+
+        Returns:
+            The L1 norm of their residuals.
+        """
+        lost = l1_of(self.residual.pop(name) for name in names if name in self.residual)
+        gone = set(names)
+        for name in gone & self.momentum.keys():
+            del self.momentum[name]
+        self.buckets = [
+            b for b in self.buckets if not any(is_of(name, gone) for name in b["names"])
+        ]
+        return lost
 
     def as_dict(self) -> dict[str, Any]:
         """As plain containers and tensors, for `torch.save`."""
@@ -278,18 +303,6 @@ class EngineState:
             elif tuple(tensor.shape) != tuple(shapes[name]):
                 wrong[name] = f"shape must be {tuple(shapes[name])}, got {tuple(tensor.shape)}"
         return wrong
-
-    def drop(self, names: Collection[str]) -> float:
-        """Let go of tensors; returns the L1 norm of their residuals."""
-        lost = 0.0
-        for name in names:
-            lost += float(self.residual.pop(name).double().abs().sum())
-            self.momentum.pop(name, None)
-        gone = set(names)
-        self.buckets = [
-            b for b in self.buckets if not any(is_of(name, gone) for name in b["names"])
-        ]
-        return lost
 
     def restore(
         self, buckets: Sequence[Bucket], transport: Transport, strict: bool = False
@@ -377,8 +390,7 @@ class EngineState:
             )
 
     def _restore_memories(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
-        saved = {"residual": self.residual, "momentum": self.momentum}
-        names = set()
+        saved, names = self.by_kind(), set()
         for bucket in buckets:
             flat = bucket.tensors()
             for spec, tensors in bucket.split(flat):

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.engine.bucket import Bucket, Phase
+from hvd_sparse.engine.clipping import StepClipping
+from hvd_sparse.engine.exchange import decode, reduce, select
 from hvd_sparse.transports import Transport
 
 GRACE_S = 0.1
@@ -35,32 +37,25 @@ GRACE_S = 0.1
 class Worker:
     """Works on the buckets of a plan, in the plan's order, each as soon as its gradients are there.
 
-    Args:
-        select: The first half of a bucket's step, which sends nothing. Runs on either thread.
-        exchange: The second half, without the reports; is given the bucket and the scale. Runs on
-            the first thread.
-
     Attributes:
         transport: Connects the ranks; None before `connect` and after `close`.
         scale: What sums over ranks are multiplied by; None while that is not known.
+        unit: The loss scale that gradients are multiplied by, for clipping; 1 where there is none.
         error: What the step under way failed by, or None.
     """
 
-    def __init__(
-        self,
-        select: Callable[[Bucket], None],
-        exchange: Callable[[Bucket, float | None], None],
-    ) -> None:
+    def __init__(self) -> None:
         self.transport: Transport | None = None
         self.scale: float | None = None
+        self.unit = 1.0
         self.error: BaseException | None = None
-        self._select, self._exchange = select, exchange
         self._buckets: Sequence[Bucket] = ()
         self._at: Bucket | None = None  # what the first thread is at, or waits for
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._spent: list[object] = []
-        self._stopping = self._together = False
+        self._clipping: StepClipping | None = None
+        self._stopping = False
         self._exchanging = False  # whether the first thread runs
         self._orphaned = False  # whether it is to close the transport when it ends
         self._num_threads = torch.get_num_threads()
@@ -76,17 +71,17 @@ class Worker:
         # Horovod's exit handler was registered earlier, by hvd.init(), and so runs later.
         atexit.register(self._close_at_exit)
 
-    def start(
-        self, buckets: Sequence[Bucket], together: bool = False, in_order: bool = False
-    ) -> None:
-        """Begin to work on the buckets of a plan.
+    def start(self, buckets: Sequence[Bucket]) -> None:
+        """Begin to work on the buckets of a plan, in their order.
 
-        Args:
-            buckets: In their order.
-            together: Whether a step begins only once the gradients of all of them are there.
-            in_order: Whether selecting takes messages, so that nothing is selected ahead.
+        Where any of them is clipped, a step begins only once the gradients of all of them are
+        there. Where selecting takes messages, nothing is selected ahead.
         """
-        self._buckets, self._at, self._together = buckets, buckets[0], together
+        assert self.transport is not None
+        self._buckets, self._at = buckets, buckets[0]
+        clips = any(bucket.method.clip_norm is not None for bucket in buckets)
+        self._clipping = StepClipping(buckets, self.transport.world_size) if clips else None
+        in_order = any(b.inside is not None and b.inside.needs_order for b in buckets)
         tasks = {"hvd_sparse": self._exchange_and_end}
         if len(buckets) > 1 and not in_order:
             tasks["hvd_sparse.ahead"] = self._select_ahead
@@ -230,7 +225,10 @@ class Worker:
                 self._select_now(bucket)
             elif not self._wait_while(bucket, Phase.SELECTING):
                 return
-            self._exchange(bucket, self.scale)
+            with bucket.lane.work():
+                reduce(bucket)
+                if self.scale is not None and not bucket.decoding_would_overwrite_gradients():
+                    decode(bucket, self.scale, bucket.step_stats)
             with self._changed:
                 bucket.end_exchange()
                 self._at = following
@@ -251,7 +249,9 @@ class Worker:
     @property
     def _may_begin(self) -> bool:
         """Whether all gradients are there that a step waits for before its first bucket."""
-        return not (self._together and any(b.phase is Phase.COLLECTING for b in self._buckets))
+        return not (
+            self._clipping is not None and any(b.phase is Phase.COLLECTING for b in self._buckets)
+        )
 
     @property
     def _is_over(self) -> bool:
@@ -278,7 +278,11 @@ class Worker:
             torch.set_num_threads(self._num_threads)
 
     def _select_now(self, bucket: Bucket) -> None:
-        self._select(bucket)
+        with bucket.lane.work():
+            if self._clipping is not None:
+                assert self.scale is not None  # the first results bring it, and then the plan
+                self._clipping.apply(bucket, self.scale / self.unit)
+            select(bucket)
         with self._changed:
             bucket.phase = Phase.SELECTED
             self._changed.notify_all()

@@ -39,10 +39,10 @@ from torch import Tensor
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_share
-from hvd_sparse.engine.account import COMPARED_PHASES, warn
+from hvd_sparse.engine.account import COMPARED_PHASES
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import FIGURES
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.transports import Transport
 
 # MERGED recording.lines
@@ -182,7 +182,7 @@ class Recorder:
 
     What it costs is bounded by construction: it measures itself, and leaves steps out while it is
     over its budget; their figures are in the next line's sums. It never ends training: where the
-    disk is full, or anything else fails, the engine's `Guard` warns once and records no more.
+    disk is full, or anything else fails, the engine warns once and records no more.
 
     Args:
         path: Where the lines are written. With `{rank}` in its name every rank writes its own file,

@@ -160,7 +160,7 @@ def test_tensors_leave_and_come_back_by_shards(part_numel: int | None) -> None:
         engine.forget(["a"])
         states.append(engine.state_dict())
         engine.reassign(_Without("b", engine.assignment))
-        states.append({"residual": {"b": engine.leftover("b")}, "momentum": {}})
+        states.append({"residual": {"b": engine.residuals.leftover("b")}, "momentum": {}})
         engine.disconnect()
         return states
 
