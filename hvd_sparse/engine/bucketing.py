@@ -262,8 +262,7 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
         PlanError: On every rank, where they have not.
     """
     mine = {"assignment": assignment.description, "plan": []}
-    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel="assignment")
-    theirs = [json.loads(bytes(message.numpy())) for message in messages]
+    theirs = gather_json(mine, transport, channel="assignment")
     for rank, other in enumerate(theirs):
         _check_same(theirs[0], other, rank)
 
@@ -287,10 +286,7 @@ def agree_on_plan(
             for bucket in plan
         ],
     }
-    theirs = [
-        json.loads(bytes(message.numpy()))
-        for message in transport.allgather((text_tensor(json.dumps(mine)),), channel="plan")
-    ]
+    theirs = gather_json(mine, transport, channel="plan")
     for rank, other in enumerate(theirs):
         _check_same(theirs[0], other, rank)
     methods = {bucket.method.description: bucket.method for bucket in plan}
@@ -308,6 +304,12 @@ def _told(spec: TensorSpec) -> dict[str, Any]:
 def text_tensor(text: str) -> torch.Tensor:
     """A text as the payload of a message, uint8."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def gather_json(mine: object, transport: Transport, *, channel: str) -> list[Any]:
+    """What every rank says, in the order of the ranks."""
+    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel=channel)
+    return [json.loads(bytes(message.numpy())) for message in messages]
 
 
 def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:

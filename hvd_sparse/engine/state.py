@@ -14,152 +14,11 @@ from torch import Tensor
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_above, check_count
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.bucketing import text_tensor
+from hvd_sparse.engine.bucketing import gather_json
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.transports import Transport
 
-# MERGED engine.state_checks
-# Checks of a state that was read from somewhere: nothing of it is believed.
-
 WHERE = "state of the compression"
-BUCKET_KEYS = frozenset({"names", "kind", "selector", "collective"})
-
-
-def refuse(what: str) -> ConfigError:
-    """An error that says where the fault is."""
-    return ConfigError(f"{WHERE}: {what}")
-
-
-def check_keys(state: Mapping[str, Any], expected: frozenset[str], where: str) -> None:
-    """A mapping has these keys and no others."""
-    if not isinstance(state, Mapping):
-        raise refuse(f"{where} must be a mapping, got {type(state).__name__}")
-    wrong = state.keys() ^ expected
-    if wrong:
-        raise refuse(f"{where}: missing or unknown keys {sorted(map(str, wrong))}")
-
-
-def check_origin(state: Mapping[str, Any]) -> None:
-    """Rank and world size are both known, or both unknown; step and unit are in their ranges."""
-    rank, world_size = state["rank"], state["world_size"]
-    if (rank is None) != (world_size is None):
-        raise refuse(f"rank and world_size must both be known, got {rank!r} and {world_size!r}")
-    if world_size is not None:
-        check_count(f"{WHERE}: world_size", world_size, 1)
-        check_count(f"{WHERE}: rank", rank, 0)
-        if rank >= world_size:
-            raise refuse(f"rank must be in [0, {world_size}), got {rank}")
-    check_count(f"{WHERE}: step", state["step"], 0)
-    if state["unit"] is not None:
-        check_above(f"{WHERE}: unit", state["unit"], 0.0)
-    if not isinstance(state["planner"], Mapping | None):
-        raise refuse(f"planner must be a mapping or None, got {state['planner']!r}")
-    if not isinstance(state["package"], str):
-        raise refuse(f"package must be a version as text, got {state['package']!r}")
-
-
-def check_tensors(state: Mapping[str, Any]) -> None:
-    """Residuals and momenta are finite float32 tensors by name; a momentum has a residual."""
-    for kind in ("residual", "momentum"):
-        if not isinstance(state[kind], Mapping):
-            raise refuse(f"{kind} must be tensors by name, got {type(state[kind]).__name__}")
-        for name, tensor in state[kind].items():
-            if not isinstance(name, str):
-                raise refuse(f"{kind}: names must be text, got {name!r}")
-            what = f"{kind} of {name!r}"
-            if not isinstance(tensor, Tensor):
-                raise refuse(f"{what} must be a tensor, got {type(tensor).__name__}")
-            if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
-                raise refuse(
-                    f"{what} must be a dense torch.float32, got {tensor.dtype} in {tensor.layout}"
-                )
-            wrong = int((~tensor.isfinite()).sum())
-            if wrong:
-                raise refuse(f"{what} must be finite, got {wrong} values that are not")
-    for name, tensor in state["momentum"].items():
-        if name not in state["residual"]:
-            raise refuse(f"momentum of {name!r} has no residual beside it")
-        if tensor.shape != state["residual"][name].shape:
-            raise refuse(
-                f"momentum of {name!r}: shape must be its residual's "
-                f"{tuple(state['residual'][name].shape)}, got {tuple(tensor.shape)}"
-            )
-
-
-def named(label: str) -> str:
-    """The tensor of which a bucket has a part, by what `TensorSpec.label` calls the part."""
-    return label.rpartition("[")[0]
-
-
-def is_of(label: str, names: Set[str]) -> bool:
-    """Whether a bucket's label is that of one of these tensors, or of a part of it."""
-    return not names.isdisjoint({label, named(label)})
-
-
-def check_buckets(state: Mapping[str, Any]) -> None:
-    """Each bucket names its tensors, its kind and two mappings."""
-    if not isinstance(state["buckets"], list):
-        raise refuse(f"buckets must be a list, got {type(state['buckets']).__name__}")
-    for place, bucket in enumerate(state["buckets"]):
-        where = f"bucket {place}"
-        check_keys(bucket, BUCKET_KEYS, where)
-        if not isinstance(bucket["kind"], str):
-            raise refuse(f"{where}: kind must be text, got {bucket['kind']!r}")
-        if not isinstance(bucket["names"], list):
-            raise refuse(f"{where}: names must be a list, got {type(bucket['names']).__name__}")
-        strange = [
-            name
-            for name in bucket["names"]
-            if not isinstance(name, str) or not is_of(name, state["residual"].keys())
-        ]
-        if strange:
-            raise refuse(f"{where}: names must have residuals, got {strange[0]!r}")
-        for part in ("selector", "collective"):
-            if not isinstance(bucket[part], Mapping):
-                raise refuse(
-                    f"{where}: {part} must be a mapping, got {type(bucket[part]).__name__}"
-                )
-
-
-def check_like(value: Any, model: Any, where: str) -> None:
-    """A selector's or collective's value is of the kind that a new one has in its place.
-
-    Lists and tensors may be of other lengths: another world may have written them.
-    """
-    if isinstance(model, Mapping):
-        check_keys(value, frozenset(model), where)
-        for key in model:
-            check_like(value[key], model[key], f"{where}: {key}")
-    elif isinstance(model, Tensor):
-        if not isinstance(value, Tensor) or (value.dtype, value.dim()) != (
-            model.dtype,
-            model.dim(),
-        ):
-            raise refuse(f"{where} must be {model.dtype} of {model.dim()} dimensions")
-        if bool(value.isnan().any()):
-            raise refuse(f"{where} must have no NaN")
-    elif isinstance(model, list):
-        if not isinstance(value, list):
-            raise refuse(f"{where} must be a list, got {type(value).__name__}")
-        for each in value:
-            check_like(each, model[0] if model else each, where)
-    elif isinstance(model, bool):
-        if not isinstance(value, bool):
-            raise refuse(f"{where} must be True or False, got {value!r}")
-    elif isinstance(model, int):
-        check_count(f"{WHERE}: {where}", value, 0)
-    elif isinstance(model, float):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise refuse(f"{where} must be a number of at least 0, got {value!r}")
-    elif type(value) is not type(model):
-        raise refuse(f"{where} must be {type(model).__name__}, got {type(value).__name__}")
-
-
-def l1_of(tensors: Iterable[Tensor]) -> float:
-    """L1 norm of tensors together."""
-    return sum(float(tensor.double().abs().sum()) for tensor in tensors)
-
-
 VERSION = 2
 ADDED: dict[str, Any] = {"package": "", "rank": None, "world_size": None, "unit": None}
 """What version 1 did not have, and what is known of it there. `planner` came later still."""
@@ -243,7 +102,7 @@ class EngineState:
         for name in gone & self.momentum.keys():
             del self.momentum[name]
         self.buckets = [
-            b for b in self.buckets if not any(is_of(name, gone) for name in b["names"])
+            b for b in self.buckets if not any(_is_of(name, gone) for name in b["names"])
         ]
         return lost
 
@@ -275,13 +134,13 @@ class EngineState:
         if type(version) is not int or version not in (1, VERSION):
             raise refuse(f"version must be 1 or {VERSION}, got {version!r}")
         if version == 1:
-            check_keys(state, KEYS - ADDED.keys() - {"planner"}, "it")
+            _check_keys(state, KEYS - ADDED.keys() - {"planner"}, "it")
             state = {**state, **ADDED}
         state = {"planner": None, **state}
-        check_keys(state, KEYS, "it")
-        check_origin(state)
-        check_tensors(state)
-        check_buckets(state)
+        _check_keys(state, KEYS, "it")
+        _check_origin(state)
+        _check_tensors(state)
+        _check_buckets(state)
         return EngineState(
             state["residual"],
             state["momentum"],
@@ -330,8 +189,7 @@ class EngineState:
         matching = [self._state_for(bucket) for bucket in buckets]
         misfit = self._misfit(buckets, matching, transport if strict else None)
         mine = {"misfit": misfit, "step": self.step, "strict": strict}
-        messages = transport.allgather((text_tensor(json.dumps(mine)),), channel="state")
-        theirs = [json.loads(bytes(message.numpy())) for message in messages]
+        theirs = gather_json(mine, transport, channel="state")
         _check_together(theirs)
         left = self._restore_memories(buckets)
         for bucket in buckets:
@@ -369,7 +227,7 @@ class EngineState:
                     where = f"bucket of {', '.join(bucket.stats.names)}"
                     new = bucket.state_dict()
                     for part in ("selector", "collective"):
-                        check_like(state[part], new[part], f"{where}: {part}")
+                        _check_like(state[part], new[part], f"{where}: {part}")
             if transport is not None:
                 self.check_rank(transport)
         except ConfigError as error:
@@ -430,3 +288,126 @@ def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> Tensor:
     common = state and [state[part] for part in parts]
     text = json.dumps(common, default=lambda tensor: tensor.tolist())
     return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+
+
+def l1_of(tensors: Iterable[Tensor]) -> float:
+    """L1 norm of tensors together."""
+    return sum(float(tensor.double().abs().sum()) for tensor in tensors)
+
+
+# -- checks of a state that was read from somewhere: nothing of it is believed ---------------------
+
+
+def refuse(what: str) -> ConfigError:
+    """An error that says where the fault is."""
+    return ConfigError(f"{WHERE}: {what}")
+
+
+def _check_type(value: Any, kind: Any, what: str) -> None:
+    if not isinstance(value, kind):
+        raise refuse(f"{what}, got {type(value).__name__}")
+
+
+def _check_keys(state: Any, expected: Collection[str], where: str) -> None:
+    _check_type(state, Mapping, f"{where} must be a mapping")
+    wrong = state.keys() ^ set(expected)
+    if wrong:
+        raise refuse(f"{where}: missing or unknown keys {sorted(map(str, wrong))}")
+
+
+def _check_origin(state: Mapping[str, Any]) -> None:
+    """Rank and world size are both known, or both unknown; step and unit are in their ranges."""
+    rank, world_size = state["rank"], state["world_size"]
+    if (rank is None) != (world_size is None):
+        raise refuse(f"rank and world_size must both be known, got {rank!r} and {world_size!r}")
+    if world_size is not None:
+        check_count(f"{WHERE}: world_size", world_size, 1)
+        check_count(f"{WHERE}: rank", rank, 0)
+        if rank >= world_size:
+            raise refuse(f"rank must be in [0, {world_size}), got {rank}")
+    check_count(f"{WHERE}: step", state["step"], 0)
+    if state["unit"] is not None:
+        check_above(f"{WHERE}: unit", state["unit"], 0.0)
+    if not isinstance(state["planner"], Mapping | None):
+        raise refuse(f"planner must be a mapping or None, got {state['planner']!r}")
+    if not isinstance(state["package"], str):
+        raise refuse(f"package must be a version as text, got {state['package']!r}")
+
+
+def _check_tensors(state: Mapping[str, Any]) -> None:
+    """Residuals and momenta are finite float32 tensors by name; a momentum has a residual."""
+    for kind in ("residual", "momentum"):
+        _check_type(state[kind], Mapping, f"{kind} must be tensors by name")
+        for name, tensor in state[kind].items():
+            if not isinstance(name, str):
+                raise refuse(f"{kind}: names must be text, got {name!r}")
+            what = f"{kind} of {name!r}"
+            _check_type(tensor, Tensor, f"{what} must be a tensor")
+            if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
+                raise refuse(
+                    f"{what} must be a dense torch.float32, got {tensor.dtype} in {tensor.layout}"
+                )
+            wrong = int((~tensor.isfinite()).sum())
+            if wrong:
+                raise refuse(f"{what} must be finite, got {wrong} values that are not")
+    for name, tensor in state["momentum"].items():
+        if name not in state["residual"]:
+            raise refuse(f"momentum of {name!r} has no residual beside it")
+        shape = tuple(state["residual"][name].shape)
+        if tensor.shape != shape:
+            raise refuse(
+                f"momentum of {name!r}: shape must be its residual's {shape}, "
+                f"got {tuple(tensor.shape)}"
+            )
+
+
+def _check_buckets(state: Mapping[str, Any]) -> None:
+    """Each bucket names its tensors, its kind and two mappings."""
+    _check_type(state["buckets"], list, "buckets must be a list")
+    for place, bucket in enumerate(state["buckets"]):
+        where = f"bucket {place}"
+        _check_keys(bucket, ("names", "kind", "selector", "collective"), where)
+        if not isinstance(bucket["kind"], str):
+            raise refuse(f"{where}: kind must be text, got {bucket['kind']!r}")
+        _check_type(bucket["names"], list, f"{where}: names must be a list")
+        for name in bucket["names"]:
+            if not isinstance(name, str) or not _is_of(name, state["residual"].keys()):
+                raise refuse(f"{where}: names must have residuals, got {name!r}")
+        for part in ("selector", "collective"):
+            _check_type(bucket[part], Mapping, f"{where}: {part} must be a mapping")
+
+
+def _is_of(label: str, names: Set[str]) -> bool:
+    """Whether a bucket's label (`TensorSpec.label`) is one of these tensors, or a part of one."""
+    return not names.isdisjoint({label, label.rpartition("[")[0]})
+
+
+def _check_like(value: Any, model: Any, where: str) -> None:
+    """A selector's or collective's value is of the kind that a new one has in its place.
+
+    Lists and tensors may be of other lengths: another world may have written them.
+    """
+    if isinstance(model, Mapping):
+        _check_keys(value, model.keys(), where)
+        for key in model:
+            _check_like(value[key], model[key], f"{where}: {key}")
+    elif isinstance(model, Tensor):
+        expected = (model.dtype, model.dim())
+        if not isinstance(value, Tensor) or (value.dtype, value.dim()) != expected:
+            raise refuse(f"{where} must be {model.dtype} of {model.dim()} dimensions")
+        if bool(value.isnan().any()):
+            raise refuse(f"{where} must have no NaN")
+    elif isinstance(model, list):
+        _check_type(value, list, f"{where} must be a list")
+        for each in value:
+            _check_like(each, model[0] if model else each, where)
+    elif isinstance(model, bool):
+        if not isinstance(value, bool):
+            raise refuse(f"{where} must be True or False, got {value!r}")
+    elif isinstance(model, int):
+        check_count(f"{WHERE}: {where}", value, 0)
+    elif isinstance(model, float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise refuse(f"{where} must be a number of at least 0, got {value!r}")
+    elif type(value) is not type(model):
+        raise refuse(f"{where} must be {type(model).__name__}, got {type(value).__name__}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,33 +13,20 @@ from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
 
 
-@dataclass(frozen=True)
-class Fading:
-    """What a residual loses with time, beside what is sent.
-
-    Attributes:
-        low_pass: β, in (0, 1]; 1: nothing is filtered.
-        decay: In (0, 1]; 1: nothing decays.
-    """
-
-    low_pass: float = 1.0
-    decay: float = 1.0
-
-
 class ErrorFeedback:
     """The residual ε of one bucket (Ok-Topk, Algorithm 2, lines 4 and 6).
 
     The law that it keeps together with a collective, in exact arithmetic and summed over the ranks:
     residual before + gradient = what was applied + residual after.
 
-    One step is `accumulate`, whose accumulator a selector takes entries out of; `take_at` where the
-    collective wants more; then `give_back` of what had no part. Until the next one begins,
-    `roll_back` takes the whole step back, wherever it has failed: a step reads what there was
-    before, and writes to a second set of tensors, with which it then changes places. That costs
-    no pass, and as much memory again.
+    A step is `accumulate`, out of whose accumulator a selector takes entries; `take_at` where the
+    collective wants more; then `give_back` of what had no part in the sum. Until the next step
+    begins, `roll_back` undoes the step, wherever it has failed: a step reads the old tensors and
+    writes to a second set, and the two sets then change places. That costs no pass, and as much
+    memory again.
 
-    `fading` departs from that law by intent, and counts by how much. With ε the residual before the
-    step and ε' what plain error feedback would keep of it,
+    Low-pass filter and decay depart from the law by intent, and count by how much. With ε the
+    residual before the step and ε' what plain error feedback would keep of it,
 
       ε = decay ((1 - β) ε + β ε').
 
@@ -50,7 +36,8 @@ class ErrorFeedback:
     Args:
         numel: n.
         device: Where the gradients are.
-        fading: β and the decay.
+        low_pass: β, in (0, 1]; 1: nothing is filtered.
+        decay: In (0, 1]; 1: nothing decays.
 
     Attributes:
         let_go_l1: Σ ‖ε' - what was kept‖₁ over the steps, as far as each counted.
@@ -58,9 +45,11 @@ class ErrorFeedback:
             tensor in every step: ask for it anew.
     """
 
-    def __init__(self, numel: int, device: torch.device, fading: Fading | None = None) -> None:
+    def __init__(
+        self, numel: int, device: torch.device, low_pass: float = 1.0, decay: float = 1.0
+    ) -> None:
         self.residual = ops.zero_vector(numel, torch.float32, device)
-        self.fading = fading or Fading()
+        self.low_pass, self.decay = low_pass, decay
         self.let_go_l1 = self._let_go_before = 0.0
         self._spare: tuple[Tensor, ...] | None = None
         self._may_roll_back = False
@@ -163,15 +152,15 @@ class ErrorFeedback:
 
     def _fade(self) -> float:
         """Let go of a part of what stays; its L1 norm."""
-        low_pass, decay, let_go = self.fading.low_pass, self.fading.decay, 0.0
+        low_pass, let_go = self.low_pass, 0.0
         if low_pass < 1.0:
             assert self._spare is not None  # has what was before the step
             before = self._spare[0]
             let_go += (1.0 - low_pass) * float(torch.dist(self.residual, before, p=1))
             torch.lerp(before, self.residual, low_pass, out=self.residual)
-        if decay < 1.0:
-            let_go += (1.0 - decay) * float(torch.linalg.vector_norm(self.residual, ord=1))
-            self.residual.mul_(decay)
+        if self.decay < 1.0:
+            let_go += (1.0 - self.decay) * float(torch.linalg.vector_norm(self.residual, ord=1))
+            self.residual.mul_(self.decay)
         return let_go
 
     def _forget(self) -> None:

@@ -26,9 +26,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
-from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
+from hvd_sparse.memories.error_feedback import ErrorFeedback
 
 
 class MomentumCorrection(ErrorFeedback):
@@ -41,7 +42,8 @@ class MomentumCorrection(ErrorFeedback):
         device: Where the gradients are.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        fading: See `ErrorFeedback`; u is left alone.
+        low_pass: See `ErrorFeedback`; u is left alone.
+        decay: See `ErrorFeedback`; u is left alone.
 
     Attributes:
         momentum_buffer: u, float32 `(n,)`; masked only when the next step begins, or by `tensors`.
@@ -54,9 +56,10 @@ class MomentumCorrection(ErrorFeedback):
         device: torch.device,
         momentum: float,
         nesterov: bool = False,
-        fading: Fading | None = None,
+        low_pass: float = 1.0,
+        decay: float = 1.0,
     ) -> None:
-        super().__init__(numel, device, fading)
+        super().__init__(numel, device, low_pass, decay)
         self.momentum = momentum
         self.nesterov = nesterov
         self.momentum_buffer = ops.zero_vector(numel, torch.float32, device)
@@ -70,11 +73,12 @@ class MomentumCorrection(ErrorFeedback):
                 ops.zero_at(self.momentum_buffer, each.indices)
         self._forget()
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See `ErrorFeedback.tensors`."""
         self.mask()
         return {"residual": self.residual, "momentum": self.momentum_buffer}
 
+    @override
     def _begin(self, k: int) -> None:
         self.mask()
         self._lossless = k == self.residual.numel()
@@ -95,12 +99,15 @@ class MomentumCorrection(ErrorFeedback):
         elif taken.nnz:
             ops.zero_at(self.momentum_buffer, taken.indices)
 
+    @override
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
         momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)
         return ops.Accumulation(self.residual, gradients, momentum, before)
 
+    @override
     def _state(self) -> tuple[Tensor, ...]:
         return (self.residual, self.momentum_buffer)
 
+    @override
     def _set_state(self, *tensors: Tensor) -> None:
         self.residual, self.momentum_buffer = tensors

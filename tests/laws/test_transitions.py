@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
-from hvd_sparse.engine.state import EngineState
 from hvd_sparse.engine.residuals import RELEASED_SHARE, Residuals
+from hvd_sparse.engine.state import EngineState
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import Transport, run_ranks
 
