@@ -41,9 +41,9 @@ class Phase(Enum):
 
 
 class Bucket:
-    """The flat state of one bucket, and the step that is under way in it.
+    """One bucket's state over its flat vector, and the step under way in it.
 
-    Under two levels, what it accumulates, selects and exchanges is one shard of the vector: that of
+    Under two levels the bucket accumulates, selects and exchanges one shard of the vector: that of
     this rank among those of its host.
 
     Attributes:
@@ -51,18 +51,17 @@ class Bucket:
         numel: n, elements of all of them.
         hosts: The two levels; None: all ranks are alike.
         inside: The bucket's exchange inside this host, or None.
-        shard: What of the vector is here: all of it without two levels.
-        method: How it is compressed and exchanged.
+        shard: This rank's shard of the vector: all of it without two levels.
+        method: How the bucket is compressed and exchanged.
         step: Steps done; the position in the warm-up.
         stages: How it is exchanged at each density of the warm-up.
-        memory: Error feedback over the whole bucket.
-        lane: Where its exchanges run.
-        decoded: `(n,)`, in the gradients' type: where the reduced gradient is written. The
-            gradients that the optimizer sees are views of it, as of any flat gradient bucket; it
-            is written again only after all of the bucket's next gradients have come.
+        memory: Residual and momentum of the shard.
+        lane: Where its kernels and copies run.
+        decoded: `(n,)`, in the gradients' type: the reduced gradient, of which the optimizer sees
+            views. It is written again only after all of the bucket's next gradients have come.
         phase: How far the step has come.
         taken: The entries to send, between selection and exchange; else None.
-        reduced: The step's result before it is decoded, then None again.
+        reduced: The step's result before it is decoded; else None.
         poisoned: Whether the step's result is non-finite somewhere.
         is_open: Whether the last step has begun to change the bucket's state, and nobody has said
             yet whether it counts.
@@ -98,9 +97,8 @@ class Bucket:
             decoded = ops.zero_vector(self.numel, specs[0].torch_dtype, device)
         self.decoded = decoded
         self.lane = DeviceLane(device)
-        names = tuple(spec.label for spec in specs)
         self.stats = BucketStats(
-            names=names,
+            names=tuple(spec.label for spec in specs),
             numel=self.numel,
             k=method.k(self.numel),
             compressor=method.name,
@@ -118,15 +116,6 @@ class Bucket:
         self._copies: dict[int, Tensor] = {}
         self._step_gradients: list[Tensor] | None = None
         self._missing = len(specs)
-
-    @property
-    def threshold(self) -> float:
-        """Magnitude from which entries left in the last step; 0.0 where there is none.
-
-        The selector's, or the one that the ranks scale together in the exchange (ExDyna).
-        """
-        own = getattr(self.selector, "threshold", 0.0)
-        return float(own or getattr(self.collective, "threshold", 0.0))
 
     @property
     def is_begun(self) -> bool:
@@ -175,9 +164,8 @@ class Bucket:
         """
         if self.inside is None:
             return self.contiguous_gradients()
-        if self._step_gradients is None:
-            return [self.inside.reduce_scatter([g for g in self._gradients if g is not None])]
-        return [self.inside.reduce_scatter(self._step_gradients)]
+        given = self._step_gradients or [g for g in self._gradients if g is not None]
+        return [self.inside.reduce_scatter(given)]
 
     def open_step(self) -> None:
         """Keep what the step is about to change; the memory does so with its tensors."""
@@ -196,20 +184,19 @@ class Bucket:
         self.is_open = False
 
     def contiguous_gradients(self) -> list[Tensor]:
-        """The step's gradients, each contiguous; strided ones are copied to a place kept for it."""
+        """The step's gradients, each contiguous; strided ones are copied to memory that is kept."""
         if self._step_gradients is None:
-            self._step_gradients = [self._contiguous_gradient(i) for i in range(len(self.specs))]
+            self._step_gradients = [self._contiguous(place) for place in range(len(self.specs))]
         return self._step_gradients
 
-    def _contiguous_gradient(self, place: int) -> Tensor:
+    def _contiguous(self, place: int) -> Tensor:
         gradient = self._gradients[place]
         assert gradient is not None
         if gradient.is_contiguous():
             return gradient
         if place not in self._copies:
-            self._copies[place] = torch.empty(
-                gradient.shape, dtype=gradient.dtype, device=gradient.device
-            )
+            contiguous = torch.contiguous_format
+            self._copies[place] = torch.empty_like(gradient, memory_format=contiguous)
         return self._copies[place].copy_(gradient)
 
     def decoding_would_overwrite_gradients(self) -> bool:
@@ -221,7 +208,9 @@ class Bucket:
     def end_exchange(self) -> None:
         """The step's sum is there; its statistics count."""
         self.stats.record(self.step_stats)
-        self.stats.threshold = self.threshold
+        # The selector's threshold, or the one that the ranks scale together in ExDyna's exchange.
+        own = getattr(self.selector, "threshold", 0.0)
+        self.stats.threshold = float(own or getattr(self.collective, "threshold", 0.0))
         self.stats.partition_nnz = tuple(getattr(self.collective, "selected", ()))
         self.step_stats = StepStats()
         self.phase = Phase.EXCHANGED
@@ -253,7 +242,9 @@ class Bucket:
     def tensors(self) -> dict[str, Tensor]:
         """The memory's state over the whole vector, `(n,)` by name: zero outside the shard."""
         held = self.memory.tensors()
-        return held if self.inside is None else {k: self._whole(t) for k, t in held.items()}
+        if self.inside is None:
+            return held
+        return {kind: _padded(t, self.shard.start, self.numel) for kind, t in held.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Put a state in the place of this one, between steps; a host's ranks do so together.
@@ -291,9 +282,6 @@ class Bucket:
         )
         return first, last
 
-    def _whole(self, part: Tensor) -> Tensor:
-        return _padded(part, self.shard.start, self.numel)
-
     def state_dict(self) -> dict[str, Any]:
         """Selector and collective; residuals are kept by parameter."""
         return {
@@ -320,12 +308,8 @@ def _padded(part: Tensor, start: int, numel: int) -> Tensor:
     return whole
 
 
-# MERGED engine.location
-# Where a tensor lies: in one bucket, or in parts in several.
-
-
 class Location:
-    """Where one tensor of a plan lies.
+    """Where one tensor of a plan lies: in one bucket, or in parts in several.
 
     Attributes:
         spec: The tensor.

@@ -1,4 +1,12 @@
-"""Which tensors are exchanged together, in which order; agreed on by all ranks."""
+"""Which tensors are exchanged together, by which method and in which order.
+
+From a gradient to a plan: a `TensorSpec` says what ranks must agree on about a gradient. An
+`Assignment` gives each tensor a `Choice`: Horovod reduces it densely, or a `Method` does, in a
+bucket that may have a name. `form_buckets` groups tensors of one method, type and bucket name in
+the order of arrival, and cuts those that are too large into parts with buckets of their own. The
+order of arrival on rank 0 makes the plan of all ranks (`agree_on_plan`). Where any rank has other
+tensors, or treats one otherwise, all ranks raise `PlanError`.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +25,6 @@ from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
 
-# MERGED engine.warmup
-# Warm-up of density: more is exchanged in the first steps, while gradients change fast.
-#
-# Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887): over the
-# first epochs density falls exponentially, 0.25, 0.0625, 0.0156, 0.004, down to the target. Dense
-# first steps are Ok-Topk's (Li and Hoefler, PPoPP '22, section 5: 512 steps for VGG, 128 for LSTM).
-
 WARMUP_KINDS = ("exponential", "linear", "constant")
 STAGES = 4
 """Densities that an exponential warm-up goes through, each for the same number of steps."""
@@ -31,7 +32,11 @@ STAGES = 4
 
 @dataclass(frozen=True)
 class Warmup:
-    """Densities of the first steps.
+    """Densities of the first steps: more is exchanged while gradients change fast.
+
+    Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887): over the first
+    epochs density falls exponentially, 0.25, 0.0625, 0.0156, 0.004, down to the target. Dense first
+    steps are Ok-Topk's (Li and Hoefler, PPoPP '22, section 5: 512 steps for VGG, 128 for LSTM).
 
     Attributes:
         kind: "exponential": four densities, each the same share of the one before, the first one
