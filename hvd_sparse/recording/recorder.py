@@ -387,7 +387,7 @@ class Recorder:
             "seconds": round(now_s - self._last_s, 6),
             **sums,
             "collective": [b.stats.collective for b in buckets],
-            "threshold": [finite_or_none(b.threshold) for b in buckets],
+            "threshold": [finite_or_none(b.stats.threshold) for b in buckets],
             "imbalance": [b.stats.imbalance for b in buckets],
             "spans": [self._spans_of_last_step(b) for b in buckets],
         }
