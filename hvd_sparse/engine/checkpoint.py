@@ -77,12 +77,8 @@ def save_checkpoint(
     """
     folder = Path(path)
     token = secrets.token_hex(8)
-
-    def describe() -> tuple[EngineState, str]:
-        return EngineState.from_dict(state_of()), token
-
-    mine, error = _tried(describe)
-    state = mine[0] if mine else EngineState()
+    mine, error = _tried(lambda: EngineState.from_dict(state_of()))
+    state = mine or EngineState()
     shapes = {name: list(tensor.shape) for name, tensor in state.residual.items()}
     summary = {"token": token, "step": state.step, "unit": state.unit, "shapes": shapes}
     ranks = _gathered(gather, summary, error, "save", folder)

@@ -108,18 +108,8 @@ class EngineState:
 
     def as_dict(self) -> dict[str, Any]:
         """As plain containers and tensors, for `torch.save`."""
-        return {
-            "version": VERSION,
-            "package": self.package,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "step": self.step,
-            "unit": self.unit,
-            "planner": self.planner,
-            "residual": dict(self.residual),
-            "momentum": dict(self.momentum),
-            "buckets": list(self.buckets),
-        }
+        kinds = {kind: dict(tensors) for kind, tensors in self.by_kind().items()}
+        return {"version": VERSION, **vars(self), **kinds, "buckets": list(self.buckets)}
 
     @staticmethod
     def from_dict(state: Mapping[str, Any]) -> EngineState:
@@ -141,17 +131,9 @@ class EngineState:
         _check_origin(state)
         _check_tensors(state)
         _check_buckets(state)
-        return EngineState(
-            state["residual"],
-            state["momentum"],
-            int(state["step"]),
-            list(state["buckets"]),
-            state["rank"],
-            state["world_size"],
-            state["unit"],
-            state["package"],
-            state["planner"],
-        ).copy()
+        fields = {key: value for key, value in state.items() if key != "version"}
+        fields |= {"step": int(state["step"]), "buckets": list(state["buckets"])}
+        return EngineState(**fields).copy()
 
     def strangers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """What is wrong with each tensor that is none of these, by its name."""

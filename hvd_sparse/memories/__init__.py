@@ -72,10 +72,9 @@ class MemoryOptions:
 
     def make(self, numel: int, device: torch.device, world_size: int) -> ErrorFeedback:
         """The memory of one bucket of `numel` elements."""
-        fading = (self.low_pass, self.residual_decay)
-        momentum = (self.momentum, self.nesterov)
-        if self.momentum == 0.0:
-            return ErrorFeedback(numel, device, *fading)
-        if self.momentum_kind == "global":
-            return GlobalMomentum(numel, device, world_size, *momentum, *fading)
-        return MomentumCorrection(numel, device, *momentum, *fading)
+        m, nesterov, beta, decay = self.momentum, self.nesterov, self.low_pass, self.residual_decay
+        if m == 0.0:
+            return ErrorFeedback(numel, device, beta, decay)
+        if self.momentum_kind == "local":
+            return MomentumCorrection(numel, device, m, nesterov, low_pass=beta, decay=decay)
+        return GlobalMomentum(numel, device, world_size, m, nesterov, low_pass=beta, decay=decay)

@@ -50,8 +50,7 @@ class GlobalMomentum(ErrorFeedback):
         world_size: P.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        low_pass: See `ErrorFeedback`; m s has entered by then, and is in ε.
-        decay: See `ErrorFeedback`.
+        **fading: See `ErrorFeedback`; m s has entered by then, and is in ε.
 
     Attributes:
         share: s, on the residual's device; always finite.
@@ -64,10 +63,9 @@ class GlobalMomentum(ErrorFeedback):
         world_size: int,
         momentum: float,
         nesterov: bool = False,
-        low_pass: float = 1.0,
-        decay: float = 1.0,
+        **fading: float,
     ) -> None:
-        super().__init__(numel, device, low_pass, decay)
+        super().__init__(numel, device, **fading)
         self.world_size = world_size
         self.momentum = momentum
         self.nesterov = nesterov

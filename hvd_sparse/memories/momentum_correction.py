@@ -42,8 +42,7 @@ class MomentumCorrection(ErrorFeedback):
         device: Where the gradients are.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        low_pass: See `ErrorFeedback`; u is left alone.
-        decay: See `ErrorFeedback`; u is left alone.
+        **fading: See `ErrorFeedback`; u is left alone.
 
     Attributes:
         momentum_buffer: u, float32 `(n,)`; masked only when the next step begins, or by `tensors`.
@@ -56,10 +55,9 @@ class MomentumCorrection(ErrorFeedback):
         device: torch.device,
         momentum: float,
         nesterov: bool = False,
-        low_pass: float = 1.0,
-        decay: float = 1.0,
+        **fading: float,
     ) -> None:
-        super().__init__(numel, device, low_pass, decay)
+        super().__init__(numel, device, **fading)
         self.momentum = momentum
         self.nesterov = nesterov
         self.momentum_buffer = ops.zero_vector(numel, torch.float32, device)

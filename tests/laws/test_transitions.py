@@ -210,10 +210,9 @@ def test_a_frozen_tensor_holds_what_it_has(name: str, memory: str) -> None:
             assert results["b"].any()
         after = engine.state_dict()
         held = before["residual"]["a"]
-        for kind in ("residual", "momentum"):
-            if "a" in before[kind]:
-                assert torch.equal(after[kind]["a"], before[kind]["a"])
-                assert not torch.equal(after[kind]["b"], before[kind]["b"])
+        for kind in ("residual",) if memory == "plain" else ("residual", "momentum"):
+            assert torch.equal(after[kind]["a"], before[kind]["a"])
+            assert not torch.equal(after[kind]["b"], before[kind]["b"])
         assert engine.stats().waiting_l1 == pytest.approx(float(held.double().abs().sum()))
         results = train_step(engine, transport.rank, 12)
         assert results["a"].any()
@@ -266,10 +265,10 @@ def test_what_is_forgotten_is_gone_and_counted(memory: str) -> None:
         assert lost > 0
         assert engine.stats().dropped_l1 == lost
         after = engine.state_dict()
-        for kind in ("residual", "momentum"):
-            if "a" in before[kind]:
-                assert not after[kind]["a"].any()
-                assert torch.equal(after[kind]["b"], before[kind]["b"])
+        for kind in ("residual",) if memory == "plain" else ("residual", "momentum"):
+            assert before[kind]["a"].any()
+            assert not after[kind]["a"].any()
+            assert torch.equal(after[kind]["b"], before[kind]["b"])
         train_step(engine, transport.rank, 4)
         engine.reassign(Nothing())
         assert engine.residuals.leftover("b") is not None
