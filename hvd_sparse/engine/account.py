@@ -1,4 +1,4 @@
-"""What an engine has done under all of its plans: told to its observer, and added up."""
+"""An engine's books over all of its plans, and the observer that it reports to."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ COMPARED_PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "
 
 
 class Observer(Protocol):
-    """Called by the training thread between the end of an exchange and the next gradients."""
+    """Is told what an engine does, on the training thread, between a step and the next one."""
 
     def planned(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
-        """The step that ends now made a plan; without buckets: the last plan is given up."""
+        """The step that ends now made a plan; without buckets, the last plan was given up."""
 
     def stepped(self, buckets: Sequence[Bucket]) -> None:
-        """A step has ended; the buckets' statistics include it. Without buckets: all was dense."""
+        """A step has ended; the buckets' statistics include it. Without buckets, all was dense."""
 
     def compared(self, seconds: Tensor) -> None:
-        """What the phases took on every rank.
+        """The seconds of the phases on every rank.
 
         Args:
             seconds: float64 `(P, len(COMPARED_PHASES))`, sums since the last call, on every rank.
@@ -57,8 +57,11 @@ class Account:
     """The books of one engine.
 
     Args:
-        observer: Is told of plans and steps, until it first raises: then it is warned of once and
-            called no more, so that no observer ends a step. None: nobody is told.
+        observer: Is told of plans and steps, or None. An observer that raises is not called again:
+            a warning says so, and training goes on.
+
+    Attributes:
+        step_began: Whether a step has begun that is not counted yet.
     """
 
     def __init__(self, observer: Observer | None) -> None:
@@ -68,11 +71,11 @@ class Account:
         self._plans = self._steps_before = 0
         self._before = StepStats()
         self._let_go_before_l1 = 0.0
-        self._step_began = self._told_of_transport = self._comparing = False
+        self.step_began = self._told_of_transport = self._comparing = False
         self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64)
 
     def begin_plan(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
-        """There is a new plan; the ranks agree on whether they compare their times."""
+        """Begin a plan; the ranks agree on whether they compare their times."""
         self._buckets = buckets
         self._plans += 1
         mine = torch.tensor([self._observer is not None], dtype=torch.int64)
@@ -82,7 +85,7 @@ class Account:
         self.tell_plan(transport)
 
     def end_plan(self) -> None:
-        """The plan's buckets are given up; what they have done stays counted."""
+        """End the plan; what its buckets have done stays counted."""
         self._let_go_before_l1 = self._let_go_l1
         self._steps_before = self._steps
         for bucket in self._buckets:
@@ -92,25 +95,17 @@ class Account:
     def tell_plan(self, transport: Transport) -> None:
         """Tell the observer of the buckets, which may be none."""
         self._told_of_transport, self._rank = True, transport.rank
-        self._tell(lambda observer: observer.planned(transport, self._buckets))
-
-    def tell_tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
-        """Tell the observer what a planner tried and chose."""
-        self._tell(lambda observer: observer.tried(transport, trial))
+        self.tell(lambda observer: observer.planned(transport, self._buckets))
 
     def disconnected(self) -> None:
-        """The observer's transport is gone."""
+        """Tell the observer that its transport is gone."""
         if self._told_of_transport:
-            self._tell(lambda observer: observer.ended())
+            self.tell(lambda observer: observer.ended())
         self._told_of_transport = False
-
-    def begin_step(self) -> None:
-        """A step begins."""
-        self._step_began = True
 
     def end_dense_step(self, transport: Transport | None, *, was_dense: bool) -> None:
         """Count the last step, if it has begun and nothing was exchanged in it."""
-        began, self._step_began = self._step_began, False
+        began, self.step_began = self.step_began, False
         if not began or not was_dense or transport is None:
             return
         if not self._told_of_transport:
@@ -119,27 +114,27 @@ class Account:
         self._tell_step(())
 
     def end_step(self, transport: Transport) -> None:
-        """All buckets' sums are there; the background thread is idle meanwhile."""
-        self._step_began = False
+        """Count a step whose sums are all there; the background threads are idle meanwhile."""
+        self.step_began = False
         if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
             self._compare_ranks(transport)
         self._tell_step(self._buckets)
 
     def _compare_ranks(self, transport: Transport) -> None:
-        """Gather what the phases took on every rank."""
         stats = [bucket.stats for bucket in self._buckets]
         sums = [sum(getattr(each, name) for each in stats) for name in COMPARED_PHASES]
         now = torch.tensor(sums, dtype=torch.float64)
         since, self._compared = now - self._compared, now
         messages = transport.allgather((since,), channel="compare")
         everyone = torch.stack([message.view(torch.float64) for message in messages])
-        self._tell(lambda observer: observer.compared(everyone))
+        self.tell(lambda observer: observer.compared(everyone))
 
     def _tell_step(self, buckets: Sequence[Bucket]) -> None:
-        self._tell(lambda observer: observer.stepped(buckets))
+        self.tell(lambda observer: observer.stepped(buckets))
         self._told_steps += 1
 
-    def _tell(self, call: Callable[[Observer], None]) -> None:
+    def tell(self, call: Callable[[Observer], None]) -> None:
+        """Call the observer, if there is one and none of its calls has raised."""
         if self._observer is None:
             return
         try:
@@ -161,12 +156,7 @@ class Account:
         return self._let_go_before_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
 
     def stats(self, transport: Transport | None, **figures: Any) -> Stats:
-        """A snapshot; no bucket's exchange may end meanwhile.
-
-        Args:
-            transport: Connects the ranks.
-            **figures: Fields of `Stats` that are not counted here.
-        """
+        """A snapshot, during which no exchange may end; `figures` are what is not counted here."""
         return Stats(
             transport.name if transport is not None else "",
             tuple(b.stats.snapshot(b.memory.let_go_l1) for b in self._buckets),

@@ -24,15 +24,15 @@ class Phase(Enum):
     """How far a bucket's step has come."""
 
     COLLECTING = auto()
-    """Gradients are awaited; the last step's result is there until then."""
+    """Gradients are missing; the last step's result is there until they have come."""
     READY = auto()
-    """All gradients are there, and nobody has begun to select."""
+    """All gradients are there, and no thread has begun to select."""
     SELECTING = auto()
-    """Gradients are being accumulated, and entries selected."""
+    """A thread accumulates gradients and selects entries."""
     SELECTED = auto()
     """The entries to send are there: their exchange is due, or under way."""
     EXCHANGED = auto()
-    """The sum is there; whether the step counts is for all buckets to say."""
+    """The sum is there. Whether the step counts depends on all buckets."""
 
     @property
     def is_due(self) -> bool:
@@ -128,7 +128,7 @@ class Bucket:
         return [spec.name for spec, gradient in pairs if gradient is None]
 
     def put(self, place: int, gradient: Tensor) -> None:
-        """Take note of a gradient; it must not change until the bucket is done."""
+        """Take a gradient, which must not change until the bucket is done."""
         self.lane.expect()
         if self._gradients[place] is None:
             self._missing -= 1
@@ -157,7 +157,7 @@ class Bucket:
         return self.hosts is not None and self.hosts.grid.hosts == 1
 
     def gradients(self) -> list[Tensor]:
-        """What is accumulated in the step: this rank's gradients, or its host's sum of the shard.
+        """What the step accumulates: this rank's gradients, or its host's sum of the shard.
 
         Raises:
             TransportError: A rank of the host is gone or did not answer.
@@ -168,12 +168,12 @@ class Bucket:
         return [self.inside.reduce_scatter(given)]
 
     def open_step(self) -> None:
-        """Keep what the step is about to change; the memory does so with its tensors."""
+        """Remember what the step is about to change; the memory does so with its tensors."""
         self._before = (self.step, self.selector.state_dict(), self.collective.state_dict())
         self.is_open = True
 
     def roll_back(self) -> None:
-        """Go back to what was before the last step, bit for bit, if that has begun."""
+        """Undo the last step, bit for bit, if it has begun."""
         if not self.is_open:
             return
         assert self._before is not None
@@ -206,7 +206,7 @@ class Bucket:
         return any(g is not None and start <= g.data_ptr() < stop for g in self._gradients)
 
     def end_exchange(self) -> None:
-        """The step's sum is there; its statistics count."""
+        """Record the statistics of a step whose sum is there."""
         self.stats.record(self.step_stats)
         # The selector's threshold, or the one that the ranks scale together in ExDyna's exchange.
         own = getattr(self.selector, "threshold", 0.0)
@@ -216,11 +216,7 @@ class Bucket:
         self.phase = Phase.EXCHANGED
 
     def close_step(self) -> list[Tensor | None]:
-        """Let go of the step's gradients, and collect the next ones.
-
-        Returns:
-            The gradients: who lets go of them last gives their memory back.
-        """
+        """Begin to collect the next gradients; returns the step's, for the caller to drop."""
         gradients, self._gradients = self._gradients, [None] * len(self.specs)
         self._missing = len(self.specs)
         self._step_gradients = None
@@ -247,11 +243,9 @@ class Bucket:
         return {kind: _padded(t, self.shard.start, self.numel) for kind, t in held.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put a state in the place of this one, between steps; a host's ranks do so together.
+        """Replace the memory's state by one like that of `tensors`, between steps.
 
-        Args:
-            tensors: Like those of `tensors`. What the ranks of a host bring is added up, and each
-                keeps its shard.
+        The ranks of a host do so together: what they bring is summed, and each keeps its shard.
         """
         if self.hosts is not None and self.inside is not None:
             inside = self.inside
@@ -259,7 +253,7 @@ class Bucket:
         self.memory.load(tensors)
 
     def take_out(self, place: int) -> dict[str, Tensor]:
-        """Take what is here of one tensor out of the memory: by kind, in the tensor's shape."""
+        """Take one tensor's part out of the memory: by kind, in its shape, zero elsewhere."""
         start, stop = self._in_shard(place)
         spec, held = self.specs[place], self.memory.take_out(start, stop)
         if self.inside is not None:
@@ -275,7 +269,7 @@ class Bucket:
         self.memory.put_in(start, mine)
 
     def _in_shard(self, place: int) -> tuple[int, int]:
-        """Where one tensor lies in the shard, as far as it does."""
+        """Where the shard has elements of one tensor: from and to."""
         first, last = (
             min(max(at, self.shard.start), self.shard.stop) - self.shard.start
             for at in self.starts[place : place + 2]
@@ -292,17 +286,17 @@ class Bucket:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state was written by a bucket of the same tensors and the same kind."""
+        """Whether a bucket of the same tensors and the same kind wrote a state."""
         return [list(state["names"]), state["kind"]] == [list(self.stats.names), self._kind()]
 
     def _kind(self) -> str:
-        """The method, and what makes its exchanges."""
+        """The method, and the collective that exchanges by it."""
         kind = f"{self.method.description} by {type(self.collective).__name__}"
         return kind if self.hosts is None else f"{kind} on {self.hosts.kind}"
 
 
 def _padded(part: Tensor, start: int, numel: int) -> Tensor:
-    """A vector of zeros but for a part of it."""
+    """A part of a vector that is zero elsewhere."""
     whole = part.new_zeros(numel)
     whole[start : start + part.numel()] = part
     return whole

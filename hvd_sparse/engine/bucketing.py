@@ -27,7 +27,7 @@ from hvd_sparse.transports import Transport
 
 WARMUP_KINDS = ("exponential", "linear", "constant")
 STAGES = 4
-"""Densities that an exponential warm-up goes through, each for the same number of steps."""
+"""Densities of an exponential warm-up, each for the same number of steps."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Warmup:
     steps are Ok-Topk's (Li and Hoefler, PPoPP '22, section 5: 512 steps for VGG, 128 for LSTM).
 
     Attributes:
-        kind: "exponential": four densities, each the same share of the one before, the first one
-            `density`; "linear": from `density` straight to the target; "constant": `density`.
-        steps: How many steps it takes.
-        density: Where it begins, in (0, 1].
-        dense_steps: Steps before it in which everything is exchanged.
+        kind: "exponential": four densities from `density` on, in a constant ratio; "linear": from
+            `density` to the target; "constant": `density`.
+        steps: Steps of the warm-up.
+        density: The first density, in (0, 1].
+        dense_steps: Steps before the warm-up in which everything is exchanged.
     """
 
     kind: str = "exponential"
@@ -67,7 +67,7 @@ class Warmup:
 
 
 ALIGNED_NUMEL = 4
-"""Elements of float32 in 16 bytes, which the kernels load at once."""
+"""Elements of float32 in 16 bytes, the unit that kernels load."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class TensorSpec:
     Attributes:
         name: The parameter's name.
         shape: Its shape.
-        dtype: Its gradient's type, as `torch.float32` is spelled.
-        whole: The tensor that this is some rows of; None: it is a tensor itself.
+        dtype: Its gradient's type, written as `torch.float32`.
+        whole: The tensor of which these are some rows; None: it is a whole tensor itself.
         start: The first of these rows.
     """
 
@@ -106,16 +106,16 @@ class TensorSpec:
 
     @property
     def label(self) -> str:
-        """The name, and the rows where these are not all: `weight[0:512]`."""
+        """The name, with the rows of a part: `weight[0:512]`."""
         stop = self.start + self.shape[0] if self.whole else 0
         return f"{self.name}[{self.start}:{stop}]" if self.whole else self.name
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its rows of a tensor in the shape of the whole one: a view."""
+        """A view of its rows, out of a tensor in the shape of the whole one."""
         return tensor[self.start : self.start + self.shape[0]] if self.whole else tensor
 
     def cut(self, numel: int) -> list[TensorSpec]:
-        """Equal parts of whole rows, of at most so many elements where rows are not longer."""
+        """Equal parts of whole rows, of at most `numel` elements unless a row is longer."""
         rows = self.shape[0] if self.shape else 1
         parts = min(rows, -(-self.numel // numel))
         if parts <= 1:
@@ -223,7 +223,7 @@ class BucketPlan:
 def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list[BucketPlan]:
     """Group tensors of one type, method and bucket name in the order of their arrival.
 
-    Within a bucket the tensors that would misalign all that follow come last.
+    Within a bucket, tensors that would misalign those behind them come last.
     """
     groups: list[list[TensorSpec]] = []
     methods: list[Method] = []
@@ -256,7 +256,7 @@ def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list
 
 
 def _misaligns(spec: TensorSpec) -> bool:
-    """Whether what lies behind a tensor begins where no kernel loads 16 bytes: it goes last."""
+    """Whether the tensors behind this one would not be aligned; so it goes last."""
     return spec.numel % ALIGNED_NUMEL != 0
 
 
@@ -264,7 +264,7 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
     """Check that all ranks have one assignment, before any of them waits for another's bucket.
 
     Raises:
-        PlanError: On every rank, where they have not.
+        PlanError: On every rank, if they do not.
     """
     mine = {"assignment": assignment.description, "plan": []}
     theirs = gather_json(mine, transport, channel="assignment")
@@ -275,13 +275,13 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
 def agree_on_plan(
     arrivals: Sequence[TensorSpec], assignment: Assignment, transport: Transport
 ) -> list[BucketPlan]:
-    """Rank 0's first order of arrival makes the plan; every rank checks that it can follow it.
+    """Make the plan by rank 0's order of arrival; every rank checks that it can follow it.
 
     Returns:
         The buckets in the order of exchange.
 
     Raises:
-        PlanError: On every rank, where any rank has other tensors or treats them otherwise.
+        PlanError: On every rank, if any rank has other tensors or treats them otherwise.
     """
     plan = form_buckets(arrivals, assignment)
     mine = {

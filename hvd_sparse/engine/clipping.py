@@ -1,13 +1,13 @@
 """Local gradient clipping, before gradients are accumulated.
 
 Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887), section 3.3: each of
-P ranks clips its own gradient to P^(-1/2) times the limit that the sum over the ranks would have,
-since the norm of a sum of P independent gradients grows with the root of P.
+P ranks clips its own gradient to P^(-1/2) times the limit on the sum over the ranks, since the norm
+of a sum of P independent gradients grows with the root of P.
 
-The norm is that of all of a rank's gradients in a step, the dense ones too; so the first bucket
-waits for the last gradient. The limit is on what the optimizer sees. The gradients here are neither
-averaged nor unscaled: of ‖Σ g‖ s / U, with s the scale of Horovod's operation and U the loss scale,
-a rank's part is ‖g‖ s / U ≤ limit / √P.
+The norm is that of all of a rank's gradients in a step, dense ones included, so that the first
+bucket waits for the last gradient. The limit is on what the optimizer sees. The gradients here are
+neither averaged nor unscaled: with s the scale of Horovod's operation and U the loss scale, the
+optimizer sees ‖Σ g‖ s / U, and so a rank clips to ‖g‖ s / U ≤ limit / √P.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hvd_sparse.engine.residuals import norm_of
 
 @dataclass(frozen=True)
 class WithDense:
-    """An assignment whose dense tensors are exchanged, too: densely, but beside the others.
+    """An assignment whose dense tensors the engine exchanges, too, by a dense method.
 
-    Horovod sends a dense gradient as soon as it is there, before the norm of all is known.
+    Horovod would send a dense gradient as soon as it is there, before the norm of all is known.
 
     Attributes:
         inner: The assignment.
@@ -44,18 +44,18 @@ class WithDense:
         return f"{self.inner.description}; dense below {self.dense_below}: {self.dense.description}"
 
     def choice_of(self, spec: TensorSpec) -> Choice:
-        """See `Assignment.choice_of`."""
+        """The inner choice, or the dense method for small and dense tensors."""
         choice = self.inner.choice_of(spec)
         small = spec.numel < self.dense_below or choice.method is None
         return Choice(self.dense) if small else choice
 
 
 def with_dense(assignment: Assignment, dense: Callable[[float], Method], below: int) -> Assignment:
-    """The assignment itself, or where it clips gradients, one that leaves no tensor to Horovod.
+    """The assignment itself, or if it clips gradients, one that leaves no tensor to Horovod.
 
     Args:
         assignment: One of this package's, or a user's, which need not know of clipping.
-        dense: Makes the method of dense tensors, from the limit.
+        dense: Makes the method of dense tensors from the limit.
         below: Tensors of fewer elements are dense.
     """
     clip_norm: float | None = getattr(assignment, "clip_norm", None)
@@ -78,13 +78,13 @@ class StepClipping:
         self._lock = threading.Lock()  # two threads select
 
     def apply(self, bucket: Bucket, scale: float) -> None:
-        """Scale a bucket's gradients in place where all are too long; non-finite ones stay.
+        """Scale a bucket's gradients in place if the norm of all is too large and finite.
 
-        The first call of a step measures all of them.
+        The first call of a step measures the norm.
 
         Args:
             bucket: One of them.
-            scale: s / U, what the optimizer sees in units of the gradients here.
+            scale: s / U.
         """
         with self._lock:
             if id(bucket) in self._clipped or not self._clipped:

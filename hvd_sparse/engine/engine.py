@@ -1,9 +1,4 @@
-"""The engine: buckets that a worker exchanges in the background as their gradients arrive.
-
-The first step is collected whole; its order of arrival on rank 0 becomes the plan. From then on
-every rank exchanges the buckets in the plan's order, each as soon as its last gradient is there, so
-that no two ranks ever wait for each other's other bucket.
-"""
+"""The engine, as the training thread sees it: steps, plans, reports and state."""
 
 from __future__ import annotations
 
@@ -35,19 +30,19 @@ from hvd_sparse.transports import Transport
 class Engine:
     """Takes gradients one by one, and gives the reduced ones back.
 
-    One step is: `submit` for every tensor, `result` for every tensor, and `settle`, once it is
-    known whether the results were applied. An engine that nobody refers to ends its background
-    thread and closes its transport.
+    One step is `submit` for every tensor, `result` for every tensor, and `settle`, once it is known
+    whether the results were applied. An engine that is collected as garbage ends its background
+    threads and closes its transport.
 
     Args:
         assignment: How each tensor is reduced; a `Method` where that is the same for all.
-        observer: Is told of plans and steps. Every rank may have another one, or none; whether the
-            ranks compare their times depends on rank 0's. One that raises is not called again.
+        observer: Is told of plans and steps. Each rank may have another one, or none; the ranks
+            compare their times if rank 0 has one. One that raises is not called again.
 
     Attributes:
-        skipped_steps: Steps that were taken back, since nobody applied their results.
-        dropped_l1: L1 norm of residuals that were let go of, since a caller said so.
-        lost_l1: L1 norm of residuals that went with other ranks, as far as a caller knows it.
+        skipped_steps: Steps that were taken back, since their results were not applied.
+        dropped_l1: L1 norm of the residuals that this rank dropped.
+        lost_l1: L1 norm of the residuals of ranks that are gone, as far as a caller knows it.
         hosts: Two levels among the ranks, or None; to be set after `connect`, before a step.
         residuals: What waits to be sent.
     """
@@ -70,7 +65,7 @@ class Engine:
 
     @property
     def scale(self) -> float | None:
-        """What sums over ranks are multiplied by; must be set before the first `result`."""
+        """Factor of the sums over the ranks; must be set before the first `result`."""
         return self._worker.scale
 
     @scale.setter
@@ -88,7 +83,7 @@ class Engine:
 
     @property
     def error(self) -> BaseException | None:
-        """What the step under way has failed by, here or at a peer; None where nothing has."""
+        """Why the step under way has failed, here or at a peer; None where it has not."""
         error, transport = self._worker.error, self._transport
         return error if error is not None or transport is None else transport.failure
 
@@ -116,7 +111,7 @@ class Engine:
         return not self.planned or name in self._places
 
     def awaits(self, spec: TensorSpec) -> bool:
-        """Whether just this tensor is in the plan; it needs no further question then."""
+        """Whether the plan has this very object; the caller need not ask anything else then."""
         location = self._places.get(spec.name)
         return location is not None and location.spec is spec
 
@@ -132,16 +127,15 @@ class Engine:
         return self._places[name].bucket.method if name in self._places else None
 
     def settle(self, counts: bool | None = None) -> bool:
-        """Say whether the last step counts. Otherwise everything becomes what it was before it.
+        """Keep the last step, or take it back as if it had never been; between steps.
 
-        To be called between steps. A step that nobody has settled is settled when the first
-        gradient of the next one is submitted.
+        A step that was not settled is settled when the first gradient of the next one is submitted.
 
         Args:
             counts: Whether its results were applied; None: if all of them are finite.
 
         Returns:
-            Whether a step was taken back by this call.
+            Whether this call took a step back.
         """
         self._spent = []
         if not (self._unsettled or self.residuals.is_releasing):
@@ -155,10 +149,10 @@ class Engine:
         return not counts
 
     def let_go(self) -> None:
-        """Let go of the last step's gradients, since nobody else refers to them any more.
+        """Drop the last step's gradients on a background thread.
 
-        A background thread does it: giving the memory of large gradients back to the system takes
-        milliseconds. Without this call `settle` does it.
+        Giving the memory of large gradients back to the system takes milliseconds. Without this
+        call `settle` drops them.
         """
         spent, self._spent = self._spent, []
         self._worker.let_go(spent)
@@ -172,10 +166,10 @@ class Engine:
         self.residuals.rescale(factor)
 
     def forget(self, names: Collection[str]) -> float:
-        """Let go of residuals and momenta; to be called between steps, by all ranks alike.
+        """Drop tensors' residuals and momenta; all ranks call this alike, between steps.
 
         Returns:
-            L1 norm of this rank's residuals that were let go of; `dropped_l1` counts it.
+            L1 norm of the residuals that this rank dropped; `dropped_l1` counts it.
 
         Raises:
             ConfigError: A step is under way.
@@ -187,10 +181,10 @@ class Engine:
         return lost
 
     def reassign(self, assignment: Assignment) -> None:
-        """Reduce by another assignment from the next step on.
+        """Reduce by another assignment from the next step on; all ranks call this alike.
 
-        To be called between steps, and by all ranks between the same ones. Residuals stay with
-        their tensors; that of a tensor which now is dense becomes its `leftover`.
+        To be called between steps. Residuals stay with their tensors: a tensor that becomes dense
+        releases its own (`Residuals.release`).
         """
         self._give_up_plan()
         self.residuals.change_units(self.assignment, assignment)
@@ -199,12 +193,12 @@ class Engine:
             self._account.tell_plan(self._transport)  # the next step's follows, if it has buckets
 
     def take_momentum(self, shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
-        """The momenta of tensors that have none here any more, summed over the ranks.
+        """Take over the momenta of tensors that have become dense, summed over the ranks.
 
-        To be called after `reassign` and `agree`, by all ranks alike.
+        All ranks call this alike, after `reassign` and `agree`.
 
         Args:
-            shapes: Of the tensors, by name.
+            shapes: The tensors' shapes, by name.
 
         Returns:
             Float32 tensors on the host: what heavy-ball SGD would have for the sum of gradients.
@@ -213,30 +207,31 @@ class Engine:
         return self.residuals.take_momentum(shapes, self._transport)
 
     def give_momentum(self, spec: TensorSpec, share: Tensor) -> None:
-        """Begin with a momentum, between `reassign` and the next step.
+        """Begin a tensor with a momentum, between `reassign` and the next step.
 
         Args:
-            spec: The tensor; the assignment gives it a momentum.
+            spec: A tensor to which the assignment gives a momentum.
             share: This rank's part of what heavy-ball SGD has for the sum of gradients: float32.
         """
         self.residuals.give_momentum(spec.name, share * momentum_unit(self.assignment, spec))
 
     def tell_tried(self, trial: Mapping[str, Any]) -> None:
         """Tell the observer what a planner tried and chose."""
-        assert self._transport is not None
-        self._account.tell_tried(self._transport, trial)
+        transport = self._transport
+        assert transport is not None
+        self._account.tell(lambda observer: observer.tried(transport, trial))
 
     def agree(self) -> None:
         """Check that all ranks have the same assignment; they call this together, between steps.
 
         Raises:
-            PlanError: On every rank, where they have not.
+            PlanError: On every rank, if they do not.
         """
         assert self._transport is not None
         agree_on_assignment(self.assignment, self._transport)
 
     def connect(self, transport: Transport, hosts: Hosts | None = None) -> None:
-        """Use a transport from the next step on; the plan is made anew, residuals are kept.
+        """Use a transport from the next step on, with a new plan and the old residuals.
 
         Args:
             transport: Connects the ranks.
@@ -247,14 +242,13 @@ class Engine:
         self.hosts = hosts
 
     def disconnect(self) -> None:
-        """Stop the background thread and close the transport, if there are any; keep the state."""
+        """Stop the background threads and close the transport; keep the state."""
         self._give_up_plan()
         self._account.disconnected()
         self._worker.close()
         self.hosts = None
 
     def _give_up_plan(self) -> None:
-        """Stop the background thread, and keep the state for the next plan."""
         self._end_dense_step()
         self._worker.stop()  # before the state is read, which it changes
         self.settle()
@@ -265,10 +259,10 @@ class Engine:
     # -- a step, seen from the training thread -----------------------------------------------------
 
     def begin_step(self) -> None:
-        """Say that a step begins; without this, steps of dense tensors only are not counted."""
+        """Say that a step begins; otherwise steps in which all tensors are dense do not count."""
         self._end_dense_step()
         self.residuals.drop_idle_momentum(self.assignment)
-        self._account.begin_step()
+        self._account.step_began = True
 
     def _end_dense_step(self) -> None:
         was_dense = not self._buckets and not self._arrivals
@@ -300,19 +294,15 @@ class Engine:
             self._worker.put(bucket, place, part)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the step is exchanged or has failed, but no longer than `timeout_s`.
-
-        Returns:
-            Whether that is so; at once where gradients are missing, and where there is no plan yet.
-        """
+        """See `Worker.wait_for_all`; returns at once where there is no plan yet."""
         return self._worker.wait_for_all(timeout_s)
 
     def result(self, name: str) -> Tensor:
-        """The reduced gradient of a tensor, a view; waits for the whole step.
+        """A view of a tensor's reduced gradient; waits for the whole step.
 
         Raises:
             TransportError: A peer is gone or did not answer.
-            PlanError: Ranks disagree, or not all tensors' gradients were submitted.
+            PlanError: Ranks disagree, or some tensors' gradients were not submitted.
             ConfigError: The gradient was given up since it was submitted.
         """
         if not self._buckets:
@@ -325,8 +315,9 @@ class Engine:
         location = self._places[name]
         if location.bucket.is_begun:
             self._finish_step()
-        whole = location.whole
-        return location.bucket.view(location.place) if whole is None else whole
+        if location.whole is not None:
+            return location.whole
+        return location.bucket.view(location.place)
 
     def _finish_step(self) -> None:
         missing = [n for b in self._buckets if b.phase is Phase.COLLECTING for n in b.missing()]
@@ -348,7 +339,7 @@ class Engine:
         self._account.end_step(self._transport)
 
     def fail(self, error: BaseException) -> None:
-        """Give up on the step under way: its waits, here and at the peers, end with an error."""
+        """Give up the step under way: its waits, here and at the peers, end with an error."""
         self._worker.fail(error)
 
     def _make_plan(self) -> None:
@@ -371,7 +362,7 @@ class Engine:
     # -- reports and state -------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """What was selected, sent and waited for, per bucket and step: a snapshot."""
+        """A snapshot of what was selected, sent and waited for, per bucket and step."""
         with self._worker.at_pause():
             return self._account.stats(
                 self._transport,
@@ -407,17 +398,16 @@ class Engine:
         strict: bool = True,
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Continue from a state.
+        """Continue from a state; all ranks call this between the same steps.
 
-        To be called between steps, and by all ranks between the same ones: the next step makes the
-        plan anew, and compares what the ranks have loaded.
+        The next step makes a new plan and compares what the ranks have loaded.
 
         Args:
             state: What `state_dict()` returned.
-            strict: Whether it must be that of this rank in this world, and of one step on all
-                ranks. Otherwise what belongs to another world size starts anew, and tensors that
-                are not in `shapes` are dropped, with a warning and a count.
-            shapes: The parameters that there are; None: not known.
+            strict: Whether the state must be that of this rank in this world, and of one step on
+                all ranks. Otherwise what belongs to another world size starts anew, and tensors
+                that are not in `shapes` are dropped, with a warning and a count.
+            shapes: The model's parameters; None: not known.
 
         Raises:
             ConfigError: The state is not one that `state_dict()` makes, or does not belong here.
@@ -435,6 +425,6 @@ class Engine:
             self.count_dropped(restored.drop(strangers), f"residuals of {', '.join(strangers)}")
 
     def count_dropped(self, l1: float, what: str) -> None:
-        """Warn of residuals that are let go of, and count them."""
+        """Count residuals that are dropped, and warn of them."""
         self.dropped_l1 += l1
         warn(f"dropped {what}: L1 norm {l1:g}")

@@ -1,7 +1,7 @@
-"""Where a bucket's work runs: beside the training's own, on a device that has streams.
+"""The CUDA stream in which a bucket's work runs, beside the training's own.
 
-The training thread hands gradients over and takes results back by events; it never waits for the
-device. The background thread does, for the counts and the entries that it is about to send.
+The training thread hands gradients over and takes results back by events, and never waits for the
+device. The background thread waits for the counts and the entries that it is about to send.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class DeviceLane:
             self._arrived = torch.cuda.Event()
 
     def expect(self) -> None:
-        """On the training thread: what was issued here is to be handed over, with what follows."""
+        """On the training thread: the next `hand_over` includes what was issued here."""
         if self._stream is not None:
             self._givers[torch.cuda.current_stream(self._stream.device)] = None
 
     def hand_over(self) -> None:
-        """On the training thread: the lane's next work comes after all that is expected."""
+        """On the training thread: the lane's next work waits for all streams that were noted."""
         if self._stream is not None:
             for giver in self._givers:  # one, unless the training has streams of its own
                 self._stream.wait_stream(giver)
             self._givers.clear()
 
     def work(self) -> AbstractContextManager[object]:
-        """On the background thread: what is issued inside runs in the lane."""
+        """On the background thread: a block whose work runs in the lane."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def send(self, stream: SparseStream) -> None:
@@ -66,9 +66,9 @@ class DeviceLane:
         self._arrived.record()
 
     def landed(self, stream: SparseStream) -> SparseStream:
-        """On the background thread: entries that were sent, on the host; waits for them alone.
+        """On the background thread: wait for the entries that were sent; they are on the host.
 
-        They are there until the next `send`.
+        They stay there until the next `send`.
         """
         if self._stream is None:
             return stream
@@ -77,13 +77,13 @@ class DeviceLane:
         return SparseStream(here.indices, here.values, stream.numel)
 
     def hand_back(self) -> None:
-        """On the training thread: what is issued here next comes after all of the lane's work."""
+        """On the training thread: what is issued here next waits for all of the lane's work."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 def _pinned(nnz: int) -> SparseStream:
-    """Room for entries that the device copies to without the host's help."""
+    """Pinned memory for entries, to which the device copies by itself."""
     return SparseStream(
         torch.empty(nnz, dtype=torch.int32, pin_memory=True),
         torch.empty(nnz, dtype=torch.float32, pin_memory=True),

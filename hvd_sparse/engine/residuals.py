@@ -61,7 +61,7 @@ class Residuals:
         self._buckets, self._places = (), {}
 
     def state(self, transport: Transport | None) -> EngineState:
-        """A copy of everything, of settled steps; a step that has failed is taken back."""
+        """A copy of everything, without a step that has failed; other steps must be settled."""
         if not self._buckets:
             return self._outside.copy()
         for bucket in self._buckets:
@@ -69,7 +69,7 @@ class Residuals:
         return EngineState.of(self._buckets, self._outside, transport)
 
     def load(self, state: EngineState, strict: bool) -> None:
-        """Continue from a state with the next plan, in the place of what is here now."""
+        """Replace everything by a state, which the next plan restores (`EngineState.restore`)."""
         self._outside, self._is_strict = state, strict
 
     @property
@@ -93,12 +93,12 @@ class Residuals:
                 tensor.mul_(factor)
 
     def forget(self, names: Collection[str]) -> float:
-        """Let go of tensors' residuals and momenta; returns the L1 norm of the residuals."""
+        """Drop tensors' residuals and momenta; returns the L1 norm of the residuals."""
         planned = [self._places[name].cut()["residual"] for name in names if name in self._places]
         return l1_of(planned) + self._outside.drop(names)
 
     def settle(self, counts: bool) -> None:
-        """End a step: keep what it has changed and let go of what it released, or take it back."""
+        """End a step: keep its changes and drop what it released, or take the step back."""
         for bucket in self._buckets:
             if counts:
                 bucket.is_open = False
@@ -122,10 +122,10 @@ class Residuals:
         return self._outside.residual.get(name)
 
     def release(self, name: str, gradient: Tensor) -> Tensor | None:
-        """What of a leftover is to be added to this rank's dense gradient, or None.
+        """The part of a leftover that is to be added to this rank's dense gradient, or None.
 
-        At most half as long as the gradient, so that a long residual takes several steps. With a
-        float16 gradient it is what their sum, rounded, has more than the gradient; the rest waits.
+        Its norm is at most half the gradient's, so that a long residual takes several steps. With a
+        float16 gradient it is the rounded sum minus the gradient, and the rest waits.
 
         Args:
             name: The tensor's.
@@ -135,7 +135,7 @@ class Residuals:
         if residual is None:
             return None
         norm, limit = norm_of(residual), RELEASED_SHARE * norm_of(gradient)
-        # All of it, too, where the gradient is NaN: the step will not count.
+        # All of it also where the gradient is NaN, since that step will not count.
         part = residual * (limit / norm) if limit < norm else residual
         if gradient.dtype == torch.float16:
             own = gradient.contiguous().to(part)
@@ -145,18 +145,18 @@ class Residuals:
         return part
 
     def flushed(self, name: str) -> None:
-        """What was released was reduced in this step; it is let go of where the step counts."""
+        """Say that the released part was reduced in this step; it is dropped if the step counts."""
         self._flushed.add(name)
 
     @property
     def is_releasing(self) -> bool:
-        """Whether something was reduced, and nobody has said yet whether its step counts."""
+        """Whether a released part was reduced in a step that is not settled yet."""
         return bool(self._flushed)
 
     # -- frozen tensors ----------------------------------------------------------------------------
 
     def hold(self, name: str, frozen: bool) -> None:
-        """Keep what a frozen tensor of the plan has outside the buckets; put it back when thawed.
+        """Move what a frozen tensor of the plan has out of its buckets, and back when it is thawed.
 
         The step of its buckets must not have begun.
         """
@@ -175,9 +175,9 @@ class Residuals:
     # -- momenta between two plans -----------------------------------------------------------------
 
     def change_units(self, before: Assignment, after: Assignment) -> None:
-        """Give momenta the units that another assignment has them in."""
+        """Convert momenta to the units of another assignment."""
         for name, tensor in self._outside.momentum.items():
-            # In a new process nobody knows of the tensor more than its state tells.
+            # In a new process the state alone tells of the tensor.
             spec = self._specs.get(name) or TensorSpec(name, tuple(tensor.shape), "torch.float32")
             was, will_be = momentum_unit(before, spec), momentum_unit(after, spec)
             if was != will_be:
@@ -202,16 +202,16 @@ class Residuals:
         self._outside.residual.setdefault(name, torch.zeros_like(share))
 
     def drop_idle_momentum(self, assignment: Assignment) -> None:
-        """Let go of momenta that the assignment does not have, and that nobody has taken over."""
+        """Drop momenta to which the assignment has no use, and that nobody has taken over."""
         momentum = self._outside.momentum
-        for name in momentum.keys() & self._specs.keys():  # of others only the plan will tell
+        for name in momentum.keys() & self._specs.keys():  # the plan will tell of others
             method = assignment.choice_of(self._specs[name]).method
             if method is None or not method.memory.momentum:
                 del momentum[name]
 
 
 def momentum_unit(assignment: Assignment, spec: TensorSpec) -> float:
-    """What an assignment's momentum of a tensor is multiplied by; see `MemoryOptions`."""
+    """The unit of a tensor's momentum by an assignment; see `MemoryOptions.momentum_unit`."""
     method = assignment.choice_of(spec).method
     return 1.0 if method is None else method.memory.momentum_unit
 
@@ -219,14 +219,15 @@ def momentum_unit(assignment: Assignment, spec: TensorSpec) -> float:
 def norm_of(*tensors: Tensor) -> float:
     """L2 norm of tensors of one device together.
 
-    A tensor's squares are added in float64, which takes 15 times as long, only if need be.
+    Squares are summed in float32, and only if they overflow in float64, which takes 15 times as
+    long.
     """
     norm = _norm_in(torch.float32, tensors)
     return norm if isfinite(norm) else _norm_in(torch.float64, tensors)
 
 
 def _norm_in(dtype: torch.dtype, tensors: Sequence[Tensor]) -> float:
-    """The same in sums of a type, or of the tensor's own where that is wider."""
+    """The norm in sums of a type, or of the tensor's own type where that is wider."""
     types = (torch.promote_types(dtype, tensor.dtype) for tensor in tensors)
     norms = [torch.linalg.vector_norm(t, dtype=d) for t, d in zip(tensors, types, strict=True)]
     return float(torch.stack([norm.double() for norm in norms]).square().sum().sqrt())

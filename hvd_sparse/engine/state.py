@@ -1,4 +1,4 @@
-"""What an engine keeps over a restart, and how it is put back."""
+"""What an engine keeps over a restart, how it is put back, and how it is checked when read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvd_sparse.transports import Transport
 WHERE = "state of the compression"
 VERSION = 2
 ADDED: dict[str, Any] = {"package": "", "rank": None, "world_size": None, "unit": None}
-"""What version 1 did not have, and what is known of it there. `planner` came later still."""
+"""Keys that version 1 did not have, with the values for it. `planner` came later still."""
 
 
 @dataclass
@@ -34,11 +34,11 @@ class EngineState:
         step: Steps done, for the warm-up.
         buckets: Names, selector and collective of each bucket. A collective's state is the same on
             all ranks.
-        rank: Whose state it is; None where nobody knows: no other rank was there yet.
+        rank: The rank whose state it is; None before the ranks have met.
         world_size: P of that time, or None.
         unit: The loss scale that residuals are multiplied by, or None where there is none.
         package: Version of the package that wrote it; empty where that is not known.
-        planner: What a planner goes on with, or None. The engine only carries it.
+        planner: The planner's own state, or None. The engine only carries it.
     """
 
     residual: dict[str, Tensor] = field(default_factory=dict)
@@ -119,10 +119,10 @@ class EngineState:
             ConfigError: It is not such a state; the message names key, range and value.
         """
         if not isinstance(state, Mapping):
-            raise refuse(f"it must be a mapping, got {type(state).__name__}")
+            raise _refuse(f"it must be a mapping, got {type(state).__name__}")
         version = state.get("version")
         if type(version) is not int or version not in (1, VERSION):
-            raise refuse(f"version must be 1 or {VERSION}, got {version!r}")
+            raise _refuse(f"version must be 1 or {VERSION}, got {version!r}")
         if version == 1:
             _check_keys(state, KEYS - ADDED.keys() - {"planner"}, "it")
             state = {**state, **ADDED}
@@ -136,7 +136,7 @@ class EngineState:
         return EngineState(**fields).copy()
 
     def strangers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """What is wrong with each tensor that is none of these, by its name."""
+        """The tensors that do not belong to these shapes: by name, what is wrong with each."""
         wrong = {}
         for name, tensor in sorted(self.residual.items()):
             if name not in shapes:
@@ -151,22 +151,22 @@ class EngineState:
         """Put the state into new buckets; all ranks do so together.
 
         Residuals and momenta go by parameter, selectors to buckets of the same tensors and method.
-        A collective goes on only where every rank brings the same state for it: after a change of
-        the world, a new rank has none, and ranks that are at different steps would wait for each
-        other. So does a selector that must be in the same state on all ranks. The warm-up goes on
-        from the rank that is furthest.
+        A collective goes on only if every rank brings the same state for it: after a change of the
+        world, a new rank has none, and ranks at different steps would wait for each other. The same
+        holds for a selector that must be in one state on all ranks. The warm-up goes on from the
+        rank that is furthest.
 
         Args:
             buckets: New ones.
             transport: Connects the ranks.
-            strict: Whether this state was loaded as this very rank's, and so on all ranks.
+            strict: Whether the state was loaded as that of this rank, and so on all ranks.
 
         Returns:
             Residuals of tensors that are in no bucket: they wait for the next dense reduction.
 
         Raises:
-            ConfigError: On every rank, where any rank's state does not fit, or where states that
-                were loaded are not those of one step on all ranks.
+            ConfigError: On every rank, if any rank's state does not fit, or if loaded states are
+                not those of one step on all ranks.
         """
         matching = [self._state_for(bucket) for bucket in buckets]
         misfit = self._misfit(buckets, matching, transport if strict else None)
@@ -198,7 +198,7 @@ class EngineState:
         matching: Sequence[Mapping[str, Any] | None],
         transport: Transport | None,
     ) -> str:
-        """What does not fit, or nothing; a transport tells which rank's state is wanted."""
+        """What does not fit, or nothing; with a transport, the rank must fit as well."""
         shapes = {spec.name: spec.tensor.shape for bucket in buckets for spec in bucket.specs}
         strangers = self.strangers({**{n: t.shape for n, t in self.residual.items()}, **shapes})
         for name, why in strangers.items():
@@ -217,14 +217,14 @@ class EngineState:
         return ""
 
     def check_rank(self, transport: Transport) -> None:
-        """It is the state of this rank in this world, as far as it says.
+        """Check that this is the state of this rank in this world, as far as it says.
 
         Raises:
-            ConfigError: It is another's.
+            ConfigError: It is that of another one.
         """
         mine, its = (transport.rank, transport.world_size), (self.rank, self.world_size)
         if its[0] is not None and its != mine:
-            raise refuse(
+            raise _refuse(
                 f"it must be that of rank {mine[0]} of {mine[1]}, got that of rank {its[0]} of "
                 f"{its[1]}: save_checkpoint and load_checkpoint change the world size"
             )
@@ -249,7 +249,7 @@ KEYS = frozenset(EngineState().as_dict())
 
 
 def _check_together(states: Sequence[Mapping[str, Any]]) -> None:
-    """All ranks see the same; so they raise alike."""
+    """Check what all ranks told; they see the same, and so raise alike."""
     for rank, state in enumerate(states):
         if state["misfit"]:
             raise ConfigError(f"rank {rank}: {state['misfit']}")
@@ -258,14 +258,14 @@ def _check_together(states: Sequence[Mapping[str, Any]]) -> None:
         return
     absent = [rank for rank in range(len(states)) if rank not in loaded]
     if absent:
-        raise refuse(f"all ranks must load one, but rank {absent[0]} has not")
+        raise _refuse(f"all ranks must load one, but rank {absent[0]} has not")
     if len(set(loaded.values())) > 1:
         steps = ", ".join(f"rank {rank} {step}" for rank, step in loaded.items())
-        raise refuse(f"step must be the same on all ranks, got {steps}")
+        raise _refuse(f"step must be the same on all ranks, got {steps}")
 
 
 def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> Tensor:
-    """Of what must be the same on all ranks."""
+    """Digest of what must be the same on all ranks."""
     parts = ["collective", "selector"] if bucket.selector.is_common else ["collective"]
     common = state and [state[part] for part in parts]
     text = json.dumps(common, default=lambda tensor: tensor.tolist())
@@ -280,40 +280,39 @@ def l1_of(tensors: Iterable[Tensor]) -> float:
 # -- checks of a state that was read from somewhere: nothing of it is believed ---------------------
 
 
-def refuse(what: str) -> ConfigError:
-    """An error that says where the fault is."""
+def _refuse(what: str) -> ConfigError:
     return ConfigError(f"{WHERE}: {what}")
 
 
 def _check_type(value: Any, kind: Any, what: str) -> None:
     if not isinstance(value, kind):
-        raise refuse(f"{what}, got {type(value).__name__}")
+        raise _refuse(f"{what}, got {type(value).__name__}")
 
 
 def _check_keys(state: Any, expected: Collection[str], where: str) -> None:
     _check_type(state, Mapping, f"{where} must be a mapping")
     wrong = state.keys() ^ set(expected)
     if wrong:
-        raise refuse(f"{where}: missing or unknown keys {sorted(map(str, wrong))}")
+        raise _refuse(f"{where}: missing or unknown keys {sorted(map(str, wrong))}")
 
 
 def _check_origin(state: Mapping[str, Any]) -> None:
     """Rank and world size are both known, or both unknown; step and unit are in their ranges."""
     rank, world_size = state["rank"], state["world_size"]
     if (rank is None) != (world_size is None):
-        raise refuse(f"rank and world_size must both be known, got {rank!r} and {world_size!r}")
+        raise _refuse(f"rank and world_size must both be known, got {rank!r} and {world_size!r}")
     if world_size is not None:
         check_count(f"{WHERE}: world_size", world_size, 1)
         check_count(f"{WHERE}: rank", rank, 0)
         if rank >= world_size:
-            raise refuse(f"rank must be in [0, {world_size}), got {rank}")
+            raise _refuse(f"rank must be in [0, {world_size}), got {rank}")
     check_count(f"{WHERE}: step", state["step"], 0)
     if state["unit"] is not None:
         check_above(f"{WHERE}: unit", state["unit"], 0.0)
     if not isinstance(state["planner"], Mapping | None):
-        raise refuse(f"planner must be a mapping or None, got {state['planner']!r}")
+        raise _refuse(f"planner must be a mapping or None, got {state['planner']!r}")
     if not isinstance(state["package"], str):
-        raise refuse(f"package must be a version as text, got {state['package']!r}")
+        raise _refuse(f"package must be a version as text, got {state['package']!r}")
 
 
 def _check_tensors(state: Mapping[str, Any]) -> None:
@@ -322,22 +321,22 @@ def _check_tensors(state: Mapping[str, Any]) -> None:
         _check_type(state[kind], Mapping, f"{kind} must be tensors by name")
         for name, tensor in state[kind].items():
             if not isinstance(name, str):
-                raise refuse(f"{kind}: names must be text, got {name!r}")
+                raise _refuse(f"{kind}: names must be text, got {name!r}")
             what = f"{kind} of {name!r}"
             _check_type(tensor, Tensor, f"{what} must be a tensor")
             if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
-                raise refuse(
+                raise _refuse(
                     f"{what} must be a dense torch.float32, got {tensor.dtype} in {tensor.layout}"
                 )
             wrong = int((~tensor.isfinite()).sum())
             if wrong:
-                raise refuse(f"{what} must be finite, got {wrong} values that are not")
+                raise _refuse(f"{what} must be finite, got {wrong} values that are not")
     for name, tensor in state["momentum"].items():
         if name not in state["residual"]:
-            raise refuse(f"momentum of {name!r} has no residual beside it")
+            raise _refuse(f"momentum of {name!r} has no residual beside it")
         shape = tuple(state["residual"][name].shape)
         if tensor.shape != shape:
-            raise refuse(
+            raise _refuse(
                 f"momentum of {name!r}: shape must be its residual's {shape}, "
                 f"got {tuple(tensor.shape)}"
             )
@@ -350,11 +349,11 @@ def _check_buckets(state: Mapping[str, Any]) -> None:
         where = f"bucket {place}"
         _check_keys(bucket, ("names", "kind", "selector", "collective"), where)
         if not isinstance(bucket["kind"], str):
-            raise refuse(f"{where}: kind must be text, got {bucket['kind']!r}")
+            raise _refuse(f"{where}: kind must be text, got {bucket['kind']!r}")
         _check_type(bucket["names"], list, f"{where}: names must be a list")
         for name in bucket["names"]:
             if not isinstance(name, str) or not _is_of(name, state["residual"].keys()):
-                raise refuse(f"{where}: names must have residuals, got {name!r}")
+                raise _refuse(f"{where}: names must have residuals, got {name!r}")
         for part in ("selector", "collective"):
             _check_type(bucket[part], Mapping, f"{where}: {part} must be a mapping")
 
@@ -376,20 +375,20 @@ def _check_like(value: Any, model: Any, where: str) -> None:
     elif isinstance(model, Tensor):
         expected = (model.dtype, model.dim())
         if not isinstance(value, Tensor) or (value.dtype, value.dim()) != expected:
-            raise refuse(f"{where} must be {model.dtype} of {model.dim()} dimensions")
+            raise _refuse(f"{where} must be {model.dtype} of {model.dim()} dimensions")
         if bool(value.isnan().any()):
-            raise refuse(f"{where} must have no NaN")
+            raise _refuse(f"{where} must have no NaN")
     elif isinstance(model, list):
         _check_type(value, list, f"{where} must be a list")
         for each in value:
             _check_like(each, model[0] if model else each, where)
     elif isinstance(model, bool):
         if not isinstance(value, bool):
-            raise refuse(f"{where} must be True or False, got {value!r}")
+            raise _refuse(f"{where} must be True or False, got {value!r}")
     elif isinstance(model, int):
         check_count(f"{WHERE}: {where}", value, 0)
     elif isinstance(model, float):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise refuse(f"{where} must be a number of at least 0, got {value!r}")
+            raise _refuse(f"{where} must be a number of at least 0, got {value!r}")
     elif type(value) is not type(model):
-        raise refuse(f"{where} must be {type(model).__name__}, got {type(value).__name__}")
+        raise _refuse(f"{where} must be {type(model).__name__}, got {type(value).__name__}")

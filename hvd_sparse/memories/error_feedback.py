@@ -1,4 +1,4 @@
-"""Error feedback: what is not sent now is kept and sent later."""
+"""Error feedback: what is not sent in this step is kept, and sent later."""
 
 from __future__ import annotations
 
@@ -45,6 +45,9 @@ class ErrorFeedback:
             tensor in every step: ask for it anew.
     """
 
+    HELD: tuple[str, ...] = ("residual",)
+    """The attributes that a step changes: tensors."""
+
     def __init__(
         self, numel: int, device: torch.device, low_pass: float = 1.0, decay: float = 1.0
     ) -> None:
@@ -58,27 +61,26 @@ class ErrorFeedback:
     def accumulate(
         self, gradients: Sequence[Tensor], k: int, scope: Scope | None = None
     ) -> Accumulator:
-        """Begin a step: residual plus gradients, for a selector to take entries out of.
+        """Begin a step: residual plus gradients, out of which a selector takes entries.
 
         Args:
             gradients: Contiguous tensors that lie side by side over the residual.
-            k: Entries wanted from all ranks' scopes together; n: everything is sent, of which a
-                memory may take account.
+            k: Entries wanted from all ranks' scopes together; n: everything is sent.
             scope: Where this rank selects, and its share of k; None: everywhere, all of it.
         """
         self._may_roll_back = False
         self._let_go_before = self.let_go_l1
         self._begin(k)
         self._forget()
-        before = ops.Before(*self._state())
+        before = ops.Before(*self._tensors())
         self._change_places()
         self._may_roll_back = True
         return Accumulator(self._accumulation(gradients, before), scope)
 
     def take_at(self, indices: Tensor) -> Tensor:
-        """Take out the entries at more indices, int32 `(m,)` ascending; their values `(m,)`.
+        """Take the entries at more indices, int32 `(m,)` ascending; returns their values `(m,)`.
 
-        Indices may be on any device; the values are on the same.
+        Indices may be on any device; the values are on the same one.
         """
         places = indices.to(self.residual.device)
         values = ops.take_at(self.residual, places)
@@ -97,15 +99,11 @@ class ErrorFeedback:
         self.let_go_l1 += self._fade()
 
     def applied(self, reduced: Sum) -> Sum:
-        """Learn the sum that the exchange came to; returns what the optimizer is to see of it.
-
-        Args:
-            reduced: Sum over the ranks, the same on all of them.
-        """
+        """Learn the sum over the ranks; returns what the optimizer sees of it."""
         return reduced
 
     def roll_back(self) -> None:
-        """Go back to what was before the step, bit for bit: nothing was applied."""
+        """Undo the step, bit for bit."""
         if self._may_roll_back:  # else nothing has changed
             self._change_places()
             self._may_roll_back = False
@@ -113,29 +111,25 @@ class ErrorFeedback:
         self._forget()
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is held by a factor, between steps: the gradients' unit has changed."""
+        """Multiply the state by a factor, between steps: the gradients' unit has changed."""
         for tensor in self.tensors().values():
             tensor.mul_(factor)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name: float32 tensors `(n,)`, to be read between steps.
+        """The state between steps, by name: float32 tensors `(n,)`.
 
-        Beside the residual, `momentum` is this rank's part of the momentum: the ranks' sum is what
-        counts, for any kind of momentum.
+        `momentum` is this rank's part of the momentum: of any kind of momentum, only the sum over
+        the ranks counts.
         """
         return {"residual": self.residual}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put a state in the place of this one, between steps.
-
-        Args:
-            tensors: What `tensors` returned, changed in place or not, or tensors like them.
-        """
+        """Replace the state, between steps, by tensors like those of `tensors`, or by them."""
         for name, mine in self.tensors().items():
             mine.copy_(tensors[name])
 
     def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Take the elements `[start, stop)` of the state out of it, between steps: by name."""
+        """Take the elements `[start, stop)` out of the state, between steps: by name."""
         parts = {}
         for name, tensor in self.tensors().items():
             parts[name] = tensor[start:stop].clone()
@@ -151,7 +145,7 @@ class ErrorFeedback:
         """Learn from the other ranks what a loaded state does not tell; all ranks call this."""
 
     def _fade(self) -> float:
-        """Let go of a part of what stays; its L1 norm."""
+        """Filter and decay the residual; returns the L1 norm of the changes."""
         low_pass, let_go = self.low_pass, 0.0
         if low_pass < 1.0:
             assert self._spare is not None  # has what was before the step
@@ -164,32 +158,28 @@ class ErrorFeedback:
         return let_go
 
     def _forget(self) -> None:
-        """Let go of what the last step took: nothing will be put back, or masked."""
+        """Forget what the last step took: it will not be put back or masked."""
         self._taken = self._returned = SparseStream.empty(self.residual.numel())
         self._taken_elsewhere: list[SparseStream] = []
 
-    # -- what other memories do in another way -----------------------------------------------------
+    # -- for subclasses ----------------------------------------------------------------------------
 
     def _begin(self, k: int) -> None:
-        """What comes before the pass over the gradients; where it fails, nothing has changed."""
+        """Prepare the pass over the gradients; if this fails, nothing has changed."""
 
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
         return ops.Accumulation(self.residual, gradients, before=before)
 
-    def _state(self) -> tuple[Tensor, ...]:
-        """All that a step changes."""
-        return (self.residual,)
-
-    def _set_state(self, *tensors: Tensor) -> None:
-        """Take other tensors in their place."""
-        (self.residual,) = tensors
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.HELD)
 
     def _change_places(self) -> None:
         """Swap the state and the spare tensors: a step is about to write those, or is undone."""
-        state, spare = self._state(), self._spare
+        state, spare = self._tensors(), self._spare
         if spare is None:
             spare = tuple(ops.new_vector(x.numel(), x.dtype, x.device) for x in state)
-        self._set_state(*spare)
+        for name, tensor in zip(self.HELD, spare, strict=True):
+            setattr(self, name, tensor)
         self._spare = state
 
     def _add(self, stream: SparseStream) -> None:

@@ -49,6 +49,8 @@ class MomentumCorrection(ErrorFeedback):
             Another tensor in every step, as the residual is.
     """
 
+    HELD = ("residual", "momentum_buffer")
+
     def __init__(
         self,
         numel: int,
@@ -82,10 +84,7 @@ class MomentumCorrection(ErrorFeedback):
         self._lossless = k == self.residual.numel()
 
     def _mask_taken(self) -> None:
-        """Masks the entries that were taken, without those that came back whole.
-
-        On the residual's device: nothing is waited for.
-        """
+        """Mask what was taken and did not come back whole; waits for no device."""
         taken, returned = self._taken, self._returned.to(self.residual.device)
         if taken.nnz and returned.nnz:
             place = torch.searchsorted(returned.indices, taken.indices).clamp_(max=returned.nnz - 1)
@@ -101,11 +100,3 @@ class MomentumCorrection(ErrorFeedback):
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
         momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)
         return ops.Accumulation(self.residual, gradients, momentum, before)
-
-    @override
-    def _state(self) -> tuple[Tensor, ...]:
-        return (self.residual, self.momentum_buffer)
-
-    @override
-    def _set_state(self, *tensors: Tensor) -> None:
-        self.residual, self.momentum_buffer = tensors
