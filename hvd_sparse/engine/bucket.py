@@ -127,12 +127,12 @@ class Bucket:
         pairs = zip(self.specs, self._gradients, strict=True)
         return [spec.name for spec, gradient in pairs if gradient is None]
 
-    def put(self, place: int, gradient: Tensor) -> None:
+    def put(self, slot: int, gradient: Tensor) -> None:
         """Take a gradient, which must not change until the bucket is done."""
         self.lane.expect()
-        if self._gradients[place] is None:
+        if self._gradients[slot] is None:
             self._missing -= 1
-        self._gradients[place] = gradient
+        self._gradients[slot] = gradient
         if self._missing == 0:
             self.lane.hand_over()
         if self._missing == 0 and self.phase is Phase.COLLECTING:
@@ -186,18 +186,18 @@ class Bucket:
     def contiguous_gradients(self) -> list[Tensor]:
         """The step's gradients, each contiguous; strided ones are copied to memory that is kept."""
         if self._step_gradients is None:
-            self._step_gradients = [self._contiguous(place) for place in range(len(self.specs))]
+            self._step_gradients = [self._contiguous(slot) for slot in range(len(self.specs))]
         return self._step_gradients
 
-    def _contiguous(self, place: int) -> Tensor:
-        gradient = self._gradients[place]
+    def _contiguous(self, slot: int) -> Tensor:
+        gradient = self._gradients[slot]
         assert gradient is not None
         if gradient.is_contiguous():
             return gradient
-        if place not in self._copies:
+        if slot not in self._copies:
             contiguous = torch.contiguous_format
-            self._copies[place] = torch.empty_like(gradient, memory_format=contiguous)
-        return self._copies[place].copy_(gradient)
+            self._copies[slot] = torch.empty_like(gradient, memory_format=contiguous)
+        return self._copies[slot].copy_(gradient)
 
     def decoding_would_overwrite_gradients(self) -> bool:
         """Whether a gradient is still a view of the last result, as after zeroing it in place."""
@@ -223,12 +223,12 @@ class Bucket:
         self.phase = Phase.COLLECTING
         return gradients
 
-    def view(self, place: int) -> Tensor:
+    def view(self, slot: int) -> Tensor:
         """The decoded gradient of one tensor; the same object in every step."""
         if self._views is None:
             parts = self.decoded.split([spec.numel for spec in self.specs])
             self._views = [x.view(s.shape) for x, s in zip(parts, self.specs, strict=True)]
-        return self._views[place]
+        return self._views[slot]
 
     def split(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, dict[str, Tensor]]]:
         """Each tensor's part of vectors `(n,)`: views in its shape, by name."""
@@ -252,27 +252,27 @@ class Bucket:
             tensors = {name: self.hosts.shard_of(t, inside) for name, t in tensors.items()}
         self.memory.load(tensors)
 
-    def take_out(self, place: int) -> dict[str, Tensor]:
+    def take_out(self, slot: int) -> dict[str, Tensor]:
         """Take one tensor's part out of the memory: by kind, in its shape, zero elsewhere."""
-        start, stop = self._in_shard(place)
-        spec, held = self.specs[place], self.memory.take_out(start, stop)
+        start, stop = self._in_shard(slot)
+        spec, held = self.specs[slot], self.memory.take_out(start, stop)
         if self.inside is not None:
-            offset = start + self.shard.start - self.starts[place]
+            offset = start + self.shard.start - self.starts[slot]
             held = {name: _padded(part, offset, spec.numel) for name, part in held.items()}
         return {name: part.view(spec.shape) for name, part in held.items()}
 
-    def put_in(self, place: int, parts: Mapping[str, Tensor]) -> None:
+    def put_in(self, slot: int, parts: Mapping[str, Tensor]) -> None:
         """Add what `take_out` returned for the same tensor."""
-        start, stop = self._in_shard(place)
-        offset = start + self.shard.start - self.starts[place]
+        start, stop = self._in_shard(slot)
+        offset = start + self.shard.start - self.starts[slot]
         mine = {name: part.view(-1)[offset : offset + stop - start] for name, part in parts.items()}
         self.memory.put_in(start, mine)
 
-    def _in_shard(self, place: int) -> tuple[int, int]:
+    def _in_shard(self, slot: int) -> tuple[int, int]:
         """Where the shard has elements of one tensor: from and to."""
         first, last = (
             min(max(at, self.shard.start), self.shard.stop) - self.shard.start
-            for at in self.starts[place : place + 2]
+            for at in self.starts[slot : slot + 2]
         )
         return first, last
 
@@ -307,27 +307,27 @@ class Location:
 
     Attributes:
         spec: The tensor.
-        places: Each bucket that has rows of it, and which of the bucket's tensors they are; in the
+        slots: Each bucket that has rows of it, and which of the bucket's tensors they are; in the
             order of the rows.
         bucket: The first of them.
-        place: The tensor's index there.
+        slot: The tensor's index there.
         whole: The decoded gradient of a tensor that is cut; None: it is the bucket's view.
     """
 
-    def __init__(self, places: Sequence[tuple[Bucket, int]], whole: Tensor | None) -> None:
-        self.places = tuple(places)
-        self.bucket, self.place = self.places[0]
-        self.spec = self.bucket.specs[self.place].tensor
+    def __init__(self, slots: Sequence[tuple[Bucket, int]], whole: Tensor | None) -> None:
+        self.slots = tuple(slots)
+        self.bucket, self.slot = self.slots[0]
+        self.spec = self.bucket.specs[self.slot].tensor
         self.whole = whole
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[Bucket, int, Tensor]]:
         """A tensor's rows for each bucket: views."""
-        for bucket, place in self.places:
-            yield bucket, place, bucket.specs[place].of(tensor)
+        for bucket, slot in self.slots:
+            yield bucket, slot, bucket.specs[slot].of(tensor)
 
     def cut(self) -> dict[str, Tensor]:
         """Take what the buckets hold of the tensor out of them: by kind, in the tensor's shape."""
-        found = [bucket.take_out(place) for bucket, place in self.places]
+        found = [bucket.take_out(slot) for bucket, slot in self.slots]
         return {
             kind: torch.cat([parts[kind].view(-1) for parts in found]).view(self.spec.shape)
             for kind in found[0]
@@ -335,9 +335,9 @@ class Location:
 
     def put_in(self, held: Mapping[str, Tensor]) -> None:
         """Put back what `cut` returned."""
-        for bucket, place in self.places:
-            spec = bucket.specs[place]
-            bucket.put_in(place, {kind: spec.of(tensor) for kind, tensor in held.items()})
+        for bucket, slot in self.slots:
+            spec = bucket.specs[slot]
+            bucket.put_in(slot, {kind: spec.of(tensor) for kind, tensor in held.items()})
 
 
 def make_buckets(
@@ -358,7 +358,7 @@ def make_buckets(
     """
     buckets: list[Bucket] = []
     wholes: dict[str, Tensor] = {}
-    places: dict[str, list[tuple[Bucket, int]]] = {}
+    slots: dict[str, list[tuple[Bucket, int]]] = {}
     for plan in plans:
         first, decoded = plan.specs[0], None
         device = devices[first.name]
@@ -369,6 +369,6 @@ def make_buckets(
             decoded = first.of(wholes[first.name]).view(-1)
         bucket = Bucket(plan.specs, plan.method, transport, device, decoded=decoded, hosts=hosts)
         buckets.append(bucket)
-        for place, spec in enumerate(plan.specs):
-            places.setdefault(spec.name, []).append((bucket, place))
-    return buckets, {name: Location(found, wholes.get(name)) for name, found in places.items()}
+        for slot, spec in enumerate(plan.specs):
+            slots.setdefault(spec.name, []).append((bucket, slot))
+    return buckets, {name: Location(found, wholes.get(name)) for name, found in slots.items()}

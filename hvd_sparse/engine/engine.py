@@ -60,7 +60,7 @@ class Engine:
         self._arrivals: dict[str, tuple[TensorSpec, Tensor, bool]] = {}  # the last: frozen or not
         self._spent: list[list[Tensor | None]] = []
         self._buckets: list[Bucket] = []
-        self._places: dict[str, Location] = {}
+        self._locations: dict[str, Location] = {}
         self._taken: dict[TensorSpec, bool] = {}  # asked for every tensor in every step
 
     @property
@@ -108,11 +108,11 @@ class Engine:
 
     def expects(self, name: str) -> bool:
         """Whether there is no plan yet, or the tensor is in it."""
-        return not self.planned or name in self._places
+        return not self.planned or name in self._locations
 
     def awaits(self, spec: TensorSpec) -> bool:
         """Whether the plan has this very object; the caller need not ask anything else then."""
-        location = self._places.get(spec.name)
+        location = self._locations.get(spec.name)
         return location is not None and location.spec is spec
 
     def takes(self, spec: TensorSpec) -> bool:
@@ -124,7 +124,7 @@ class Engine:
 
     def method_of(self, name: str) -> Method | None:
         """How a tensor of the plan is compressed; None for any other."""
-        return self._places[name].bucket.method if name in self._places else None
+        return self._locations[name].bucket.method if name in self._locations else None
 
     def settle(self, counts: bool | None = None) -> bool:
         """Keep the last step, or take it back as if it had never been; between steps.
@@ -254,7 +254,7 @@ class Engine:
         self.settle()
         self.residuals.end_plan(self._transport)
         self._account.end_plan()
-        self._arrivals, self._buckets, self._places, self._taken = {}, [], {}, {}
+        self._arrivals, self._buckets, self._locations, self._taken = {}, [], {}, {}
 
     # -- a step, seen from the training thread -----------------------------------------------------
 
@@ -281,7 +281,7 @@ class Engine:
         if not self._buckets:
             self._arrivals[spec.name] = (spec, gradient, frozen)
             return
-        location = self._places[spec.name]
+        location = self._locations[spec.name]
         former = location.spec
         if former is not spec and former != spec:
             raise PlanError(
@@ -290,8 +290,8 @@ class Engine:
                 "compression.reassign(compression.method) on all ranks"
             )
         self.residuals.hold(spec.name, frozen)
-        for bucket, place, part in location.parts(gradient):
-            self._worker.put(bucket, place, part)
+        for bucket, slot, part in location.parts(gradient):
+            self._worker.put(bucket, slot, part)
 
     def wait(self, timeout_s: float) -> bool:
         """See `Worker.wait_for_all`; returns at once where there is no plan yet."""
@@ -312,12 +312,12 @@ class Engine:
                     "was called between backward() and step()"
                 )
             self._make_plan()
-        location = self._places[name]
+        location = self._locations[name]
         if location.bucket.is_begun:
             self._finish_step()
         if location.whole is not None:
             return location.whole
-        return location.bucket.view(location.place)
+        return location.bucket.view(location.slot)
 
     def _finish_step(self) -> None:
         missing = [n for b in self._buckets if b.phase is Phase.COLLECTING for n in b.missing()]
@@ -347,15 +347,15 @@ class Engine:
         arrivals = self._arrivals.values()
         plan = agree_on_plan([spec for spec, *_ in arrivals], self.assignment, self._transport)
         devices = {spec.name: gradient.device for spec, gradient, _ in arrivals}
-        buckets, places = make_buckets(plan, devices, self._transport, self.hosts)
-        self.residuals.begin_plan(buckets, places, self._transport)
-        self._buckets, self._places = buckets, places
+        buckets, locations = make_buckets(plan, devices, self._transport, self.hosts)
+        self.residuals.begin_plan(buckets, locations, self._transport)
+        self._buckets, self._locations = buckets, locations
         self._account.begin_plan(self._transport, buckets)
-        for name, location in places.items():
+        for name, location in locations.items():
             _, gradient, frozen = self._arrivals[name]
             self.residuals.hold(name, frozen)
-            for bucket, place, part in location.parts(gradient):
-                bucket.put(place, part)
+            for bucket, slot, part in location.parts(gradient):
+                bucket.put(slot, part)
         self._arrivals = {}
         self._worker.start(buckets)
 

@@ -34,7 +34,7 @@ class Residuals:
         self._outside = EngineState()  # under a plan: of dense and of frozen tensors
         self._is_strict = False
         self._buckets: Sequence[Bucket] = ()
-        self._places: Mapping[str, Location] = {}
+        self._locations: Mapping[str, Location] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._released: dict[str, Tensor] = {}
         self._flushed: set[str] = set()
@@ -42,7 +42,7 @@ class Residuals:
     # -- plans and states --------------------------------------------------------------------------
 
     def begin_plan(
-        self, buckets: Sequence[Bucket], places: Mapping[str, Location], transport: Transport
+        self, buckets: Sequence[Bucket], locations: Mapping[str, Location], transport: Transport
     ) -> None:
         """Move what the buckets' tensors have into the buckets; all ranks do so together.
 
@@ -51,14 +51,14 @@ class Residuals:
         """
         left = self._outside.restore(buckets, transport, self._is_strict)
         self._outside, self._is_strict = EngineState(left), False
-        self._buckets, self._places = buckets, places
-        self._specs |= {name: location.spec for name, location in places.items()}
+        self._buckets, self._locations = buckets, locations
+        self._specs |= {name: location.spec for name, location in locations.items()}
 
     def end_plan(self, transport: Transport | None) -> None:
         """Move everything out of the buckets, for the next plan."""
         if self._buckets:
             self._outside = self.state(transport)
-        self._buckets, self._places = (), {}
+        self._buckets, self._locations = (), {}
 
     def state(self, transport: Transport | None) -> EngineState:
         """A copy of everything, without a step that has failed; other steps must be settled."""
@@ -94,7 +94,9 @@ class Residuals:
 
     def forget(self, names: Collection[str]) -> float:
         """Drop tensors' residuals and momenta; returns the L1 norm of the residuals."""
-        planned = [self._places[name].cut()["residual"] for name in names if name in self._places]
+        planned = [
+            self._locations[name].cut()["residual"] for name in names if name in self._locations
+        ]
         return l1_of(planned) + self._outside.drop(names)
 
     def settle(self, counts: bool) -> None:
@@ -111,7 +113,8 @@ class Residuals:
                 residual[name] = torch.sub(residual[name], part, out=part)
                 if residual[name].any():
                     continue
-            self._outside.drop([name])
+            del residual[name]
+            self._outside.drop([name])  # and what belongs to it
         self._flushed.clear()
         self._released.clear()
 
@@ -160,10 +163,9 @@ class Residuals:
 
         The step of its buckets must not have begun.
         """
-        outside = self._outside.by_kind()
-        if frozen == (name in outside["residual"]):
+        if frozen == (name in self._outside.residual):
             return
-        location = self._places[name]
+        outside, location = self._outside.by_kind(), self._locations[name]
         if frozen:
             for kind, tensor in location.cut().items():
                 outside[kind][name] = tensor

@@ -138,10 +138,10 @@ class Worker:
 
     # -- for the training thread -------------------------------------------------------------------
 
-    def put(self, bucket: Bucket, place: int, gradient: Tensor) -> None:
+    def put(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
         """Hand a gradient to its bucket; with the last one, the bucket is due."""
         with self._changed:
-            bucket.put(place, gradient)
+            bucket.put(slot, gradient)
             if bucket.phase is Phase.READY:
                 self._num_threads = torch.get_num_threads()
                 self._changed.notify_all()
