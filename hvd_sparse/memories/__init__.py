@@ -6,9 +6,11 @@ its neighbour's contract:
 1. `memory.accumulate(gradients, k, scope)` begins a step and returns an `Accumulator`: what the
    memory holds plus the step's gradients (`hvd_sparse/accumulator.py`). The first operation on it
    adds the gradients, in the same pass over memory that takes entries out.
-2. A selector takes entries out of the accumulator. Those that are not finite always leave.
-3. A collective sums the ranks' entries. One that sums at other ranks' indices takes more entries
-   out by `memory.take_at(indices)`.
+2. A selector takes entries out of the accumulator, within 10 % of k (Gaussiank and the hard
+   threshold are less exact), inside the `Scope` that the collective gives this rank. Entries that
+   are not finite always leave. Beyond four times k the smallest go back: no rank sends more.
+3. A collective sums the ranks' entries. One that sums at other ranks' indices (ExDyna, CLT-k)
+   takes more entries out by `memory.take_at(indices)`.
 4. `memory.give_back(taken, returned)` adds what had no part in the sum to the residual, and
    `memory.applied(reduced)` tells the memory what was applied.
 
@@ -16,6 +18,10 @@ Until the next step begins, `roll_back` undoes all of it, bit for bit. In exact 
 over the ranks, residual before + what entered = what was applied + residual after. What enters is
 the gradient, or with momentum what each module's first lines say. `low_pass` and `residual_decay`
 depart from this law by intent, and count by how much.
+
+Momentum is kept as each rank's share of heavy-ball SGD's, so that a state fits any kind of momentum
+and any number of ranks. Random choices depend on a seed and the step, so that a state goes on bit
+for bit.
 """
 
 from __future__ import annotations
