@@ -289,7 +289,11 @@ class Engine:
                 f"{spec.dtype}{spec.shape}: after such a change, call "
                 "compression.reassign(compression.method) on all ranks"
             )
-        self.residuals.hold(spec.name, frozen)
+        if frozen != (spec.name in self.residuals.outside.residual):  # asked without a call
+            self.residuals.hold(spec.name, frozen)
+        if location.whole is None:
+            self._worker.put(location.bucket, location.slot, gradient)
+            return
         for bucket, slot, part in location.parts(gradient):
             self._worker.put(bucket, slot, part)
 

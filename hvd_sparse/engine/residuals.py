@@ -28,10 +28,14 @@ RELEASED_SHARE = 0.5
 
 
 class Residuals:
-    """This rank's residuals and momenta, in and outside of the buckets of a plan."""
+    """This rank's residuals and momenta, in and outside of the buckets of a plan.
+
+    Attributes:
+        outside: What is in no bucket: under a plan, of dense and of frozen tensors; else all of it.
+    """
 
     def __init__(self) -> None:
-        self._outside = EngineState()  # under a plan: of dense and of frozen tensors
+        self.outside = EngineState()
         self._is_strict = False
         self._buckets: Sequence[Bucket] = ()
         self._locations: Mapping[str, Location] = {}
@@ -49,46 +53,46 @@ class Residuals:
         Raises:
             ConfigError: On every rank, where a state does not fit; see `EngineState.restore`.
         """
-        left = self._outside.restore(buckets, transport, self._is_strict)
-        self._outside, self._is_strict = EngineState(left), False
+        left = self.outside.restore(buckets, transport, self._is_strict)
+        self.outside, self._is_strict = EngineState(left), False
         self._buckets, self._locations = buckets, locations
         self._specs |= {name: location.spec for name, location in locations.items()}
 
     def end_plan(self, transport: Transport | None) -> None:
         """Move everything out of the buckets, for the next plan."""
         if self._buckets:
-            self._outside = self.state(transport)
+            self.outside = self.state(transport)
         self._buckets, self._locations = (), {}
 
     def state(self, transport: Transport | None) -> EngineState:
         """A copy of everything, without a step that has failed; other steps must be settled."""
         if not self._buckets:
-            return self._outside.copy()
+            return self.outside.copy()
         for bucket in self._buckets:
             bucket.roll_back()
-        return EngineState.of(self._buckets, self._outside, transport)
+        return EngineState.of(self._buckets, self.outside, transport)
 
     def load(self, state: EngineState, strict: bool) -> None:
         """Replace everything by a state, which the next plan restores (`EngineState.restore`)."""
-        self._outside, self._is_strict = state, strict
+        self.outside, self._is_strict = state, strict
 
     @property
     def step(self) -> int:
         """Steps in which anything was exchanged, as warm-ups count them."""
-        return max((bucket.step for bucket in self._buckets), default=self._outside.step)
+        return max((bucket.step for bucket in self._buckets), default=self.outside.step)
 
     # -- all of it ---------------------------------------------------------------------------------
 
     @property
     def waiting_l1(self) -> float:
         """L1 norm of the residuals that are outside the buckets."""
-        return l1_of(self._outside.residual.values())
+        return l1_of(self.outside.residual.values())
 
     def rescale(self, factor: float) -> None:
         """Multiply everything by a factor, between steps."""
         for bucket in self._buckets:
             bucket.memory.rescale(factor)
-        for tensors in self._outside.by_kind().values():
+        for tensors in self.outside.by_kind().values():
             for tensor in tensors.values():
                 tensor.mul_(factor)
 
@@ -97,7 +101,7 @@ class Residuals:
         planned = [
             self._locations[name].cut()["residual"] for name in names if name in self._locations
         ]
-        return l1_of(planned) + self._outside.drop(names)
+        return l1_of(planned) + self.outside.drop(names)
 
     def settle(self, counts: bool) -> None:
         """End a step: keep its changes and drop what it released, or take the step back."""
@@ -106,7 +110,7 @@ class Residuals:
                 bucket.is_open = False
             else:
                 bucket.roll_back()
-        residual = self._outside.residual
+        residual = self.outside.residual
         for name in self._flushed & self._released.keys() & residual.keys() if counts else ():
             part = self._released[name]
             if part is not residual[name]:
@@ -114,7 +118,7 @@ class Residuals:
                 if residual[name].any():
                     continue
             del residual[name]
-            self._outside.drop([name])  # and what belongs to it
+            self.outside.drop([name])  # and what belongs to it
         self._flushed.clear()
         self._released.clear()
 
@@ -122,7 +126,7 @@ class Residuals:
 
     def leftover(self, name: str) -> Tensor | None:
         """What waits to be sent of a tensor that is in no bucket: float32, its shape; or None."""
-        return self._outside.residual.get(name)
+        return self.outside.residual.get(name)
 
     def release(self, name: str, gradient: Tensor) -> Tensor | None:
         """The part of a leftover that is to be added to this rank's dense gradient, or None.
@@ -163,9 +167,9 @@ class Residuals:
 
         The step of its buckets must not have begun.
         """
-        if frozen == (name in self._outside.residual):
+        if frozen == (name in self.outside.residual):
             return
-        outside, location = self._outside.by_kind(), self._locations[name]
+        outside, location = self.outside.by_kind(), self._locations[name]
         if frozen:
             for kind, tensor in location.cut().items():
                 outside[kind][name] = tensor
@@ -178,7 +182,7 @@ class Residuals:
 
     def change_units(self, before: Assignment, after: Assignment) -> None:
         """Convert momenta to the units of another assignment."""
-        for name, tensor in self._outside.momentum.items():
+        for name, tensor in self.outside.momentum.items():
             # In a new process the state alone tells of the tensor.
             spec = self._specs.get(name) or TensorSpec(name, tuple(tensor.shape), "torch.float32")
             was, will_be = momentum_unit(before, spec), momentum_unit(after, spec)
@@ -191,7 +195,7 @@ class Residuals:
         """See `Engine.take_momentum`."""
         if not shapes:
             return []
-        momentum = self._outside.momentum
+        momentum = self.outside.momentum
         own = [momentum.pop(name, torch.zeros(shape)) for name, shape in shapes.items()]
         flat = torch.cat([tensor.cpu().reshape(-1) for tensor in own])
         total = transport.allreduce_sum(flat, channel="momentum")
@@ -200,12 +204,12 @@ class Residuals:
 
     def give_momentum(self, name: str, share: Tensor) -> None:
         """Begin a tensor's momentum, in the assignment's unit."""
-        self._outside.momentum[name] = share
-        self._outside.residual.setdefault(name, torch.zeros_like(share))
+        self.outside.momentum[name] = share
+        self.outside.residual.setdefault(name, torch.zeros_like(share))
 
     def drop_idle_momentum(self, assignment: Assignment) -> None:
         """Drop momenta to which the assignment has no use, and that nobody has taken over."""
-        momentum = self._outside.momentum
+        momentum = self.outside.momentum
         for name in momentum.keys() & self._specs.keys():  # the plan will tell of others
             method = assignment.choice_of(self._specs[name]).method
             if method is None or not method.memory.momentum:

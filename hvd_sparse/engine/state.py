@@ -168,7 +168,7 @@ class EngineState:
             ConfigError: On every rank, if any rank's state does not fit, or if loaded states are
                 not those of one step on all ranks.
         """
-        matching = [self._state_for(bucket) for bucket in buckets]
+        matching = [next(filter(bucket.fits, self.buckets), None) for bucket in buckets]
         misfit = self._misfit(buckets, matching, transport if strict else None)
         mine = {"misfit": misfit, "step": self.step, "strict": strict}
         theirs = gather_json(mine, transport, channel="state")
@@ -177,15 +177,13 @@ class EngineState:
         for bucket in buckets:
             bucket.memory.agree(bucket.collective.transport)
             bucket.step = max(their["step"] for their in theirs)
-        digests = torch.stack([_digest(*both) for both in zip(buckets, matching, strict=True)])
+        digests = [_digest(*both) for both in zip(buckets, matching, strict=True)]
         peers = buckets[0].collective.transport  # those that exchange with this rank
-        everywhere = [
-            message.view(digests.shape) for message in peers.allgather((digests,), channel="state")
-        ]
-        for place, (bucket, state) in enumerate(zip(buckets, matching, strict=True)):
+        everywhere = zip(*gather_json(digests, peers, channel="state"), strict=True)
+        for bucket, state, on_ranks in zip(buckets, matching, everywhere, strict=True):
             if state is None:
                 continue
-            is_alike = all(torch.equal(theirs[place], digests[place]) for theirs in everywhere)
+            is_alike = len(set(on_ranks)) == 1
             if is_alike or not bucket.selector.is_common:
                 bucket.selector.load_state_dict(state["selector"])
             if is_alike:
@@ -241,9 +239,6 @@ class EngineState:
             bucket.load(flat)
         return {n: tensor for n, tensor in self.residual.items() if n not in names and tensor.any()}
 
-    def _state_for(self, bucket: Bucket) -> dict[str, Any] | None:
-        return next((state for state in self.buckets if bucket.fits(state)), None)
-
 
 KEYS = frozenset(EngineState().as_dict())
 
@@ -264,12 +259,12 @@ def _check_together(states: Sequence[Mapping[str, Any]]) -> None:
         raise _refuse(f"step must be the same on all ranks, got {steps}")
 
 
-def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> Tensor:
+def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> str:
     """Digest of what must be the same on all ranks."""
     parts = ["collective", "selector"] if bucket.selector.is_common else ["collective"]
     common = state and [state[part] for part in parts]
     text = json.dumps(common, default=lambda tensor: tensor.tolist())
-    return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def l1_of(tensors: Iterable[Tensor]) -> float:
