@@ -1,6 +1,11 @@
-"""The exceptions of all layers."""
+"""The exceptions and warnings of all layers."""
 
 from __future__ import annotations
+
+import logging
+import warnings
+
+logger = logging.getLogger("hvd_sparse")
 
 
 class HvdSparseError(Exception):
@@ -37,3 +42,11 @@ class PeerLostError(TransportError):
 
 class MessageError(TransportError):
     """A message cannot be read: it is damaged, or belongs to another call."""
+
+
+def warn(message: str) -> None:
+    """Warn, without raising where the user has made errors of warnings."""
+    try:
+        warnings.warn(f"hvd_sparse: {message}", stacklevel=2)
+    except Warning:
+        logger.warning(message)

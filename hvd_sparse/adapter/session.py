@@ -20,8 +20,7 @@ from hvd_sparse.adapter.planning import Planning, device_of
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
-from hvd_sparse.engine.account import warn
-from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
+from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError, warn
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport

@@ -40,10 +40,10 @@ from typing_extensions import override
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_share
-from hvd_sparse.engine.account import COMPARED_PHASES, Observer, warn
+from hvd_sparse.engine.account import COMPARED_PHASES, Observer
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import FIGURES
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.transports import Transport
 
 VERSION = 3
@@ -68,9 +68,7 @@ class ScalarWriter(Protocol):
 class Recorder(Observer):
     """Records a compression's run: `Compression.topk(…, record=Recorder("run.jsonl"))`.
 
-    The recorder measures its own cost. While it is over its budget it skips steps, whose figures
-    are part of the next line's sums. It never ends training: where the disk is full, or anything
-    else fails, the engine warns once and stops recording.
+    from hvd_sparse.engine.account import COMPARED_PHASES, Observer
 
     Args:
         path: The file. With `{rank}` in its name every rank writes its own file; otherwise only
@@ -263,7 +261,7 @@ class Recorder(Observer):
             "seconds": round(now_s - self._last_s, 6),
             **sums,
             "collective": [b.stats.collective for b in buckets],
-            "threshold": [finite_or_none(b.threshold) for b in buckets],
+            "threshold": [finite_or_none(b.stats.threshold) for b in buckets],
             "imbalance": [b.stats.imbalance for b in buckets],
             "spans": [self._spans_of_last_step(b) for b in buckets],
         }

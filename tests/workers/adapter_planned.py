@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
-from hvd_sparse.engine.transitions import RELEASED_SHARE
+from hvd_sparse.engine.residuals import RELEASED_SHARE
 from hvd_sparse.planner import planner as planner_module
 from tests.workers.adapter_equalities import policy_with_a_profile
 
