@@ -150,7 +150,7 @@ def _serve_uncalled(construct: Callable[..., SparseCompressor]) -> None:
     """
 
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        optimizer = calling_optimizer(construct)
+        optimizer, _ = calling_optimizer(construct)
         if optimizer is None:
             return tensor, None
         optimizer._compression = construct()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -205,6 +205,17 @@ class Bucket:
         self.selector.load_state_dict(selector)
         self.collective.load_state_dict(collective)
         self.memory.roll_back()
+        self.is_open = False
+
+    def undo(self, places: Collection[int]) -> None:
+        """Take the last step back for some of the tensors; the other ones' part of it counts."""
+        if not self.is_open:
+            return
+        if len(places) == len(self.specs):
+            self.roll_back()
+            return
+        for place in places:
+            self.memory.undo(*self._in_shard(place))
         self.is_open = False
 
     def staged_gradients(self) -> list[Tensor]:

@@ -160,7 +160,7 @@ class Engine:
         """What was released was reduced in this step; it is let go where the step counts."""
         self._release.flushed(name)
 
-    def settle(self, counts: bool | None = None) -> bool:
+    def settle(self, counts: bool | None = None, undone: Collection[str] = ()) -> bool:
         """Say whether the last step counts. Otherwise everything becomes what it was before it.
 
         To be called between steps. A step that nobody has settled is settled when the first
@@ -168,6 +168,7 @@ class Engine:
 
         Args:
             counts: Whether its results were applied; None: if all of them are finite.
+            undone: Tensors whose results were not, where the step counts otherwise.
 
         Returns:
             Whether a step was taken back by this call.
@@ -178,14 +179,17 @@ class Engine:
         self._unsettled = False
         if counts is None:
             counts = not any(bucket.poisoned for bucket in self._buckets)
+        known = {*self._places, *self._release.names}
+        if known and known <= set(undone):
+            counts = False
         if not counts:
             self.skipped_steps += 1
         for bucket in self._buckets:
             if counts:
-                bucket.is_open = False
+                bucket.undo([i for i, spec in enumerate(bucket.specs) if spec.name in undone])
             else:
                 bucket.roll_back()
-        self._release.settle(self._restored.residual, counts)
+        self._release.settle(self._restored.residual, counts, undone)
         return not counts
 
     def let_go(self) -> None:
@@ -209,6 +213,12 @@ class Engine:
         for kept in (self._restored.residual, self._restored.momentum):
             for tensor in kept.values():
                 tensor.mul_(factor)
+
+    @property
+    def holds_residuals(self) -> bool:
+        """Whether anything waits to be sent."""
+        held = [*self._restored.residual.values(), *(b.memory.residual for b in self._buckets)]
+        return any(bool(each.any()) for each in held)
 
     def forget(self, names: Collection[str]) -> float:
         """Let go of residuals and momenta; to be called between steps, by all ranks alike.

@@ -8,7 +8,7 @@ exchange, since they would go on moving its weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import isfinite
 
 import torch
@@ -32,6 +32,11 @@ class Release:
     def is_due(self) -> bool:
         """Whether a part was reduced, and nobody has said yet whether its step counts."""
         return bool(self._flushed)
+
+    @property
+    def names(self) -> set[str]:
+        """Tensors of which a part was reduced."""
+        return self._flushed
 
     def part(self, name: str, residual: Tensor, gradient: Tensor) -> Tensor:
         """What of a residual goes with a dense gradient of this rank.
@@ -59,9 +64,12 @@ class Release:
         """The last part was reduced; it is let go of where the step counts."""
         self._flushed.add(name)
 
-    def settle(self, residuals: dict[str, Tensor], counts: bool) -> None:
+    def settle(
+        self, residuals: dict[str, Tensor], counts: bool, undone: Collection[str] = ()
+    ) -> None:
         """Take what was released out of the residuals, if its step counts."""
-        for name in self._flushed & self._parts.keys() & residuals.keys() if counts else ():
+        flushed = self._flushed.difference(undone) & self._parts.keys() & residuals.keys()
+        for name in flushed if counts else ():
             part = self._parts[name]
             if part is residuals[name]:
                 del residuals[name]

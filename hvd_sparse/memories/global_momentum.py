@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
+from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading, within
 from hvd_sparse.streams import SparseStream, Sum, sum_of
 from hvd_sparse.transports import Transport
 
@@ -92,6 +92,22 @@ class GlobalMomentum(ErrorFeedback):
             self.share, self._last_sum = self._before
         self._entered = None
 
+    def undo(self, start: int, stop: int) -> None:
+        """See `ErrorFeedback.undo`."""
+        if not self._may_roll_back:
+            return
+        super().undo(start, stop)
+        if self._entered is not None:
+            entered = self._entered.where(within(self._entered, start, stop))
+            self.residual[entered.indices.long()] = entered.values
+        self.share, self._last_sum = (
+            sum_of(
+                [now.where(~within(now, start, stop)), then.where(within(then, start, stop))],
+                now.numel,
+            )
+            for now, then in zip((self.share, self._last_sum), self._before, strict=True)
+        )
+
     def rescale(self, factor: float) -> None:
         """See `ErrorFeedback.rescale`."""
         super().rescale(factor)
@@ -115,9 +131,9 @@ class GlobalMomentum(ErrorFeedback):
     def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
         """See `ErrorFeedback.take_out`; Δ itself waits here, for Nesterov's step."""
         parts = super().take_out(start, stop)  # of the momentum, which is a copy
-        last, is_out = self._last_sum, _within(self._last_sum, start, stop)
+        last, is_out = self._last_sum, within(self._last_sum, start, stop)
         self._sums_out[start], self._last_sum = last.where(is_out), last.where(~is_out)
-        self.share = self.share.where(~_within(self.share, start, stop))
+        self.share = self.share.where(~within(self.share, start, stop))
         return parts
 
     def put_in(self, start: int, parts: Mapping[str, Tensor]) -> None:
@@ -155,7 +171,3 @@ class GlobalMomentum(ErrorFeedback):
         self._entered = SparseStream(indices, before, self.residual.numel())
         after = before + self.momentum * self.share.values
         ops.scatter_add(self.residual, indices, torch.where(after.isfinite(), after, before))
-
-
-def _within(stream: SparseStream, start: int, stop: int) -> Tensor:
-    return (stream.indices >= start) & (stream.indices < stop)
