@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_type_hints
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from hvd_sparse.adapter import SparseCompressor, calling_optimizer, named_pairs
+from hvd_sparse.adapter import SparseCompressor, caller_of, named_pairs
 from hvd_sparse.adapter.levels import Hierarchical, check_hierarchical
 from hvd_sparse.checks import check_options, check_timeout, choice, count, option, optional
 from hvd_sparse.engine import Assignment
@@ -150,7 +150,7 @@ def _serve_uncalled(construct: Callable[..., SparseCompressor]) -> None:
     """
 
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        optimizer, _ = calling_optimizer(construct)
+        optimizer = caller_of(construct).optimizer
         if optimizer is None:
             return tensor, None
         optimizer._compression = construct()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,24 @@ SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SEARCHED_FRAMES = 8
 
 
-def calling_optimizer(compressor: object) -> tuple[Any, Parameter | None]:
-    """The Horovod optimizer among the callers whose compression this is, and its parameter `p`.
+class Caller(NamedTuple):
+    """Who hands a tensor to a compression.
 
-    A compression asks once, for an optimizer's first gradient: Horovod hands over a tensor, and
-    says neither whose it is nor for whom.
+    Attributes:
+        optimizer: Horovod's, whose compression it is; None: somebody else.
+        parameter: Whose gradient the tensor is.
+        synchronizes: Whether its `synchronize` does so, and no hook of the gradient.
+    """
+
+    optimizer: Any = None
+    parameter: Parameter | None = None
+    synchronizes: bool = False
+
+
+def caller_of(compressor: object) -> Caller:
+    """Look among the callers; a compression does so once, for an optimizer's first gradient.
+
+    Horovod hands over a tensor, and says neither whose it is nor for whom.
     """
     parameter: Parameter | None = None
     frame = sys._getframe(1)
@@ -32,11 +45,12 @@ def calling_optimizer(compressor: object) -> tuple[Any, Parameter | None]:
         if parameter is None and isinstance(own.get("p"), Tensor):
             parameter = own["p"]
         if getattr(own.get("self"), "_compression", None) is compressor:
-            return own["self"], parameter
+            above = "" if frame.f_back is None else frame.f_back.f_code.co_name
+            return Caller(own["self"], parameter, "synchronize" in (above, frame.f_code.co_name))
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return None, None
+    return Caller()
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:

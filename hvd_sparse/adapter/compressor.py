@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_sparse.adapter.binding import Parameters, calling_optimizer
+from hvd_sparse.adapter.binding import Parameters, caller_of
 from hvd_sparse.adapter.door import Door
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover, handing_over, refuse_momenta
@@ -103,13 +103,16 @@ class SparseCompressor:
         Returns:
             What Horovod is to reduce, and what `decompress` needs to know.
         """
-        optimizer, parameter = calling_optimizer(self)
+        optimizer, parameter, synchronizes = caller_of(self)
         if optimizer is None or parameter is None:
             return tensor, None
         is_new = self._bound() is not optimizer
         door = self._bind(optimizer)
         together = optimizer._p_to_group.get(parameter, (parameter,))
-        return door.first(parameter, len(together) if is_new else 0)
+        result = door.first(parameter, len(together) if is_new else 0)
+        if synchronizes:
+            door.meet_early()
+        return result
 
     def decompress(self, tensor: Tensor, ctx: Callable[[Tensor], Tensor] | None) -> Tensor:
         """Give the reduced gradient back.
@@ -126,7 +129,7 @@ class SparseCompressor:
         if ctx is not None:
             return ctx(tensor)
         if self._door is None:  # Horovod itself takes sparse gradients, and asks nobody
-            optimizer, _ = calling_optimizer(self)
+            optimizer = caller_of(self).optimizer
             if optimizer is not None:
                 self._bind(optimizer)
         return tensor
@@ -168,7 +171,7 @@ class SparseCompressor:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
-        self._settle("state_dict()")
+        self._settle("state_dict()", between_steps=True)
         return self._states.save()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -206,7 +209,7 @@ class SparseCompressor:
         Raises:
             CheckpointError: On every rank, where it could not be written on any.
         """
-        self._settle("save_checkpoint()")
+        self._settle("save_checkpoint()", between_steps=True)
         self._states.save_checkpoint(path, self._process_set(process_set))
 
     def load_checkpoint(
@@ -228,7 +231,7 @@ class SparseCompressor:
         Raises:
             CheckpointError: On every rank, where any of them cannot load.
         """
-        self._settle("load_checkpoint()")
+        self._settle("load_checkpoint()", between_steps=True)
         self._states.load_checkpoint(path, self._process_set(process_set), missing)
         self._keep_residuals()
 
@@ -289,8 +292,7 @@ class SparseCompressor:
             ConfigError: It is no finite number above 0, or a step is under way.
         """
         check_above("factor", factor, 0.0)
-        self._settle("rescale()")
-        self._engine.check_between_steps("rescale()")
+        self._settle("rescale()", between_steps=True)
         self._engine.rescale(factor)
         self._states.multiply_unit(factor)
 
@@ -315,7 +317,7 @@ class SparseCompressor:
         if parameters is None:
             raise ConfigError("forget() must be called after the first step, or names are unknown")
         known = {str(parameters.name_of(p)) for p in parameters.named(names)}
-        self._settle("forget()")
+        self._settle("forget()", between_steps=True)
         return self._engine.forget(known)
 
     def corrects_momentum(self, parameter: Parameter) -> bool:
@@ -372,13 +374,16 @@ class SparseCompressor:
         self._parameters = None
         self._start()
 
-    def _settle(self, call: str) -> None:
+    def _settle(self, call: str, *, between_steps: bool = False) -> None:
         """See what became of the last step: its results were applied, or it never happened.
 
         Args:
             call: The user's, which is to name where a step comes after all.
+            between_steps: Whether it may not be made within a step.
         """
         if self._door is not None:
+            if between_steps:
+                self._door.check_between_steps(call)
             self._door.settle(call)
 
     def _bind(self, optimizer: Any) -> Door:

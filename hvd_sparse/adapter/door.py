@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import SPARSE_DTYPES, Parameters
 from hvd_sparse.adapter.divergence import digest
-from hvd_sparse.adapter.fate import Fates
+from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.handover import refuse_momenta
 from hvd_sparse.adapter.refusals import (
     Registered,
@@ -38,10 +39,10 @@ from hvd_sparse.adapter.refusals import (
     refuse_join,
     refuse_operation,
 )
-from hvd_sparse.adapter.session import Session, as_horovod_error
+from hvd_sparse.adapter.session import Session, as_horovod_error, horovod_error
 from hvd_sparse.adapter.waiting import LOOK_S, await_cause, wait_for
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
-from hvd_sparse.errors import ConfigError, UnsupportedError
+from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
 from hvd_sparse.transports.connect import HorovodBootstrap
 
 USED_NAMES = (
@@ -103,8 +104,10 @@ class Door:
         self._dense_below = dense_below
         self._momenta: list[tuple[Any, Any]] = []
         self._warned: set[str] = set()
-        self._is_open = self._holds_back = False
+        self._is_open = self._holds_back = self._is_reduced = False
+        self._early: set[Parameter] = set()
         self._handed: dict[Parameter, tuple[Tensor, int]] = {}
+        self._submitted: dict[Parameter, str] = {}
         self._dense: dict[Parameter, Dense] = {}
         self._gathered: dict[Parameter, Callable[[], Tensor]] = {}
         self._begun_elsewhere: list[tuple[str, int]] = []
@@ -112,9 +115,16 @@ class Door:
         self._pulse: int | None = None
         names = sorted(optimizer._parameter_names.values())
         self._pulse_name = f"hvd_sparse.step.{crc32(repr(names).encode()):08x}"
+        for parameter, name in optimizer._parameter_names.items():
+            if parameter not in parameters and parameter.requires_grad:
+                self._warn_once(
+                    f"the gradient of {name!r}, of shape {tuple(parameter.shape)}, belongs to none "
+                    f"of the {len(parameters)} named_parameters: it is reduced densely"
+                )
         optimizer._groups = None  # they are for fusion in Horovod, which gets no tensors
         optimizer._allreduce_grad_async = self.hand_in
         optimizer.synchronize = self.synchronize
+        optimizer.register_step_pre_hook(weakly(weakref.WeakMethod(self._end_step)))
 
     @property
     def optimizer(self) -> Any:
@@ -148,8 +158,27 @@ class Door:
             self._begun_elsewhere.append((self.optimizer._parameter_names[parameter], count))
         return torch.zeros(1, dtype=torch.float32, device="cpu"), lambda _: result()
 
+    def meet_early(self) -> None:
+        """Meet before Horovod waits: its `synchronize` began before there was a door."""
+        for parameter in self._rest():
+            self.hand_in(parameter)
+            self._early.add(parameter)
+        self._meet()
+
+    def _rest(self) -> list[Parameter]:
+        """The parameters whose gradients did not come, in an order of their own."""
+        optimizer = self.optimizer
+        rest = optimizer._requires_update - self._handed.keys() - set(_with_handles(optimizer))
+        return sorted(rest, key=optimizer._parameter_names.__getitem__)
+
     def hand_in(self, parameter: Parameter) -> tuple[Callable[[], Tensor], None]:
         """Take a gradient, in the place of Horovod's `_allreduce_grad_async`."""
+        if parameter in self._early:
+            self._early.discard(parameter)
+            return partial(self._result, parameter), None
+        if parameter in self._handed:  # Horovod has forgotten that step, as after a loaded state
+            self.settle("load_state_dict()")
+            self._close_step()
         if not self._is_open:
             self._open_step(brings_new=True)
         if parameter.grad is None:
@@ -214,6 +243,15 @@ class Door:
         if factor != 1.0:
             self._engine.rescale(factor)
 
+    def check_between_steps(self, call: str) -> None:
+        """Refuse a call between `backward()` and `synchronize()`.
+
+        Raises:
+            ConfigError: It is one.
+        """
+        if self._is_open and self._engine.error is None:
+            raise ConfigError(f"{call} must be called between steps, got a call within one")
+
     def give_up(self) -> None:
         """Let go of a step that has failed, or that a loaded state ends."""
         self.settle("load_state_dict()")
@@ -230,30 +268,25 @@ class Door:
 
     def _pass_on(self, parameter: Parameter, gradient: Tensor) -> None:
         """Give a gradient to the engine, to the embeddings' exchange, or to Horovod."""
-        optimizer, engine = self.optimizer, self._engine
+        engine, planning = self._engine, self._session.planning
         if gradient.is_sparse:
-            if not optimizer.sparse_as_dense:
+            if not self.optimizer.sparse_as_dense:
                 self._pass_on_sparse(parameter, gradient)
                 return
             gradient = gradient.to_dense()
         name = self._parameters.name_of(parameter)
         if name is None:
-            own = optimizer._parameter_names.get(parameter)
-            self._warn_once(
-                f"the gradient of {own!r}, of shape {tuple(gradient.shape)}, belongs to none of "
-                f"the {len(self._parameters)} named_parameters: it is reduced densely"
-            )
             self._reduce_densely(parameter, gradient)
             return
-        if self._session.planning is not None:
-            self._session.planning.arrived(name)
+        if planning is not None:
+            planning.arrived(name)
         spec = self._parameters.spec_of(parameter, gradient)
         if engine.awaits(spec) or self._is_sparse(spec, gradient):
             frozen = not parameter.requires_grad  # Horovod reduces it all the same
             values = gradient.data  # with a count of changes of its own: clipping is in place
             engine.submit(spec, values.zero_() if frozen else values, frozen=frozen)
+            self._submitted[parameter] = name
             return
-        planning = self._session.planning
         holds = (planning is not None and planning.holds) or not parameter.requires_grad
         leftover = None if holds else engine.leftover(name)
         if leftover is None:
@@ -276,7 +309,7 @@ class Door:
     ) -> None:
         """Let Horovod reduce a gradient: contiguous, and not bfloat16, which it does not take."""
         tensor = gradient.float() if gradient.dtype == torch.bfloat16 else gradient
-        name = self.optimizer._parameter_names.get(parameter)
+        name = f"hvd_sparse.dense.{self.optimizer._parameter_names.get(parameter)}"
         handle = self._allreduce([tensor.contiguous()], name)
         assert parameter.grad is not None
         self._dense[parameter] = Dense(handle, parameter.grad.dtype, flushed)
@@ -324,8 +357,6 @@ class Door:
 
     def synchronize(self) -> None:
         """Give all gradients back, reduced, in the place of Horovod's `synchronize`."""
-        from horovod.common.exceptions import HorovodInternalError
-
         optimizer = self.optimizer
         horovods = type(optimizer).synchronize
         if not optimizer.process_set.included():
@@ -336,20 +367,39 @@ class Door:
             if self._nobody_brings_new() and self._keep_what_is_there():
                 self._close_step()
                 return
-        rest = optimizer._requires_update - set(_with_handles(optimizer))
-        for parameter in sorted(rest, key=optimizer._parameter_names.__getitem__):
+        for parameter in self._rest():
             optimizer._handles[parameter] = self.hand_in(parameter)
+        self._reduce()
+        with self._first_cause():
+            horovods(optimizer)
+        self._end_step()
+
+    def _reduce(self) -> None:
+        """All gradients of this rank are there: wait until they are reduced."""
+        self._is_reduced = True
         if self._holds_back:
             self._meet()
         if self._session.embeddings is not None:
             self._session.embeddings.launch()
-        try:
-            self._refuse_changes()
+        self._refuse_changes()
+        with self._first_cause():
             self._await_all()
-            horovods(optimizer)
+
+    @contextmanager
+    def _first_cause(self) -> Iterator[None]:
+        """Where Horovod has failed, which names no rank, the exchange may know why."""
+        from horovod.common.exceptions import HorovodInternalError
+
+        try:
+            yield
         except HorovodInternalError:
             await_cause(self._session.raise_failure)
             raise
+
+    def _end_step(self, *_: object) -> None:
+        """The reduced gradients are in their places."""
+        if not self._is_reduced:
+            return
         self.fates.give(self._handed)
         if self._session.planning is not None:
             self._session.planning.returned()
@@ -473,35 +523,37 @@ class Door:
         """A parameter's reduced gradient, which Horovod puts into `p.grad`."""
         import horovod.torch as hvd
 
+        if not self._is_reduced:  # Horovod's `synchronize` began before there was a door
+            self._reduce()
         gradient = parameter.grad
         assert gradient is not None
-        dense = self._dense.pop(parameter, None)
-        if dense is not None:
-            result: Tensor = hvd.synchronize(dense.handle).to(dense.dtype)
+        name = self._submitted.get(parameter)
+        if name is not None:
+            result = self._exchanged(name, parameter.shape)
+        elif parameter in self._dense:
+            dense = self._dense[parameter]
+            result = hvd.synchronize(dense.handle).to(dense.dtype)
             if dense.flushed is not None:
                 self._engine.flushed(dense.flushed)
         elif parameter in self._gathered:
-            result = self._gathered.pop(parameter)()
+            result = self._gathered[parameter]()
         else:
+            assert self._session.embeddings is not None
             with as_horovod_error():
-                result = self._exchanged(parameter)
+                result = self._session.embeddings.result(parameter, self._scale())
         if result.is_sparse or parameter.is_contiguous():
             return result
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter)
         return gradient.copy_(result)  # an optimizer reads both in the order of their memory
 
-    def _exchanged(self, parameter: Parameter) -> Tensor:
-        embeddings = self._session.embeddings
-        if embeddings is not None and embeddings.has(parameter):
-            return embeddings.result(parameter, self._scale())
-        name = self._parameters.name_of(parameter)
-        assert name is not None
-        result = self._engine.result(name)
-        if result.shape != parameter.shape:
-            raise RuntimeError(
-                f"{name}: shape {tuple(result.shape)} is not {tuple(parameter.shape)}"
-            )
+    def _exchanged(self, name: str, shape: torch.Size) -> Tensor:
+        try:
+            result = self._engine.result(name)
+        except TransportError as error:
+            raise horovod_error(error) from error
+        if result.shape != shape:
+            raise RuntimeError(f"{name}: shape {tuple(result.shape)} is not {tuple(shape)}")
         return result
 
     def _device(self) -> torch.device | None:
@@ -524,9 +576,9 @@ class Door:
             warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
 
     def _close_step(self) -> None:
-        self._handed, self._dense, self._gathered = {}, {}, {}
+        self._handed, self._submitted, self._dense, self._gathered = {}, {}, {}, {}
         self._others, self._pulse = [], None
-        self._is_open = self._holds_back = False
+        self._is_open = self._holds_back = self._is_reduced = False
 
 
 def is_large(tensor: Tensor, engine: Engine, dense_below: int) -> bool:

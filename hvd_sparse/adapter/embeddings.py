@@ -68,10 +68,6 @@ class EmbeddingExchange:
         """Let go of gradients that were handed in for a step which failed."""
         self._waiting = {}
 
-    def has(self, parameter: Parameter) -> bool:
-        """Whether a parameter's gradient is being exchanged."""
-        return parameter in self._handles
-
     def result(self, parameter: Parameter, scale: float) -> Tensor:
         """The sum of a parameter's gradients times `scale`.
 

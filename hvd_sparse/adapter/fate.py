@@ -74,7 +74,7 @@ class Fates:
         self._in_step = False
         self._reductions_inside: int | None = None  # a step with a closure, which has begun
         optimizer.register_step_pre_hook(self._before_step)
-        after_step = _weakly(weakref.WeakMethod(self._after_step))
+        after_step = weakly(weakref.WeakMethod(self._after_step))
         hook = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, hook.remove).atexit = False
 
@@ -201,7 +201,7 @@ class Fates:
                         self._undone.add(p)
                     else:
                         self._idle_steps = None
-                elif not skipped and self._was_taken_back(p):
+                elif self._taken_back and not skipped and self._was_taken_back(p):
                     self._refuse_late()
 
     def _was_taken_back(self, parameter: Parameter) -> bool:
@@ -249,7 +249,7 @@ class Fates:
         self._scaler = weakref.ref(scaler)
 
 
-def _weakly(method: weakref.WeakMethod[Any]) -> Any:
+def weakly(method: weakref.WeakMethod[Any]) -> Any:
     """A step hook that does not keep the method's object alive."""
 
     def hook(optimizer: Any, arguments: Any, keywords: Any) -> None:

@@ -157,7 +157,7 @@ class Rewinds:
         optimizer.register_step_post_hook(stepped)
 
     def _changes(self) -> int:
-        return sum(p._version for p in self._parameters)
+        return sum([p._version for p in self._parameters])
 
     def seen(self) -> bool:
         """Whether a state was loaded, and weights were set, since the last step or question."""
