@@ -323,5 +323,5 @@ def dgc_sgd(
     compression = Compression.dgc(named, **options)
     momentum = options.get("momentum", DgcOptions.momentum)
     nesterov = options.get("nesterov", DgcOptions.nesterov)
-    parameters = (p for _, p in named)
+    parameters = dict.fromkeys(p for _, p in named)  # tied weights have several names
     return MomentumCorrectedSGD(parameters, lr, momentum, weight_decay, nesterov), compression

@@ -377,11 +377,11 @@ class Door:
     def _reduce(self) -> None:
         """All gradients of this rank are there: wait until they are reduced."""
         self._is_reduced = True
+        self._refuse_changes()
         if self._holds_back:
             self._meet()
         if self._session.embeddings is not None:
             self._session.embeddings.launch()
-        self._refuse_changes()
         with self._first_cause():
             self._await_all()
 

@@ -312,7 +312,7 @@ def train_strided(fused: bool, dense_below: int) -> None:
             weights.append([p.detach().contiguous() for _, p in named])
             compression.close()
         for one, other in zip(*weights, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3  # sums in another order)
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
 @with_ranks(World(2))
@@ -365,7 +365,7 @@ def go_back_to_the_beginning(with_states: bool) -> None:
 
 
 def change_momentum() -> None:
-    """A schedule's momentum is followed where it is the optimizer's alone, and refused where not."""
+    """Followed where it is the optimizer's alone, refused where the compression has one, too."""
     ends = []
     for density in (None, 1.0):
         training = Training(density, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.5))
