@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -64,25 +64,26 @@ def named_pairs(named_parameters: Iterable[tuple[str, Parameter]]) -> list[tuple
     Raises:
         ConfigError: They are something else.
     """
-    expected = "named_parameters must be pairs of name and parameter, as model.named_parameters()"
     if isinstance(named_parameters, Module | Tensor) or not isinstance(named_parameters, Iterable):
-        raise ConfigError(f"{expected}, got a {type(named_parameters).__name__}")
+        _refuse(f"a {type(named_parameters).__name__}")
     pairs = list(named_parameters)
     if not pairs:
-        raise ConfigError(f"{expected}, got none: an iterator is used up after one reading")
+        _refuse("none: an iterator is used up after one reading")
     for pair in pairs:
         match pair:
-            case (str(), Parameter()):
-                continue
-            case (str(), Tensor(requires_grad=True, is_leaf=True)):
+            case (str(), Parameter()) | (str(), Tensor(requires_grad=True, is_leaf=True)):
                 continue
             case (str(name), Tensor()):
-                raise ConfigError(
-                    f"{expected}, got {name!r}, a tensor that is no parameter, as buffers and the "
-                    "entries of a state_dict() are"
-                )
-        raise ConfigError(f"{expected}, got a {type(pair).__name__} among them")
+                _refuse(f"{name!r}, which is no parameter: a buffer, or of a state_dict()")
+        _refuse(f"a {type(pair).__name__} among them")
     return pairs
+
+
+def _refuse(found: str) -> NoReturn:
+    raise ConfigError(
+        "named_parameters must be pairs of name and parameter, as model.named_parameters(), "
+        f"got {found}"
+    )
 
 
 class Parameters:
@@ -116,8 +117,8 @@ class Parameters:
         """Its name; None where it is not one of these."""
         return self._names.get(parameter)
 
-    def named(self, names: Iterable[str]) -> list[Parameter]:
-        """The parameters of these names, of which each has one or more.
+    def known_as(self, names: Iterable[str]) -> list[str]:
+        """What the parameters of these names are called, of which each has one or more.
 
         Raises:
             ConfigError: There is no such parameter.
@@ -125,7 +126,7 @@ class Parameters:
         unknown = sorted(set(names := list(names)) - self._by_name.keys())
         if unknown:
             raise ConfigError(f"names must be those of parameters, got {', '.join(unknown)}")
-        return [self._by_name[name] for name in names]
+        return [self._names[self._by_name[name]] for name in names]
 
     def sparse(self) -> list[tuple[str, Parameter]]:
         """Those of types that can be exchanged sparsely."""

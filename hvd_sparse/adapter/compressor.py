@@ -313,10 +313,7 @@ class SparseCompressor:
             ConfigError: There is no such parameter, or a step is under way.
         """
         names = [names] if isinstance(names, str) else list(names)
-        parameters = self._parameters
-        if parameters is None:
-            raise ConfigError("forget() must be called after the first step, or names are unknown")
-        known = {str(parameters.name_of(p)) for p in parameters.named(names)}
+        known = [] if self._parameters is None else self._parameters.known_as(names)
         self._settle("forget()", between_steps=True)
         return self._engine.forget(known)
 

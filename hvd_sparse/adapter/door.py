@@ -43,7 +43,6 @@ from hvd_sparse.adapter.session import Session, as_horovod_error, horovod_error
 from hvd_sparse.adapter.waiting import LOOK_S, await_cause, wait_for
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
-from hvd_sparse.transports.connect import HorovodBootstrap
 
 USED_NAMES = (
     *("_allreduce_grad_async", "_handles", "_requires_update", "_parameter_names", "_groups"),
@@ -208,10 +207,8 @@ class Door:
             self._engine.scale = self._scale()
             self._engine.begin_step()
         self._is_open = True
-        world = HorovodBootstrap(optimizer.process_set)
-        beat = torch.tensor(
-            [1.0, world.rank + 1.0, float(brings_new)], dtype=torch.float32, device="cpu"
-        )
+        place = optimizer.process_set.rank() + 1.0
+        beat = torch.tensor([1.0, place, float(brings_new)], dtype=torch.float32, device="cpu")
         self._pulse = hvd.allreduce_async_(
             beat, name=self._pulse_name, op=hvd.Sum, process_set=optimizer.process_set
         )
@@ -350,8 +347,7 @@ class Door:
 
         optimizer = self.optimizer
         refuse_operation(optimizer.op)
-        size = HorovodBootstrap(optimizer.process_set).size
-        return 1.0 / size if optimizer.op == hvd.Average else 1.0
+        return 1.0 / optimizer.process_set.size() if optimizer.op == hvd.Average else 1.0
 
     # -- out ---------------------------------------------------------------------------------------
 
@@ -455,9 +451,8 @@ class Door:
         if pulse is None:
             return 0.0
         count, total, new = hvd.synchronize(pulse).tolist()
-        size = HorovodBootstrap(self.optimizer.process_set).size
         try:
-            refuse_join(count, total, size)
+            refuse_join(count, total, self.optimizer.process_set.size())
         except UnsupportedError as error:
             self._engine.fail(error)
             raise

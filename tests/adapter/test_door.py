@@ -516,8 +516,8 @@ def test_attributes_cannot_be_set() -> None:
 @pytest.mark.parametrize(
     ("named", "pattern"),
     [
-        (nn.BatchNorm1d(3).named_buffers(), "'running_mean', a tensor that is no parameter"),
-        (nn.Linear(3, 3).state_dict().items(), "'weight', a tensor that is no parameter"),
+        (nn.BatchNorm1d(3).named_buffers(), "'running_mean', which is no parameter"),
+        (nn.Linear(3, 3).state_dict().items(), "'weight', which is no parameter"),
         (iter(()), "got none: an iterator is used up"),
     ],
 )
