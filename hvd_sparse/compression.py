@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_type_hints
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from hvd_sparse.adapter import SparseCompressor, calling_optimizer, named_pairs
+from hvd_sparse.adapter import SparseCompressor, caller_of, named_pairs
 from hvd_sparse.adapter.levels import Hierarchical, check_hierarchical
 from hvd_sparse.checks import check_options, check_timeout, choice, count, option, optional
 from hvd_sparse.engine import Assignment
@@ -150,7 +150,7 @@ def _serve_uncalled(construct: Callable[..., SparseCompressor]) -> None:
     """
 
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        optimizer = calling_optimizer(construct)
+        optimizer = caller_of(construct).optimizer
         if optimizer is None:
             return tensor, None
         optimizer._compression = construct()
@@ -323,5 +323,5 @@ def dgc_sgd(
     compression = Compression.dgc(named, **options)
     momentum = options.get("momentum", DgcOptions.momentum)
     nesterov = options.get("nesterov", DgcOptions.nesterov)
-    parameters = (p for _, p in named)
+    parameters = dict.fromkeys(p for _, p in named)  # tied weights have several names
     return MomentumCorrectedSGD(parameters, lr, momentum, weight_decay, nesterov), compression

@@ -1,10 +1,10 @@
-"""Which optimizer calls, and which parameter a gradient belongs to."""
+"""The parameters that a compression was given: known by object, named for people and agreement."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,36 +19,38 @@ SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SEARCHED_FRAMES = 8
 
 
-def calling_optimizer(compressor: object) -> Any:
-    """The Horovod optimizer among the callers whose compression is `compressor`, or None."""
+class Caller(NamedTuple):
+    """Who hands a tensor to a compression.
+
+    Attributes:
+        optimizer: Horovod's, whose compression it is; None: somebody else.
+        parameter: Whose gradient the tensor is.
+        synchronizes: Whether its `synchronize` does so, and no hook of the gradient.
+    """
+
+    optimizer: Any = None
+    parameter: Parameter | None = None
+    synchronizes: bool = False
+
+
+def caller_of(compressor: object) -> Caller:
+    """Look among the callers; a compression does so once, for an optimizer's first gradient.
+
+    Horovod hands over a tensor, and says neither whose it is nor for whom.
+    """
+    parameter: Parameter | None = None
     frame = sys._getframe(1)
     for _ in range(SEARCHED_FRAMES):
-        candidate = frame.f_locals.get("self")
-        if getattr(candidate, "_compression", None) is compressor:
-            return candidate
+        own = frame.f_locals
+        if parameter is None and isinstance(own.get("p"), Tensor):
+            parameter = own["p"]
+        if getattr(own.get("self"), "_compression", None) is compressor:
+            above = "" if frame.f_back is None else frame.f_back.f_code.co_name
+            return Caller(own["self"], parameter, "synchronize" in (above, frame.f_code.co_name))
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return None
-
-
-def calling_parameter() -> Parameter | None:
-    """The parameter whose gradient Horovod hands over or takes back, from its frame, or None."""
-    frame = sys._getframe(1)
-    for _ in range(SEARCHED_FRAMES):
-        if frame.f_code.co_name in ("_allreduce_grad_async", "synchronize"):
-            candidate = frame.f_locals.get("p")
-            return candidate if isinstance(candidate, Parameter) else None
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None
-
-
-def name_in(optimizer: Any) -> str:
-    """What an optimizer calls the parameter whose gradient it hands over."""
-    name = optimizer._parameter_names.get(calling_parameter())
-    return "a parameter without a name" if name is None else repr(name)
+    return Caller()
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
@@ -63,76 +65,81 @@ def named_pairs(named_parameters: Iterable[tuple[str, Parameter]]) -> list[tuple
         ConfigError: They are something else.
     """
     if isinstance(named_parameters, Module | Tensor) or not isinstance(named_parameters, Iterable):
-        raise ConfigError(
-            "named_parameters must be pairs of name and parameter, as model.named_parameters(), "
-            f"got a {type(named_parameters).__name__}"
-        )
+        _refuse(f"a {type(named_parameters).__name__}")
     pairs = list(named_parameters)
+    if not pairs:
+        _refuse("none: an iterator is used up after one reading")
     for pair in pairs:
         match pair:
-            case (str(), Tensor()):
+            case (str(), Parameter()) | (str(), Tensor(requires_grad=True, is_leaf=True)):
                 continue
-        raise ConfigError(
-            "named_parameters must be pairs of name and parameter, as model.named_parameters(), "
-            f"got a {type(pair).__name__} among them"
-        )
+            case (str(name), Tensor()):
+                _refuse(f"{name!r}, which is no parameter: a buffer, or of a state_dict()")
+        _refuse(f"a {type(pair).__name__} among them")
     return pairs
 
 
-class ParameterLookup:
-    """Finds the name of the parameter whose gradient a tensor is.
+def _refuse(found: str) -> NoReturn:
+    raise ConfigError(
+        "named_parameters must be pairs of name and parameter, as model.named_parameters(), "
+        f"got {found}"
+    )
 
-    It tries first what followed the parameter before last time, so that in a steady order each
-    look-up is one comparison.
+
+class Parameters:
+    """Those that required a gradient when the compression was made, in the order of their names.
+
+    A parameter with several names is called by the last of them, as Horovod calls it.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
-        self._named = [(n, p) for n, p in named_pairs(named_parameters) if p.requires_grad]
-        names = [name for name, _ in self._named]
+        pairs = [(n, p) for n, p in named_pairs(named_parameters) if p.requires_grad]
+        names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(
                 f"named_parameters: names must be unique, got {', '.join(twice)} twice"
             )
-        self._parameters = dict(self._named)
-        self._names_by_id = {id(p): name for name, p in self._named}
-        self._specs: dict[str, tuple[torch.Size, torch.dtype, TensorSpec]] = {}
-        self._following: dict[int, int] = {}
-        self._last = -1
+        self._by_name = dict(sorted(pairs, key=lambda pair: pair[0]))
+        self._names = {p: name for name, p in self._by_name.items()}
+        self._specs: dict[Parameter, tuple[torch.Size, torch.dtype, TensorSpec]] = {}
 
     def __len__(self) -> int:
-        return len(self._named)
-
-    def sparse_specs(self) -> list[TensorSpec]:
-        """The parameters of types that can be exchanged sparsely, in the order of their naming."""
-        return [spec_of(name, p) for name, p in self._named if p.dtype in SPARSE_DTYPES]
-
-    def spec_of(self, name: str, gradient: Tensor) -> TensorSpec:
-        """A gradient as the engine knows it: one object, as long as it looks the same."""
-        known = self._specs.get(name)
-        if known is None or known[0] != gradient.shape or known[1] is not gradient.dtype:
-            known = (gradient.shape, gradient.dtype, spec_of(name, gradient))
-            self._specs[name] = known
-        return known[2]
+        return len(self._names)
 
     def __iter__(self) -> Iterator[tuple[str, Parameter]]:
-        return iter(self._named)
+        return iter(sorted((name, p) for p, name in self._names.items()))
 
-    def name_of_parameter(self, parameter: Parameter) -> str | None:
-        """The parameter's name, or None where it is not a known one."""
-        return self._names_by_id.get(id(parameter))
+    def __contains__(self, parameter: Parameter) -> bool:
+        return parameter in self._names
 
-    def requires_grad(self, name: str) -> bool:
-        """Whether a parameter that required a gradient in the beginning still does."""
-        return self._parameters[name].requires_grad
+    def name_of(self, parameter: Parameter) -> str | None:
+        """Its name; None where it is not one of these."""
+        return self._names.get(parameter)
 
-    def name_of(self, gradient: Tensor) -> str | None:
-        """The parameter's name, or None where the tensor is no known parameter's gradient."""
-        start = self._following.get(self._last, 0)
-        for step in range(len(self._named)):
-            place = (start + step) % len(self._named)
-            if self._named[place][1].grad is gradient:
-                self._following[self._last] = self._last = place
-                return self._named[place][0]
-        parameter = calling_parameter()  # sparse_as_dense: the tensor is a new one
-        return None if parameter is None else self.name_of_parameter(parameter)
+    def known_as(self, names: Iterable[str]) -> list[str]:
+        """What the parameters of these names are called, of which each has one or more.
+
+        Raises:
+            ConfigError: There is no such parameter.
+        """
+        unknown = sorted(set(names := list(names)) - self._by_name.keys())
+        if unknown:
+            raise ConfigError(f"names must be those of parameters, got {', '.join(unknown)}")
+        return [self._names[self._by_name[name]] for name in names]
+
+    def sparse(self) -> list[tuple[str, Parameter]]:
+        """Those of types that can be exchanged sparsely."""
+        return [(name, p) for name, p in self if p.dtype in SPARSE_DTYPES]
+
+    def sparse_specs(self) -> list[TensorSpec]:
+        """The same, as the engine knows them."""
+        return [spec_of(name, p) for name, p in self.sparse()]
+
+    def spec_of(self, parameter: Parameter, gradient: Tensor) -> TensorSpec:
+        """A gradient as the engine knows it: one object, as long as it looks the same."""
+        known = self._specs.get(parameter)
+        if known is None or known[0] != gradient.shape or known[1] is not gradient.dtype:
+            spec = spec_of(self._names[parameter], gradient)
+            known = self._specs[parameter] = (gradient.shape, gradient.dtype, spec)
+        return known[2]

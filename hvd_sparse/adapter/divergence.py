@@ -38,18 +38,21 @@ class Divergence:
         self._interval_steps = interval_steps
         self._step = 1  # the first step, numbered 0, is that in which the ranks connect
 
-    def begin_step(self, transport: Transport) -> None:
-        """Compare, where that is due; all ranks begin the same steps. Warns once."""
-        if (self._step - 1) % self._interval_steps == 0 and self._parameters:
-            found = self._compare(transport)
-            if found:
-                self._parameters = []
-                warnings.warn(f"hvd_sparse: {found}", stacklevel=2)
+    def begin_step(self) -> bool:
+        """Count a step; returns whether weights are to be compared in it. The same on all ranks."""
         self._step += 1
+        return (self._step - 2) % self._interval_steps == 0 and bool(self._parameters)
+
+    def compare(self, transport: Transport) -> None:
+        """Compare the ranks' weights; all ranks call this together. Warns once."""
+        found = self._compare(transport)
+        if found:
+            self._parameters = []
+            warnings.warn(f"hvd_sparse: {found}", stacklevel=2)
 
     def _compare(self, transport: Transport) -> str:
         """The first rank that differs from rank 0, and where; "" where none does."""
-        mine = torch.stack([_digest(p) for _, p in self._parameters]).cpu()
+        mine = torch.stack([digest(p) for _, p in self._parameters]).cpu()
         gathered = transport.allgather((mine,), channel="weights")
         digests = torch.stack([message.view(torch.int64) for message in gathered])
         differs = (digests != digests[0]).nonzero().tolist()
@@ -59,12 +62,12 @@ class Divergence:
         return (
             f"rank {rank} has other weights than rank 0 in {self._parameters[place][0]!r} and "
             f"{len([r for r, _ in differs if r == rank]) - 1} more tensors before step "
-            f"{self._step}: broadcast them with hvd.broadcast_parameters, or go back to a "
+            f"{self._step - 1}: broadcast them with hvd.broadcast_parameters, or go back to a "
             "checkpoint; ranks that train on will not become equal again"
         )
 
 
-def _digest(parameter: Tensor) -> Tensor:
+def digest(parameter: Tensor) -> Tensor:
     """A sum that differs where one bit does, int64 ()."""
     flat = parameter.detach().contiguous().view(-1)
     return flat.view(WORDS[flat.element_size()]).sum(dtype=torch.int64)

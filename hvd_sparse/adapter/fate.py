@@ -1,8 +1,10 @@
-"""What became of a step's gradients: whether the optimizer applied them, and at which loss scale.
+"""What became of each reduced gradient: a step applied it, it is still there, or it was dropped.
 
-A loss scaler skips a step in which any gradient is not finite, and a script may skip one for its
-own reasons. What the compression took out of its residuals for such a step was applied by nobody,
-so it has to go back.
+* A gradient counts that a torch optimizer's `step` has applied.
+* It counts, too, where it is still in `p.grad` when the next one comes: it is input once more.
+* It was dropped where it is there no more, or zero, where a loss scaler skipped the step, or where
+  a step of rate 0 has left no trace. What it took out of the residual then goes back, for this
+  parameter alone.
 """
 
 from __future__ import annotations
@@ -10,46 +12,119 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvd_sparse.adapter.refusals import refuse_to_reduce_again
 from hvd_sparse.errors import ConfigError, UnsupportedError
 
 SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
 SEARCHED_FRAMES = 16
 """From an optimizer's hook up to the loss scaler that called its `step`."""
 
+PATIENCE_STEPS = 3
+"""Steps whose gradients nobody applies, while weights move, before a warning says so."""
 
-class StepFate:
-    """Listens to an optimizer, and to the `GradScaler` that steps it, if there is one.
 
-    Rules: a step counts where the optimizer's own `step` ran after the reduction, and did not skip
-    it inside (fused optimizers do so when they find infinities). Otherwise it does not count. An
-    optimizer that has never stepped may be one whose gradients a script applies by itself: until
-    its first step, reductions count where all their results are finite.
+class Given(NamedTuple):
+    """A reduced gradient that was given back.
+
+    Attributes:
+        gradient: The object in `p.grad`.
+        version: Torch's count of its changes.
+        weights: That of the parameter.
+    """
+
+    gradient: Tensor
+    version: int
+    weights: int
+
+    def is_there(self, parameter: Tensor) -> bool:
+        """Whether it still is what the next backward pass adds to."""
+        gradient = parameter.grad
+        if gradient is not self.gradient:
+            return False
+        return gradient._version == self.version or bool(gradient.any())
+
+
+class Fates:
+    """Follows the gradients that one of Horovod's optimizers was given back.
 
     Args:
         optimizer: Horovod's.
 
     Attributes:
         unit: The loss scale that residuals are multiplied by; None while no scaler is known.
-        taken_back: The call that took the last reduction back, since no step had applied it; or
-            None.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._has_stepped = False
-        self._stepped = False
-        self._saw_non_finite = False
+        self._optimizer = weakref.ref(optimizer)
+        self._given: dict[Parameter, Given] = {}
+        self._undone: set[Parameter] = set()
+        self._taken_back: dict[Parameter, Given] = {}
+        self._call: str | None = None
+        self._watched: set[Parameter] = set()
+        self._idle_steps: int | None = 0  # None: an optimizer has stepped
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self.unit: float | None = None
-        self.taken_back: str | None = None
+        self._in_step = False
         self._reductions_inside: int | None = None  # a step with a closure, which has begun
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._on_step)
+        after_step = weakly(weakref.WeakMethod(self._after_step))
+        hook = register_optimizer_step_post_hook(after_step)
+        weakref.finalize(self, hook.remove).atexit = False
+
+    def give(self, parameters: Iterable[Parameter]) -> None:
+        """The reduced gradients of these are in their `.grad` from now on."""
+        for p in parameters:
+            gradient = p.grad
+            assert gradient is not None
+            self._given[p] = Given(gradient, gradient._version, p._version)
+            if not self._in_step and p not in self._watched:
+                self._watch(p)
+
+    def settle(self, call: str | None = None) -> set[Parameter]:
+        """Which of them have gone back since this was last asked, or go back now.
+
+        Args:
+            call: The user's, before which all must be applied, or never is; None: the next step
+                begins, with what still is in `p.grad`.
+
+        Raises:
+            ConfigError: The step that begins adds to gradients that were taken back.
+        """
+        for p, given in self._taken_back.items() if call is None else ():
+            if given.is_there(p):
+                self._refuse_late()
+        moved = 0
+        self._taken_back = {} if call is None else self._taken_back
+        for p, given in self._given.items():
+            if call is None and given.is_there(p):
+                continue
+            self._undone.add(p)
+            moved += p._version != given.weights
+            if call is not None:
+                self._taken_back[p], self._call = given, call
+        self._given.clear()
+        if moved and call is None and self._idle_steps is not None:
+            self._idle_steps += 1
+            if self._idle_steps == PATIENCE_STEPS:
+                warnings.warn(
+                    "hvd_sparse: weights have changed, but no optimizer.step() applied the reduced "
+                    "gradients: they are taken for dropped, and sent once more",
+                    stacklevel=2,
+                )
+        undone, self._undone = self._undone, set()
+        return undone
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was given back was applied or dropped."""
+        return not self._given
 
     def refuse_closures(self, optimizer: Any) -> None:
         """A reduction begins: in a step with a closure only one that the closure waits for.
@@ -72,34 +147,6 @@ class StepFate:
                 "step cannot send parts of two gradients; use an optimizer that calls it once"
             )
 
-    def begin_step(self) -> None:
-        """The last step is settled, and the next one begins."""
-        self._stepped = self._saw_non_finite = False
-        self.taken_back = None
-
-    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """Of Horovod's step, and once more of the wrapped one's, after Horovod has synchronized.
-
-        Raises:
-            UnsupportedError: Horovod would reduce once more what it has reduced.
-        """
-        if optimizer._should_synchronize:
-            advice = "call it under optimizer.skip_synchronize()"
-            refuse_to_reduce_again(optimizer, "optimizer.step()", advice)
-        closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
-        self._reductions_inside = None if closure is None else 0
-
-    def reduced_densely(self, gradient: Tensor) -> None:
-        """Horovod has reduced a gradient itself."""
-        if not self._has_stepped and not bool(gradient.isfinite().all()):
-            self._saw_non_finite = True
-
-    def counts(self) -> bool | None:
-        """Whether the last reduction counts; None: if all compressed results are finite."""
-        if self._stepped:
-            return True
-        return False if self._has_stepped or self._saw_non_finite else None
-
     def rescaling(self) -> float:
         """What the loss scale has been multiplied by since this was last asked."""
         scaler = None if self._scaler is None else self._scaler()
@@ -108,22 +155,65 @@ class StepFate:
         before, self.unit = self.unit, scaler.get_scale()
         return self.unit / before
 
-    def _on_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """After the wrapped step, and once more after Horovod's.
+    def _watch(self, parameter: Parameter) -> None:
+        """Look at a gradient before a backward pass adds to it: it may have been set to zero.
+
+        Scripts that call `step` alone need no such look: it has decided by then.
+        """
+        our_fates, watched = weakref.ref(self), weakref.ref(parameter)
+
+        def look(_: Tensor) -> None:
+            fates, p = our_fates(), watched()
+            if fates is None or p is None:
+                return
+            given = fates._given.get(p)
+            if given is not None and not given.is_there(p):
+                del fates._given[p]
+                fates._undone.add(p)
+
+        self._watched.add(parameter)
+        hook = parameter.register_hook(look)
+        weakref.finalize(self, hook.remove).atexit = False
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        """Pre-step hook; runs for Horovod's `step`, and again for the wrapped one."""
+        closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
+        self._in_step, self._reductions_inside = True, None if closure is None else 0
+
+    def _after_step(self, optimizer: Any) -> None:
+        """Post-step hook of every optimizer: one that this one wraps may share its parameters.
 
         Raises:
-            ConfigError: It has applied a reduction that was taken back.
+            ConfigError: It has applied what was taken back.
         """
-        self._look_for_scaler()
-        self._has_stepped = True
-        self._reductions_inside = None
+        if optimizer is self._optimizer():
+            self._look_for_scaler()
+            self._in_step, self._reductions_inside = False, None
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
-        self._stepped = not (isinstance(found_inf, Tensor) and bool(found_inf))
-        if self._stepped and self.taken_back is not None:
-            raise ConfigError(
-                f"{self.taken_back} must be called between steps, got a call after "
-                "optimizer.synchronize(), whose results were applied only then"
-            )
+        skipped = isinstance(found_inf, Tensor) and bool(found_inf)
+        for group in optimizer.param_groups:
+            is_still = isinstance(group.get("lr"), int | float) and group["lr"] == 0
+            for p in group["params"]:
+                given = self._given.get(p)
+                if given is not None and p.grad is given.gradient:
+                    del self._given[p]
+                    if skipped or (is_still and not optimizer.state.get(p)):
+                        self._undone.add(p)
+                    else:
+                        self._idle_steps = None
+                elif self._taken_back and not skipped and self._was_taken_back(p):
+                    self._refuse_late()
+
+    def _was_taken_back(self, parameter: Parameter) -> bool:
+        given = self._taken_back.get(parameter)
+        return given is not None and parameter.grad is given.gradient
+
+    def _refuse_late(self) -> None:
+        self._taken_back.clear()
+        raise ConfigError(
+            f"{self._call} must be called between steps, got a call after "
+            "optimizer.synchronize(), whose results were applied only then"
+        )
 
     def _look_for_scaler(self) -> None:
         """Find it among the callers of `step`; it has not updated its scale yet.
@@ -157,3 +247,14 @@ class StepFate:
                 stacklevel=2,
             )
         self._scaler = weakref.ref(scaler)
+
+
+def weakly(method: weakref.WeakMethod[Any]) -> Any:
+    """A step hook that does not keep the method's object alive."""
+
+    def hook(optimizer: Any, arguments: Any, keywords: Any) -> None:
+        alive = method()
+        if alive is not None:
+            alive(optimizer)
+
+    return hook

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_sparse.adapter.binding import spec_of
+from hvd_sparse.adapter.binding import Parameters, spec_of
+from hvd_sparse.adapter.planning import planned_memory, refuse_lone_momentum
+from hvd_sparse.adapter.refusals import refuse_double_momentum
 from hvd_sparse.engine import Assignment, Engine, WithDense
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
@@ -113,3 +115,24 @@ def memory_of(
         return None
     method = assignment.choice_of(spec_of(name, parameter)).method
     return None if method is None else method.memory
+
+
+def refuse_momenta(
+    optimizer: Any, parameters: Parameters, assignment: Assignment, dense_below: int
+) -> None:
+    """Check that momentum is applied once, by the optimizer or by an assignment.
+
+    Raises:
+        ConfigError: It is not, for a tensor that is named.
+    """
+    corrected, planned = {}, []
+    for name, parameter in parameters.sparse():
+        memory = planned_memory(assignment, name, parameter)
+        if memory is not None:
+            planned.append(memory)
+        else:
+            memory = memory_of(assignment, name, parameter, dense_below)
+        if memory is not None and memory.momentum > 0:
+            corrected[parameter] = memory
+    refuse_double_momentum(optimizer, corrected)
+    refuse_lone_momentum(optimizer, planned)

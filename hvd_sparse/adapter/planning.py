@@ -122,8 +122,8 @@ class Planning:
         """A reduced gradient goes back; the last one ends the step's reductions."""
         self._returned_at = perf_counter()
 
-    def begin_step(self) -> None:
-        """Review the plan where that is due; all ranks begin the same steps.
+    def begin_step(self) -> bool:
+        """Count a step; returns whether the plan is to be reviewed in it. The same on all ranks.
 
         In a trial, a step begins when the device has done the one before.
         """
@@ -132,11 +132,22 @@ class Planning:
         now = perf_counter()
         self._timed.append((now - self._began_at, self._returned_at - self._began_at))
         self._steps_left -= 1
-        if self._steps_left == 0:
-            self._review()
-            now = perf_counter()
-        self._ready.append({})
         self._began_at = now
+        if not self.is_due:
+            self._ready.append({})
+        return self.is_due
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the plan is to be reviewed in the step under way."""
+        return self._steps_left == 0
+
+    def review(self) -> None:
+        """Review the plan; all ranks call this together, and no gradient is under way."""
+        began_at = perf_counter()
+        self._review()
+        self._ready.append({})
+        self._began_at += perf_counter() - began_at
 
     def _review(self) -> None:
         ready_s: dict[str, list[float]] = {}

@@ -10,25 +10,55 @@ from typing import Any, NoReturn
 
 from torch.nn import Parameter
 
+from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.errors import ConfigError, UnsupportedError
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
 
 
-def refuse_unsupported(optimizer: Any) -> None:
+def refuse_operation(op: Any) -> None:
     """Name what cannot give right gradients before anything is sent.
 
+    Args:
+        op: Horovod's, of the optimizer.
+
     Raises:
-        UnsupportedError: The optimizer reduces by Min, Max, Product or Adasum.
+        UnsupportedError: It is Min, Max, Product or Adasum.
     """
     import horovod.torch as hvd
 
     refused = {getattr(hvd, name): name for name in ("Min", "Max", "Product", "Adasum")}
-    # Horovod has another optimizer class for Adasum, without an `op`.
-    name = "Adasum" if hasattr(optimizer, "_starting_models") else refused.get(optimizer.op)
-    if name is not None:
+    if op in refused:
         raise UnsupportedError(
-            f"op=hvd.{name} cannot be applied to sparse gradients: use hvd.Average or hvd.Sum"
+            f"op=hvd.{refused[op]} cannot be applied to sparse gradients: use hvd.Average or "
+            "hvd.Sum"
+        )
+
+
+def refuse_strangers(parameters: Parameters, optimizer: Any) -> None:
+    """Check that a compression was given its optimizer's parameters.
+
+    Raises:
+        ConfigError: It has none of them.
+    """
+    if not any(p in parameters for p in optimizer._parameter_names):
+        raise ConfigError(
+            "named_parameters of the compression must be those of the optimizer, got none of its "
+            f"{len(optimizer._parameter_names)} parameters"
+        )
+
+
+def refuse_join(count: float, total: float, world_size: int) -> None:
+    """Check the sums of 1 and of rank + 1 over the ranks.
+
+    Raises:
+        UnsupportedError: A rank has brought nothing, as one does that has joined.
+    """
+    if (count, total) != (world_size, world_size * (world_size + 1) / 2):
+        raise UnsupportedError(
+            "sparse gradients can be summed or averaged over all ranks of a process set, but "
+            f"Horovod reduced [1, rank + 1] to [{count:g}, {total:g}] over {world_size} ranks: "
+            "hvd.join() cannot be used"
         )
 
 
@@ -55,23 +85,6 @@ def refuse_a_second_optimizer() -> NoReturn:
         "a compression serves one optimizer, but a second hvd.DistributedOptimizer uses this one: "
         "make one compression for each"
     )
-
-
-def refuse_to_reduce_again(optimizer: Any, call: str, advice: str) -> None:
-    """Say that a call would have Horovod reduce what it has reduced already.
-
-    The mean of equal gradients is that gradient, and so Horovod does it without harm. A memory
-    would take it for a new gradient.
-
-    Raises:
-        UnsupportedError: No gradient has come since `optimizer.synchronize()`.
-    """
-    is_reduced = optimizer._synchronized and not optimizer._handles
-    if is_reduced and optimizer.process_set.included():
-        raise UnsupportedError(
-            f"{call} after optimizer.synchronize() would compress the reduced gradients once more: "
-            f"{advice}"
-        )
 
 
 class Registered:
@@ -115,6 +128,45 @@ class Registered:
                 "Give it all parameters, thawed; or drop it and wrap again, with a new compression"
             )
         self._known = known
+
+
+class Rewinds:
+    """Sees that an optimizer goes back, by `load_state_dict`, to what it was before.
+
+    Args:
+        optimizer: Horovod's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._is_loaded = False
+        self._at_step: int | None = None
+        rewinds = weakref.ref(self)
+
+        def loaded(optimizer: Any) -> None:
+            alive = rewinds()
+            if alive is not None:
+                alive._is_loaded = True
+
+        def stepped(*_: object) -> None:
+            alive = rewinds()
+            if alive is not None:
+                alive._at_step = alive._changes()
+
+        optimizer.register_load_state_dict_post_hook(loaded)
+        optimizer.register_step_post_hook(stepped)
+
+    def _changes(self) -> int:
+        return sum([p._version for p in self._parameters])
+
+    def seen(self) -> bool:
+        """Whether a state was loaded, and weights were set, since the last step or question."""
+        is_loaded, self._is_loaded = self._is_loaded, False
+        return is_loaded and self._at_step is not None and self._changes() != self._at_step
+
+    def forgive(self) -> None:
+        """The compression's own state has gone along."""
+        self._is_loaded = False
 
 
 def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryOptions]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,26 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_sparse.adapter.binding import ParameterLookup
+from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, slot_of_this_rank
 from hvd_sparse.adapter.planning import Planning, device_of
-from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
-from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError, warn
+from hvd_sparse.errors import TransportError, warn
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.transports.framing import Payload
 
 logger = logging.getLogger("hvd_sparse")
-
-STANDINS = 64
-"""Stand-ins that are made at once: what a call of torch costs is spread over so many tensors."""
 
 
 class Session:
@@ -67,25 +64,21 @@ class Session:
         self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
         self._hierarchical = hierarchical
         self._divergence: Divergence | None = None
-        self._must_agree = False
+        self._must_agree = self._compares = False
         self._connecting = False
         self._exit = BoundedExit(self)
         self._world: object | None = None
         self._mpi_ops: Any = None
         self._process_set: Any = None
-        self._parameters: ParameterLookup
+        self._parameters: Parameters
         self._transport: Transport
-        self._standin: Tensor
-        self._standins: list[Tensor]
 
     def is_current(self) -> bool:
         """Whether Horovod is still the one that the transport was built beside."""
         # A new hvd.init() makes a new map.
         return self._world is not None and self._world is self._mpi_ops._handle_map
 
-    def connect(
-        self, optimizer: Any, parameters: ParameterLookup, device: torch.device | None
-    ) -> None:
+    def connect(self, optimizer: Any, parameters: Parameters, device: torch.device | None) -> None:
         """Join the world that Horovod is in; all ranks of the process set do so together.
 
         Args:
@@ -110,7 +103,6 @@ class Session:
         self._connecting = False
         self._mpi_ops, self._world = mpi_ops, mpi_ops._handle_map
         self.world_size = world.size
-        self._standin, self._standins = make_standin(world.rank), []
         logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
 
     def _new_transport(self, world: HorovodBootstrap, device: torch.device | None) -> Transport:
@@ -125,7 +117,7 @@ class Session:
     def _join(
         self,
         world: HorovodBootstrap,
-        parameters: ParameterLookup,
+        parameters: Parameters,
         device: torch.device | None,
     ) -> None:
         transport = self._new_transport(world, device)
@@ -181,15 +173,22 @@ class Session:
         """Let the planner decide anew in the next step, since a state was loaded, on all ranks."""
         self._must_agree = True
 
-    def begin_step(self) -> None:
-        """Compare the ranks' weights, and review the plan, where that is due."""
+    def begin_step(self) -> bool:
+        """Count a step; returns whether the ranks have to meet in it. The same on all ranks."""
+        compares = self._divergence is not None and self._divergence.begin_step()
+        reviews = self.planning is not None and self.planning.begin_step()
+        self._compares = compares
+        return self._must_agree or compares or reviews
+
+    def meet(self) -> None:
+        """Agree on what is due: on the plan, and on whether the ranks' weights are alike."""
         with as_horovod_error():
             if self._must_agree:
                 self._agree()
-            if self._divergence is not None:
-                self._divergence.begin_step(self._transport)
-            if self.planning is not None:
-                self.planning.begin_step()
+            elif self.planning is not None and self.planning.is_due:
+                self.planning.review()
+            if self._compares and self._divergence is not None:
+                self._divergence.compare(self._transport)
 
     def gather(self, mine: Payload, channel: str) -> list[Tensor] | None:
         """Every rank's bytes, between steps; None where the ranks are not connected.
@@ -205,33 +204,11 @@ class Session:
                 lambda: transport.allgather(mine, channel=channel), transport.abort
             )
 
-    def standin(self) -> Tensor:
-        """A new tensor for Horovod to reduce instead of a gradient."""
-        if not self._standins:
-            self._standins.extend(self._standin.repeat(STANDINS, 1).unbind())
-        return self._standins.pop()
-
-    def learn_scale(self, reduced: Tensor) -> None:
-        """Check what Horovod made of a stand-in; the first one tells the scale.
-
-        Raises:
-            UnsupportedError: It is no sum over all ranks, or the scale has changed.
-        """
-        engine = self._engine
-        known = engine.scale
-        try:
-            if known is None:
-                engine.scale = scale_of(reduced, self.world_size)
-            elif reduced.device.type == "cpu":  # elsewhere, reading it would wait for the device
-                scale = scale_of(reduced, self.world_size)
-                if abs(scale - known) > TOLERANCE * known:
-                    raise UnsupportedError(
-                        f"the optimizer's scale changed from {known:g} to {scale:g}: "
-                        "op and process set must stay as they are, and hvd.join() cannot be used"
-                    )
-        except HvdSparseError as error:
-            engine.fail(error)
-            raise
+    def gather_objects(self, mine: object, channel: str) -> list[Any]:
+        """Every rank's object, while the ranks are connected."""
+        messages = self.gather(packed(mine), channel)
+        assert messages is not None
+        return [pickle.loads(message.numpy().tobytes()) for message in messages]
 
     def raise_failure(self) -> None:
         """Raise what the engine has failed by; return where it has not.
@@ -315,6 +292,11 @@ class Session:
         unit = torch.tensor([self._engine.unit], dtype=torch.float64)
         sent = self._transport.broadcast((unit,), 0, channel="unit")
         return float(sent.view(torch.float64))
+
+
+def packed(obj: object) -> tuple[Tensor]:
+    """An object as the bytes that other ranks of this job read."""
+    return (torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8),)
 
 
 @contextmanager

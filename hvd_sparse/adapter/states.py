@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from hvd_sparse.adapter.binding import ParameterLookup
-from hvd_sparse.adapter.fate import StepFate
+from hvd_sparse.adapter.binding import Parameters
+from hvd_sparse.adapter.fate import Fates
 from hvd_sparse.adapter.session import Session, as_horovod_error
 from hvd_sparse.engine import Engine
 from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
@@ -38,29 +34,29 @@ class States:
     def __init__(self, engine: Engine, session: Session, timeout_s: float) -> None:
         self._engine, self._session = engine, session
         self._timeout_s = timeout_s
-        self._fate: StepFate | None = None
+        self._fates: Fates | None = None
         self._shapes: Shapes | None = None
         self._loaded_unit: float | None = None
         self._loaded_strictly: bool | None = None
 
-    def know(self, lookup: ParameterLookup) -> None:
+    def know(self, parameters: Parameters) -> None:
         """Take note of the parameters; a state that was loaded before is checked against them.
 
         Raises:
             ConfigError: It does not belong to them.
         """
-        self._shapes = {name: tuple(p.shape) for name, p in lookup}
+        self._shapes = {name: tuple(p.shape) for name, p in parameters}
         if self._loaded_strictly is not None:
             self.load(self.save(), strict=self._loaded_strictly)
 
-    def bind(self, fate: StepFate) -> None:
+    def bind(self, fates: Fates) -> None:
         """Take note of what knows the loss scale that residuals are in units of."""
-        self._fate = fate
-        fate.unit = self._loaded_unit
+        self._fates = fates
+        fates.unit = self._loaded_unit
 
     def save(self) -> dict[str, Any]:
         """This rank's state."""
-        unit = self._loaded_unit if self._fate is None else self._fate.unit
+        unit = self._loaded_unit if self._fates is None else self._fates.unit
         planner = planner_of(self._engine.assignment)
         plan = None if planner is None else planner.state_dict()
         return {**self._engine.state_dict(), "unit": unit, "planner": plan}
@@ -97,9 +93,8 @@ class States:
         world = HorovodBootstrap(process_set)
 
         def gather(mine: Any) -> list[Any]:
-            connected = self._session.gather(packed(mine), "checkpoint")  # it names who fails
-            if connected is not None:
-                return [pickle.loads(message.numpy().tobytes()) for message in connected]
+            if self._session.is_current():  # it names who fails
+                return self._session.gather_objects(mine, "checkpoint")
             with as_horovod_error():
                 return world.allgather_object(mine, "hvd_sparse.checkpoint", self._timeout_s)
 
@@ -113,12 +108,12 @@ class States:
             planner.load_state_dict(plan)
         self._session.agree_again()  # momenta are where the state's plan had them
 
+    def multiply_unit(self, factor: float) -> None:
+        """The loss has another scale from now on; residuals have followed."""
+        unit = self._loaded_unit if self._fates is None else self._fates.unit
+        self._take_unit((1.0 if unit is None else unit) * factor)
+
     def _take_unit(self, unit: float | None) -> None:
         self._loaded_unit = unit
-        if self._fate is not None and unit is not None:
-            self._fate.unit = unit  # what the scaler's scale differs by, the next step mends
-
-
-def packed(obj: Any) -> tuple[Tensor]:
-    """An object as the bytes that other ranks of this job read."""
-    return (torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8),)
+        if self._fates is not None and unit is not None:
+            self._fates.unit = unit  # what the scaler's scale differs by, the next step mends

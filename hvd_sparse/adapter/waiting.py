@@ -1,15 +1,15 @@
-"""A Horovod optimizer that sleeps while it waits for other ranks, and sees when that is in vain."""
+"""Waits that sleep, stop when a peer is gone, and can be interrupted."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from hvd_sparse.adapter.refusals import refuse_to_reduce_again
-from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses, wait_for
+from hvd_sparse.transports import horovod_handles
+from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 
 T = TypeVar("T")
 
@@ -28,47 +28,10 @@ LOOK_S = 0.05
 """From one look at Horovod to the next, while exchanges are waited for."""
 
 
-def synchronize_asleep(
-    optimizer: Any, raise_failure: Callable[[], None], exchanged: Callable[[float], bool]
-) -> None:
-    """Let a Horovod optimizer's `synchronize`, which `step` calls, sleep while it waits.
-
-    The exchanges come first: a thread wakes this one when they are done. Horovod tells nobody, and
-    has to be looked at, which takes the processor and Python's lock from the exchanges. It is done
-    by then, as a rule.
-
-    Args:
-        optimizer: Horovod's.
-        raise_failure: Raises what the exchange of this step has failed by, if it has. Horovod would
-            wait on: for its own timeout, or for good.
-        exchanged: Waits for so many seconds at most; returns whether the exchanges of this step are
-            done, have failed, or cannot begin.
-
-    The new `synchronize` refuses to reduce again what is reduced; see `refuse_to_reduce_again`.
-    """
-    import horovod.torch as hvd
-    from horovod.common.exceptions import HorovodInternalError
-
-    synchronize = optimizer.synchronize
-
-    def synchronize_after_sleep() -> None:
-        if optimizer.process_set.included():
-            advice = "call it once for each step"
-            refuse_to_reduce_again(optimizer, "optimizer.synchronize()", advice)
-            hand_over_rest(optimizer)
-            handles = [handle for handle, _ in optimizer._handles.values()]
-            handles = [handle for handle in handles if not callable(handle)]  # that is two gathers
-            while not exchanged(LOOK_S) and not all(map(hvd.poll, handles)):
-                pass  # where Horovod is done first, it may know why: a rank that has joined, say
-            wait_for(handles, raise_failure, Pauses(SPIN_S, SLEPT_SHARE, LONGEST_SLEEP_S))
-            raise_failure()  # Horovod may have ended because of it: this is the first cause
-        try:
-            synchronize()
-        except HorovodInternalError:
-            await_cause(raise_failure)
-            raise
-
-    optimizer.synchronize = synchronize_after_sleep
+def wait_for(handles: Iterable[int], raise_failure: Callable[[], None]) -> None:
+    """Return once Horovod's `synchronize` would return at once for every one of the handles."""
+    horovod_handles.wait_for(handles, raise_failure, Pauses(SPIN_S, SLEPT_SHARE, LONGEST_SLEEP_S))
+    raise_failure()  # Horovod may have ended because of it: this is the first cause
 
 
 def await_cause(raise_failure: Callable[[], None]) -> None:
@@ -77,19 +40,6 @@ def await_cause(raise_failure: Callable[[], None]) -> None:
     while time.monotonic() < until:
         raise_failure()
         time.sleep(CAUSE_INTERVAL_S)
-
-
-def hand_over_rest(optimizer: Any) -> None:
-    """Give Horovod the gradients that a backward pass left out: other ranks may wait for them.
-
-    Its `synchronize` would begin with the same, and now finds nothing left to do.
-    """
-    handed_over: set[Any] = set()
-    for key, (handle, _) in optimizer._handles.items():
-        if handle is not None:
-            handed_over.update(key if isinstance(key, tuple) else (key,))
-    for parameter in optimizer._requires_update - handed_over:
-        optimizer._handles[parameter] = optimizer._allreduce_grad_async(parameter)
 
 
 def interruptibly(call: Callable[[], T], abort: Callable[[BaseException], None]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import accumulate, pairwise
 from typing import Any
@@ -181,6 +181,17 @@ class Bucket:
         self.selector.load_state_dict(selector)
         self.collective.load_state_dict(collective)
         self.memory.roll_back()
+        self.is_open = False
+
+    def undo(self, slots: Collection[int]) -> None:
+        """Take the last step back for some of the tensors; for the others it counts."""
+        if not self.is_open:
+            return
+        if len(slots) == len(self.specs):
+            self.roll_back()
+            return
+        for slot in slots:
+            self.memory.undo(*self._in_shard(slot))
         self.is_open = False
 
     def contiguous_gradients(self) -> list[Tensor]:

@@ -126,13 +126,14 @@ class Engine:
         """How a tensor of the plan is compressed; None for any other."""
         return self._locations[name].bucket.method if name in self._locations else None
 
-    def settle(self, counts: bool | None = None) -> bool:
+    def settle(self, counts: bool | None = None, undone: Collection[str] = ()) -> bool:
         """Keep the last step, or take it back as if it had never been; between steps.
 
         A step that was not settled is settled when the first gradient of the next one is submitted.
 
         Args:
             counts: Whether its results were applied; None: if all of them are finite.
+            undone: Tensors whose results were not, where the step counts otherwise.
 
         Returns:
             Whether this call took a step back.
@@ -143,9 +144,11 @@ class Engine:
         self._unsettled = False
         if counts is None:
             counts = not any(bucket.poisoned for bucket in self._buckets)
+        if undone and self.residuals.changed <= set(undone):
+            counts = False
         if not counts:
             self.skipped_steps += 1
-        self.residuals.settle(counts)
+        self.residuals.settle(counts, undone)
         return not counts
 
     def let_go(self) -> None:

@@ -88,6 +88,12 @@ class Residuals:
         """L1 norm of the residuals that are outside the buckets."""
         return l1_of(self.outside.residual.values())
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether anything waits to be sent."""
+        held = [*self.outside.residual.values(), *(b.memory.residual for b in self._buckets)]
+        return any(bool(each.any()) for each in held)
+
     def rescale(self, factor: float) -> None:
         """Multiply everything by a factor, between steps."""
         for bucket in self._buckets:
@@ -103,15 +109,26 @@ class Residuals:
         ]
         return l1_of(planned) + self.outside.drop(names)
 
-    def settle(self, counts: bool) -> None:
-        """End a step: keep its changes and drop what it released, or take the step back."""
+    @property
+    def changed(self) -> set[str]:
+        """The tensors of which the last step may have changed something."""
+        return {*self._locations, *self._flushed}
+
+    def settle(self, counts: bool, undone: Collection[str] = ()) -> None:
+        """End a step: keep its changes and drop what it released, or take the step back.
+
+        Args:
+            counts: Whether its results were applied.
+            undone: Tensors of which they were not.
+        """
         for bucket in self._buckets:
             if counts:
-                bucket.is_open = False
+                bucket.undo([slot for slot, s in enumerate(bucket.specs) if s.name in undone])
             else:
                 bucket.roll_back()
         residual = self.outside.residual
-        for name in self._flushed & self._released.keys() & residual.keys() if counts else ():
+        flushed = self._flushed.difference(undone) & self._released.keys() & residual.keys()
+        for name in flushed if counts else ():
             part = self._released[name]
             if part is not residual[name]:
                 residual[name] = torch.sub(residual[name], part, out=part)

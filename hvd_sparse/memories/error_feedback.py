@@ -55,6 +55,7 @@ class ErrorFeedback:
         self.low_pass, self.decay = low_pass, decay
         self.let_go_l1 = self._let_go_before = 0.0
         self._spare: tuple[Tensor, ...] | None = None
+        self._taken_elsewhere: list[SparseStream] = []
         self._may_roll_back = False
         self._forget()
 
@@ -110,6 +111,18 @@ class ErrorFeedback:
             self.let_go_l1 = self._let_go_before
         self._forget()
 
+    def undo(self, start: int, stop: int) -> None:
+        """Go back to what was before the step in the elements `[start, stop)` alone."""
+        if not self._may_roll_back:
+            return
+        assert self._spare is not None  # has what was before the step
+        for tensor, before in zip(self._tensors(), self._spare, strict=True):
+            tensor[start:stop].copy_(before[start:stop])
+        self._taken = self._taken.where(~within(self._taken, start, stop))
+        self._returned = self._returned.where(~within(self._returned, start, stop))
+        elsewhere = self._taken_elsewhere
+        self._taken_elsewhere = [each.where(~within(each, start, stop)) for each in elsewhere]
+
     def rescale(self, factor: float) -> None:
         """Multiply the state by a factor, between steps: the gradients' unit has changed."""
         for tensor in self.tensors().values():
@@ -160,7 +173,7 @@ class ErrorFeedback:
     def _forget(self) -> None:
         """Forget what the last step took: it will not be put back or masked."""
         self._taken = self._returned = SparseStream.empty(self.residual.numel())
-        self._taken_elsewhere: list[SparseStream] = []
+        self._taken_elsewhere = []
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -186,3 +199,8 @@ class ErrorFeedback:
         if stream.nnz:
             stream = stream.to(self.residual.device)
             ops.scatter_add(self.residual, stream.indices, stream.values)
+
+
+def within(stream: SparseStream, start: int, stop: int) -> Tensor:
+    """Which entries have an index in `[start, stop)`: bool `(nnz,)`."""
+    return (stream.indices >= start) & (stream.indices < stop)

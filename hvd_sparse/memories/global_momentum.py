@@ -36,7 +36,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hvd_sparse import ops
-from hvd_sparse.memories.error_feedback import ErrorFeedback
+from hvd_sparse.memories.error_feedback import ErrorFeedback, within
 from hvd_sparse.streams import SparseStream, Sum, sum_of
 from hvd_sparse.transports import Transport
 
@@ -94,6 +94,23 @@ class GlobalMomentum(ErrorFeedback):
         self._entered = None
 
     @override
+    def undo(self, start: int, stop: int) -> None:
+        if not self._may_roll_back:
+            return
+        super().undo(start, stop)
+        if self._entered is not None:
+            entered = self._entered.where(within(self._entered, start, stop))
+            self.residual[entered.indices.long()] = entered.values
+        pairs = zip((self.share, self._last_sum), self._before, strict=True)
+        self.share, self._last_sum = (
+            sum_of(
+                [now.where(~within(now, start, stop)), then.where(within(then, start, stop))],
+                now.numel,
+            )
+            for now, then in pairs
+        )
+
+    @override
     def rescale(self, factor: float) -> None:
         super().rescale(factor)
         self.share, self._last_sum = self.share.times(factor), self._last_sum.times(factor)
@@ -119,9 +136,9 @@ class GlobalMomentum(ErrorFeedback):
     def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
         # Δ itself waits here, for Nesterov's step.
         parts = super().take_out(start, stop)  # of the momentum, which is a copy
-        last, is_out = self._last_sum, _within(self._last_sum, start, stop)
+        last, is_out = self._last_sum, within(self._last_sum, start, stop)
         self._sums_out[start], self._last_sum = last.where(is_out), last.where(~is_out)
-        self.share = self.share.where(~_within(self.share, start, stop))
+        self.share = self.share.where(~within(self.share, start, stop))
         return parts
 
     @override
@@ -161,7 +178,3 @@ class GlobalMomentum(ErrorFeedback):
         self._entered = SparseStream(indices, before, self.residual.numel())
         after = before + self.momentum * self.share.values
         ops.scatter_add(self.residual, indices, torch.where(after.isfinite(), after, before))
-
-
-def _within(stream: SparseStream, start: int, stop: int) -> Tensor:
-    return (stream.indices >= start) & (stream.indices < stop)

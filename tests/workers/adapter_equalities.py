@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
-from hvd_sparse.adapter.waiting import synchronize_asleep
+from tests.workers.asleep import synchronize_asleep
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner import Planner
 from hvd_sparse.planner.costs import Line, MethodCosts, Profile, place_of
@@ -81,7 +81,7 @@ class Run:
         if self.sparse:
             self._compressions.append(compression)
         else:  # as with hvd_sparse, lest ranks that spin starve the others
-            synchronize_asleep(distributed, lambda: None, lambda timeout_s: True)
+            synchronize_asleep(distributed)
         return distributed
 
     def close(self) -> None:

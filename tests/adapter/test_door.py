@@ -1,0 +1,526 @@
+"""Whatever plain Horovod trains means the same with a compression: scripts as people write them.
+
+Gradients are even whole numbers and the rate is 1, so that books balance to the last bit: what was
+applied and what waits is what plain Horovod applies.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hvd_sparse
+from hvd_sparse import Compression, ConfigError, UnsupportedError
+from tests.ranks import Ranks, World, with_ranks
+
+NUMEL = 3000
+DENSITY = 0.02
+made = 0
+
+Script = Callable[["Training"], None]
+SCRIPTS: dict[str, Script] = {}
+
+
+def script(function: Script) -> Script:
+    SCRIPTS[function.__name__] = function
+    return function
+
+
+class Training:
+    """Two tensors for the engine and a small one, by plain Horovod or with a compression."""
+
+    def __init__(
+        self,
+        density: float | None,
+        make: Callable[..., Any] = torch.optim.SGD,
+        op: Any = hvd.Average,
+        **arguments: Any,
+    ) -> None:
+        global made  # noqa: PLW0603  # each training names its tensors
+        made += 1
+        self.parameters = [nn.Parameter(torch.zeros(n)) for n in (NUMEL, 2 * NUMEL, 10)]
+        self.named = [(f"door.{made}.{i}", p) for i, p in enumerate(self.parameters)]
+        self.compression: Any = hvd.Compression.none
+        if density is not None:
+            options = {"dense_below": 100, "bucket_numel": 2 * NUMEL, "timeout_s": 20.0}
+            self.compression = Compression.topk(
+                self.named, density=density, **{**options, **arguments}
+            )
+        self.inner = make(self.parameters, lr=1.0)
+        self.optimizer: Any = hvd.DistributedOptimizer(
+            self.inner, named_parameters=self.named, compression=self.compression, op=op
+        )
+        self.at = 0
+
+    def backward(self, among: tuple[int, ...] = (0, 1, 2), scale: float = 1.0) -> None:
+        """New gradients, which differ between ranks, of some of the tensors."""
+        generator = torch.Generator().manual_seed(1000 * self.at + hvd.rank())
+        self.at += 1
+        loss = torch.zeros(())
+        for i, p in enumerate(self.parameters):
+            gradient = 2.0 * scale * torch.randint(-9, 10, p.shape, generator=generator)
+            if i in among:
+                loss = loss + (p * gradient).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.zero()
+            self.backward()
+            self.optimizer.step()
+
+    def zero(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def moved(self) -> Tensor:
+        """What the weights moved by, and what waits on all ranks, in units of the average."""
+        moved = torch.cat([p.detach().flatten() for p in self.parameters]).double()
+        if isinstance(self.compression, hvd_sparse.adapter.SparseCompressor):
+            held = self.compression.state_dict()["residual"]
+            residuals = [held.get(name, torch.zeros(p.shape)).flatten() for name, p in self.named]
+            waiting = torch.cat(residuals).double()
+            moved -= hvd.allreduce(waiting, op=hvd.Average, name=f"door.{made}.waiting")
+        return moved
+
+    def close(self) -> None:
+        if self.compression is not hvd.Compression.none:
+            self.compression.close()
+
+
+def balance(name: str) -> None:
+    """A script ends with the same books, at a low density and bit for bit at density 1."""
+    torch.manual_seed(0)
+    ends = []
+    for density in (None, DENSITY, 1.0):
+        training = Training(density)
+        SCRIPTS[name](training)
+        assert torch.cat([p.detach() for p in training.parameters]).any()
+        ends.append(training.moved())
+        training.close()
+    assert torch.equal(ends[1], ends[0]), (ends[1] - ends[0]).abs().sum()
+    assert torch.equal(ends[2], ends[0])
+
+
+@script
+def accumulate_reduced(training: Training) -> None:
+    """Two passes, reduced one by one, before each step."""
+    for _ in range(3):
+        training.zero()
+        for _ in range(2):
+            training.backward()
+            training.optimizer.synchronize()
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+
+
+@script
+def throw_away_before_the_first_step(training: Training) -> None:
+    for in_place in (False, True):
+        training.backward()
+        training.optimizer.synchronize()
+        for p in training.parameters if in_place else ():
+            p.grad.zero_()
+        if not in_place:
+            training.zero()
+    training.zero()
+    training.step(3)
+
+
+@script
+def throw_away_in_the_middle(training: Training) -> None:
+    """As a GAN discards what the other loss has left."""
+    training.step(2)
+    for in_place in (False, True, True):
+        training.backward()
+        training.optimizer.synchronize()
+        for p in training.parameters:
+            if in_place:
+                p.grad.zero_()
+            else:
+                p.grad = None
+    training.backward()
+    training.optimizer.step()
+    training.step(2)
+
+
+@script
+def throw_away_one_tensor(training: Training) -> None:
+    training.step(2)
+    for _ in range(2):
+        training.zero()
+        training.backward()
+        training.optimizer.synchronize()
+        training.parameters[0].grad = None
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+    training.step(2)
+
+
+@script
+def step_at_rate_0(training: Training) -> None:
+    group = training.optimizer.param_groups[0]
+    for rate in (0.0, 1.0, 0.0, 0.0, 1.0):
+        group["lr"] = rate
+        training.step()
+
+
+@script
+def look_ahead_of_the_step(training: Training) -> None:
+    """As SAM: a first gradient moves the weights, and a second one is applied where they were."""
+    training.step(1)
+    for _ in range(3):
+        training.zero()
+        training.backward()
+        training.optimizer.synchronize()
+        before = [p.detach().clone() for p in training.parameters]
+        with torch.no_grad():
+            for p in training.parameters:
+                p.add_(p.grad)
+        training.zero()
+        training.backward()
+        training.optimizer.synchronize()
+        with torch.no_grad():
+            for p, old in zip(training.parameters, before, strict=True):
+                p.copy_(old)
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+
+
+@script
+def step_by_the_optimizer_inside(training: Training) -> None:
+    """What is wrapped shares its groups, and may be stepped by a method of its own."""
+    inner = torch.optim.SGD(training.parameters, lr=1.0)
+    for _ in range(4):
+        training.zero()
+        training.backward()
+        training.optimizer.synchronize()
+        inner.step()
+
+
+@script
+def synchronize_with_nothing_new(training: Training) -> None:
+    training.step(2)
+    training.optimizer.synchronize()
+    training.optimizer.synchronize()
+    training.step(2)
+
+
+@script
+def come_without_a_backward_pass(training: Training) -> None:
+    """One rank has an empty batch, in the first step and later; sums come in between."""
+    for step in range(4):
+        training.zero()
+        if hvd.rank() != step % 2:
+            training.backward()
+        else:
+            training.at += 1
+        hvd.allreduce(torch.ones(1), name=f"door.{made}.loss.{step}")
+        training.optimizer.step()
+
+
+@script
+def leave_tensors_out(training: Training) -> None:
+    """Other tensors on each rank, as with heads that a batch does not use."""
+    for step in range(5):
+        training.zero()
+        training.backward(among=((0, 2), (1,), (0, 1, 2))[(step + hvd.rank()) % 3])
+        training.optimizer.step()
+
+
+@script
+def sum_inside_backward(training: Training) -> None:
+    """As SyncBatchNorm does: between two gradients of one backward pass."""
+
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:
+            hvd.allreduce(torch.ones(1), name=f"door.{made}.inside")
+            return gradient
+
+    for step in range(3):
+        training.zero()
+        first, second, _ = training.parameters
+        loss = (second * 2.0).sum()
+        if hvd.rank() == 0 or step % 2:
+            loss = loss + (Summed.apply(first) * 4.0).sum()
+        else:
+            hvd.allreduce(torch.ones(1), name=f"door.{made}.inside")
+        loss.backward()  # type: ignore[no-untyped-call]
+        training.optimizer.step()
+
+
+@script
+def broadcast_after_a_skipped_step(training: Training) -> None:
+    training.step(1)
+    training.zero()
+    training.backward()
+    training.optimizer.synchronize()  # a loss scaler would skip the step that follows
+    hvd.broadcast_optimizer_state(training.optimizer, 0)
+    training.step(2)
+
+
+@with_ranks(World(2), World(2, "mpi"), World(3))
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_books_balance(ranks: Ranks, name: str) -> None:
+    ranks.run(balance, name)
+
+
+# -- strides ---------------------------------------------------------------------------------------
+
+
+def train_strided(fused: bool, dense_below: int) -> None:
+    """Parameters in another order of memory, and optimizers that read gradients in that order."""
+    for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
+        weights = []
+        for form in ("contiguous", "strided"):
+            torch.manual_seed(1)
+            conv = nn.Conv2d(3, 8, 3)
+            table = nn.Parameter(torch.randn(30, 20))
+            if form == "strided":
+                conv = conv.to(memory_format=torch.channels_last)
+                table = nn.Parameter(table.detach().t().contiguous().t())
+            named = [(f"strided.{form}.{n}", p) for n, p in conv.named_parameters()]
+            named.append((f"strided.{form}.table", table))
+            compression = Compression.topk(named, density=1.0, dense_below=dense_below)
+            optimizer: Any = hvd.DistributedOptimizer(
+                make([p for _, p in named], lr=0.1, fused=fused),
+                named_parameters=named,
+                compression=compression,
+            )
+            for step in range(3):
+                generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+                optimizer.zero_grad()
+                x = torch.randn(2, 3, 6, 6, generator=generator)
+                loss = conv(x).square().sum() + (table @ torch.randn(20, generator=generator)).sum()
+                loss.backward()
+                optimizer.step()
+            assert all(p.grad is not None and p.grad.stride() == p.stride() for _, p in named)
+            weights.append([p.detach().contiguous() for _, p in named])
+            compression.close()
+        for one, other in zip(*weights, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("dense_below", [0, 10**6])
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_lie_in_memory_as_their_parameters(
+    ranks: Ranks, fused: bool, dense_below: int
+) -> None:
+    ranks.run(train_strided, fused, dense_below)
+
+
+# -- what is refused, followed or told -------------------------------------------------------------
+
+
+@contextmanager
+def told(*patterns: str) -> Iterator[None]:
+    """Exactly these warnings of this package's."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    messages = [str(w.message) for w in caught if "hvd_sparse" in str(w.message)]
+    assert len(messages) == len(patterns), messages
+    for message, pattern in zip(messages, patterns, strict=True):
+        assert pattern in message, message
+
+
+def go_back_to_the_beginning(with_states: bool) -> None:
+    """A learning-rate range test: train until weights are huge, then load the beginning."""
+    ends = []
+    for density in (None, DENSITY):
+        training = Training(density, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9))
+        model = nn.ParameterList(training.parameters)
+        start = copy.deepcopy([model.state_dict(), training.optimizer.state_dict()])
+        state = training.compression.state_dict() if density and with_states else None
+        for group in training.optimizer.param_groups:
+            group["lr"] = 1e20
+        training.step(4)
+        model.load_state_dict(start[0])
+        training.optimizer.load_state_dict(start[1])
+        training.at = 0
+        training.zero()
+        if state is not None:
+            training.compression.load_state_dict(state)
+        with told(*(["residuals: optimizer.load_state_dict()"] if density and not state else [])):
+            training.step(1)
+        training.optimizer.param_groups[0]["momentum"] = 0.0
+        ends.append(training.moved())
+        training.close()
+    assert torch.equal(*ends)
+
+
+def change_momentum() -> None:
+    """Followed where it is the optimizer's alone, refused where the compression has one, too."""
+    ends = []
+    for density in (None, 1.0):
+        training = Training(density, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.5))
+        for momentum in (0.5, 0.0, 0.25):
+            training.optimizer.param_groups[0]["momentum"] = momentum
+            training.step()
+        ends.append(training.moved())
+        training.close()
+    assert torch.equal(*ends)
+    training = Training(DENSITY, momentum=0.9)
+    training.step(2)
+    training.optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ConfigError, match="would apply momentum a second time"):
+        training.step()
+    training.close()
+
+
+def change_gradients_too_early() -> None:
+    """Clipping while gradients are on their way."""
+    training = Training(DENSITY)
+    training.step(1)
+    training.zero()
+    training.backward()
+    nn.utils.clip_grad_norm_(training.parameters, 1.0)
+    with pytest.raises(UnsupportedError, match="was changed after backward"):
+        training.optimizer.step()
+    training.close()
+
+
+def name_in_another_order() -> None:
+    """Also embeddings; the last rank names its parameters backwards."""
+    torch.manual_seed(2)
+    tables = [nn.Embedding(20, 3, sparse=True) for _ in range(2)]
+    layer = nn.Linear(6, 40)
+    named = [(f"order.{made}.{i}", table.weight) for i, table in enumerate(tables)]
+    named += [(f"order.{made}.{name}", p) for name, p in layer.named_parameters()]
+    mine = named if hvd.rank() == 0 else named[::-1]
+    compression = Compression.topk(mine, density=1.0, dense_below=0, timeout_s=20.0)
+    compression.exchange_embeddings(mine)
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in named], lr=0.1),
+        named_parameters=mine,
+        compression=compression,
+    )
+    with told():
+        for step in range(3):
+            optimizer.zero_grad()
+            rows = torch.arange(5) + 2 * step + hvd.rank()
+            layer(torch.cat([t(rows) for t in tables], 1)).square().sum().backward()
+            optimizer.step()
+    for name, p in named:
+        everywhere = hvd.allgather(p.detach()[None], name=f"{name}.all")
+        assert all(torch.equal(p, other) for other in everywhere)
+    compression.close()
+
+
+def name_twice() -> None:
+    """Tied weights under both of their names."""
+    weights = []
+    for momentum in (True, False):
+        torch.manual_seed(3)
+        model = nn.Linear(40, 40)
+        names = [(f"{n}.{momentum}", model.weight) for n in ("tied.a", "tied.b")]
+        names.append((f"tied.bias.{momentum}", model.bias))
+        if momentum:
+            optimizer, compression = hvd_sparse.dgc_sgd(
+                names, lr=0.1, momentum=0.9, density=1.0, dense_below=0
+            )
+        else:
+            compression = Compression.topk(names, density=1.0, dense_below=0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=names, compression=compression
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+            model(model(x)).square().mean().backward()
+            optimizer.step()
+        assert compression.forget([f"tied.a.{momentum}"]) == 0.0
+        weights.append(model.weight.detach())
+        compression.close()
+    torch.testing.assert_close(*weights)
+
+
+def tell_another_scale() -> None:
+    """A loss scaler of the script's own, which doubles its scale at each step."""
+    ends = []
+    for density in (None, DENSITY):
+        training = Training(density)
+        scale = 1.0
+        for _ in range(5):
+            scale *= 2.0
+            if density is not None:
+                training.compression.rescale(2.0)
+            training.zero()
+            training.backward(scale=scale)
+            training.optimizer.synchronize()
+            for p in training.parameters:
+                p.grad.div_(scale)
+            with training.optimizer.skip_synchronize():
+                training.optimizer.step()
+        if density is not None:
+            training.compression.rescale(1.0 / scale)
+        ends.append(training.moved())
+        training.close()
+    assert torch.equal(*ends)
+
+
+def copy_with_residuals() -> None:
+    training = Training(DENSITY)
+    with told():
+        pickle.dumps(training.compression)
+    training.step(1)
+    with told("a copy of a compression has none of its residuals"):
+        copy.deepcopy(training.compression)
+    training.close()
+
+
+FUNCTIONS = (
+    change_momentum,
+    change_gradients_too_early,
+    name_in_another_order,
+    name_twice,
+    copy_with_residuals,
+    tell_another_scale,
+)
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_habits(ranks: Ranks, function: Callable[[], None]) -> None:
+    ranks.run(function)
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("with_states", [False, True])
+def test_residuals_end_with_the_training_that_is_given_up(ranks: Ranks, with_states: bool) -> None:
+    ranks.run(go_back_to_the_beginning, with_states)
+
+
+def test_attributes_cannot_be_set() -> None:
+    compression = Compression.topk([("w", nn.Parameter(torch.zeros(3)))])
+    with pytest.raises(ConfigError, match="no attribute 'density' to set"):
+        compression.density = 0.5
+
+
+@pytest.mark.parametrize(
+    ("named", "pattern"),
+    [
+        (nn.BatchNorm1d(3).named_buffers(), "'running_mean', which is no parameter"),
+        (nn.Linear(3, 3).state_dict().items(), "'weight', which is no parameter"),
+        (iter(()), "got none: an iterator is used up"),
+    ],
+)
+def test_what_are_no_parameters(named: Any, pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
+        Compression.topk(named)
