@@ -16,7 +16,7 @@ from hvd_sparse.transports import LocalTransport, Transport, run_ranks
 from hvd_sparse.transports.connect import Capability, create_transport, decide
 from hvd_sparse.transports.meeting import HostReport, join_store
 from tests.transports.failures import aborts_from_another_thread
-from tests.workers.transport_scenarios import SCENARIOS, Scenario
+from tests.transports.scenarios import SCENARIOS, Scenario
 
 pytestmark = pytest.mark.timeout(60)
 

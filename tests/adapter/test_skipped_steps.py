@@ -1,18 +1,16 @@
-"""A ledger of whole numbers beside a real training with a loss scaler, over real Horovod.
-
-Every gradient is a whole number. For each parameter, what the ranks brought to the steps that were
-applied is what the weights were moved by, and what the residuals hold: to the last bit.
-"""
+"""A step that a loss scaler skips costs no gradient."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import horovod.torch as hvd
+import pytest
 import torch
 from torch import Tensor, nn
 
 import hvd_sparse
+from tests.ranks import Ranks, World, with_ranks
 
 STEPS = 10
 SPOILT = (2, 3, 7)
@@ -113,3 +111,22 @@ def keep_the_books(place: str, scaled: bool, method: str, arguments: dict[str, A
     if scaled:
         assert scale != 2.0**6, "the scale was to change"
     compression.close()
+
+
+@with_ranks(World(3))
+@pytest.mark.parametrize("place", ["large", "bias", "other", "table.weight"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_skipped_step_costs_no_gradient(ranks: Ranks, place: str, scaled: bool) -> None:
+    for method, arguments in (
+        ("oktopk", {"density": 0.02}),
+        ("dgc", {"density": 0.02, "momentum": 0.0, "bucket_numel": 2000}),
+        ("exdyna", {"density": 0.02, "dense_below": 2500}),
+    ):
+        if not (scaled and place == "table.weight"):
+            ranks.run(keep_the_books, place, scaled, method, arguments)
+
+
+@with_ranks(World(3, "mpi"))
+def test_a_skipped_step_costs_no_gradient_under_mpi(ranks: Ranks) -> None:
+    ranks.run(keep_the_books, "bias", True, "oktopk", {"density": 0.02})
+    ranks.run(keep_the_books, "table.weight", False, "oktopk", {"density": 0.02})
