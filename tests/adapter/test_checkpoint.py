@@ -119,6 +119,7 @@ def go_on_in_a_process_set(folder: str) -> None:
     compression, optimizer = compressed(model := Model(), process_set=process_set)
     compression.load_checkpoint(path, process_set=process_set)
     loaded = compression.state_dict()["residual"]
+    assert {name for name, residual in saved.items() if residual.any()} == {"large", "other"}
     assert all(torch.equal(loaded[name], residual) for name, residual in saved.items())
     train(model, optimizer, torch.amp.GradScaler("cpu", init_scale=SCALE), range(2, 4))
     assert compression.state_dict()["step"] == 4

@@ -216,7 +216,10 @@ def save_within_a_step() -> None:
     optimizer.zero_grad()
     loss_of(model, 2).backward()
     optimizer.synchronize()
-    for name, residual in compression.state_dict()["residual"].items():
+    during = compression.state_dict()["residual"]
+    assert during.keys() == before["residual"].keys()
+    assert any(residual.any() for residual in during.values())
+    for name, residual in during.items():
         assert torch.equal(residual, before["residual"][name])
     told = r"state_dict\(\) must be called between steps, got a call after optimizer.synchronize"
     with pytest.raises(ConfigError, match=told), optimizer.skip_synchronize():

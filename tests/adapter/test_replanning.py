@@ -105,12 +105,17 @@ def train_through_changes(record: str) -> None:
         clock.sparse_s = 0.5
         training.train()  # the review
         assert clock.planner.is_trying
+        tried = waited = 0
         while clock.planner.is_trying:
             norm = training.train()  # reviews are at the begin of a step
             if clock.planner.current.placements:
+                tried += 1
                 assert norm < 1.2 * max(*sparse, *again)
             elif clock.planner.is_trying:
+                waited += 1
                 assert abs(norm - 1.0) < 1e-3  # what waits goes on waiting
+        assert tried
+        assert waited
         assert not clock.planner.current.placements
         after = [training.train() for _ in range(RELEASING_STEPS)]
         assert max(after) < 1.0 + 1.2 * RELEASED_SHARE

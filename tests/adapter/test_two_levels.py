@@ -144,6 +144,7 @@ def main() -> None:
     compression.close()
     _, flat = trained("flat", {"density": 0.02})
     assert sent < flat.stats().totals.bytes_sent / 2
+    assert kept
     for tensor in kept.values():
         total = hvd.allreduce(tensor, op=hvd.Sum, name="kept")
         assert total.any()

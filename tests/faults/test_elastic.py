@@ -27,6 +27,7 @@ from tests.faults.test_matrix import TWO_LEVELS
 from tests.launch import HOROVODRUN, launch_environment, python_command, run_in_group
 from tests.lean import start_lean
 from tests.rest import rest
+from tools.ledger import Ledger
 
 COMMIT_EVERY = 4
 STEP_S = 0.02
@@ -128,28 +129,25 @@ class Model(nn.Module):
         self.bias = nn.Parameter(torch.zeros(30))
 
 
-class Books:
-    """What a worker has brought, and what it held, by commit."""
+class Books(Ledger):
+    """A ledger that a worker writes down with each commit."""
 
     def __init__(self, folder: Path, host: str, model: nn.Module) -> None:
-        self._folder, self._host, self._model = folder, host, model
-        self.brought = self._nothing()
-
-    def _nothing(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(p) for name, p in self._model.named_parameters()}
+        super().__init__(model.named_parameters())
+        self._folder, self._host = folder, host
 
     def _file(self, host: str, step: int) -> Path:
         return self._folder / f"books-{host}-{step}.pt"
 
     def write(self, step: int, residual: dict[str, Tensor]) -> None:
-        page = {"brought": self.brought, "residual": {**self._nothing(), **residual}}
+        page = {"fed": self.fed, "residual": {**self.nothing(), **residual}}
         torch.save(page, self._folder / f"{self._host}.partial")
         (self._folder / f"{self._host}.partial").rename(self._file(self._host, step))
 
     def turn_back(self, step: int) -> None:
         """This worker is at a step of its own past, or begins there."""
         page = self._page(self._host, step)
-        self.brought = self._nothing() if page is None else page["brought"]
+        self.fed = self.nothing() if page is None else page["fed"]
 
     def _page(self, host: str, step: int) -> dict[str, Any] | None:
         file = self._file(host, step)
@@ -157,14 +155,14 @@ class Books:
 
     def of_the_dead(self, worlds: Sequence[dict[str, Any]]) -> tuple[dict[str, Tensor], float]:
         """What workers that are gone have brought into the weights, and the L1 norm they held."""
-        applied, held = self._nothing(), 0.0
+        applied, held = self.nothing(), 0.0
         for before, after in pairwise(worlds):
             for host in set(before["hosts"]) - set(after["hosts"]):
                 page = self._page(host, after["step"])
                 if page is None:  # it came after the last commit
                     continue
                 for name in applied:
-                    applied[name] += page["brought"][name] - page["residual"][name]
+                    applied[name] += page["fed"][name] - page["residual"][name]
                     held += float(page["residual"][name].double().abs().sum())
         return applied, held
 
@@ -220,7 +218,7 @@ def train_on(folder: Path) -> None:
         product = torch.zeros(())
         for name, p in model.named_parameters():
             own = gradient(step, plan.host, name, p)
-            books.brought[name] = books.brought[name] + own
+            books.feed({name: own})
             term = (p * own).sum()
             if name == "second":  # its gradient comes before that of the first
                 term.register_hook(lambda _: plan.at("backward", step))
@@ -233,7 +231,7 @@ def train_on(folder: Path) -> None:
         hosts = hvd.allgather_object(plan.host, name="elastic.hosts")
         world = {"step": state.step, "hosts": hosts, "at": time.time()}
         books.turn_back(state.step)
-        assert state.step == 0 or hvd.rank() > 0 or books.brought["first"].any()
+        assert state.step == 0 or hvd.rank() > 0 or books.fed["first"].any()
         plan.at("connect", state.step)
         one_step(state.step)
         state.step += 1
@@ -254,17 +252,13 @@ def train_on(folder: Path) -> None:
 
     state = State(plan, model, optimizer, compression=compression, step=0)
     train(state)
-    balance(model, compression, books, [json.loads(line) for line in log.read_text().splitlines()])
+    balance(compression, books, [json.loads(line) for line in log.read_text().splitlines()])
 
 
-def balance(model: nn.Module, compression: Any, books: Books, worlds: list[dict[str, Any]]) -> None:
+def balance(compression: Any, books: Books, worlds: list[dict[str, Any]]) -> None:
     """What living and dead have brought is what the weights have, and the residuals hold."""
     dead, lost_l1 = books.of_the_dead(worlds)
-    residual = compression.state_dict()["residual"]
-    for name, p in model.named_parameters():
-        mine = books.brought[name] - residual.get(name, torch.zeros_like(p))
-        applied = hvd.allreduce(mine, op=hvd.Sum, name=f"elastic.{name}") + dead[name]
-        assert torch.equal(applied, -p.detach()), (name, (applied + p.detach()).abs().max())
+    assert books.lost(compression.state_dict()["residual"], departed=dead) == 0.0
     stats = compression.stats()
     assert stats.dropped_l1 == 0.0
     if all(books._host in world["hosts"] for world in worlds):  # who came later knows less

@@ -15,6 +15,7 @@ from torch import nn
 
 from hvd_sparse import Compression
 from tests.launch import horovodrun
+from tools.ledger import Ledger
 from tools.netlab import Network
 
 TIMEOUT_S = 10.0
@@ -38,7 +39,7 @@ def train(cut: str) -> None:
         compression=compression,
         op=hvd.Sum,
     )
-    brought = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    ledger = Ledger(model.named_parameters())
     generator = torch.Generator().manual_seed(hvd.rank())
     longest_s = 0.0
     for step in range(STEPS):
@@ -50,7 +51,7 @@ def train(cut: str) -> None:
         loss = torch.zeros(())
         for name, p in model.named_parameters():
             gradient = torch.randint(-9, 10, p.shape, generator=generator).float()
-            brought[name] += gradient
+            ledger.feed({name: gradient})
             loss = loss + (p * gradient).sum()
         try:
             loss.backward()
@@ -59,12 +60,7 @@ def train(cut: str) -> None:
             print(f"FAILED after {time.monotonic() - began_at:.1f} s: {error}", flush=True)
             raise
         longest_s = max(longest_s, time.monotonic() - began_at)
-    residual = compression.state_dict()["residual"]
-    for name, p in model.named_parameters():
-        left = residual.get(name, torch.zeros_like(p))
-        total = hvd.allreduce(brought[name], op=hvd.Sum, name=f"link.brought.{name}")
-        held = hvd.allreduce(left, op=hvd.Sum, name=f"link.held.{name}")
-        assert torch.equal(held - p.detach(), total), name
+    assert ledger.lost(compression.state_dict()["residual"]) == 0.0
     print(f"BALANCED, the longest step took {longest_s:.1f} s", flush=True)
     compression.close()
 
