@@ -155,7 +155,7 @@ class SparseCompressor:
             self._session.planning.arrived(name)
         spec = self._lookup.spec_of(name, tensor)
         if not (self._engine.awaits(spec) or self._is_sparse(spec, tensor)):
-            leftover = self._engine.leftover(name)
+            leftover = self._engine.residuals.leftover(name)
             if leftover is None or self._holds(name):
                 return as_horovod_takes_it(tensor), dense_of(tensor.dtype)
             return with_leftover(name, tensor, leftover, self._engine)
@@ -192,7 +192,7 @@ class SparseCompressor:
             if self._fate is not None:
                 self._fate.reduced_densely(tensor)
             if ctx.flushed is not None:
-                self._engine.flushed(ctx.flushed)
+                self._engine.residuals.flushed(ctx.flushed)
             return tensor.to(ctx.dtype)
         self._session.learn_scale(tensor)
         try:

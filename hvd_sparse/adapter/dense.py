@@ -54,7 +54,7 @@ def with_leftover(
             f"residual of {name!r}: shape must be {tuple(tensor.shape)}, "
             f"got {tuple(leftover.shape)}"
         )
-    released = engine.release(name, tensor)
+    released = engine.residuals.release(name, tensor)
     assert released is not None
     together = released.to(tensor.device) + tensor  # float32, or 64
     if tensor.dtype == torch.float16:  # what a rank with nothing left hands to Horovod, too

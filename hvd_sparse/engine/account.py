@@ -1,9 +1,8 @@
-"""What an engine has done under all of its plans: told to its observer, and added up."""
+"""An engine's books over all of its plans, and the observer that it reports to."""
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,102 +12,42 @@ from torch import Tensor
 
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import Stats, StepStats
+from hvd_sparse.errors import warn
 from hvd_sparse.transports import Transport
-
-# MERGED engine.observer
-# Who is told what an engine does.
 
 COMPARED_PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s")
 """The columns of what `Observer.compared` is given."""
 
 
 class Observer(Protocol):
-    """Called by the training thread between the end of an exchange and the next gradients."""
+    """Is told what an engine does, on the training thread, between a step and the next one."""
 
     def planned(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
-        """The step that ends now made a plan; without buckets: the last plan is given up."""
+        """The step that ends now made a plan; without buckets, the last plan was given up."""
 
     def stepped(self, buckets: Sequence[Bucket]) -> None:
-        """A step has ended; the buckets' statistics include it. Without buckets: all was dense."""
+        """A step has ended; the buckets' statistics include it. Without buckets, all was dense."""
 
     def compared(self, seconds: Tensor) -> None:
-        """What the phases took on every rank.
+        """The seconds of the phases on every rank.
 
         Args:
             seconds: float64 `(P, len(COMPARED_PHASES))`, sums since the last call, on every rank.
+        """
+
+    def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
+        """A planner has decided, between two steps.
+
+        Args:
+            transport: Connects the ranks.
+            trial: `tried` plans, which of them was `chosen`, and whether that was `recalled`.
         """
 
     def ended(self) -> None:
         """No step follows by this transport."""
 
 
-# MERGED engine.guard
-# What keeps an observer from ending a step.
-
 logger = logging.getLogger("hvd_sparse")
-
-
-class Guard:
-    """Calls an observer until it first raises; then it warns once, and calls it no more.
-
-    Args:
-        observer: Whom to call; None: nobody.
-    """
-
-    def __init__(self, observer: Observer | None) -> None:
-        self._observer = observer
-        self._rank = 0
-        self._steps = 0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anybody is called."""
-        return self._observer is not None
-
-    def planned(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
-        """See `Observer.planned`."""
-        self._rank = transport.rank
-        self._call(lambda observer: observer.planned(transport, buckets))
-
-    def stepped(self, buckets: Sequence[Bucket]) -> None:
-        """See `Observer.stepped`."""
-        self._call(lambda observer: observer.stepped(buckets))
-        self._steps += 1
-
-    def compared(self, seconds: Tensor) -> None:
-        """See `Observer.compared`."""
-        self._call(lambda observer: observer.compared(seconds))
-
-    def ended(self) -> None:
-        """See `Observer.ended`."""
-        self._call(lambda observer: observer.ended())
-
-    def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
-        """See `Recorder.tried`, which an observer need not have."""
-        if hasattr(self._observer, "tried"):
-            self._call(lambda observer: observer.tried(transport, trial))  # type: ignore[attr-defined]
-
-    def _call(self, call: Callable[[Observer], None]) -> None:
-        if self._observer is None:
-            return
-        try:
-            call(self._observer)
-        except Exception as error:
-            logger.debug("an observer failed", exc_info=True)
-            warn(
-                f"rank {self._rank}: {self._observer} is off from step {self._steps + 1} on, "
-                f"training goes on: {type(error).__name__}: {error}"
-            )
-            self._observer = None
-
-
-def warn(message: str) -> None:
-    """Warn, without raising where the user has made errors of warnings."""
-    try:
-        warnings.warn(f"hvd_sparse: {message}", stacklevel=2)
-    except Warning:
-        logger.warning(message)
-
 
 COMPARISON_INTERVAL = 64
 """Steps from one comparison of the ranks' times to the next, where an observer asks for it."""
@@ -118,30 +57,35 @@ class Account:
     """The books of one engine.
 
     Args:
-        observer: Is told of plans and steps; see `Engine`.
+        observer: Is told of plans and steps, or None. An observer that raises is not called again:
+            a warning says so, and training goes on.
+
+    Attributes:
+        step_began: Whether a step has begun that is not counted yet.
     """
 
     def __init__(self, observer: Observer | None) -> None:
-        self._observer = Guard(observer)
+        self._observer = observer
+        self._rank = self._told_steps = 0
         self._buckets: Sequence[Bucket] = ()
         self._plans = self._steps_before = 0
         self._before = StepStats()
         self._let_go_before_l1 = 0.0
-        self._step_began = self._told_of_transport = self._comparing = False
+        self.step_began = self._told_of_transport = self._comparing = False
         self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64)
 
     def begin_plan(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
-        """There is a new plan; the ranks agree on whether they compare their times."""
+        """Begin a plan; the ranks agree on whether they compare their times."""
         self._buckets = buckets
         self._plans += 1
-        mine = torch.tensor([self._observer.is_on], dtype=torch.int64)
+        mine = torch.tensor([self._observer is not None], dtype=torch.int64)
         told = transport.broadcast((mine,), 0, channel="observe")
         self._comparing = bool(told.view(torch.int64))
         self._compared.zero_()
         self.tell_plan(transport)
 
     def end_plan(self) -> None:
-        """The plan's buckets are given up; what they have done stays counted."""
+        """End the plan; what its buckets have done stays counted."""
         self._let_go_before_l1 = self._let_go_l1
         self._steps_before = self._steps
         for bucket in self._buckets:
@@ -150,48 +94,58 @@ class Account:
 
     def tell_plan(self, transport: Transport) -> None:
         """Tell the observer of the buckets, which may be none."""
-        self._told_of_transport = True
-        self._observer.planned(transport, self._buckets)
-
-    def tell_tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
-        """Tell the observer what a planner tried and chose."""
-        self._observer.tried(transport, trial)
+        self._told_of_transport, self._rank = True, transport.rank
+        self.tell(lambda observer: observer.planned(transport, self._buckets))
 
     def disconnected(self) -> None:
-        """The observer's transport is gone."""
+        """Tell the observer that its transport is gone."""
         if self._told_of_transport:
-            self._observer.ended()
+            self.tell(lambda observer: observer.ended())
         self._told_of_transport = False
-
-    def begin_step(self) -> None:
-        """A step begins."""
-        self._step_began = True
 
     def end_dense_step(self, transport: Transport | None, *, was_dense: bool) -> None:
         """Count the last step, if it has begun and nothing was exchanged in it."""
-        began, self._step_began = self._step_began, False
+        began, self.step_began = self.step_began, False
         if not began or not was_dense or transport is None:
             return
         if not self._told_of_transport:
             self.tell_plan(transport)
         self._steps_before += 1
-        self._observer.stepped(())
+        self._tell_step(())
 
     def end_step(self, transport: Transport) -> None:
-        """All buckets' sums are there; the background thread is idle meanwhile."""
-        self._step_began = False
+        """Count a step whose sums are all there; the background threads are idle meanwhile."""
+        self.step_began = False
         if self._comparing and self._buckets[0].stats.steps % COMPARISON_INTERVAL == 0:
             self._compare_ranks(transport)
-        self._observer.stepped(self._buckets)
+        self._tell_step(self._buckets)
 
     def _compare_ranks(self, transport: Transport) -> None:
-        """Gather what the phases took on every rank."""
         stats = [bucket.stats for bucket in self._buckets]
         sums = [sum(getattr(each, name) for each in stats) for name in COMPARED_PHASES]
         now = torch.tensor(sums, dtype=torch.float64)
         since, self._compared = now - self._compared, now
         messages = transport.allgather((since,), channel="compare")
-        self._observer.compared(torch.stack([m.view(torch.float64) for m in messages]))
+        everyone = torch.stack([message.view(torch.float64) for message in messages])
+        self.tell(lambda observer: observer.compared(everyone))
+
+    def _tell_step(self, buckets: Sequence[Bucket]) -> None:
+        self.tell(lambda observer: observer.stepped(buckets))
+        self._told_steps += 1
+
+    def tell(self, call: Callable[[Observer], None]) -> None:
+        """Call the observer, if there is one and none of its calls has raised."""
+        if self._observer is None:
+            return
+        try:
+            call(self._observer)
+        except Exception as error:
+            logger.debug("an observer failed", exc_info=True)
+            warn(
+                f"rank {self._rank}: {self._observer} is off from step {self._told_steps + 1} on, "
+                f"training goes on: {type(error).__name__}: {error}"
+            )
+            self._observer = None
 
     @property
     def _steps(self) -> int:
@@ -202,12 +156,7 @@ class Account:
         return self._let_go_before_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
 
     def stats(self, transport: Transport | None, **figures: Any) -> Stats:
-        """A snapshot; no bucket's exchange may end meanwhile.
-
-        Args:
-            transport: Connects the ranks.
-            **figures: Fields of `Stats` that are not counted here.
-        """
+        """A snapshot, during which no exchange may end; `figures` are what is not counted here."""
         return Stats(
             transport.name if transport is not None else "",
             tuple(b.stats.snapshot(b.memory.let_go_l1) for b in self._buckets),

@@ -1,4 +1,12 @@
-"""Which tensors are exchanged together, in which order; agreed on by all ranks."""
+"""Which tensors are exchanged together, by which method and in which order.
+
+From a gradient to a plan: a `TensorSpec` says what ranks must agree on about a gradient. An
+`Assignment` gives each tensor a `Choice`: Horovod reduces it densely, or a `Method` does, in a
+bucket that may have a name. `form_buckets` groups tensors of one method, type and bucket name in
+the order of arrival, and cuts those that are too large into parts with buckets of their own. The
+order of arrival on rank 0 makes the plan of all ranks (`agree_on_plan`). Where any rank has other
+tensors, or treats one otherwise, all ranks raise `PlanError`.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +25,25 @@ from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
 
-# MERGED engine.warmup
-# Warm-up of density: more is exchanged in the first steps, while gradients change fast.
-#
-# Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887): over the
-# first epochs density falls exponentially, 0.25, 0.0625, 0.0156, 0.004, down to the target. Dense
-# first steps are Ok-Topk's (Li and Hoefler, PPoPP '22, section 5: 512 steps for VGG, 128 for LSTM).
-
 WARMUP_KINDS = ("exponential", "linear", "constant")
 STAGES = 4
-"""Densities that an exponential warm-up goes through, each for the same number of steps."""
+"""Densities of an exponential warm-up, each for the same number of steps."""
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """Densities of the first steps.
+    """Densities of the first steps: more is exchanged while gradients change fast.
+
+    Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887): over the first
+    epochs density falls exponentially, 0.25, 0.0625, 0.0156, 0.004, down to the target. Dense first
+    steps are Ok-Topk's (Li and Hoefler, PPoPP '22, section 5: 512 steps for VGG, 128 for LSTM).
 
     Attributes:
-        kind: "exponential": four densities, each the same share of the one before, the first one
-            `density`; "linear": from `density` straight to the target; "constant": `density`.
-        steps: How many steps it takes.
-        density: Where it begins, in (0, 1].
-        dense_steps: Steps before it in which everything is exchanged.
+        kind: "exponential": four densities from `density` on, in a constant ratio; "linear": from
+            `density` to the target; "constant": `density`.
+        steps: Steps of the warm-up.
+        density: The first density, in (0, 1].
+        dense_steps: Steps before the warm-up in which everything is exchanged.
     """
 
     kind: str = "exponential"
@@ -62,7 +67,7 @@ class Warmup:
 
 
 ALIGNED_NUMEL = 4
-"""Elements of float32 in 16 bytes, which the kernels load at once."""
+"""Elements of float32 in 16 bytes, the unit that kernels load."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class TensorSpec:
     Attributes:
         name: The parameter's name.
         shape: Its shape.
-        dtype: Its gradient's type, as `torch.float32` is spelled.
-        whole: The tensor that this is some rows of; None: it is a tensor itself.
+        dtype: Its gradient's type, written as `torch.float32`.
+        whole: The tensor of which these are some rows; None: it is a whole tensor itself.
         start: The first of these rows.
     """
 
@@ -89,22 +94,28 @@ class TensorSpec:
         return torch.Size(self.shape).numel()
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its gradient's type, as torch has it."""
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return dtype
+
+    @property
     def tensor(self) -> TensorSpec:
         """The whole tensor."""
         return self.whole or self
 
     @property
     def label(self) -> str:
-        """The name, and the rows where these are not all: `weight[0:512]`."""
+        """The name, with the rows of a part: `weight[0:512]`."""
         stop = self.start + self.shape[0] if self.whole else 0
         return f"{self.name}[{self.start}:{stop}]" if self.whole else self.name
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its rows of a tensor in the shape of the whole one: a view."""
+        """A view of its rows, out of a tensor in the shape of the whole one."""
         return tensor[self.start : self.start + self.shape[0]] if self.whole else tensor
 
     def cut(self, numel: int) -> list[TensorSpec]:
-        """Equal parts of whole rows, of at most so many elements where rows are not longer."""
+        """Equal parts of whole rows, of at most `numel` elements unless a row is longer."""
         rows = self.shape[0] if self.shape else 1
         parts = min(rows, -(-self.numel // numel))
         if parts <= 1:
@@ -212,7 +223,7 @@ class BucketPlan:
 def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list[BucketPlan]:
     """Group tensors of one type, method and bucket name in the order of their arrival.
 
-    Within a bucket the tensors that would misalign all that follow come last.
+    Within a bucket, tensors that would misalign those behind them come last.
     """
     groups: list[list[TensorSpec]] = []
     methods: list[Method] = []
@@ -245,7 +256,7 @@ def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list
 
 
 def _misaligns(spec: TensorSpec) -> bool:
-    """Whether what lies behind a tensor begins where no kernel loads 16 bytes: it goes last."""
+    """Whether the tensors behind this one would not be aligned; so it goes last."""
     return spec.numel % ALIGNED_NUMEL != 0
 
 
@@ -253,11 +264,10 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
     """Check that all ranks have one assignment, before any of them waits for another's bucket.
 
     Raises:
-        PlanError: On every rank, where they have not.
+        PlanError: On every rank, if they do not.
     """
     mine = {"assignment": assignment.description, "plan": []}
-    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel="assignment")
-    theirs = [json.loads(bytes(message.numpy())) for message in messages]
+    theirs = gather_json(mine, transport, channel="assignment")
     for rank, other in enumerate(theirs):
         _check_same(theirs[0], other, rank)
 
@@ -265,13 +275,13 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
 def agree_on_plan(
     arrivals: Sequence[TensorSpec], assignment: Assignment, transport: Transport
 ) -> list[BucketPlan]:
-    """Rank 0's first order of arrival makes the plan; every rank checks that it can follow it.
+    """Make the plan by rank 0's order of arrival; every rank checks that it can follow it.
 
     Returns:
         The buckets in the order of exchange.
 
     Raises:
-        PlanError: On every rank, where any rank has other tensors or treats them otherwise.
+        PlanError: On every rank, if any rank has other tensors or treats them otherwise.
     """
     plan = form_buckets(arrivals, assignment)
     mine = {
@@ -281,10 +291,7 @@ def agree_on_plan(
             for bucket in plan
         ],
     }
-    theirs = [
-        json.loads(bytes(message.numpy()))
-        for message in transport.allgather((text_tensor(json.dumps(mine)),), channel="plan")
-    ]
+    theirs = gather_json(mine, transport, channel="plan")
     for rank, other in enumerate(theirs):
         _check_same(theirs[0], other, rank)
     methods = {bucket.method.description: bucket.method for bucket in plan}
@@ -302,6 +309,12 @@ def _told(spec: TensorSpec) -> dict[str, Any]:
 def text_tensor(text: str) -> torch.Tensor:
     """A text as the payload of a message, uint8."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def gather_json(mine: object, transport: Transport, *, channel: str) -> list[Any]:
+    """What every rank says, in the order of the ranks."""
+    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel=channel)
+    return [json.loads(bytes(message.numpy())) for message in messages]
 
 
 def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:

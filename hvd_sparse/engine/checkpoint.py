@@ -1,11 +1,11 @@
 """Checkpoints: the states of all ranks in one folder, written whole or not at all.
 
-The folder holds `manifest.json` and one file per rank, whose name no other checkpoint has. The
-manifest names the files with their sizes and checksums. It is put in its place last, so that until
-then the folder's earlier checkpoint is the one that stands.
+The folder holds `manifest.json` and one file per rank, under a name that no other checkpoint has.
+The manifest lists the files with their sizes and checksums. It is written last: until then the
+folder's earlier checkpoint is valid.
 
-In a world of another size, old rank i's residual and momentum go whole to new rank i % P, where
-they are added up: the sum over the ranks stays what it was.
+In a world of another size, the residual and momentum of old rank i go to new rank i % P, which adds
+them up. So the sum over the ranks stays what it was.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice
-from hvd_sparse.engine.state import EngineState
+from hvd_sparse.engine.state import EngineState, l1_of
 from hvd_sparse.errors import CheckpointError, ConfigError
 from hvd_sparse.files import replacing
 
@@ -34,7 +34,7 @@ FORMAT, VERSION = "hvd_sparse checkpoint", 1
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"step-\d+-[0-9a-f]{16}-rank-\d+-of-\d+\.pt")
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.(pt|json)")
-"""What a process that was killed leaves behind of `files.replacing`."""
+"""Files that `files.replacing` leaves behind where the process is killed."""
 KEYS = frozenset({"format", "version", "package", "world_size", "step", "unit", "shapes", "files"})
 
 Gather = Callable[[Any], list[Any]]
@@ -47,7 +47,7 @@ class Loaded:
 
     Attributes:
         state: As `EngineState.as_dict` makes it.
-        dropped: What was left out, in words.
+        dropped: Descriptions of what was left out.
         dropped_l1: L1 norm of the residuals that this rank left out.
     """
 
@@ -66,23 +66,19 @@ def save_checkpoint(
     """Write a checkpoint; all ranks call this together.
 
     Args:
-        path: The folder; it is made where there is none.
+        path: The folder; it is created if necessary.
         state_of: Returns this rank's state.
         rank: This rank, in [0, world_size).
         world_size: P.
         gather: Connects the ranks.
 
     Raises:
-        CheckpointError: On every rank, where any of them could not write.
+        CheckpointError: On every rank, if any of them could not write.
     """
     folder = Path(path)
     token = secrets.token_hex(8)
-
-    def describe() -> tuple[EngineState, str]:
-        return EngineState.from_dict(state_of()), token
-
-    mine, error = _tried(describe)
-    state = mine[0] if mine else EngineState()
+    mine, error = _tried(lambda: EngineState.from_dict(state_of()))
+    state = mine or EngineState()
     shapes = {name: list(tensor.shape) for name, tensor in state.residual.items()}
     summary = {"token": token, "step": state.step, "unit": state.unit, "shapes": shapes}
     ranks = _gathered(gather, summary, error, "save", folder)
@@ -131,11 +127,11 @@ def load_checkpoint(
         world_size: P of now.
         gather: Connects the ranks.
         missing: "refuse" or "drop" what is damaged, missing or not of this checkpoint.
-        shapes: The parameters that there are; None: not known.
+        shapes: The model's parameters; None: not known.
 
     Raises:
         ConfigError: `missing` is neither.
-        CheckpointError: On every rank, where any of them cannot load.
+        CheckpointError: On every rank, if any of them cannot load.
     """
     check_choice("missing", missing, ("refuse", "drop"))
     folder = Path(path)
@@ -158,7 +154,7 @@ def load_checkpoint(
             faults.append(error or f"{file['name']}: rank must be {old_rank}, got {state.rank}")
             lost += file["l1"]
             continue
-        _add(total, state)
+        total.add(state)
         total.planner = total.planner or state.planner
         if old_size == world_size:
             total.buckets, total.rank, total.world_size = state.buckets, rank, world_size
@@ -172,18 +168,11 @@ def load_checkpoint(
     return Loaded(state_dict, faults, lost)
 
 
-def _add(total: EngineState, state: EngineState) -> None:
-    for kind in ("residual", "momentum"):
-        sums = getattr(total, kind)
-        for name, tensor in getattr(state, kind).items():
-            sums[name] = sums[name] + tensor if name in sums else tensor
-
-
 # -- agreement -------------------------------------------------------------------------------------
 
 
 def _tried(action: Callable[[], Any]) -> tuple[Any, str]:
-    """What an action returns, or None and what it failed by, for the other ranks to know."""
+    """An action's result, or None and its error for the other ranks."""
     try:
         return action(), ""
     except Exception as error:
@@ -194,7 +183,7 @@ def _gathered(gather: Gather, mine: Any, error: str, what: str, folder: Path) ->
     """All ranks' objects.
 
     Raises:
-        CheckpointError: On every rank, where any has an error.
+        CheckpointError: On every rank, if any has an error.
     """
     everyone = gather((mine, error))
     wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
@@ -227,13 +216,13 @@ def _write_state(path: Path, state: EngineState) -> dict[str, Any]:
     """Write one rank's file; returns the manifest's entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = state.as_dict()
-    for kind in ("residual", "momentum"):
-        data[kind] = {name: tensor.cpu() for name, tensor in data[kind].items()}
+    for kind, tensors in state.by_kind().items():
+        data[kind] = {name: tensor.cpu() for name, tensor in tensors.items()}
     file = io.BytesIO()
     torch.save(data, file)
     content = file.getvalue()
     _write(path, content)
-    l1 = sum(float(t.double().abs().sum()) for t in state.residual.values())
+    l1 = l1_of(state.residual.values())
     return {"name": path.name, "nbytes": len(content), "sha256": _checksum(content), "l1": l1}
 
 
@@ -261,11 +250,11 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, whose every field can be relied on.
+    """The manifest, checked.
 
     Raises:
         OSError: It cannot be read.
-        ConfigError: It is damaged, or none of this package's.
+        ConfigError: It is damaged, or is not a manifest of this package.
     """
     try:
         document = json.loads((folder / MANIFEST).read_bytes())
@@ -292,7 +281,7 @@ def _checksum(content: bytes) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a whole file, which is on the disk before it is in its place."""
+    """Write a file to the disk, and then put it in its place as a whole."""
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(content)
         file.flush()
@@ -306,7 +295,7 @@ def _stands(folder: Path, name: str) -> bool:
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:
-    """Remove the files of earlier checkpoints, finished or not; all ranks have the new one."""
+    """Remove the files of earlier checkpoints, finished or not, once all ranks have a new one."""
     for file in folder.iterdir():
         ours = FILE_NAME.fullmatch(file.name) or UNFINISHED.fullmatch(file.name)
         if ours and file.name not in names:

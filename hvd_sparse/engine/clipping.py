@@ -1,13 +1,13 @@
 """Local gradient clipping, before gradients are accumulated.
 
 Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887), section 3.3: each of
-P ranks clips its own gradient to P^(-1/2) times the limit that the sum over the ranks would have,
-since the norm of a sum of P independent gradients grows with the root of P.
+P ranks clips its own gradient to P^(-1/2) times the limit on the sum over the ranks, since the norm
+of a sum of P independent gradients grows with the root of P.
 
-The norm is that of all of a rank's gradients in a step, the dense ones too; so the first bucket
-waits for the last gradient. The limit is on what the optimizer sees. The gradients here are neither
-averaged nor unscaled: of ‖Σ g‖ s / U, with s the scale of Horovod's operation and U the loss scale,
-a rank's part is ‖g‖ s / U ≤ limit / √P.
+The norm is that of all of a rank's gradients in a step, dense ones included, so that the first
+bucket waits for the last gradient. The limit is on what the optimizer sees. The gradients here are
+neither averaged nor unscaled: with s the scale of Horovod's operation and U the loss scale, the
+optimizer sees ‖Σ g‖ s / U, and so a rank clips to ‖g‖ s / U ≤ limit / √P.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.bucketing import Assignment, Choice, Method, TensorSpec
-from hvd_sparse.engine.transitions import norm_of
+from hvd_sparse.engine.residuals import norm_of
 
 
 @dataclass(frozen=True)
 class WithDense:
-    """An assignment whose dense tensors are exchanged, too: densely, but beside the others.
+    """An assignment whose dense tensors the engine exchanges, too, by a dense method.
 
-    Horovod sends a dense gradient as soon as it is there, before the norm of all is known.
+    Horovod would send a dense gradient as soon as it is there, before the norm of all is known.
 
     Attributes:
         inner: The assignment.
@@ -44,18 +44,18 @@ class WithDense:
         return f"{self.inner.description}; dense below {self.dense_below}: {self.dense.description}"
 
     def choice_of(self, spec: TensorSpec) -> Choice:
-        """See `Assignment.choice_of`."""
+        """The inner choice, or the dense method for small and dense tensors."""
         choice = self.inner.choice_of(spec)
         small = spec.numel < self.dense_below or choice.method is None
         return Choice(self.dense) if small else choice
 
 
 def with_dense(assignment: Assignment, dense: Callable[[float], Method], below: int) -> Assignment:
-    """The assignment itself, or where it clips gradients, one that leaves no tensor to Horovod.
+    """The assignment itself, or if it clips gradients, one that leaves no tensor to Horovod.
 
     Args:
         assignment: One of this package's, or a user's, which need not know of clipping.
-        dense: Makes the method of dense tensors, from the limit.
+        dense: Makes the method of dense tensors from the limit.
         below: Tensors of fewer elements are dense.
     """
     clip_norm: float | None = getattr(assignment, "clip_norm", None)
@@ -68,48 +68,38 @@ class StepClipping:
     Args:
         buckets: In the order of their exchange.
         world_size: P.
-
-    Attributes:
-        scale: s, what Horovod multiplies sums over the ranks by.
-        unit: U, the loss scale that gradients are multiplied by; 1 where there is none.
-        norm: L2 norm of this rank's gradients in the step under way, as the optimizer would see it
-            if they were alone.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int) -> None:
         self._buckets = tuple(buckets)
         self._world_size = world_size
-        self.scale: float | None = None
-        self.unit = 1.0
-        self.norm = 0.0
+        self._norm = 0.0
         self._clipped: set[int] = set()
         self._lock = threading.Lock()  # two threads select
 
-    @property
-    def is_on(self) -> bool:
-        """Whether any bucket is clipped; all gradients of a step must be there before the first."""
-        return any(bucket.method.memory.clip_norm is not None for bucket in self._buckets)
+    def apply(self, bucket: Bucket, scale: float) -> None:
+        """Scale a bucket's gradients in place if the norm of all is too large and finite.
 
-    def apply(self, bucket: Bucket) -> None:
-        """Scale a bucket's gradients in place where all are too long; non-finite ones stay.
+        The first call of a step measures the norm.
 
-        The first call of a step measures all of them.
+        Args:
+            bucket: One of them.
+            scale: s / U.
         """
         with self._lock:
             if id(bucket) in self._clipped or not self._clipped:
-                assert self.scale is not None  # the first results bring it, and then the plan
-                squares = math.fsum(self._square(each) for each in self._buckets)
-                self.norm = math.sqrt(squares) * self.scale / self.unit
+                self._norm = math.sqrt(math.fsum(map(_square, self._buckets))) * scale
                 self._clipped.clear()
             self._clipped.add(id(bucket))
-        clip_norm = bucket.method.memory.clip_norm
-        if clip_norm is None or not math.isfinite(self.norm):
+        clip_norm = bucket.method.clip_norm
+        if clip_norm is None or not math.isfinite(self._norm):
             return
         limit = clip_norm / math.sqrt(self._world_size)
-        if self.norm > limit:
-            for gradient in bucket.staged_gradients():
-                gradient.mul_(limit / self.norm)
+        if self._norm > limit:
+            for gradient in bucket.contiguous_gradients():
+                gradient.mul_(limit / self._norm)
 
-    def _square(self, bucket: Bucket) -> float:
-        with bucket.lane.work():
-            return norm_of(*bucket.staged_gradients()) ** 2
+
+def _square(bucket: Bucket) -> float:
+    with bucket.lane.work():
+        return norm_of(*bucket.contiguous_gradients()) ** 2

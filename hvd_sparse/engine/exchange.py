@@ -1,8 +1,12 @@
-"""One step of one bucket: the data flow, in order."""
+"""One step of one bucket: the data flow, in order.
+
+`select`, `reduce` and `decode` are called by the worker's threads, by the planner, which times
+them, and by the tests of the laws. None of them knows of threads.
+"""
 
 from __future__ import annotations
 
-from hvd_sparse.collectives.registry import name_of
+from hvd_sparse.collectives import Reduction
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.staging import Stage
 from hvd_sparse.engine.stats import StepStats
@@ -10,63 +14,57 @@ from hvd_sparse.selectors.correction import hold_back
 from hvd_sparse.transports import Context
 
 
-def exchange(bucket: Bucket) -> None:
-    """One step of one bucket: accumulate, select, reduce, give back.
-
-    Leaves the sum over the ranks in `bucket.reduced`. Until the step is settled, or where the
-    exchange fails, `bucket.roll_back` takes all of it back.
-    """
-    select(bucket)
-    reduce(bucket)
-
-
 def select(bucket: Bucket) -> None:
-    """The first half of a bucket's step: accumulate and select, without a message.
+    """The first half of a step: accumulate and select, without a message.
 
-    Under two levels, what is accumulated is the host's sum of this rank's shard. Where that takes
+    Under two levels the host's sum of this rank's shard is accumulated. Where that sum takes
     messages, nothing may be selected ahead (`InsideHost.needs_order`).
 
     Leaves the entries to send in `bucket.taken`. What a selector takes beyond a few times k waits
     in the residual for the next steps.
 
-    It may run while another bucket is exchanged. What it reads and writes is the bucket's own: its
-    memory, its selector, and of its collective what the bucket's last step has left (ExDyna's
-    partition, CLT-k's leader, an agreed threshold). The transport is not touched.
+    It may run while another bucket is exchanged: it reads and writes only what is the bucket's own,
+    which is the memory, the selector, and what the last step has left in the collective (ExDyna's
+    partition, CLT-k's leader, an agreed threshold). It does not touch the transport.
     """
     memory, stats = bucket.memory, bucket.step_stats
     with stats.timed("stage_s"):
         gradients = bucket.gradients()
     with stats.timed("accumulate_select_s"):
-        stats.nnz_wanted = bucket.k
-        stage = bucket.stages.at(bucket.shard_k, bucket.step)
-        bucket.stats.collective = name_of(stage.collective)
+        stats.nnz_wanted = k = bucket.k
+        stage = bucket.stages.at(k if bucket.inside is None else bucket.shard_k, bucket.step)
+        bucket.stats.collective = stage.name
         scope = stage.collective.scope()
         bucket.open_step()
         accumulator = memory.accumulate(gradients, stage.k, scope)
         selected = stage.select(bucket.selector, accumulator)
         bucket.taken = hold_back(accumulator, selected, stage.k)
-        if not stays(stage, bucket):
+        if not _stays(stage, bucket):
             bucket.lane.send(bucket.taken)
-    bucket.stage = stage
     stats.nnz_held_back = selected.nnz - bucket.taken.nnz
 
 
-def reduce(bucket: Bucket) -> None:
-    """The second half: reduce what was selected, and give back what had no part.
+def reduce(bucket: Bucket) -> Reduction:
+    """The second half: reduce what was selected, and give back what had no part in the sum.
 
-    Under two levels, the shards' sums are then gathered from the ranks of the host.
+    Under two levels the shards' sums are then gathered from the ranks of the host. All ranks reduce
+    their buckets one after the other, in one order.
 
-    All ranks reduce their buckets one after the other, in one order.
+    Leaves the sum in `bucket.reduced`. Where this fails, or the step does not count,
+    `bucket.roll_back` takes both halves back.
+
+    Returns:
+        What the collective came to, before the memory made of it what the optimizer sees.
     """
     taken, bucket.taken = bucket.taken, None
-    stage, bucket.stage = bucket.stage, None
+    stage = bucket.stages.current
     assert taken is not None
     assert stage is not None
     memory, transport, stats = bucket.memory, stage.collective.transport, bucket.step_stats
     transport.context = Context(bucket.specs[0].label, bucket.step)
     traffic = transport.traffic.snapshot()
     with stats.timed("exchange_s"):
-        sent = taken if stays(stage, bucket) else bucket.lane.landed(taken)
+        sent = taken if _stays(stage, bucket) else bucket.lane.landed(taken)
         reduction = stage.collective.reduce(sent, memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
         applied = memory.applied(reduction.reduced)
@@ -79,9 +77,10 @@ def reduce(bucket: Bucket) -> None:
     stats.nnz_selected, stats.nnz_applied = taken.nnz, of_all.nnz
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
+    return reduction
 
 
-def stays(stage: Stage, bucket: Bucket) -> bool:
+def _stays(stage: Stage, bucket: Bucket) -> bool:
     """Whether entries are exchanged from the device on which they are."""
     device = stage.collective.device
     return device is not None and device.type == bucket.decoded.device.type
@@ -93,19 +92,3 @@ def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:
     with stats.timed("decode_s"):
         bucket.reduced.write(bucket.decoded, scale)
     bucket.reduced = None
-
-
-def work_ahead(bucket: Bucket) -> None:
-    """What the worker may do in one step of one bucket while it exchanges another one."""
-    with bucket.lane.work():
-        if bucket.clipping is not None:
-            bucket.clipping.apply(bucket)
-        select(bucket)
-
-
-def work(bucket: Bucket, scale: float | None) -> None:
-    """What it does then, in its turn; decodes, where that can be done already."""
-    with bucket.lane.work():
-        reduce(bucket)
-        if scale is not None and not bucket.decoding_would_overwrite_gradients():
-            decode(bucket, scale, bucket.step_stats)

@@ -1,13 +1,13 @@
-"""How a bucket is exchanged at a stage of its warm-up: no stage costs more than a dense allreduce.
+"""How a bucket is exchanged at a stage of its warm-up: no stage sends more than a dense ring.
 
-A collective that is cheap at the final density is not so at density 1, where entries are pairs of
-index and value: an allgather then sends P times what a dense ring allreduce does. So each number
-of entries k has its own choice. It is the bucket's collective while that sends no more than a
-dense ring, 2n (P-1)/P values. Otherwise it is the one that sends least, among the dense allreduce
-and those that apply all that was selected. A collective that sums all ranks' accumulators at common
-indices is then replaced by the sum of the whole accumulators.
+A collective that is cheap at the final density is expensive at density 1, where entries are pairs
+of index and value: an allgather then sends P times what a dense ring allreduce does. So each number
+of entries k has its own choice: the bucket's collective if it sends no more than a dense ring,
+2n (P-1)/P values; otherwise the one that sends least, among the dense allreduce and the collectives
+that apply all selected entries. A collective that sums all ranks' accumulators at common indices is
+then replaced by the sum of the whole accumulators.
 
-The choice depends on P, n, k and the wire only: all ranks make the same, and nothing is measured.
+The choice depends only on P, n, k and the wire, so all ranks make the same one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class Stage:
 
     Attributes:
         collective: Exchanges them.
+        name: The name of its algorithm, for statistics; empty where it is not registered.
         k: Entries wanted; n where everything is taken.
         takes_all: Whether the whole accumulator is summed, and nothing is selected.
     """
 
     collective: Collective
+    name: str
     k: int
     takes_all: bool = False
 
@@ -46,10 +48,13 @@ class Stage:
 class Stages:
     """The choices of one bucket.
 
+    Attributes:
+        current: The choice of the last call of `at`.
+
     Args:
         collective: The one that its method names.
         selector: Says how many more than k entries may have to be sent.
-        takes_all: Whether nothing is selected at any k, as there is nobody to send it to.
+        takes_all: Whether everything is applied at any k, since there is nobody to send it to.
     """
 
     def __init__(
@@ -59,19 +64,19 @@ class Stages:
         self._takes_all = takes_all
         self._most_times_k = min(float(MOST_TIMES_K), 1.0 + selector.tolerance)
         self._others: dict[str, Collective] = {}
-        self._last: Stage | None = None
-        self._last_k = -1
+        self.current: Stage | None = None
+        self._current_k = -1
 
     def at(self, k: int, step: int) -> Stage:
-        """How `k` entries are exchanged in a step, for which its collective is ready.
+        """How `k` entries are exchanged in a step; prepares the collective for it.
 
         Args:
             k: Entries wanted, in `[0, n]`.
             step: Number of the bucket's step.
         """
-        if self._last is None or k != self._last_k:
-            self._last, self._last_k = self._choose(k), k
-        stage = self._last
+        if self.current is None or k != self._current_k:
+            self.current, self._current_k = self._choose(k), k
+        stage = self.current
         if stage.collective is self._own:
             stage.collective.aim(stage.k)
         else:  # it has no state: what it does depends on these two, and nothing else
@@ -81,23 +86,24 @@ class Stages:
 
     def _choose(self, k: int) -> Stage:
         own, P, n = self._own, self._own.transport.world_size, self._own.numel
-        algorithm = BY_NAME.get(name_of(own))
+        own_name = name_of(own)
+        algorithm = BY_NAME.get(own_name)
         if P == 1 or algorithm is None:
-            return Stage(own, k, self._takes_all)
+            return Stage(own, own_name, k, self._takes_all)
         wire = own.wire.expected_bytes(n, k)
         most = self._most(k)
         if bytes_of(algorithm, P, n, most, wire) <= 2 * n * (P - 1) / P * wire.dense_value_bytes:
-            return Stage(own, k)
+            return Stage(own, own_name, k)
         takes_all = isinstance(own, IndexUnion)
         name = self._cheapest(n if takes_all else most)
-        return Stage(self._other(name), n if takes_all else k, takes_all)
+        return Stage(self._other(name), name, n if takes_all else k, takes_all)
 
     def _most(self, k: int) -> int:
         """Entries that a rank may have to send where k are wanted."""
         return min(self._own.numel, round(k * self._most_times_k))
 
     def _cheapest(self, k: int) -> str:
-        """What sends the fewest bytes, and of equals the fewest messages."""
+        """The collective that sends the fewest bytes, and among equals the fewest messages."""
         own, P, n = self._own, self._own.transport.world_size, self._own.numel
         wire = own.wire.expected_bytes(n, k)
 
@@ -118,6 +124,6 @@ class Stages:
 
 
 def bytes_of(algorithm: Algorithm, P: int, n: int, k: int, wire: WireBytes) -> float:
-    """What a rank sends: as expected, or at most where only the k largest of a sum are applied."""
+    """Bytes that a rank is expected to send, or at most if only the k largest sums are applied."""
     cost = algorithm.cost(P, n, k, wire)
     return (cost.expected if algorithm.is_lossless else cost.most).nbytes(wire)

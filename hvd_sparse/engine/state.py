@@ -1,10 +1,10 @@
-"""What an engine keeps over a restart, and how it is put back."""
+"""What an engine keeps over a restart, how it is put back, and how it is checked when read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,150 +14,14 @@ from torch import Tensor
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_above, check_count
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.bucketing import text_tensor
+from hvd_sparse.engine.bucketing import gather_json
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.transports import Transport
 
-# MERGED engine.state_checks
-# Checks of a state that was read from somewhere: nothing of it is believed.
-
 WHERE = "state of the compression"
-BUCKET_KEYS = frozenset({"names", "kind", "selector", "collective"})
-
-
-def refuse(what: str) -> ConfigError:
-    """An error that says where the fault is."""
-    return ConfigError(f"{WHERE}: {what}")
-
-
-def check_keys(state: Mapping[str, Any], expected: frozenset[str], where: str) -> None:
-    """A mapping has these keys and no others."""
-    if not isinstance(state, Mapping):
-        raise refuse(f"{where} must be a mapping, got {type(state).__name__}")
-    wrong = state.keys() ^ expected
-    if wrong:
-        raise refuse(f"{where}: missing or unknown keys {sorted(map(str, wrong))}")
-
-
-def check_origin(state: Mapping[str, Any]) -> None:
-    """Rank and world size are both known, or both unknown; step and unit are in their ranges."""
-    rank, world_size = state["rank"], state["world_size"]
-    if (rank is None) != (world_size is None):
-        raise refuse(f"rank and world_size must both be known, got {rank!r} and {world_size!r}")
-    if world_size is not None:
-        check_count(f"{WHERE}: world_size", world_size, 1)
-        check_count(f"{WHERE}: rank", rank, 0)
-        if rank >= world_size:
-            raise refuse(f"rank must be in [0, {world_size}), got {rank}")
-    check_count(f"{WHERE}: step", state["step"], 0)
-    if state["unit"] is not None:
-        check_above(f"{WHERE}: unit", state["unit"], 0.0)
-    if not isinstance(state["planner"], Mapping | None):
-        raise refuse(f"planner must be a mapping or None, got {state['planner']!r}")
-    if not isinstance(state["package"], str):
-        raise refuse(f"package must be a version as text, got {state['package']!r}")
-
-
-def check_tensors(state: Mapping[str, Any]) -> None:
-    """Residuals and momenta are finite float32 tensors by name; a momentum has a residual."""
-    for kind in ("residual", "momentum"):
-        if not isinstance(state[kind], Mapping):
-            raise refuse(f"{kind} must be tensors by name, got {type(state[kind]).__name__}")
-        for name, tensor in state[kind].items():
-            if not isinstance(name, str):
-                raise refuse(f"{kind}: names must be text, got {name!r}")
-            what = f"{kind} of {name!r}"
-            if not isinstance(tensor, Tensor):
-                raise refuse(f"{what} must be a tensor, got {type(tensor).__name__}")
-            if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
-                raise refuse(
-                    f"{what} must be a dense torch.float32, got {tensor.dtype} in {tensor.layout}"
-                )
-            wrong = int((~tensor.isfinite()).sum())
-            if wrong:
-                raise refuse(f"{what} must be finite, got {wrong} values that are not")
-    for name, tensor in state["momentum"].items():
-        if name not in state["residual"]:
-            raise refuse(f"momentum of {name!r} has no residual beside it")
-        if tensor.shape != state["residual"][name].shape:
-            raise refuse(
-                f"momentum of {name!r}: shape must be its residual's "
-                f"{tuple(state['residual'][name].shape)}, got {tuple(tensor.shape)}"
-            )
-
-
-def named(label: str) -> str:
-    """The tensor of which a bucket has a part, by what `TensorSpec.label` calls the part."""
-    return label.rpartition("[")[0]
-
-
-def is_of(label: str, names: Set[str]) -> bool:
-    """Whether a bucket's label is that of one of these tensors, or of a part of it."""
-    return not names.isdisjoint({label, named(label)})
-
-
-def check_buckets(state: Mapping[str, Any]) -> None:
-    """Each bucket names its tensors, its kind and two mappings."""
-    if not isinstance(state["buckets"], list):
-        raise refuse(f"buckets must be a list, got {type(state['buckets']).__name__}")
-    for place, bucket in enumerate(state["buckets"]):
-        where = f"bucket {place}"
-        check_keys(bucket, BUCKET_KEYS, where)
-        if not isinstance(bucket["kind"], str):
-            raise refuse(f"{where}: kind must be text, got {bucket['kind']!r}")
-        if not isinstance(bucket["names"], list):
-            raise refuse(f"{where}: names must be a list, got {type(bucket['names']).__name__}")
-        strange = [
-            name
-            for name in bucket["names"]
-            if not isinstance(name, str) or not is_of(name, state["residual"].keys())
-        ]
-        if strange:
-            raise refuse(f"{where}: names must have residuals, got {strange[0]!r}")
-        for part in ("selector", "collective"):
-            if not isinstance(bucket[part], Mapping):
-                raise refuse(
-                    f"{where}: {part} must be a mapping, got {type(bucket[part]).__name__}"
-                )
-
-
-def check_like(value: Any, model: Any, where: str) -> None:
-    """A selector's or collective's value is of the kind that a new one has in its place.
-
-    Lists and tensors may be of other lengths: another world may have written them.
-    """
-    if isinstance(model, Mapping):
-        check_keys(value, frozenset(model), where)
-        for key in model:
-            check_like(value[key], model[key], f"{where}: {key}")
-    elif isinstance(model, Tensor):
-        if not isinstance(value, Tensor) or (value.dtype, value.dim()) != (
-            model.dtype,
-            model.dim(),
-        ):
-            raise refuse(f"{where} must be {model.dtype} of {model.dim()} dimensions")
-        if bool(value.isnan().any()):
-            raise refuse(f"{where} must have no NaN")
-    elif isinstance(model, list):
-        if not isinstance(value, list):
-            raise refuse(f"{where} must be a list, got {type(value).__name__}")
-        for each in value:
-            check_like(each, model[0] if model else each, where)
-    elif isinstance(model, bool):
-        if not isinstance(value, bool):
-            raise refuse(f"{where} must be True or False, got {value!r}")
-    elif isinstance(model, int):
-        check_count(f"{WHERE}: {where}", value, 0)
-    elif isinstance(model, float):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise refuse(f"{where} must be a number of at least 0, got {value!r}")
-    elif type(value) is not type(model):
-        raise refuse(f"{where} must be {type(model).__name__}, got {type(value).__name__}")
-
-
 VERSION = 2
 ADDED: dict[str, Any] = {"package": "", "rank": None, "world_size": None, "unit": None}
-"""What version 1 did not have, and what is known of it there. `planner` came later still."""
+"""Keys that version 1 did not have, with the values for it. `planner` came later still."""
 
 
 @dataclass
@@ -170,11 +34,11 @@ class EngineState:
         step: Steps done, for the warm-up.
         buckets: Names, selector and collective of each bucket. A collective's state is the same on
             all ranks.
-        rank: Whose state it is; None where nobody knows: no other rank was there yet.
+        rank: The rank whose state it is; None before the ranks have met.
         world_size: P of that time, or None.
         unit: The loss scale that residuals are multiplied by, or None where there is none.
         package: Version of the package that wrote it; empty where that is not known.
-        planner: What a planner goes on with, or None. The engine only carries it.
+        planner: The planner's own state, or None. The engine only carries it.
     """
 
     residual: dict[str, Tensor] = field(default_factory=dict)
@@ -189,53 +53,63 @@ class EngineState:
 
     @staticmethod
     def of(
-        buckets: Sequence[Bucket], leftover: Mapping[str, Tensor], transport: Transport | None
+        buckets: Sequence[Bucket], outside: EngineState, transport: Transport | None
     ) -> EngineState:
-        """A copy of the buckets' state, and of residuals that are in none of them."""
-        memories: dict[str, dict[str, Tensor]] = {"residual": {}, "momentum": {}}
-        memories["residual"] = {name: tensor.clone() for name, tensor in leftover.items()}
-        for bucket in buckets:
-            for spec, tensors in bucket.split(bucket.tensors()):
-                for kind, tensor in tensors.items():
-                    if spec.name not in memories[kind]:
-                        memories[kind][spec.name] = tensor.new_empty(spec.tensor.shape)
-                    spec.of(memories[kind][spec.name]).copy_(tensor)
-        step = max((bucket.step for bucket in buckets), default=0)
+        """A copy of the buckets' state, and of residuals and momenta that are outside of them."""
         state = EngineState(
-            memories["residual"], memories["momentum"], step, [b.state_dict() for b in buckets]
+            step=max(bucket.step for bucket in buckets),
+            buckets=[bucket.state_dict() for bucket in buckets],
         )
         if transport is not None:
             state.rank, state.world_size = transport.rank, transport.world_size
+        mine = state.by_kind()
+        for bucket in buckets:
+            for spec, tensors in bucket.split(bucket.tensors()):
+                for kind, tensor in tensors.items():
+                    if spec.name not in mine[kind]:
+                        mine[kind][spec.name] = tensor.new_empty(spec.tensor.shape)
+                    spec.of(mine[kind][spec.name]).copy_(tensor)
+        state.add(outside.copy())
         return state
+
+    def by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """Residuals and momenta by the names of their kinds."""
+        return {"residual": self.residual, "momentum": self.momentum}
+
+    def add(self, other: EngineState) -> None:
+        """Add another state's residuals and momenta, whose tensors may then be this one's."""
+        theirs = other.by_kind()
+        for kind, mine in self.by_kind().items():
+            for name, tensor in theirs[kind].items():
+                mine[name] = mine[name] + tensor if name in mine else tensor
 
     def copy(self) -> EngineState:
         """The same with residuals and momenta of its own."""
         residual, momentum = (
-            {name: tensor.detach().clone() for name, tensor in kind.items()}
-            for kind in (self.residual, self.momentum)
+            {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            for tensors in (self.residual, self.momentum)
         )
         return replace(self, residual=residual, momentum=momentum)
 
-    def drop_orphans(self) -> None:
-        """Let go of what belongs to residuals that are gone: momenta, and the buckets' states."""
-        held = self.residual.keys()
-        self.momentum = {name: t for name, t in self.momentum.items() if name in held}
-        self.buckets = [b for b in self.buckets if all(is_of(name, held) for name in b["names"])]
+    def drop(self, names: Collection[str]) -> float:
+        """Let go of tensors, and of the states of their buckets.
+
+        Returns:
+            The L1 norm of their residuals.
+        """
+        lost = l1_of(self.residual.pop(name) for name in names if name in self.residual)
+        gone = set(names)
+        for name in gone & self.momentum.keys():
+            del self.momentum[name]
+        self.buckets = [
+            b for b in self.buckets if not any(_is_of(name, gone) for name in b["names"])
+        ]
+        return lost
 
     def as_dict(self) -> dict[str, Any]:
         """As plain containers and tensors, for `torch.save`."""
-        return {
-            "version": VERSION,
-            "package": self.package,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "step": self.step,
-            "unit": self.unit,
-            "planner": self.planner,
-            "residual": dict(self.residual),
-            "momentum": dict(self.momentum),
-            "buckets": list(self.buckets),
-        }
+        kinds = {kind: dict(tensors) for kind, tensors in self.by_kind().items()}
+        return {"version": VERSION, **vars(self), **kinds, "buckets": list(self.buckets)}
 
     @staticmethod
     def from_dict(state: Mapping[str, Any]) -> EngineState:
@@ -245,32 +119,24 @@ class EngineState:
             ConfigError: It is not such a state; the message names key, range and value.
         """
         if not isinstance(state, Mapping):
-            raise refuse(f"it must be a mapping, got {type(state).__name__}")
+            raise _refuse(f"it must be a mapping, got {type(state).__name__}")
         version = state.get("version")
         if type(version) is not int or version not in (1, VERSION):
-            raise refuse(f"version must be 1 or {VERSION}, got {version!r}")
+            raise _refuse(f"version must be 1 or {VERSION}, got {version!r}")
         if version == 1:
-            check_keys(state, KEYS - ADDED.keys() - {"planner"}, "it")
+            _check_keys(state, KEYS - ADDED.keys() - {"planner"}, "it")
             state = {**state, **ADDED}
         state = {"planner": None, **state}
-        check_keys(state, KEYS, "it")
-        check_origin(state)
-        check_tensors(state)
-        check_buckets(state)
-        return EngineState(
-            state["residual"],
-            state["momentum"],
-            int(state["step"]),
-            list(state["buckets"]),
-            state["rank"],
-            state["world_size"],
-            state["unit"],
-            state["package"],
-            state["planner"],
-        ).copy()
+        _check_keys(state, KEYS, "it")
+        _check_origin(state)
+        _check_tensors(state)
+        _check_buckets(state)
+        fields = {key: value for key, value in state.items() if key != "version"}
+        fields |= {"step": int(state["step"]), "buckets": list(state["buckets"])}
+        return EngineState(**fields).copy()
 
     def strangers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """What is wrong with each tensor that is none of these, by its name."""
+        """The tensors that do not belong to these shapes: by name, what is wrong with each."""
         wrong = {}
         for name, tensor in sorted(self.residual.items()):
             if name not in shapes:
@@ -279,60 +145,45 @@ class EngineState:
                 wrong[name] = f"shape must be {tuple(shapes[name])}, got {tuple(tensor.shape)}"
         return wrong
 
-    def drop(self, names: Collection[str]) -> float:
-        """Let go of tensors; returns the L1 norm of their residuals."""
-        lost = 0.0
-        for name in names:
-            lost += float(self.residual.pop(name).double().abs().sum())
-            self.momentum.pop(name, None)
-        gone = set(names)
-        self.buckets = [
-            b for b in self.buckets if not any(is_of(name, gone) for name in b["names"])
-        ]
-        return lost
-
     def restore(
         self, buckets: Sequence[Bucket], transport: Transport, strict: bool = False
     ) -> dict[str, Tensor]:
         """Put the state into new buckets; all ranks do so together.
 
         Residuals and momenta go by parameter, selectors to buckets of the same tensors and method.
-        A collective goes on only where every rank brings the same state for it: after a change of
-        the world, a new rank has none, and ranks that are at different steps would wait for each
-        other. So does a selector that must be in the same state on all ranks. The warm-up goes on
-        from the rank that is furthest.
+        A collective goes on only if every rank brings the same state for it: after a change of the
+        world, a new rank has none, and ranks at different steps would wait for each other. The same
+        holds for a selector that must be in one state on all ranks. The warm-up goes on from the
+        rank that is furthest.
 
         Args:
             buckets: New ones.
             transport: Connects the ranks.
-            strict: Whether this state was loaded as this very rank's, and so on all ranks.
+            strict: Whether the state was loaded as that of this rank, and so on all ranks.
 
         Returns:
             Residuals of tensors that are in no bucket: they wait for the next dense reduction.
 
         Raises:
-            ConfigError: On every rank, where any rank's state does not fit, or where states that
-                were loaded are not those of one step on all ranks.
+            ConfigError: On every rank, if any rank's state does not fit, or if loaded states are
+                not those of one step on all ranks.
         """
-        matching = [self._state_for(bucket) for bucket in buckets]
+        matching = [next(filter(bucket.fits, self.buckets), None) for bucket in buckets]
         misfit = self._misfit(buckets, matching, transport if strict else None)
         mine = {"misfit": misfit, "step": self.step, "strict": strict}
-        messages = transport.allgather((text_tensor(json.dumps(mine)),), channel="state")
-        theirs = [json.loads(bytes(message.numpy())) for message in messages]
+        theirs = gather_json(mine, transport, channel="state")
         _check_together(theirs)
         left = self._restore_memories(buckets)
         for bucket in buckets:
             bucket.memory.agree(bucket.collective.transport)
             bucket.step = max(their["step"] for their in theirs)
-        digests = torch.stack([_digest(*both) for both in zip(buckets, matching, strict=True)])
+        digests = [_digest(*both) for both in zip(buckets, matching, strict=True)]
         peers = buckets[0].collective.transport  # those that exchange with this rank
-        everywhere = [
-            message.view(digests.shape) for message in peers.allgather((digests,), channel="state")
-        ]
-        for place, (bucket, state) in enumerate(zip(buckets, matching, strict=True)):
+        everywhere = zip(*gather_json(digests, peers, channel="state"), strict=True)
+        for bucket, state, on_ranks in zip(buckets, matching, everywhere, strict=True):
             if state is None:
                 continue
-            is_alike = all(torch.equal(theirs[place], digests[place]) for theirs in everywhere)
+            is_alike = len(set(on_ranks)) == 1
             if is_alike or not bucket.selector.is_common:
                 bucket.selector.load_state_dict(state["selector"])
             if is_alike:
@@ -345,7 +196,7 @@ class EngineState:
         matching: Sequence[Mapping[str, Any] | None],
         transport: Transport | None,
     ) -> str:
-        """What does not fit, or nothing; a transport tells which rank's state is wanted."""
+        """What does not fit, or nothing; with a transport, the rank must fit as well."""
         shapes = {spec.name: spec.tensor.shape for bucket in buckets for spec in bucket.specs}
         strangers = self.strangers({**{n: t.shape for n, t in self.residual.items()}, **shapes})
         for name, why in strangers.items():
@@ -356,7 +207,7 @@ class EngineState:
                     where = f"bucket of {', '.join(bucket.stats.names)}"
                     new = bucket.state_dict()
                     for part in ("selector", "collective"):
-                        check_like(state[part], new[part], f"{where}: {part}")
+                        _check_like(state[part], new[part], f"{where}: {part}")
             if transport is not None:
                 self.check_rank(transport)
         except ConfigError as error:
@@ -364,21 +215,20 @@ class EngineState:
         return ""
 
     def check_rank(self, transport: Transport) -> None:
-        """It is the state of this rank in this world, as far as it says.
+        """Check that this is the state of this rank in this world, as far as it says.
 
         Raises:
-            ConfigError: It is another's.
+            ConfigError: It is that of another one.
         """
         mine, its = (transport.rank, transport.world_size), (self.rank, self.world_size)
         if its[0] is not None and its != mine:
-            raise refuse(
+            raise _refuse(
                 f"it must be that of rank {mine[0]} of {mine[1]}, got that of rank {its[0]} of "
                 f"{its[1]}: save_checkpoint and load_checkpoint change the world size"
             )
 
     def _restore_memories(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
-        saved = {"residual": self.residual, "momentum": self.momentum}
-        names = set()
+        saved, names = self.by_kind(), set()
         for bucket in buckets:
             flat = bucket.tensors()
             for spec, tensors in bucket.split(flat):
@@ -389,15 +239,12 @@ class EngineState:
             bucket.load(flat)
         return {n: tensor for n, tensor in self.residual.items() if n not in names and tensor.any()}
 
-    def _state_for(self, bucket: Bucket) -> dict[str, Any] | None:
-        return next((state for state in self.buckets if bucket.fits(state)), None)
-
 
 KEYS = frozenset(EngineState().as_dict())
 
 
 def _check_together(states: Sequence[Mapping[str, Any]]) -> None:
-    """All ranks see the same; so they raise alike."""
+    """Check what all ranks told; they see the same, and so raise alike."""
     for rank, state in enumerate(states):
         if state["misfit"]:
             raise ConfigError(f"rank {rank}: {state['misfit']}")
@@ -406,15 +253,137 @@ def _check_together(states: Sequence[Mapping[str, Any]]) -> None:
         return
     absent = [rank for rank in range(len(states)) if rank not in loaded]
     if absent:
-        raise refuse(f"all ranks must load one, but rank {absent[0]} has not")
+        raise _refuse(f"all ranks must load one, but rank {absent[0]} has not")
     if len(set(loaded.values())) > 1:
         steps = ", ".join(f"rank {rank} {step}" for rank, step in loaded.items())
-        raise refuse(f"step must be the same on all ranks, got {steps}")
+        raise _refuse(f"step must be the same on all ranks, got {steps}")
 
 
-def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> Tensor:
-    """Of what must be the same on all ranks."""
+def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> str:
+    """Digest of what must be the same on all ranks."""
     parts = ["collective", "selector"] if bucket.selector.is_common else ["collective"]
     common = state and [state[part] for part in parts]
     text = json.dumps(common, default=lambda tensor: tensor.tolist())
-    return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def l1_of(tensors: Iterable[Tensor]) -> float:
+    """L1 norm of tensors together."""
+    return sum(float(tensor.double().abs().sum()) for tensor in tensors)
+
+
+# -- checks of a state that was read from somewhere: nothing of it is believed ---------------------
+
+
+def _refuse(what: str) -> ConfigError:
+    return ConfigError(f"{WHERE}: {what}")
+
+
+def _check_type(value: Any, kind: Any, what: str) -> None:
+    if not isinstance(value, kind):
+        raise _refuse(f"{what}, got {type(value).__name__}")
+
+
+def _check_keys(state: Any, expected: Collection[str], where: str) -> None:
+    _check_type(state, Mapping, f"{where} must be a mapping")
+    wrong = state.keys() ^ set(expected)
+    if wrong:
+        raise _refuse(f"{where}: missing or unknown keys {sorted(map(str, wrong))}")
+
+
+def _check_origin(state: Mapping[str, Any]) -> None:
+    """Rank and world size are both known, or both unknown; step and unit are in their ranges."""
+    rank, world_size = state["rank"], state["world_size"]
+    if (rank is None) != (world_size is None):
+        raise _refuse(f"rank and world_size must both be known, got {rank!r} and {world_size!r}")
+    if world_size is not None:
+        check_count(f"{WHERE}: world_size", world_size, 1)
+        check_count(f"{WHERE}: rank", rank, 0)
+        if rank >= world_size:
+            raise _refuse(f"rank must be in [0, {world_size}), got {rank}")
+    check_count(f"{WHERE}: step", state["step"], 0)
+    if state["unit"] is not None:
+        check_above(f"{WHERE}: unit", state["unit"], 0.0)
+    if not isinstance(state["planner"], Mapping | None):
+        raise _refuse(f"planner must be a mapping or None, got {state['planner']!r}")
+    if not isinstance(state["package"], str):
+        raise _refuse(f"package must be a version as text, got {state['package']!r}")
+
+
+def _check_tensors(state: Mapping[str, Any]) -> None:
+    """Residuals and momenta are finite float32 tensors by name; a momentum has a residual."""
+    for kind in ("residual", "momentum"):
+        _check_type(state[kind], Mapping, f"{kind} must be tensors by name")
+        for name, tensor in state[kind].items():
+            if not isinstance(name, str):
+                raise _refuse(f"{kind}: names must be text, got {name!r}")
+            what = f"{kind} of {name!r}"
+            _check_type(tensor, Tensor, f"{what} must be a tensor")
+            if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
+                raise _refuse(
+                    f"{what} must be a dense torch.float32, got {tensor.dtype} in {tensor.layout}"
+                )
+            wrong = int((~tensor.isfinite()).sum())
+            if wrong:
+                raise _refuse(f"{what} must be finite, got {wrong} values that are not")
+    for name, tensor in state["momentum"].items():
+        if name not in state["residual"]:
+            raise _refuse(f"momentum of {name!r} has no residual beside it")
+        shape = tuple(state["residual"][name].shape)
+        if tensor.shape != shape:
+            raise _refuse(
+                f"momentum of {name!r}: shape must be its residual's {shape}, "
+                f"got {tuple(tensor.shape)}"
+            )
+
+
+def _check_buckets(state: Mapping[str, Any]) -> None:
+    """Each bucket names its tensors, its kind and two mappings."""
+    _check_type(state["buckets"], list, "buckets must be a list")
+    for place, bucket in enumerate(state["buckets"]):
+        where = f"bucket {place}"
+        _check_keys(bucket, ("names", "kind", "selector", "collective"), where)
+        if not isinstance(bucket["kind"], str):
+            raise _refuse(f"{where}: kind must be text, got {bucket['kind']!r}")
+        _check_type(bucket["names"], list, f"{where}: names must be a list")
+        for name in bucket["names"]:
+            if not isinstance(name, str) or not _is_of(name, state["residual"].keys()):
+                raise _refuse(f"{where}: names must have residuals, got {name!r}")
+        for part in ("selector", "collective"):
+            _check_type(bucket[part], Mapping, f"{where}: {part} must be a mapping")
+
+
+def _is_of(label: str, names: Set[str]) -> bool:
+    """Whether a bucket's label (`TensorSpec.label`) is one of these tensors, or a part of one."""
+    return not names.isdisjoint({label, label.rpartition("[")[0]})
+
+
+def _check_like(value: Any, model: Any, where: str) -> None:
+    """A selector's or collective's value is of the kind that a new one has in its place.
+
+    Lists and tensors may be of other lengths: another world may have written them.
+    """
+    if isinstance(model, Mapping):
+        _check_keys(value, model.keys(), where)
+        for key in model:
+            _check_like(value[key], model[key], f"{where}: {key}")
+    elif isinstance(model, Tensor):
+        expected = (model.dtype, model.dim())
+        if not isinstance(value, Tensor) or (value.dtype, value.dim()) != expected:
+            raise _refuse(f"{where} must be {model.dtype} of {model.dim()} dimensions")
+        if bool(value.isnan().any()):
+            raise _refuse(f"{where} must have no NaN")
+    elif isinstance(model, list):
+        _check_type(value, list, f"{where} must be a list")
+        for each in value:
+            _check_like(each, model[0] if model else each, where)
+    elif isinstance(model, bool):
+        if not isinstance(value, bool):
+            raise _refuse(f"{where} must be True or False, got {value!r}")
+    elif isinstance(model, int):
+        check_count(f"{WHERE}: {where}", value, 0)
+    elif isinstance(model, float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise _refuse(f"{where} must be a number of at least 0, got {value!r}")
+    elif type(value) is not type(model):
+        raise _refuse(f"{where} must be {type(model).__name__}, got {type(value).__name__}")

@@ -22,14 +22,14 @@ MOST_CHARACTERS = 32
 
 @dataclass
 class StepStats:
-    """One bucket in one step, or the sum of several.
+    """Figures of one bucket in one step, or the sums of several.
 
     Attributes:
-        nnz_wanted: k: entries that were to be taken out, by the density of the step. Under two
-            levels the ranks of a host take them out together, each of its shard.
+        nnz_wanted: k, the entries wanted by the step's density. Under two levels the ranks of a
+            host take them out together, each of its shard.
         nnz_selected: Entries taken out of this rank's accumulator.
-        nnz_held_back: Entries that were selected beside them, and went back into the residual:
-            more than four times k would have been sent.
+        nnz_held_back: Further entries that were selected, and went back into the residual, since
+            no more than four times k are sent.
         nnz_applied: Entries of the reduced gradient: all elements, where it came in dense form.
         bytes_sent: Bytes that this rank sent for the bucket, headers included.
         bytes_received: Bytes that it received, headers included.
@@ -39,7 +39,7 @@ class StepStats:
         exchange_s: Seconds in the collective, waiting for peers included.
         decode_s: Seconds spent writing the dense gradient.
         wait_s: Seconds for which the training thread waited for the bucket's result.
-        starts: When each of these phases last began, by its name, as `perf_counter` counts.
+        starts: When each of these phases last began, by its name, in seconds of `perf_counter`.
     """
 
     nnz_wanted: int = 0
@@ -67,7 +67,7 @@ class StepStats:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds that a block takes to the field of that name."""
+        """Add the seconds of a block to the field of that name."""
         start = self.starts[name] = perf_counter()
         try:
             yield
@@ -76,7 +76,7 @@ class StepStats:
 
 
 FIGURES = tuple(item.name for item in fields(StepStats) if item.name != "starts")
-"""What is counted: the fields of `StepStats` that can be added up."""
+"""The fields of `StepStats` that can be added up."""
 
 
 @dataclass
@@ -89,13 +89,13 @@ class BucketStats(StepStats):
         k: Entries wanted per step, after the warm-up.
         compressor: Name of the method; empty where it has none.
         wire: Name of the form of the messages.
-        collective: Name of the algorithm that the last step was exchanged by; empty before it.
+        collective: Name of the last step's algorithm; empty before the first step.
         steps: Steps done.
         threshold: Magnitude from which entries left in the last step; 0.0 where there is none.
         partition_nnz: k_i, entries selected in each partition in the last step; empty where the
             ranks do not select in partitions of their own, as in ExDyna.
-        let_go_l1: L1 norms of what `low_pass` and `residual_decay` took out of the residual or put
-            in, over the steps: the mass that the bucket has lost. Known in a snapshot.
+        let_go_l1: L1 norms of the changes that `low_pass` and `residual_decay` made to the
+            residual, over the steps: the mass that the bucket has lost. Set in snapshots.
         history: The last steps, oldest first.
     """
 
@@ -171,23 +171,23 @@ class BucketStats(StepStats):
 
 @dataclass(frozen=True)
 class Stats:
-    """What `Engine.stats()` returns: a snapshot, which later steps do not change.
+    """A snapshot of an engine's figures, which later steps do not change.
 
     Its text (`str(stats)`) is a short table.
 
     Attributes:
         transport: Name of the transport, empty before the first step.
-        buckets: One entry per bucket of the plan, in the order in which they are exchanged; their
-            figures begin with the plan.
-        steps: Steps under all plans so far, those in which all tensors were dense too.
-        skipped_steps: Steps that were taken back, since nobody applied their results.
-        dropped_l1: L1 norm of residuals that this rank let go of, since a caller said so, or since
-            it was not at the commit that `hvd.elastic` went on from.
-        waiting_l1: L1 norm of residuals that are in no exchange: of frozen tensors, which hold
-            them, and of tensors that have become dense, which release them.
+        buckets: One entry per bucket of the plan, in the order of exchange; their figures begin
+            with the plan.
+        steps: Steps under all plans so far, including those in which all tensors were dense.
+        skipped_steps: Steps that were taken back, since their results were not applied.
+        dropped_l1: L1 norm of residuals that this rank dropped: by a call, or since it was not at
+            the commit from which `hvd.elastic` went on.
+        waiting_l1: L1 norm of residuals outside the buckets: of frozen tensors, which keep them,
+            and of tensors that have become dense, which release them.
         lost_l1: L1 norm of the residuals of workers that are gone, under `hvd.elastic`, as of the
-            last commit. What this worker knows of: one that joined later knows less.
-        let_go_l1: L1 norms of what `low_pass` and `residual_decay` took out of residuals or put in,
+            last commit. A worker that joined later knows of fewer.
+        let_go_l1: L1 norms of the changes that `low_pass` and `residual_decay` made to residuals,
             over the steps.
         before: Sums over the buckets of earlier plans.
         plan: Number of the plan, from 1; 0 before the first.
@@ -213,14 +213,14 @@ class Stats:
         return total
 
     def since(self, earlier: Stats) -> Stats:
-        """What has happened since an earlier snapshot of the same compression.
+        """The figures since an earlier snapshot of the same compression.
 
-        Sums are differences. What is as of the last step, thresholds say, and `waiting_l1` stay
-        what they are now. Where the plan has changed in between, its buckets are whole, and
-        `before` has what was done under the plans before it.
+        Sums become differences. Figures of the last step, such as thresholds, and `waiting_l1`
+        stay. If the plan has changed in between, its buckets are whole, and `before` has what was
+        done under earlier plans.
 
         Raises:
-            ConfigError: The other one is later.
+            ConfigError: The other snapshot is later.
         """
         if earlier.steps > self.steps or earlier.plan > self.plan:
             raise ConfigError(

@@ -1,16 +1,15 @@
 """The background threads of an engine, and what they share with the training thread.
 
-One thread exchanges the buckets, in the plan's order. Where there are several, a second one selects
-ahead: out of the buckets whose gradients are there while the first one waits for peers. Selecting
-touches nothing but its own bucket, and the first thread takes the next bucket itself where nobody
-has begun with it. So who selects changes when things happen, and never what comes out.
+One thread exchanges the buckets, in the plan's order. If there are several, a second one selects
+ahead, from buckets whose gradients are there, while the first one waits for peers. Selecting
+touches only its own bucket, and the first thread selects from the next bucket itself if the second
+one has not begun to. So the threads decide when things happen, and never what comes out.
 
-The threads know nothing of the engine, so that an engine which nobody refers to is collected, and
-closes its worker.
+The threads hold no reference to the engine, so that it can be collected. It then closes its worker.
 
-Python ends a thread that comes back from native code while the interpreter shuts down, by unwinding
+While the interpreter shuts down, Python ends a thread that returns from native code by unwinding
 its stack; a C++ frame that must not throw then ends the process (`terminate called without an
-active exception`). The threads therefore end before Python does: `close` runs at exit.
+active exception`). The threads therefore end earlier: `close` runs at exit.
 """
 
 from __future__ import annotations
@@ -26,41 +25,37 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.engine.bucket import Bucket, Phase
+from hvd_sparse.engine.clipping import StepClipping
+from hvd_sparse.engine.exchange import decode, reduce, select
 from hvd_sparse.transports import Transport
 
 GRACE_S = 0.1
-"""What is left to an exchange under way when the thread is to end: its peers may be there, too."""
+"""How long an exchange under way may still take when the thread is to end, since its peers may do
+the same."""
 
 
 class Worker:
     """Works on the buckets of a plan, in the plan's order, each as soon as its gradients are there.
 
-    Args:
-        select: The first half of a bucket's step, which sends nothing. Runs on either thread.
-        exchange: The second half, without the reports; is given the bucket and the scale. Runs on
-            the first thread.
-
     Attributes:
         transport: Connects the ranks; None before `connect` and after `close`.
-        scale: What sums over ranks are multiplied by; None while that is not known.
-        error: What the step under way failed by, or None.
+        scale: Factor of the sums over the ranks; None while it is not known.
+        unit: The loss scale that gradients are multiplied by, for clipping; 1 where there is none.
+        error: Why the step under way has failed, or None.
     """
 
-    def __init__(
-        self,
-        select: Callable[[Bucket], None],
-        exchange: Callable[[Bucket, float | None], None],
-    ) -> None:
+    def __init__(self) -> None:
         self.transport: Transport | None = None
         self.scale: float | None = None
+        self.unit = 1.0
         self.error: BaseException | None = None
-        self._select, self._exchange = select, exchange
         self._buckets: Sequence[Bucket] = ()
         self._at: Bucket | None = None  # what the first thread is at, or waits for
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._spent: list[object] = []
-        self._stopping = self._together = False
+        self._clipping: StepClipping | None = None
+        self._stopping = False
         self._exchanging = False  # whether the first thread runs
         self._orphaned = False  # whether it is to close the transport when it ends
         self._num_threads = torch.get_num_threads()
@@ -71,22 +66,22 @@ class Worker:
         return self.error is None and not any(b.phase.is_due for b in self._buckets)
 
     def connect(self, transport: Transport) -> None:
-        """Use a transport, which `close` closes; at exit at the latest."""
+        """Use a transport until `close` closes it, at exit at the latest."""
         self.transport = transport
         # Horovod's exit handler was registered earlier, by hvd.init(), and so runs later.
         atexit.register(self._close_at_exit)
 
-    def start(
-        self, buckets: Sequence[Bucket], together: bool = False, in_order: bool = False
-    ) -> None:
-        """Begin to work on the buckets of a plan.
+    def start(self, buckets: Sequence[Bucket]) -> None:
+        """Begin to work on the buckets of a plan, in their order.
 
-        Args:
-            buckets: In their order.
-            together: Whether a step begins only once the gradients of all of them are there.
-            in_order: Whether selecting takes messages, so that nothing is selected ahead.
+        Where any of them is clipped, a step begins only once the gradients of all of them are
+        there. Where selecting takes messages, nothing is selected ahead.
         """
-        self._buckets, self._at, self._together = buckets, buckets[0], together
+        assert self.transport is not None
+        self._buckets, self._at = buckets, buckets[0]
+        clips = any(bucket.method.clip_norm is not None for bucket in buckets)
+        self._clipping = StepClipping(buckets, self.transport.world_size) if clips else None
+        in_order = any(b.inside is not None and b.inside.needs_order for b in buckets)
         tasks = {"hvd_sparse": self._exchange_and_end}
         if len(buckets) > 1 and not in_order:
             tasks["hvd_sparse.ahead"] = self._select_ahead
@@ -101,10 +96,8 @@ class Worker:
     def stop(self, reason: object = "it gave up an exchange under way") -> None:
         """End the threads, and forget their plan, scale and error.
 
-        An exchange that is under way, and that its peers do not finish at once, is aborted.
-
-        Args:
-            reason: What the peers then report.
+        An exchange under way is aborted if the peers do not finish it at once. They then report
+        the `reason`.
         """
         with self._changed:
             self._stopping = True
@@ -118,7 +111,7 @@ class Worker:
                 self.transport.abort(reason)
             thread.join()
         self.scale = self.error = self._at = None
-        self._threads, self._buckets = [], ()
+        self._threads, self._buckets, self._clipping = [], (), None
         self._stopping = False
 
     def close(self) -> None:
@@ -136,7 +129,7 @@ class Worker:
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        """Where an error ends the process, peers that wait for it, now or later, report that."""
+        """If an error ends the process, peers that wait for it, now or later, report that error."""
         error = getattr(sys, "last_value", None)  # set by Python for what nobody has caught
         self.stop("its process ends" if error is None else error)
         if error is not None and self.transport is not None:
@@ -145,19 +138,19 @@ class Worker:
 
     # -- for the training thread -------------------------------------------------------------------
 
-    def put(self, bucket: Bucket, place: int, gradient: Tensor) -> None:
+    def put(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
         """Hand a gradient to its bucket; with the last one, the bucket is due."""
         with self._changed:
-            bucket.put(place, gradient)
+            bucket.put(slot, gradient)
             if bucket.phase is Phase.READY:
                 self._num_threads = torch.get_num_threads()
                 self._changed.notify_all()
 
     def wait_for(self, bucket: Bucket, phase: Phase) -> None:
-        """Wait until a bucket's step has come so far.
+        """Wait until a bucket's step is in a phase.
 
         Raises:
-            BaseException: What the step has failed by.
+            BaseException: The error by which the step has failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: bucket.phase is phase or self.error is not None)
@@ -166,16 +159,16 @@ class Worker:
                 raise self.error
 
     def at_pause(self) -> AbstractContextManager[object]:
-        """A block in which no bucket's exchange ends, so that its statistics stay what they are."""
+        """A block in which no bucket's exchange ends, so that statistics do not change."""
         return self._changed
 
     def wait_for_all(self, timeout_s: float) -> bool:
         """Wait while the exchanges of a whole step are under way, but no longer than `timeout_s`.
 
-        Where a gradient has not come yet, who waits may be the one to bring it: there is no wait.
+        Does not wait where a gradient is missing: the caller may be the one to bring it.
 
         Returns:
-            Whether none is under way any more; whether they failed is not told.
+            Whether no exchange is under way any more; they may have failed.
         """
         with self._changed:
             return self._changed.wait_for(
@@ -188,7 +181,7 @@ class Worker:
         return Phase.COLLECTING not in phases and any(phase.is_due for phase in phases)
 
     def fail(self, error: BaseException) -> None:
-        """Give up on the step under way: its waits, here and at the peers, end with an error."""
+        """See `Engine.fail`."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()
@@ -211,7 +204,6 @@ class Worker:
             self.fail(error)
 
     def _exchange_and_end(self) -> None:
-        """The first thread."""
         try:
             self._exchange_all()
         finally:
@@ -221,7 +213,6 @@ class Worker:
                 self._close_transport()
 
     def _exchange_all(self) -> None:
-        """Every bucket in its turn, step by step."""
         for bucket, following in pairwise(cycle(self._buckets)):
             if not self._wait_while(bucket, Phase.COLLECTING, Phase.EXCHANGED):
                 return
@@ -230,14 +221,17 @@ class Worker:
                 self._select_now(bucket)
             elif not self._wait_while(bucket, Phase.SELECTING):
                 return
-            self._exchange(bucket, self.scale)
+            with bucket.lane.work():
+                reduce(bucket)
+                if self.scale is not None and not bucket.decoding_would_overwrite_gradients():
+                    decode(bucket, self.scale, bucket.step_stats)
             with self._changed:
                 bucket.end_exchange()
                 self._at = following
                 self._changed.notify_all()
 
     def _select_ahead(self) -> None:
-        """The second thread: what can be selected while the first one exchanges or waits."""
+        """The second thread selects while the first one exchanges or waits."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_over or self._next_ahead() is not None)
@@ -250,15 +244,17 @@ class Worker:
 
     @property
     def _may_begin(self) -> bool:
-        """Whether all gradients are there that a step waits for before its first bucket."""
-        return not (self._together and any(b.phase is Phase.COLLECTING for b in self._buckets))
+        """Whether all gradients are there for which a step's first bucket waits."""
+        return not (
+            self._clipping is not None and any(b.phase is Phase.COLLECTING for b in self._buckets)
+        )
 
     @property
     def _is_over(self) -> bool:
         return self._stopping or self.error is not None
 
     def _next_ahead(self) -> Bucket | None:
-        """A bucket to select from; None while the first thread selects itself, or is about to."""
+        """A bucket to select from; None while the first thread selects, or is about to."""
         assert self._at is not None
         if self._at.phase in (Phase.READY, Phase.SELECTING) or not self._may_begin:
             return None
@@ -266,7 +262,7 @@ class Worker:
         return next(ready, None)
 
     def _claim(self, bucket: Bucket) -> bool:
-        """Take a bucket to select from; false where the other thread has it."""
+        """Begin to select from a bucket; false if the other thread has begun."""
         with self._changed:
             is_mine = bucket.phase is Phase.READY
             if is_mine:
@@ -278,13 +274,17 @@ class Worker:
             torch.set_num_threads(self._num_threads)
 
     def _select_now(self, bucket: Bucket) -> None:
-        self._select(bucket)
+        with bucket.lane.work():
+            if self._clipping is not None:
+                assert self.scale is not None  # the first results bring it, and then the plan
+                self._clipping.apply(bucket, self.scale / self.unit)
+            select(bucket)
         with self._changed:
             bucket.phase = Phase.SELECTED
             self._changed.notify_all()
 
     def _wait_while(self, bucket: Bucket, *phases: Phase) -> bool:
-        """Wait until a bucket is in no such phase; false where there is no more to do."""
+        """Wait until a bucket is in none of the phases; false if the worker is to end."""
         while True:
             with self._changed:
                 self._changed.wait_for(

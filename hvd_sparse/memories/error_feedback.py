@@ -1,9 +1,8 @@
-"""Error feedback: what is not sent now is kept and sent later."""
+"""Error feedback: what is not sent in this step is kept, and sent later."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,33 +13,20 @@ from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
 
 
-@dataclass(frozen=True)
-class Fading:
-    """What a residual loses with time, beside what is sent.
-
-    Attributes:
-        low_pass: β, in (0, 1]; 1: nothing is filtered.
-        decay: In (0, 1]; 1: nothing decays.
-    """
-
-    low_pass: float = 1.0
-    decay: float = 1.0
-
-
 class ErrorFeedback:
     """The residual ε of one bucket (Ok-Topk, Algorithm 2, lines 4 and 6).
 
     The law that it keeps together with a collective, in exact arithmetic and summed over the ranks:
     residual before + gradient = what was applied + residual after.
 
-    One step is `accumulate`, whose accumulator a selector takes entries out of; `take_at` where the
-    collective wants more; then `give_back` of what had no part. Until the next one begins,
-    `roll_back` takes the whole step back, wherever it has failed: a step reads what there was
-    before, and writes to a second set of tensors, with which it then changes places. That costs
-    no pass, and as much memory again.
+    A step is `accumulate`, out of whose accumulator a selector takes entries; `take_at` where the
+    collective wants more; then `give_back` of what had no part in the sum. Until the next step
+    begins, `roll_back` undoes the step, wherever it has failed: a step reads the old tensors and
+    writes to a second set, and the two sets then change places. That costs no pass, and as much
+    memory again.
 
-    `fading` departs from that law by intent, and counts by how much. With ε the residual before the
-    step and ε' what plain error feedback would keep of it,
+    Low-pass filter and decay depart from the law by intent, and count by how much. With ε the
+    residual before the step and ε' what plain error feedback would keep of it,
 
       ε = decay ((1 - β) ε + β ε').
 
@@ -50,7 +36,8 @@ class ErrorFeedback:
     Args:
         numel: n.
         device: Where the gradients are.
-        fading: β and the decay.
+        low_pass: β, in (0, 1]; 1: nothing is filtered.
+        decay: In (0, 1]; 1: nothing decays.
 
     Attributes:
         let_go_l1: Σ ‖ε' - what was kept‖₁ over the steps, as far as each counted.
@@ -58,9 +45,14 @@ class ErrorFeedback:
             tensor in every step: ask for it anew.
     """
 
-    def __init__(self, numel: int, device: torch.device, fading: Fading | None = None) -> None:
+    HELD: tuple[str, ...] = ("residual",)
+    """The attributes that a step changes: tensors."""
+
+    def __init__(
+        self, numel: int, device: torch.device, low_pass: float = 1.0, decay: float = 1.0
+    ) -> None:
         self.residual = ops.zero_vector(numel, torch.float32, device)
-        self.fading = fading or Fading()
+        self.low_pass, self.decay = low_pass, decay
         self.let_go_l1 = self._let_go_before = 0.0
         self._spare: tuple[Tensor, ...] | None = None
         self._may_roll_back = False
@@ -69,27 +61,26 @@ class ErrorFeedback:
     def accumulate(
         self, gradients: Sequence[Tensor], k: int, scope: Scope | None = None
     ) -> Accumulator:
-        """Begin a step: residual plus gradients, for a selector to take entries out of.
+        """Begin a step: residual plus gradients, out of which a selector takes entries.
 
         Args:
             gradients: Contiguous tensors that lie side by side over the residual.
-            k: Entries wanted from all ranks' scopes together; n: everything is sent, of which a
-                memory may take account.
+            k: Entries wanted from all ranks' scopes together; n: everything is sent.
             scope: Where this rank selects, and its share of k; None: everywhere, all of it.
         """
         self._may_roll_back = False
         self._let_go_before = self.let_go_l1
         self._begin(k)
         self._forget()
-        before = ops.Before(*self._state())
+        before = ops.Before(*self._tensors())
         self._change_places()
         self._may_roll_back = True
         return Accumulator(self._accumulation(gradients, before), scope)
 
     def take_at(self, indices: Tensor) -> Tensor:
-        """Take out the entries at more indices, int32 `(m,)` ascending; their values `(m,)`.
+        """Take the entries at more indices, int32 `(m,)` ascending; returns their values `(m,)`.
 
-        Indices may be on any device; the values are on the same.
+        Indices may be on any device; the values are on the same one.
         """
         places = indices.to(self.residual.device)
         values = ops.take_at(self.residual, places)
@@ -108,15 +99,11 @@ class ErrorFeedback:
         self.let_go_l1 += self._fade()
 
     def applied(self, reduced: Sum) -> Sum:
-        """Learn the sum that the exchange came to; returns what the optimizer is to see of it.
-
-        Args:
-            reduced: Sum over the ranks, the same on all of them.
-        """
+        """Learn the sum over the ranks; returns what the optimizer sees of it."""
         return reduced
 
     def roll_back(self) -> None:
-        """Go back to what was before the step, bit for bit: nothing was applied."""
+        """Undo the step, bit for bit."""
         if self._may_roll_back:  # else nothing has changed
             self._change_places()
             self._may_roll_back = False
@@ -124,29 +111,25 @@ class ErrorFeedback:
         self._forget()
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is held by a factor, between steps: the gradients' unit has changed."""
+        """Multiply the state by a factor, between steps: the gradients' unit has changed."""
         for tensor in self.tensors().values():
             tensor.mul_(factor)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name: float32 tensors `(n,)`, to be read between steps.
+        """The state between steps, by name: float32 tensors `(n,)`.
 
-        Beside the residual, `momentum` is this rank's part of the momentum: the ranks' sum is what
-        counts, for any kind of momentum.
+        `momentum` is this rank's part of the momentum: of any kind of momentum, only the sum over
+        the ranks counts.
         """
         return {"residual": self.residual}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put a state in the place of this one, between steps.
-
-        Args:
-            tensors: What `tensors` returned, changed in place or not, or tensors like them.
-        """
+        """Replace the state, between steps, by tensors like those of `tensors`, or by them."""
         for name, mine in self.tensors().items():
             mine.copy_(tensors[name])
 
     def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Take the elements `[start, stop)` of the state out of it, between steps: by name."""
+        """Take the elements `[start, stop)` out of the state, between steps: by name."""
         parts = {}
         for name, tensor in self.tensors().items():
             parts[name] = tensor[start:stop].clone()
@@ -162,45 +145,41 @@ class ErrorFeedback:
         """Learn from the other ranks what a loaded state does not tell; all ranks call this."""
 
     def _fade(self) -> float:
-        """Let go of a part of what stays; its L1 norm."""
-        low_pass, decay, let_go = self.fading.low_pass, self.fading.decay, 0.0
+        """Filter and decay the residual; returns the L1 norm of the changes."""
+        low_pass, let_go = self.low_pass, 0.0
         if low_pass < 1.0:
             assert self._spare is not None  # has what was before the step
             before = self._spare[0]
             let_go += (1.0 - low_pass) * float(torch.dist(self.residual, before, p=1))
             torch.lerp(before, self.residual, low_pass, out=self.residual)
-        if decay < 1.0:
-            let_go += (1.0 - decay) * float(torch.linalg.vector_norm(self.residual, ord=1))
-            self.residual.mul_(decay)
+        if self.decay < 1.0:
+            let_go += (1.0 - self.decay) * float(torch.linalg.vector_norm(self.residual, ord=1))
+            self.residual.mul_(self.decay)
         return let_go
 
     def _forget(self) -> None:
-        """Let go of what the last step took: nothing will be put back, or masked."""
+        """Forget what the last step took: it will not be put back or masked."""
         self._taken = self._returned = SparseStream.empty(self.residual.numel())
         self._taken_elsewhere: list[SparseStream] = []
 
-    # -- what other memories do in another way -----------------------------------------------------
+    # -- for subclasses ----------------------------------------------------------------------------
 
     def _begin(self, k: int) -> None:
-        """What comes before the pass over the gradients; where it fails, nothing has changed."""
+        """Prepare the pass over the gradients; if this fails, nothing has changed."""
 
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
         return ops.Accumulation(self.residual, gradients, before=before)
 
-    def _state(self) -> tuple[Tensor, ...]:
-        """All that a step changes."""
-        return (self.residual,)
-
-    def _set_state(self, *tensors: Tensor) -> None:
-        """Take other tensors in their place."""
-        (self.residual,) = tensors
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.HELD)
 
     def _change_places(self) -> None:
         """Swap the state and the spare tensors: a step is about to write those, or is undone."""
-        state, spare = self._state(), self._spare
+        state, spare = self._tensors(), self._spare
         if spare is None:
             spare = tuple(ops.new_vector(x.numel(), x.dtype, x.device) for x in state)
-        self._set_state(*spare)
+        for name, tensor in zip(self.HELD, spare, strict=True):
+            setattr(self, name, tensor)
         self._spare = state
 
     def _add(self, stream: SparseStream) -> None:

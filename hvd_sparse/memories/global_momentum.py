@@ -33,9 +33,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
-from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
+from hvd_sparse.memories.error_feedback import ErrorFeedback
 from hvd_sparse.streams import SparseStream, Sum, sum_of
 from hvd_sparse.transports import Transport
 
@@ -49,7 +50,7 @@ class GlobalMomentum(ErrorFeedback):
         world_size: P.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        fading: See `ErrorFeedback`; m s has entered by then, and is in ε.
+        **fading: See `ErrorFeedback`; m s has entered by then, and is in ε.
 
     Attributes:
         share: s, on the residual's device; always finite.
@@ -62,9 +63,9 @@ class GlobalMomentum(ErrorFeedback):
         world_size: int,
         momentum: float,
         nesterov: bool = False,
-        fading: Fading | None = None,
+        **fading: float,
     ) -> None:
-        super().__init__(numel, device, fading)
+        super().__init__(numel, device, **fading)
         self.world_size = world_size
         self.momentum = momentum
         self.nesterov = nesterov
@@ -74,8 +75,8 @@ class GlobalMomentum(ErrorFeedback):
         self._entered: SparseStream | None = None
         self._sums_out: dict[int, SparseStream] = {}  # Δ of what is taken out, by where it begins
 
+    @override
     def applied(self, reduced: Sum) -> Sum:
-        """See `ErrorFeedback.applied`."""
         m, P, entries = self.momentum, self.world_size, reduced.as_stream()
         last, share = self._last_sum, entries.finite().times(1.0 / P)
         self.share, self._last_sum = share.to(self.residual.device), share.times(P).to("cpu")
@@ -84,44 +85,47 @@ class GlobalMomentum(ErrorFeedback):
         last = last.to(entries.indices.device)
         return sum_of([entries.times(1.0 + m), last.times(-m)], self.residual.numel())
 
+    @override
     def roll_back(self) -> None:
-        """See `ErrorFeedback.roll_back`."""
         super().roll_back()
         if self._entered is not None:
             self.residual[self._entered.indices.long()] = self._entered.values
             self.share, self._last_sum = self._before
         self._entered = None
 
+    @override
     def rescale(self, factor: float) -> None:
-        """See `ErrorFeedback.rescale`."""
         super().rescale(factor)
         self.share, self._last_sum = self.share.times(factor), self._last_sum.times(factor)
         self._sums_out = {start: out.times(factor) for start, out in self._sums_out.items()}
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See `ErrorFeedback.tensors`; the momentum is a copy of the share."""
+        # The momentum is a copy of the share: whoever changes it changes nothing here.
         momentum = torch.zeros_like(self.residual)
         ops.decode(momentum, self.share.indices, self.share.values)
         return {"residual": self.residual, "momentum": momentum}
 
+    @override
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `ErrorFeedback.load`; until `agree` the other ranks' shares are taken to be alike."""
+        # Until `agree` the other ranks' shares are taken to be like this one.
         super().load(tensors)
         momentum = tensors["momentum"].to(self.residual.device)
         indices = momentum.nonzero().view(-1)
         self.share = SparseStream(indices.int(), momentum[indices], momentum.numel())
         self._last_sum = self.share.times(self.world_size).to("cpu")
 
+    @override
     def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
-        """See `ErrorFeedback.take_out`; Δ itself waits here, for Nesterov's step."""
+        # Δ itself waits here, for Nesterov's step.
         parts = super().take_out(start, stop)  # of the momentum, which is a copy
         last, is_out = self._last_sum, _within(self._last_sum, start, stop)
         self._sums_out[start], self._last_sum = last.where(is_out), last.where(~is_out)
         self.share = self.share.where(~_within(self.share, start, stop))
         return parts
 
+    @override
     def put_in(self, start: int, parts: Mapping[str, Tensor]) -> None:
-        """See `ErrorFeedback.put_in`."""
         super().put_in(start, parts)
         indices = parts["momentum"].nonzero().view(-1)
         part = SparseStream(
@@ -131,8 +135,9 @@ class GlobalMomentum(ErrorFeedback):
         last = self._sums_out.pop(start, SparseStream.empty(self.residual.numel()))
         self._last_sum = sum_of([self._last_sum, last], self.residual.numel())
 
+    @override
     def agree(self, transport: Transport) -> None:
-        """See `ErrorFeedback.agree`: Nesterov's step needs Δ itself, not only its share."""
+        # Nesterov's step needs Δ itself, not only this rank's share of it.
         if not self.nesterov:
             return
         share = self.share.to("cpu")
@@ -147,6 +152,7 @@ class GlobalMomentum(ErrorFeedback):
         indices = total.nonzero().view(-1)
         self._last_sum = SparseStream(indices.int(), total[indices], share.numel)
 
+    @override
     def _begin(self, k: int) -> None:
         """Step 1, for entries that stay finite; what was there is kept, to go back to."""
         self._before, self._entered = (self.share, self._last_sum), None

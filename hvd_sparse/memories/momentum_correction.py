@@ -26,9 +26,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
-from hvd_sparse.memories.error_feedback import ErrorFeedback, Fading
+from hvd_sparse.memories.error_feedback import ErrorFeedback
 
 
 class MomentumCorrection(ErrorFeedback):
@@ -41,12 +42,14 @@ class MomentumCorrection(ErrorFeedback):
         device: Where the gradients are.
         momentum: m, in (0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        fading: See `ErrorFeedback`; u is left alone.
+        **fading: See `ErrorFeedback`; u is left alone.
 
     Attributes:
         momentum_buffer: u, float32 `(n,)`; masked only when the next step begins, or by `tensors`.
             Another tensor in every step, as the residual is.
     """
+
+    HELD = ("residual", "momentum_buffer")
 
     def __init__(
         self,
@@ -54,9 +57,9 @@ class MomentumCorrection(ErrorFeedback):
         device: torch.device,
         momentum: float,
         nesterov: bool = False,
-        fading: Fading | None = None,
+        **fading: float,
     ) -> None:
-        super().__init__(numel, device, fading)
+        super().__init__(numel, device, **fading)
         self.momentum = momentum
         self.nesterov = nesterov
         self.momentum_buffer = ops.zero_vector(numel, torch.float32, device)
@@ -70,20 +73,18 @@ class MomentumCorrection(ErrorFeedback):
                 ops.zero_at(self.momentum_buffer, each.indices)
         self._forget()
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See `ErrorFeedback.tensors`."""
         self.mask()
         return {"residual": self.residual, "momentum": self.momentum_buffer}
 
+    @override
     def _begin(self, k: int) -> None:
         self.mask()
         self._lossless = k == self.residual.numel()
 
     def _mask_taken(self) -> None:
-        """Masks the entries that were taken, without those that came back whole.
-
-        On the residual's device: nothing is waited for.
-        """
+        """Mask what was taken and did not come back whole; waits for no device."""
         taken, returned = self._taken, self._returned.to(self.residual.device)
         if taken.nnz and returned.nnz:
             place = torch.searchsorted(returned.indices, taken.indices).clamp_(max=returned.nnz - 1)
@@ -95,12 +96,7 @@ class MomentumCorrection(ErrorFeedback):
         elif taken.nnz:
             ops.zero_at(self.momentum_buffer, taken.indices)
 
+    @override
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
         momentum = ops.Momentum(self.momentum_buffer, self.momentum, self.nesterov)
         return ops.Accumulation(self.residual, gradients, momentum, before)
-
-    def _state(self) -> tuple[Tensor, ...]:
-        return (self.residual, self.momentum_buffer)
-
-    def _set_state(self, *tensors: Tensor) -> None:
-        self.residual, self.momentum_buffer = tensors

@@ -21,9 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hvd_sparse.engine.account import warn
 from hvd_sparse.engine.bucketing import Choice, Method, TensorSpec, text_tensor
-from hvd_sparse.errors import ConfigError, HvdSparseError, PlanError
+from hvd_sparse.errors import ConfigError, HvdSparseError, PlanError, warn
 from hvd_sparse.planner.choose import (
     ChosenPlan,
     Placement,

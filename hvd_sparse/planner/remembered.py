@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_sparse._version import __version__
-from hvd_sparse.engine.account import warn
 from hvd_sparse.engine.bucketing import TensorSpec
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.files import write_text
 from hvd_sparse.planner.choose import ChosenPlan, Placement
 from hvd_sparse.planner.costs import Place, Profile

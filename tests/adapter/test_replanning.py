@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
-from hvd_sparse.engine.transitions import RELEASED_SHARE
+from hvd_sparse.engine.residuals import RELEASED_SHARE
 from hvd_sparse.lab.report.log import read_runs
 from hvd_sparse.lab.report.page import report_page
 from hvd_sparse.planner import planner as planner_module

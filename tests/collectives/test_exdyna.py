@@ -7,12 +7,11 @@ from torch import Tensor
 from hvd_sparse.collectives import ExDyna
 from hvd_sparse.collectives.exdyna import Partitions, widened
 from hvd_sparse.errors import MessageError
-from hvd_sparse.memories import ErrorFeedback
 from hvd_sparse.selectors import OnlineThreshold
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
-from tests.laws.steps import one_step
+from tests.laws.buckets import bucket_of, step_of
 
 
 def levelled(indices: Tensor, count: int = 4, numel: int = 1024 * 32) -> Partitions:
@@ -61,14 +60,13 @@ def test_widened(edges: list[int], least: int, widths: list[int]) -> None:
 def messages_of_steps(transport: Transport, steps: int) -> list[int]:
     """The messages that a rank sends in each step of a training on noise."""
     numel, k = 100_000, 2000
-    memory, selector = ErrorFeedback(numel, torch.device("cpu")), OnlineThreshold()
-    collective = ExDyna(transport, numel, k)
+    bucket = bucket_of(transport, numel, k, OnlineThreshold, ExDyna)
     generator = torch.Generator().manual_seed(transport.rank)
     sent = []
     for _ in range(steps):
         before = transport.traffic.snapshot()
         g = torch.randn(numel, generator=generator) ** 3
-        reduction = one_step(memory, selector, collective, [g], k)[1]
+        reduction = step_of(bucket, [g])[1]
         assert abs(reduction.reduced.nnz - k) <= 0.1 * k
         sent.append(transport.traffic.since(before).messages_sent)
     return sent

@@ -51,9 +51,9 @@ def step_of(engine: Engine, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         if name in sparse:
             engine.submit(specs[name], gradient)
         else:
-            leftover = engine.release(name, gradient)
+            leftover = engine.residuals.release(name, gradient)
             dense[name] = gradient if leftover is None else gradient + leftover
-            engine.flushed(name)
+            engine.residuals.flushed(name)
     engine.scale = engine.scale or 1.0
     results = dense | {name: engine.result(name).clone() for name in sparse}
     engine.settle()
@@ -168,11 +168,11 @@ def test_a_leftover_survives_in_the_state() -> None:
         engine.reassign(Table(a=Choice(SMALL)))
         step_of(engine, {"a": gradients(0, 1)["a"]})  # b has no gradient in this step
         assert torch.equal(engine.state_dict()["residual"]["b"], residual)
-        leftover = engine.leftover("b")
+        leftover = engine.residuals.leftover("b")
         assert leftover is not None
         assert torch.equal(leftover, residual)
-        assert engine.release("b", 9.0 + gradients(0, 1)["b"]) is leftover
-        engine.flushed("b")
+        assert engine.residuals.release("b", 9.0 + gradients(0, 1)["b"]) is leftover
+        engine.residuals.flushed("b")
         assert set(engine.state_dict()["residual"]) == {"a"}
         engine.disconnect()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hvd_sparse.engine import Choice, Engine, TensorSpec, with_dense
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.clipping import StepClipping
-from hvd_sparse.engine.exchange import exchange
+from hvd_sparse.engine.exchange import reduce, select
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import LocalWorld, Transport, run_ranks
@@ -118,21 +118,21 @@ def test_every_type_counts_and_what_is_not_finite_stays() -> None:
         spec = TensorSpec(str(number), (8,), str(gradient.dtype))
         buckets.append(Bucket([spec], method_of(6.0), transport, torch.device("cpu")))
         buckets[-1].put(0, gradient)
-    clipping = StepClipping(buckets, 4)
-    clipping.scale = 1.0  # 12 long together; 3 are allowed
+    clipping = StepClipping(buckets, 4)  # 12 long together; 3 are allowed
     for bucket in buckets:
-        clipping.apply(bucket)
+        clipping.apply(bucket, 1.0)
     torch.testing.assert_close(gradients[0], torch.full((8,), 0.75))
     assert torch.equal(gradients[1].float(), torch.full((8,), -0.75))
     for bucket in buckets:
-        exchange(bucket)
+        select(bucket)
+        reduce(bucket)
         bucket.close_step()
     spoiled = [torch.full((8,), 3.0), torch.full((8,), 3.0, dtype=torch.float16)]
     spoiled[1][3] = float("nan")
     for bucket, gradient in zip(buckets, spoiled, strict=True):
         bucket.put(0, gradient)
     for bucket in buckets:
-        clipping.apply(bucket)
+        clipping.apply(bucket, 1.0)
     assert torch.equal(spoiled[0], torch.full((8,), 3.0))
 
 
@@ -141,9 +141,7 @@ def test_a_norm_whose_square_overflows_is_clipped() -> None:
     spec = TensorSpec("w", (2,), "torch.float32")
     bucket = Bucket([spec], method_of(1.0), LocalWorld(1).transport(0), torch.device("cpu"))
     bucket.put(0, gradient)
-    clipping = StepClipping([bucket], 1)
-    clipping.scale = 1.0
-    clipping.apply(bucket)
+    StepClipping([bucket], 1).apply(bucket, 1.0)
     torch.testing.assert_close(gradient, torch.tensor([0.6, 0.8]))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.exchange import decode, exchange
+from hvd_sparse.engine.exchange import decode, reduce, select
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.errors import ConfigError, PlanError, TransportError
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold
@@ -143,7 +143,8 @@ def test_no_new_memory_of_the_buckets_size_after_the_first_steps() -> None:
 
         def one() -> int:
             bucket.put(0, gradient)
-            exchange(bucket)
+            select(bucket)
+            reduce(bucket)
             decode(bucket, 0.5, bucket.step_stats)
             bucket.close_step()
             return bucket.view(0).data_ptr()

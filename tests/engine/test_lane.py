@@ -10,7 +10,7 @@ import torch
 from hvd_sparse.engine import lane
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.bucketing import TensorSpec
-from hvd_sparse.engine.lane import Lane
+from hvd_sparse.engine.lane import DeviceLane
 from hvd_sparse.methods import METHODS
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import run_ranks
@@ -63,7 +63,7 @@ def new_bucket(tensors: int) -> Bucket:
     method = METHODS["topk"](density=0.1).make()
     cpu = torch.device("cpu")
     [bucket] = run_ranks(1, lambda transport: Bucket(specs, method, transport, cpu))
-    bucket.lane = Lane(DEVICE)
+    bucket.lane = DeviceLane(DEVICE)
     return bucket
 
 
@@ -91,7 +91,7 @@ def test_every_stream_that_gave_a_gradient_is_waited_for(training: list[FakeStre
 
 
 def test_entries_land_in_memory_that_stays(training: list[FakeStream]) -> None:
-    place = Lane(DEVICE)
+    place = DeviceLane(DEVICE)
     for nnz in (100, 70, 0, 128, 129, 5):
         indices, values = stream(1000, nnz, nnz)
         there = SparseStream(indices, values, 1000)
@@ -105,6 +105,6 @@ def test_entries_land_in_memory_that_stays(training: list[FakeStream]) -> None:
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
-    place, there = Lane(torch.device("cpu")), SparseStream.empty(5)
+    place, there = DeviceLane(torch.device("cpu")), SparseStream.empty(5)
     place.send(there)
     assert place.landed(there) is there

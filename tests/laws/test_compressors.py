@@ -30,12 +30,12 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from hvd_sparse.wire import WIRES
 from tests.devices import in_worlds
-from tests.laws.steps import one_step
+from tests.laws.buckets import bucket_of, step_of
 from tests.laws.test_exchange import (
     GRADIENTS,
     SIZES,
     WORLDS,
-    Outcome,
+    Seen,
     check_laws,
     steps_of_one_rank,
 )
@@ -104,7 +104,7 @@ def test_what_a_wire_rounds_off_stays_in_the_residual(name: str, wire: str) -> N
     collective = COLLECTIVES[name]
     for numel, k in ((1000, 10), (5, 1), (0, 0)):
 
-        def worker(transport: Transport, numel: int = numel, k: int = k) -> list[Outcome]:
+        def worker(transport: Transport, numel: int = numel, k: int = k) -> list[Seen]:
             return steps_of_one_rank(
                 transport,
                 numel,
@@ -145,20 +145,20 @@ def test_any_memory_selector_collective_and_wire_keep_the_law(
     options = MEMORIES[memory_name]
 
     def worker(transport: Transport, selector: str, wire: str) -> list[tuple[torch.Tensor, ...]]:
-        memory = options.make(numel, torch.device("cpu"), transport.world_size)
-        chooser = SELECTORS[selector]()
-        reducer = COLLECTIVES[collective](transport, numel, k, wire=WIRES[wire])
+        wired = partial(COLLECTIVES[collective], wire=WIRES[wire])
+        bucket = bucket_of(transport, numel, k, SELECTORS[selector], wired, options)
         seen: list[tuple[torch.Tensor, ...]] = []
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + transport.rank)
             g = torch.randn(numel, generator=generator) * 30.0
+            memory = bucket.memory
             before, u = memory.residual.double(), memory.tensors().get("momentum", 0.0 * g).double()
             entered = g.double()
             if options.nesterov and options.momentum_kind == "local":
                 entered += m * (u + g)
             elif options.momentum:
                 entered += m * u
-            _, reduction = one_step(memory, chooser, reducer, [g], k)
+            _, reduction = step_of(bucket, [g])
             seen.append((before + entered, memory.residual.double(), dense(reduction.reduced)))
         return seen
 
@@ -175,10 +175,10 @@ def test_any_memory_selector_collective_and_wire_keep_the_law(
 
 def exchanged_over(
     wire: str, collective: str, world_size: int, numel: int, k: int
-) -> list[tuple[list[Outcome], int]]:
+) -> list[tuple[list[Seen], int]]:
     """What three steps come to on every rank, and the bytes that it sends."""
 
-    def worker(transport: Transport) -> tuple[list[Outcome], int]:
+    def worker(transport: Transport) -> tuple[list[Seen], int]:
         build = partial(COLLECTIVES[collective], wire=WIRES[wire])
         done = steps_of_one_rank(transport, numel, k, ExactTopK, build, GRADIENTS["spread"], 3)
         return done, transport.traffic.bytes_sent

@@ -27,7 +27,7 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
 from hvd_sparse.wire import WIRES
 from tests.devices import CPU, in_worlds, on_every_device
-from tests.laws.steps import one_step
+from tests.laws.buckets import bucket_of, step_of
 from tests.streams import dense
 
 WORLDS = (1, 2, 3, 4, 7)
@@ -58,7 +58,7 @@ GRADIENTS: dict[str, Callable[[torch.Generator, int, int], Tensor]] = {
 
 
 @dataclass
-class Outcome:
+class Seen:
     """What one rank saw of one step."""
 
     before: Tensor
@@ -77,21 +77,20 @@ def steps_of_one_rank(
     gradient: Callable[[torch.Generator, int, int], Tensor],
     steps: int,
     device: torch.device = CPU,
-) -> list[Outcome]:
-    memory = ErrorFeedback(numel, device)
-    chooser, reducer = selector(), collective(transport, numel, k)
+) -> list[Seen]:
+    bucket = bucket_of(transport, numel, k, selector, collective, device=device)
     outcomes = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + transport.rank)
         g = gradient(generator, numel, transport.rank)
-        before = memory.residual.clone().cpu()
-        taken, reduction = one_step(memory, chooser, reducer, [g.to(device)], k)
-        after = memory.residual.clone().cpu()
-        outcomes.append(Outcome(before, g, after, reduction.reduced, taken.nnz))
+        before = bucket.memory.residual.clone().cpu()
+        taken, reduction = step_of(bucket, [g.to(device)])
+        after = bucket.memory.residual.clone().cpu()
+        outcomes.append(Seen(before, g, after, reduction.reduced, taken.nnz))
     return outcomes
 
 
-def check_laws(ranks: list[list[Outcome]]) -> None:
+def check_laws(ranks: list[list[Seen]]) -> None:
     for step, outcomes in enumerate(zip(*ranks, strict=True)):
         first = outcomes[0].reduced
         for other in outcomes[1:]:
@@ -195,8 +194,8 @@ def test_oktopk_volume_is_within_the_papers_bounds(world_size: int, spread: str)
     numel, k, steps = 400_000, 8_000, 10
 
     def worker(transport: Transport) -> list[tuple[int, int]]:
-        memory = ErrorFeedback(numel, torch.device("cpu"))
-        chooser, reducer = ExactTopK(), OkTopk(transport, numel, k, threshold_interval=1000)
+        collective = partial(OkTopk, threshold_interval=1000)
+        bucket = bucket_of(transport, numel, k, ExactTopK, collective)
         words = []
         for step in range(steps):
             g = torch.randn(
@@ -205,7 +204,7 @@ def test_oktopk_volume_is_within_the_papers_bounds(world_size: int, spread: str)
             if spread == "one region":
                 g[numel // 20 :] *= 1e-3
             before = transport.traffic.snapshot()
-            one_step(memory, chooser, reducer, [g], k)
+            step_of(bucket, [g])
             spent = transport.traffic.since(before)
             words.append((spent.bytes_sent / 4, spent.bytes_received / 4))
         return words
@@ -223,9 +222,8 @@ def test_topk_allgather_volume_is_its_tables_row() -> None:
     world_size, numel, k = 4, 10_000, 500
 
     def worker(transport: Transport) -> tuple[int, int]:
-        memory = ErrorFeedback(numel, torch.device("cpu"))
         g = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
-        one_step(memory, ExactTopK(), TopkAllgather(transport, numel, k), [g], k)
+        step_of(bucket_of(transport, numel, k, ExactTopK, TopkAllgather), [g])
         return transport.traffic.bytes_sent, transport.traffic.bytes_received
 
     for sent, received in run_ranks(world_size, worker, timeout_s=20.0):
@@ -240,17 +238,16 @@ def test_rounding_loses_nothing_that_matters(collective: str, wire: str) -> None
     numel, k, steps = 20_000, 200, 200
 
     def worker(transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
-        memory = ErrorFeedback(numel, torch.device("cpu"))
-        chooser = ReusedThreshold()
-        reducer = COLLECTIVES[collective](transport, numel, k, wire=WIRES[wire])
+        wired = partial(COLLECTIVES[collective], wire=WIRES[wire])
+        bucket = bucket_of(transport, numel, k, ReusedThreshold, wired)
         given, applied = torch.zeros(numel).double(), torch.zeros(numel).double()
         generator = torch.Generator().manual_seed(transport.rank)
         for _ in range(steps):
             g = torch.randn(numel, generator=generator)
             given += g.double()
-            _, reduction = one_step(memory, chooser, reducer, [g], k)
+            _, reduction = step_of(bucket, [g])
             applied += dense(reduction.reduced)
-        return given, applied, memory.residual.double()
+        return given, applied, bucket.memory.residual.double()
 
     ranks = run_ranks(3, worker, timeout_s=60.0)
     given = sum(r[0] for r in ranks)

@@ -12,7 +12,7 @@ from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.memories import GlobalMomentum
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import Transport, run_ranks
-from tests.laws.steps import one_step
+from tests.laws.buckets import bucket_by, step_of
 from tests.streams import dense
 
 NUMEL = 600
@@ -39,17 +39,16 @@ def gradient(rank: int, step: int) -> Tensor:
 def test_the_law_says_what_was_let_go(name: str, fading: str, memory_name: str, wire: str) -> None:
     arguments = {"density": 0.05, "wire": wire, **FADINGS[fading], **MEMORIES[memory_name]}
     method = METHODS[name](**arguments).make()
-    k = method.k(NUMEL)
 
     def worker(transport: Transport) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        memory = method.memory.make(NUMEL, torch.device("cpu"), transport.world_size)
-        selector, collective = method.selector(), method.collective(transport, NUMEL, k)
+        bucket = bucket_by(method, transport, NUMEL)
+        memory = bucket.memory
         seen = []
         for step in range(10):
             before = memory.residual.double()
             momentum = memory.tensors().get("momentum", torch.zeros(NUMEL)).double()
             g = gradient(transport.rank, step)
-            _, reduction = one_step(memory, selector, collective, [g], k)
+            _, reduction = step_of(bucket, [g])
             given = g.double()
             if isinstance(memory, GlobalMomentum):
                 before += 0.5 * momentum
@@ -98,10 +97,10 @@ def test_one_entry_by_hand() -> None:
     method = METHODS["topk"](**options).make()
 
     def worker(transport: Transport) -> tuple[list[float], float]:
-        memory = method.memory.make(2, torch.device("cpu"), 1)
-        selector, collective = method.selector(), method.collective(transport, 2, 1)
+        bucket = bucket_by(method, transport, 2)
+        memory = bucket.memory
         memory.residual.copy_(torch.tensor([4.0, 8.0]))
-        one_step(memory, selector, collective, [torch.tensor([1.0, 2.0])], 1)
+        step_of(bucket, [torch.tensor([1.0, 2.0])])
         return memory.residual.tolist(), memory.let_go_l1
 
     # 5 stays, of which a quarter of the change counts; 10 is sent, and 3/4 of 8 stays.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hvd_sparse.methods import METHODS
 from hvd_sparse.selectors import ExactTopK
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport, run_ranks
-from tests.laws.steps import one_step
+from tests.laws.buckets import bucket_by, step_of
 
 NUMEL = 400
 STEPS = 8
@@ -121,12 +122,12 @@ def test_one_entry_step_by_step() -> None:
     """acc = residual + g + m s; what was not applied has no momentum."""
 
     def worker(transport: Transport) -> list[list[float]]:
-        memory = GlobalMomentum(3, torch.device("cpu"), 2, momentum=0.5)
-        collective = method_of("global").collective(transport, 3, 1)
+        method = replace(method_of("global", density=1 / 3), selector=ExactTopK)
+        bucket = bucket_by(method, transport, 3)
         seen = []
         for g in ([8.0, 1.0, 0.0], [1.0, 1.0, 0.0]):
-            one_step(memory, ExactTopK(), collective, [torch.tensor(g)], 1)
-            tensors = memory.tensors()
+            step_of(bucket, [torch.tensor(g)])
+            tensors = bucket.memory.tensors()
             seen += [tensors["residual"].tolist(), tensors["momentum"].tolist()]
         return seen
 
@@ -141,12 +142,12 @@ def test_it_has_no_buffer_of_the_vectors_size() -> None:
     """What it holds beside plain error feedback grows with k."""
 
     def worker(transport: Transport) -> int:
-        memory = GlobalMomentum(NUMEL, torch.device("cpu"), 1, momentum=0.5)
-        collective = method_of("global").collective(transport, NUMEL, 4)
+        method = replace(method_of("global", density=4 / NUMEL), selector=ExactTopK)
+        bucket = bucket_by(method, transport, NUMEL)
         for step in range(3):
-            one_step(memory, ExactTopK(), collective, [gradient(0, step)], 4)
+            step_of(bucket, [gradient(0, step)])
         held = set()
-        for value in vars(memory).values():
+        for value in vars(bucket.memory).values():
             for each in value if isinstance(value, tuple) else (value,):
                 if isinstance(each, SparseStream):
                     held.add(each.nnz)

@@ -145,6 +145,7 @@ def test_residuals_follow_the_unit_of_the_gradients(kind: str) -> None:
         engine.rescale(0.5)
         after = engine.state_dict()
         for part in ("residual", "momentum"):
+            assert before[part].keys() == SHAPES.keys()
             assert all(
                 torch.equal(after[part][name], 0.5 * tensor) and tensor.any()
                 for name, tensor in before[part].items()

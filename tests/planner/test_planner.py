@@ -712,8 +712,8 @@ def test_planned_training_loses_nothing_when_the_plan_turns(
                 if spec in sparse:
                     engine.submit(spec, grad)
                     continue
-                leftover = engine.release(spec.name, grad)
-                engine.flushed(spec.name)
+                leftover = engine.residuals.release(spec.name, grad)
+                engine.residuals.flushed(spec.name)
                 whole = grad if leftover is None else grad + leftover
                 applied[spec.name] += transport.allreduce_sum(whole, channel="dense")
             engine.scale = 1.0

@@ -1,4 +1,4 @@
-"""A disk that is full ends the recording, and no training."""
+"""A full disk ends the recording, but no training: the weights are the same, bit for bit."""
 
 from __future__ import annotations
 
