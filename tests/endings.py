@@ -1,4 +1,4 @@
-"""How ranks ended, as `tests/workers/adapter_exits.py` reports it."""
+"""How ranks ended, as `tests/adapter/test_exit.py` reports it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ending:
 
 
 def endings_in(text: str) -> dict[str, list[Ending]]:
-    """The reports of `adapter_exits.py`: of each case, those of all ranks, in order."""
+    """The reports of `tests/adapter/test_exit.py`: of each case, those of all ranks, in order."""
     ranks: dict[str, dict[int, Ending]] = {}
     for found in re.finditer(r'\{"case"', text):
         report, _ = json.JSONDecoder().raw_decode(text, found.start())

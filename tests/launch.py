@@ -19,7 +19,7 @@ import psutil
 Controller = Literal["gloo", "mpi"]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WORKERS = REPOSITORY / "tests" / "workers"
+TESTS = REPOSITORY / "tests"
 LAUNCH_VARIABLE = "HVD_SPARSE_TEST_LAUNCH"
 HOROVODRUN = (sys.executable, "-m", "tests.launcher")
 """Needs `launch_environment`."""
@@ -145,7 +145,7 @@ def horovodrun(
     Args:
         np: number of ranks.
         script: a function, which each rank calls between `hvd.init` and `hvd.shutdown`; or a file,
-            looked up in `tests/workers` if its path is relative.
+            looked up in `tests` if its path is relative.
         *args: arguments of the script; a function gets them as strings.
         controller: `gloo` or `mpi`.
         hosts: Horovod's `-H`; by default as many slots on this host as there are ranks.
@@ -166,12 +166,12 @@ def horovodrun(
 
 
 def python_command(script: str | os.PathLike[str] | Callable[..., Any], *args: object) -> list[str]:
-    """The command line that runs a script, or a function as `tests/workers/__main__.py` does."""
+    """The command line that runs a script, or a function as `tests/call.py` does."""
     if callable(script):
         name = f"{script.__module__}:{script.__qualname__}"
-        command = [sys.executable, "-m", "tests.workers", name]
+        command = [sys.executable, "-m", "tests.call", name]
     else:
-        command = [sys.executable, str(WORKERS / script)]
+        command = [sys.executable, str(TESTS / script)]
     return command + [str(argument) for argument in args]
 
 

@@ -99,7 +99,7 @@ class Ranks:
         """Runs a function on all ranks and waits for it.
 
         Args:
-            function: of a module in `tests/workers`.
+            function: of a test's module, which the ranks import.
             *arguments: its arguments.
             env: variables that are set while it runs.
             timeout: seconds until the ranks are killed.

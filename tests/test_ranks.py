@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Iterator
 
+import horovod.torch as hvd
 import pytest
 
 from tests.launch import LaunchError, horovodrun
 from tests.ranks import Ranks, ScenarioError, World, with_ranks
-from tests.workers.faults import die_on_rank_1, fail_on_rank_1, hang_on_rank_1, variable
+
+
+def fail_on_rank_1() -> None:
+    print(f"rank {hvd.rank()} was here")
+    if hvd.rank() == 1:
+        raise ValueError("not today")
+
+
+def hang_on_rank_1() -> None:
+    while hvd.rank() == 1:
+        time.sleep(0.1)
+
+
+def die_on_rank_1() -> None:
+    if hvd.rank() == 1:
+        os._exit(0)
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
 
 
 @pytest.fixture

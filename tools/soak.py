@@ -14,7 +14,6 @@ import argparse
 import io
 import json
 import logging
-import math
 import os
 import random
 import subprocess
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_sparse import Compression
+from tools.ledger import Ledger
 
 RANKS = 4
 TIMEOUT_S = 20.0
@@ -93,7 +93,7 @@ class Soak:
             op=hvd.Sum,
         )
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=50)
-        self.brought = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
+        self.ledger = Ledger(self.model.named_parameters())
         self._gradients = torch.Generator().manual_seed(hvd.rank())
 
     def run(self) -> list[dict[str, int]]:
@@ -148,8 +148,7 @@ class Soak:
         if "spoil" in faults:
             self.skipped += 1
         else:
-            for name, gradient in own.items():
-                self.brought[name] += gradient
+            self.ledger.feed(own)
 
     def _between_steps(self, faults: list[str]) -> None:
         method, density = self._chance.choice([*METHODS]), self._chance.choice([0.01, 0.02, 0.05])
@@ -164,16 +163,9 @@ class Soak:
             self.compression.close()
 
     def imbalance(self) -> float:
-        """The largest difference in the books of all ranks."""
-        state, scale = self.compression.state_dict(), self.scaler.get_scale()
-        worst = 0.0
-        for name, p in self.model.named_parameters():
-            left = state["residual"].get(name, torch.zeros_like(p)) / scale
-            total = hvd.allreduce(self.brought[name], op=hvd.Sum, name=f"soak.brought.{name}")
-            held = hvd.allreduce(left, op=hvd.Sum, name=f"soak.held.{name}")
-            difference = (held - p.detach() - total).abs().max().item()
-            worst = max(worst, float("inf") if math.isnan(difference) else difference)
-        return worst
+        """The largest entry by which the ledger of all ranks is off."""
+        residual = self.compression.state_dict()["residual"]
+        return self.ledger.lost(residual, self.scaler.get_scale())
 
 
 def resources() -> dict[str, int]:

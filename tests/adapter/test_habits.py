@@ -2,12 +2,481 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
+import cloudpickle
+import horovod.torch as hvd
 import pytest
+import torch
+from torch import Tensor, nn
 
+from hvd_sparse import Compression, ConfigError, PlanError, UnsupportedError, dgc_sgd
+from tests.adapter.test_equalities import AllDense
 from tests.ranks import Ranks, World, with_ranks
-from tests.workers.adapter_habits import HABITS
+
+made = 0
+
+
+def training(
+    frozen: bool = False, make: Callable[..., Any] = torch.optim.SGD, **arguments: Any
+) -> tuple[nn.Sequential, Any, Any]:
+    """A model, Horovod's optimizer and a compression, which sends everything by default."""
+    global made  # noqa: PLW0603  # each training names its tensors
+    made += 1
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40))
+    model[1].requires_grad_(not frozen)
+    return model, *wrapped(model, make, **arguments)
+
+
+def wrapped(
+    model: nn.Module, make: Callable[..., Any] = torch.optim.SGD, **arguments: Any
+) -> tuple[Any, Any]:
+    named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
+    compression = Compression.topk(named, **{"density": 1.0, "dense_below": 0, **arguments})
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters(), lr=0.02), named_parameters=named, compression=compression
+    )
+    return optimizer, compression
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+    dtype = next(model.parameters()).dtype
+    loss: Tensor = model(torch.randn(4, 20, generator=generator).to(dtype)).square().sum()
+    return loss
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def assert_alike(model: nn.Module) -> None:
+    """All ranks hold the same weights, bit for bit."""
+    mine = weights(model)
+    everywhere = hvd.allgather(mine[None], name=f"habits.{made}.weights")
+    assert all(torch.equal(mine, row) for row in everywhere)
+
+
+def validate_on_rank_0() -> None:
+    """Between steps one rank evaluates; the others wait for it in their next step."""
+    model, optimizer, compression = training()
+    for _ in range(2):
+        train(model, optimizer, 2)
+        if hvd.rank() == 0:
+            model.eval()
+            with torch.no_grad():
+                for step in range(5):
+                    loss_of(model, step)
+            model.train()
+    train(model, optimizer, 1)
+    assert compression.stats().steps == 5
+    assert_alike(model)
+    compression.close()
+
+
+def add_a_group() -> None:
+    model, optimizer, compression = training()
+    train(model, optimizer, 2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
+    told = r"does not reduce the gradients of one of shape \(7,\): these .* wrap again"
+    with pytest.raises(UnsupportedError, match=told):
+        train(model, optimizer, 1)
+    compression.close()
+
+
+def thaw_a_layer() -> None:
+    """Frozen when it was wrapped: Horovod has no hook in it."""
+    model, optimizer, compression = training(frozen=True)
+    train(model, optimizer, 2)
+    model[1].requires_grad_(True)
+    told = rf"the gradients of 'habits.{made}.1.weight', 'habits.{made}.1.bias': these"
+    with pytest.raises(UnsupportedError, match=told):
+        train(model, optimizer, 1)
+    compression.close()
+
+
+def wrap_again() -> None:
+    """As the message says: the first one dropped, and another compression; here with a thaw."""
+    model, optimizer, compression = training(frozen=True)
+    train(model, optimizer, 2)
+    compression.close()
+    before = weights(model[1])
+    model[1].requires_grad_(True)
+    del optimizer, compression
+    gc.collect()
+    optimizer, compression = wrapped(model)
+    train(model, optimizer, 2)
+    assert not torch.equal(weights(model[1]), before)
+    assert_alike(model)
+    assert compression.stats().steps == 2
+    compression.close()
+
+
+def step_with_a_closure() -> None:
+    model, optimizer, compression = training()
+    plain, reference = training()[:2]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    with pytest.raises(UnsupportedError, match=r"optimizer.synchronize\(\) at the end of the clos"):
+        optimizer.step(closure)
+    compression.close()
+
+    model, optimizer, compression = training()
+
+    def waiting() -> Tensor:
+        loss = closure()
+        optimizer.synchronize()
+        return loss
+
+    for _ in range(3):
+        with optimizer.skip_synchronize():
+            optimizer.step(waiting)
+    for _ in range(3):
+        train(plain, reference, 1)
+    assert torch.equal(weights(model), weights(plain))
+    assert compression.stats().steps == 3
+    assert compression.stats().skipped_steps == 0
+    assert_alike(model)
+    compression.close()
+
+
+def step_by_lbfgs() -> None:
+    model, optimizer, compression = training(make=torch.optim.LBFGS)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        optimizer.synchronize()
+        return loss
+
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)  # the compression is bound in it, and does not see its beginning
+        with pytest.raises(UnsupportedError, match="its closure more than once, as LBFGS"):
+            optimizer.step(closure)
+    compression.close()
+
+
+def change_the_type() -> None:
+    """One error with advice, and the advice leads on."""
+    model, optimizer, compression = training()
+    train(model, optimizer, 2)
+    model.bfloat16()
+    with pytest.raises(PlanError, match=r"changed from torch.float32.*call compression.reassign"):
+        train(model, optimizer, 1)
+    for handle, _ in optimizer._handles.values():
+        hvd.synchronize(handle)
+    optimizer.load_state_dict(optimizer.state_dict())  # Horovod forgets the step that was given up
+    compression.reassign(compression.method)
+    train(model, optimizer, 3)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert_alike(model)
+    compression.close()
+
+
+def look_at_stats_within_a_step() -> None:
+    """A snapshot on one rank, before the step is applied, changes nothing."""
+    looked_at, left_alone = (training(density=0.1) for _ in range(2))
+    for model, optimizer, compression in (looked_at, left_alone):
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            if compression is looked_at[2] and hvd.rank() == 0:
+                assert compression.stats().steps == step + 1
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    assert torch.equal(weights(looked_at[0]), weights(left_alone[0]))
+    assert looked_at[2].stats().skipped_steps == 0
+    assert_alike(looked_at[0])
+    for _, _, compression in (looked_at, left_alone):
+        compression.close()
+
+
+def save_within_a_step() -> None:
+    """The state is that of before the step; that the step is applied after all, is refused."""
+    model, optimizer, compression = training(density=0.1)
+    train(model, optimizer, 2)
+    before = compression.state_dict()
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.synchronize()
+    during = compression.state_dict()["residual"]
+    assert during.keys() == before["residual"].keys()
+    assert any(residual.any() for residual in during.values())
+    for name, residual in during.items():
+        assert torch.equal(residual, before["residual"][name])
+    told = r"state_dict\(\) must be called between steps, got a call after optimizer.synchronize"
+    with pytest.raises(ConfigError, match=told), optimizer.skip_synchronize():
+        optimizer.step()
+    compression.close()
+
+
+def forget_within_a_step() -> None:
+    model, optimizer, compression = training(density=0.1)
+    names = [f"habits.{made}.{name}" for name, _ in model.named_parameters()]
+    train(model, optimizer, 1)
+    loss_of(model, 1).backward()
+    with pytest.raises(ConfigError, match=r"forget\(\) must be called between steps"):
+        compression.forget(names)
+    optimizer.step()
+    assert compression.forget(names) > 0
+    assert_alike(model)
+    compression.close()
+
+
+def reassign_within_a_step() -> None:
+    """It gives the step up; that the step is applied after all, is refused."""
+    model, optimizer, compression = training()
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    compression._engine.wait(10.0)  # what is under way yet, would be aborted
+    hvd.barrier()
+    compression.reassign(compression.method)
+    with pytest.raises(ConfigError, match=r"was given up, since reassign\(\) or load_state_dict"):
+        optimizer.step()
+    compression.close()
+
+
+def reassign_without_a_connection() -> None:
+    """What no rank can hand over begins anew, and a warning says so."""
+    global made  # noqa: PLW0603
+    made += 1
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40))
+    named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
+    sgd, compression = dgc_sgd(named, lr=0.02, density=1.0, dense_below=0)
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression)
+    hvd.broadcast_parameters(dict(named), 0)
+    train(model, optimizer, 2)
+    compression.close()
+    with pytest.warns(UserWarning, match=r"momentum of habits.* begins anew: reassign\(\) was"):
+        compression.reassign(Compression.topk(density=1.0).method)
+    train(model, optimizer, 2)
+    compression.close()
+    with pytest.warns(UserWarning, match=r"momentum of habits.* begins anew"):
+        compression.reassign(Compression.topk(density=1.0, momentum=0.9).method)
+    assert not any(optimizer.state.values())  # later it would be added to what is handed over
+    train(model, optimizer, 2)
+    assert_alike(model)
+    compression.close()
+
+
+def end_a_momentum() -> None:
+    """Under an optimizer that has none it ends with the compression's, and does not come back."""
+    model, optimizer, compression = training(density=0.05, momentum=0.9)
+    train(model, optimizer, 3)
+    assert compression.state_dict()["momentum"]
+    before = compression.method
+    compression.reassign(AllDense())
+    train(model, optimizer, 1)
+    compression.reassign(before)
+    assert compression.state_dict()["residual"]
+    assert not compression.state_dict()["momentum"]
+    train(model, optimizer, 1)
+    assert_alike(model)
+    compression.close()
+
+
+def synchronize_twice() -> None:
+    """Nothing new has come: what stands in the gradients stays there, as the mean of equals."""
+    for op, factor in ((hvd.Average, 1.0), (hvd.Sum, 2.0)):
+        model, optimizer, compression = training(density=0.1)
+        optimizer.op = op
+        train(model, optimizer, 2)
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        optimizer.synchronize()
+        given = [p.grad.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.grad.mul_(0.5)  # as clipping does
+        with pytest.warns(UserWarning, match="called without optimizer.skip_synchronize"):
+            optimizer.step()
+        for p, before in zip(model.parameters(), given, strict=True):
+            assert torch.equal(p.grad, 0.5 * factor * before)
+        optimizer.synchronize()
+        train(model, optimizer, 2)
+        assert compression.stats().skipped_steps == 0
+        assert_alike(model)
+        compression.close()
+
+
+def share_a_backward_pass() -> None:
+    """Two optimizers, one compression and one loss: only one of them would be listened to."""
+    model, _, compression = training()
+    gc.collect()  # the optimizer, whose hooks are the model's
+    named = [(f"shared.{name}", p) for name, p in model.named_parameters()]
+    compression = Compression.topk(named, density=1.0, dense_below=0)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=0.02),
+            named_parameters=[(n, p) for n, p in named if n.startswith(f"shared.{place}")],
+            compression=compression,
+        )
+        for place, layer in enumerate(model)
+    ]
+    with pytest.raises(ConfigError, match="serves one optimizer, but a second"):
+        loss_of(model, 0).backward()
+    assert len(optimizers) == 2
+    compression.close()
+
+
+def with_an_embedding() -> tuple[nn.Module, nn.Module, Any, list[Any]]:
+    """An embedding, a layer, a compression that exchanges both, and their names."""
+    global made  # noqa: PLW0603
+    made += 1
+    embedding, layer = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3)
+    named = [*embedding.named_parameters(f"habits.{made}.0")]
+    named += layer.named_parameters(f"habits.{made}.1")
+    compression = Compression.topk(named, density=1.0, dense_below=0)
+    compression.exchange_embeddings(named)
+    return embedding, layer, compression, named
+
+
+def distributed(named: list[Any], compression: Any, **arguments: Any) -> Any:
+    sgd = torch.optim.SGD([p for _, p in named], lr=0.02)
+    return hvd.DistributedOptimizer(
+        sgd, named_parameters=named, compression=compression, **arguments
+    )
+
+
+def make_embeddings_dense() -> None:
+    embedding, layer, compression, named = with_an_embedding()
+    optimizer = distributed(named, compression, sparse_as_dense=True)
+    with pytest.raises(ConfigError, match="sparse_as_dense must be False with exchange_embedd"):
+        layer(embedding(torch.arange(9))).sum().backward()
+    assert not optimizer._synchronized
+    compression.close()
+
+
+def give_embeddings_an_optimizer() -> None:
+    """Of Horovod's, whichever steps first; or one of this process alone, as for local tables."""
+    for place in (0, 1):
+        embedding, layer, compression, named = with_an_embedding()
+        optimizers = [
+            distributed(named[:1], hvd.Compression.none),
+            distributed(named[1:], compression),
+        ]
+        layer(embedding(torch.arange(9) + hvd.rank())).sum().backward()
+        optimizers[place].step()
+        optimizers[1 - place].step()
+        assert_alike(embedding)
+        assert_alike(layer)
+        compression.close()
+    embedding, layer, compression, named = with_an_embedding()
+    optimizer = distributed(named[1:], compression)
+    own = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    before = embedding.weight.detach().clone()
+    layer(embedding(torch.arange(9))).sum().backward()
+    own.step()
+    optimizer.step()
+    assert bool((embedding.weight[:9] != before[:9]).any(1).all())
+    assert torch.equal(embedding.weight[9:], before[9:])
+    compression.close()
+
+
+def exchange_embeddings_late() -> None:
+    model, optimizer, compression = training()
+    train(model, optimizer, 1)
+    with pytest.raises(ConfigError, match="must be called before the first backward pass"):
+        compression.exchange_embeddings(model.named_parameters())
+    train(model, optimizer, 1)
+    compression.close()
+
+
+def turn_dense_in_half_precision() -> None:
+    """Ranks are done with their residuals in other steps, and still give Horovod one type."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40)).half()
+    for p in model.parameters():
+        p.data.zero_()
+    global made  # noqa: PLW0603
+    made += 1
+    optimizer, compression = wrapped(model, density=0.05)
+    names = [f"habits.{made}.{name}" for name, _ in model.named_parameters()]
+    brought = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    sent = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    for step in range(12):
+        if step == 4:
+            compression.reassign(AllDense())
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+        most = 64 if step < 4 or hvd.rank() == 0 else 8
+        for p, total in zip(model.parameters(), brought, strict=True):
+            gradient = torch.randint(-most, most + 1, p.shape, generator=generator).half()
+            p.mul(gradient).sum().backward()
+            total += gradient
+        optimizer.step()
+        for p, total in zip(model.parameters(), sent, strict=True):
+            total += p.grad.double() * hvd.size()
+    held = compression.state_dict()["residual"]
+    for name, p_brought, p_sent in zip(names, brought, sent, strict=True):
+        left = held[name].double() if name in held else torch.zeros_like(p_brought)
+        total = hvd.allreduce(p_brought - left, op=hvd.Sum, name=f"{name}.total")
+        torch.testing.assert_close(p_sent, total, rtol=0, atol=0.5)  # as Horovod adds float16
+    longest = max(float(held[name].abs().max()) for name in names if name in held)
+    assert longest > 1.0 if hvd.rank() else longest < 0.1  # what float16 rounds off, waits on
+    compression.close()
+
+
+def train_by_a_pickled_copy() -> None:
+    """As `gradient_compression=` of Horovod's Spark estimators: it binds itself on arrival."""
+    original = Compression.topk(density=1.0, dense_below=0)
+    copy, uncalled = cloudpickle.loads(cloudpickle.dumps((original, Compression.topk)))
+    for compression in (copy, uncalled):
+        model, plain = (training()[0] for _ in range(2))
+        gc.collect()  # their optimizers, which nobody needs here
+        named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.02),
+            named_parameters=named,
+            compression=compression,
+        )
+        train(model, optimizer, 2)
+        assert not torch.equal(weights(model), weights(plain))
+        assert_alike(model)
+    assert copy.stats().steps == 2
+    assert original.stats().steps == 0
+    copy.close()
+
+
+HABITS = (
+    validate_on_rank_0,
+    add_a_group,
+    thaw_a_layer,
+    wrap_again,
+    step_with_a_closure,
+    step_by_lbfgs,
+    change_the_type,
+    look_at_stats_within_a_step,
+    save_within_a_step,
+    forget_within_a_step,
+    reassign_within_a_step,
+    reassign_without_a_connection,
+    end_a_momentum,
+    synchronize_twice,
+    share_a_backward_pass,
+    make_embeddings_dense,
+    give_embeddings_an_optimizer,
+    exchange_embeddings_late,
+    turn_dense_in_half_precision,
+    train_by_a_pickled_copy,
+)
 
 
 @with_ranks(World(2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ranks import Ranks, World, with_ranks
-from tests.workers.transport_worker import links_of_transports
+from tests.transports.test_processes import links_of_transports
 
 
 @with_ranks(World(2))

@@ -2,7 +2,7 @@
 
 | block | what is done with it |
 |---|---|
-| python | runs, page by page, on two ranks in one launch (tests/workers/docs_pages.py) |
+| python | runs, page by page, on two ranks in one launch (tests/docs/pages_on_ranks.py) |
 | yaml | `hvd-sparse validate` |
 | sh: hvd-sparse check, plan, report, trace, validate | runs, beside the files of its page |
 | sh: hvd-sparse simulate, profile | its arguments are parsed: they take minutes, or need ranks |
@@ -57,7 +57,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         if block.language in ("python", "yaml"):
             pages.setdefault(block.page, []).append({**asdict(block), "place": str(block)})
     (folder / "pages.json").write_text(json.dumps(pages))
-    done = horovodrun(2, "docs_pages.py", folder / "pages.json", timeout=RUN_LIMIT_S)
+    done = horovodrun(2, "docs/pages_on_ranks.py", folder / "pages.json", timeout=RUN_LIMIT_S)
     return folder, done.stdout
 
 

@@ -25,7 +25,7 @@ from hvd_sparse.engine.checkpoint import Gather, Loaded, load_checkpoint, save_c
 from hvd_sparse.errors import CheckpointError, ConfigError, PeerLostError
 from hvd_sparse.transports import Transport, run_ranks
 from tests.engine.test_state import SHAPES, engine_of, train_step
-from tests.launch import WORKERS, launch_environment
+from tests.launch import TESTS, launch_environment
 
 Action = Callable[[Engine, Transport], Any]
 
@@ -205,7 +205,7 @@ def test_a_rank_that_loses_the_others_keeps_its_file(folder: Path) -> None:
 def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """At each of its operations on files; what it leaves, the next checkpoint removes."""
     done = subprocess.run(
-        [sys.executable, str(WORKERS / "checkpoint_kills.py"), str(tmp_path / "saved")],
+        [sys.executable, str(TESTS / "engine/checkpoint_kills.py"), str(tmp_path / "saved")],
         env=launch_environment(),
         capture_output=True,
         text=True,

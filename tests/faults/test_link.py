@@ -7,11 +7,63 @@ import time
 from pathlib import Path
 from threading import Thread
 
+import horovod.torch as hvd
 import pytest
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from torch import nn
 
+from hvd_sparse import Compression
 from tests.launch import horovodrun
-from tests.workers.fault_link import CUT_FOR_S, TIMEOUT_S, train
+from tools.ledger import Ledger
 from tools.netlab import Network
+
+TIMEOUT_S = 10.0
+CUT_STEP = 5
+CUT_FOR_S = 4.0
+"""Less than the timeout: nobody is given up."""
+STEPS = 40
+STEP_S = 0.05
+"""The link is down before the steps are done."""
+
+
+def train(cut: str) -> None:
+    """Train while the test cuts the link, and balance the books."""
+    model = nn.Module()
+    model.large = nn.Parameter(torch.zeros(3000))
+    model.bias = nn.Parameter(torch.zeros(30))
+    compression = Compression.oktopk(model.named_parameters(), density=0.02, timeout_s=TIMEOUT_S)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        op=hvd.Sum,
+    )
+    ledger = Ledger(model.named_parameters())
+    generator = torch.Generator().manual_seed(hvd.rank())
+    longest_s = 0.0
+    for step in range(STEPS):
+        if step == CUT_STEP and hvd.rank() == 0:
+            Path(cut).touch()
+        began_at = time.monotonic()
+        time.sleep(STEP_S)
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for name, p in model.named_parameters():
+            gradient = torch.randint(-9, 10, p.shape, generator=generator).float()
+            ledger.feed({name: gradient})
+            loss = loss + (p * gradient).sum()
+        try:
+            loss.backward()
+            optimizer.step()
+        except HorovodInternalError as error:
+            print(f"FAILED after {time.monotonic() - began_at:.1f} s: {error}", flush=True)
+            raise
+        longest_s = max(longest_s, time.monotonic() - began_at)
+    assert ledger.lost(compression.state_dict()["residual"]) == 0.0
+    print(f"BALANCED, the longest step took {longest_s:.1f} s", flush=True)
+    compression.close()
+
 
 pytestmark = [
     pytest.mark.netlab,

@@ -6,22 +6,158 @@ Where a rank ends between `backward()` and `step()`, see tests/adapter/test_exit
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
+import horovod.torch as hvd
 import pytest
+import torch
+from torch import nn
 
+from hvd_sparse import Compression
+from tests.adapter.test_exit import FAILING, TIMEOUT_S, WORLD_SIZE, main
 from tests.endings import Ending, endings_in
-from tests.launch import WORKERS, horovodrun, launch_environment
+from tests.launch import TESTS, horovodrun, launch_environment
 from tests.rest import ALL, rest
-from tests.workers.adapter_exits import FAILING, TIMEOUT_S, WORLD_SIZE
-from tests.workers.fault_matrix import FAULTS, PHASES, TWO_LEVELS
+
+STEPS = 5
+FAILED_STEP = 3
+LATE_S = 1.0
+HOROVODS_TIMEOUT_S = "10"
+"""How long a message of Horovod's own may take; in a commit and a checkpoint, ranks wait for it."""
+TWO_LEVELS = "HVD_SPARSE_TEST_TWO_LEVELS"
+"""A variable: if it is there, ranks exchange in two levels."""
+SECOND_S = 0.3
+"""Between the two deaths of a double fault."""
+AFTER_S = 0.4
+"""From when a rank begins to wait until it fails."""
+
+WAITING_PHASES = ("connect", "exchange", "commit", "checkpoint")
+"""Phases in which the failing rank waits for rank 2."""
+
+PHASES = ("forward", "backward", "between", *WAITING_PHASES)
+
+FAULTS: Mapping[str, int] = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "raise": signal.SIGUSR1,
+    "interrupt": signal.SIGINT,
+    "terminate": signal.SIGTERM,
+    "double": signal.SIGKILL,
+}
+"""What the failing rank gets, by name."""
+
+
+def fail(signal_number: int, frame: object) -> NoReturn:
+    raise ValueError("a failure of the script's own")
+
+
+class Fault:
+    """One fault in one phase; `at` is called in every phase of every step."""
+
+    def __init__(self, case: str, failed_at: Path) -> None:
+        self._phase, _, fault = case.partition("-")
+        self._double = fault == "double"
+        self._signal = FAULTS.get(fault)
+        self._failed_at = failed_at
+        self._step = 0 if self._phase == "connect" else FAILED_STEP
+        signal.signal(signal.SIGUSR1, fail)
+
+    def at(self, phase: str, step: int) -> None:
+        """Fail, be late or do nothing, as this rank is to do in this phase."""
+        if phase == "between" and self._phase == "nothing" and step == STEPS - 1:
+            self._failed_at.write_text(str(time.time()))  # the end of the last step
+        if self._signal is None or phase != self._phase or step != self._step:
+            return
+        waits = phase in WAITING_PHASES
+        if hvd.rank() == FAILING:
+            if waits:
+                self._later(AFTER_S, self._fail)
+            else:
+                time.sleep(LATE_S)  # its peers wait for it by then
+                self._fail()
+        elif hvd.rank() == 0 and self._double:
+            self._later(0.0, self._die_second)
+        elif hvd.rank() == 2 and waits:
+            time.sleep(LATE_S)
+
+    def _later(self, seconds: float, action: Callable[[], object]) -> None:
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        timer.start()
+
+    def _die_second(self) -> None:
+        while not self._failed_at.exists():
+            time.sleep(0.01)
+        time.sleep(SECOND_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _fail(self) -> None:
+        assert self._signal is not None
+        self._failed_at.write_text(str(time.time()))
+        os.kill(os.getpid(), self._signal)
+
+
+class Model(nn.Module):
+    """Two buckets, and biases that go through Horovod."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 256)
+        self.second = nn.Linear(256, 256)
+
+
+def train(case: str, failed_at: Path) -> None:
+    """Train on; the fault comes in the fourth step, or the first where ranks connect in it."""
+    fault = Fault(case, failed_at)
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = HOROVODS_TIMEOUT_S
+    hvd.init()
+    torch.manual_seed(0)
+    model = Model()
+    torch.manual_seed(hvd.rank())
+    compression = Compression.topk(
+        model.named_parameters(),
+        bucket_numel=1 << 16,
+        timeout_s=TIMEOUT_S,
+        hierarchical=TWO_LEVELS in os.environ,
+    )
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+    )
+    state = hvd.elastic.TorchState(model, optimizer, compression=compression, step=0)
+    folder = hvd.broadcast_object(tempfile.mkdtemp(), name="folder")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        fault.at("connect", step)
+        fault.at("exchange", step)
+        hidden = model.first(torch.randn(4, 256))
+        fault.at("forward", step)
+        # Runs once the second layer's gradient is there, before the first layer's.
+        hidden.register_hook(lambda gradient, step=step: fault.at("backward", step))
+        model.second(hidden).square().mean().backward()
+        optimizer.step()
+        fault.at("between", step)
+        # Horovod waits in these by its own timers: a stopped rank is to be met in an exchange.
+        if case.startswith(("commit", "nothing")):
+            fault.at("commit", step)
+            state.commit()
+        if case.startswith(("checkpoint", "nothing")):
+            fault.at("checkpoint", step)
+            compression.save_checkpoint(folder)
+
 
 pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -68,7 +204,7 @@ NAMED_BY_ONE = ("commit", "checkpoint")
 def ended(cases: list[str]) -> dict[str, list[Ending]]:
     """How all ranks ended in each case; one process, which imports what they need once."""
     done = subprocess.run(
-        [sys.executable, str(WORKERS / "fault_matrix.py"), *cases],
+        [sys.executable, str(TESTS / "faults/test_matrix.py"), *cases],
         env=launch_environment(),
         capture_output=True,
         text=True,
@@ -131,7 +267,7 @@ def test_a_death_ends_a_job_under_mpi(tmp_path: Path, phase: str) -> None:
     folder = tmp_path / "world"
     case = f"{phase}-kill"
     done = horovodrun(
-        3, "fault_matrix.py", case, folder, controller="mpi", timeout=190, check=False
+        3, "faults/test_matrix.py", case, folder, controller="mpi", timeout=190, check=False
     )
     seconds = time.time() - float((folder / "failed_at").read_text())
     assert done.returncode != 0
@@ -151,7 +287,7 @@ def assert_in_time(endings: list[Ending], clean: list[Ending]) -> None:
 def test_a_stopped_worker_of_two_levels_is_named(tmp_path: Path, phase: str) -> None:
     """Its neighbour waits for it in the memory that they share, the others for messages."""
     done = horovodrun(
-        *(4, "fault_matrix.py", f"{phase}-stop", tmp_path / "world"),
+        *(4, "faults/test_matrix.py", f"{phase}-stop", tmp_path / "world"),
         hosts="localhost:2,127.0.0.1:2",
         env={TWO_LEVELS: "1"},
         timeout=190,
@@ -161,3 +297,7 @@ def test_a_stopped_worker_of_two_levels_is_named(tmp_path: Path, phase: str) -> 
     survivors = [ending for ending in endings if ending.code != CODES["stop"]]
     assert len(survivors) == 3, endings
     assert all(re.search(NAMED, survivor.stderr) for survivor in survivors), survivors
+
+
+if __name__ == "__main__":
+    main(train)

@@ -22,7 +22,7 @@ from hvd_sparse.transports.connect import (
 )
 from hvd_sparse.transports.meeting import HostReport
 from tests.transports.failures import aborts_from_another_thread
-from tests.workers.transport_scenarios import SCENARIOS, Scenario
+from tests.transports.scenarios import SCENARIOS, Scenario
 
 pytestmark = pytest.mark.timeout(60)
 

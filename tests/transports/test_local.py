@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_sparse.errors import PeerLostError, PlanError, TransportError, TransportTimeout
 from hvd_sparse.transports import LocalTransport, LocalWorld, run_ranks
-from tests.workers.transport_scenarios import SCENARIOS, Scenario
+from tests.transports.scenarios import SCENARIOS, Scenario
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -29,8 +29,8 @@ from tests.transports.failures import (
     times_out_and_tells_the_others,
 )
 from tests.transports.rendezvous import RendezvousGroup, RendezvousWorld
+from tests.transports.scenarios import SCENARIOS, ring
 from tests.transports.test_connect import ThreadBootstrap
-from tests.workers.transport_scenarios import SCENARIOS, ring
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import DYNAMIC_SETS, Ranks, World, with_ranks
-from tests.workers.transport_worker import conformance, process_sets
+from tests.transports.test_processes import conformance, process_sets
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.launch import Controller, horovodrun
-from tests.workers.transport_worker import chosen
+from tests.transports.test_processes import chosen
 from tools.netlab import Network
 
 COUNT = 4

@@ -2,24 +2,223 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import horovod.torch as hvd
 import pytest
+import torch
 
+from hvd_sparse.collectives import automatic as link
+from hvd_sparse.collectives.automatic import link_of
+from hvd_sparse.cost_model import Link
+from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.transports import Transport
+from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
+from tests.asleep import allreduce, meet
 from tests.launch import Controller, horovodrun
 from tests.ranks import DYNAMIC_SETS, Ranks, World, with_ranks
 from tests.rest import rest
-from tests.workers.transport_worker import (
-    chosen,
-    conformance,
-    peer_dies,
-    peer_leaves,
-    process_sets,
-    refused,
-)
+from tests.transports.scenarios import QUICK_SCENARIOS, SCENARIOS, Scenario
+
+SHORT_S = 1.0
+"""The timeout that is meant to pass."""
+
+LONG_S = 600.0
+"""The timeout where none may pass: longer than the launch is given."""
+
+PROMPT_S = 10.0
+"""Within this a rank has to notice what it can notice, on a busy machine too."""
+
+
+def run_scenarios(transport: Transport, scenarios: Sequence[Scenario]) -> None:
+    for scenario in scenarios:
+        start = time.monotonic()
+        try:
+            scenario(transport)
+        except BaseException as error:
+            raise AssertionError(f"{scenario.__name__} on rank {transport.rank}") from error
+        if transport.rank == 0:
+            print(f"{scenario.__name__} {time.monotonic() - start:.3f} s", flush=True)
+
+
+def own_device(name: str) -> None:
+    """Gives this rank a CUDA device, where the transport needs one."""
+    if name == "nccl":
+        torch.cuda.set_device(hvd.local_rank())
+
+
+def conformance(name: str) -> None:
+    """All scenarios; some from a background thread beside dense reductions; a silent rank."""
+    own_device(name)
+    world = HorovodBootstrap()
+    transport = create_transport(name, world, 60.0)
+    assert transport.name == ("local" if name == "auto" and world.size == 1 else transport.name)
+    assert name in ("auto", transport.name)
+    run_scenarios(transport, SCENARIOS)
+    run_beside_dense_reductions(transport)
+    transport.close()
+    meet("closed")
+    if world.size > 1:
+        silent_rank(name, world)
+
+
+def run_beside_dense_reductions(transport: Transport) -> None:
+    failures: list[BaseException] = []
+
+    def background() -> None:
+        try:
+            for _ in range(3):
+                run_scenarios(transport, QUICK_SCENARIOS)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    for step in range(30):
+        gradient = torch.full((10_000,), float(hvd.rank() + step))
+        mean = allreduce(gradient, f"dense.{step % 5}")
+        assert torch.allclose(mean, torch.full((10_000,), (hvd.size() - 1) / 2 + step))
+    thread.join(60.0)
+    assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def silent_rank(name: str, world: HorovodBootstrap) -> None:
+    """The last rank does not answer, for whom the others wait; rank 0 gives up."""
+    last = world.size - 1
+    busy_timeout_s = SHORT_S if world.rank == 0 else None  # it is alive, and busy elsewhere
+    transport = create_transport(name, world, 60.0, busy_timeout_s=busy_timeout_s)
+    meet("silent")
+    start = time.monotonic()
+    error: TransportError | None = None
+    if world.rank != last:
+        try:
+            transport.exchange(None, None, last, channel="silence").wait()
+        except TransportError as caught:
+            error = caught
+        elapsed_s = time.monotonic() - start
+        assert elapsed_s < SHORT_S + PROMPT_S, f"{error!r} after {elapsed_s:.2f} s"
+        # The others need not wait as long: rank 0 tells them.
+        kind = TransportTimeout if world.rank == 0 else PeerLostError
+        assert isinstance(error, kind), f"{error!r} after {elapsed_s:.2f} s"
+        report(f"{kind.__name__} after {elapsed_s:.2f} s")
+        with pytest.raises(kind, match="of no more use"):
+            transport.exchange(None, None, 0 if world.rank else last, channel="after")
+    meet("heard")
+    transport.close()
+
+
+def peer_dies(name: str) -> None:
+    """The last rank ends without a word; each other one waits for its right neighbour."""
+    world = HorovodBootstrap()
+    transport = create_transport(name, world, LONG_S)
+    run_scenarios(transport, QUICK_SCENARIOS[:1])
+    status = int(os.environ["TEST_DEATH_STATUS"])
+    meet("death")
+    if world.rank == world.size - 1:
+        report(f"dies at {time.monotonic():.2f}")
+        os._exit(status)
+    start = time.monotonic()
+    try:
+        transport.exchange(None, None, world.rank + 1, channel="death").wait()
+    except PeerLostError as error:
+        report(f"PeerLostError after {time.monotonic() - start:.2f} s: {error}")
+    hvd_free_exit()
+
+
+def peer_leaves(name: str) -> None:
+    """The last rank shuts down in order, while the others wait for a message from it."""
+    world = HorovodBootstrap()
+    transport = create_transport(name, world, LONG_S)
+    run_scenarios(transport, QUICK_SCENARIOS[:1])
+    meet("leaving")
+    if world.rank == world.size - 1:
+        report("leaves")
+        return
+    start = time.monotonic()
+    with pytest.raises(PeerLostError):
+        transport.exchange(None, None, world.size - 1, channel="left").wait()
+    assert time.monotonic() - start < PROMPT_S
+    transport.close()
+    report("noticed it")
+
+
+def hvd_free_exit() -> None:
+    """Ends without `hvd.shutdown`, which needs all ranks."""
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def process_sets(name: str) -> None:
+    """Even and odd ranks at the same time, each in a world of their own."""
+    own_device(name)
+    sets = [hvd.add_process_set(list(range(start, hvd.size(), 2))) for start in range(2)]
+    world = HorovodBootstrap(sets[hvd.rank() % 2])
+    assert world.ranks == list(range(hvd.rank() % 2, hvd.size(), 2))
+    assert world.rank == hvd.rank() // 2
+    transport = create_transport(name, world, 60.0)
+    assert transport.world_size == world.size
+    assert transport.rank == world.rank
+    meet("sets")
+    gathered = transport.allgather((torch.tensor([hvd.rank()]),), channel="ranks")
+    assert [part.view(torch.int64).item() for part in gathered] == world.ranks
+    run_scenarios(transport, QUICK_SCENARIOS)
+    with pytest.raises(ConfigError, match="not in the process set"):
+        HorovodBootstrap(sets[1 - hvd.rank() % 2])
+    transport.close()
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+def links_of_transports(others: int) -> list[tuple[Link, int]]:
+    """What each of several transports, one after the other, costs by its own account; messages.
+
+    Before the last one rank 0 remembers something else than its peers.
+    """
+    found: list[tuple[Link, int]] = []
+    link._links.clear()  # what other tests in these processes have measured
+    for place in range(1 + others):
+        if place == others and hvd.rank() == 0:
+            [world] = link._links
+            link._links[world] = replace(link._links[world], alpha_s=1.0)
+        transport = create_transport("gloo", HorovodBootstrap(), 60.0)
+        found.append((link_of(transport), transport.traffic.messages_sent))
+        transport.close()
+    return found
+
+
+def refused(name: str) -> None:
+    """The choice is impossible, and every rank is told why."""
+    try:
+        create_transport(name, HorovodBootstrap(), 30.0)
+    except ConfigError as error:
+        report(f"ConfigError: {error}")
+    else:
+        raise AssertionError(f"{name} was taken")
+
+
+def chosen(name: str) -> None:
+    """Says which transport a choice leads to, over which address, and tries it."""
+    transport = create_transport(name, HorovodBootstrap(), 30.0)
+    report(f"chose {transport.name} at {getattr(transport, 'host', 'no address')}")
+    run_scenarios(transport, QUICK_SCENARIOS)
+    transport.close()
+    report("all scenarios passed")
+
+
+def report(text: str) -> None:
+    # One write: mpirun may break a line between two.
+    sys.stdout.write(f"rank {hvd.rank()}: {text}\n")
+    sys.stdout.flush()
+
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -1,6 +1,6 @@
 """A process that saves a checkpoint is killed at each of its operations on files, one by one.
 
-    python checkpoint_kills.py FOLDER
+    python tests/engine/checkpoint_kills.py FOLDER
 
 Each time a child of this process saves; ranks are its threads. Prints how many were killed.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.workers MODULE:FUNCTION ARGS…`: calls a function as one rank of a job."""
+"""`python -m tests.call MODULE:FUNCTION ARGS…`: calls a function as one rank of a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 
 import horovod.torch as hvd
 
-from tests.workers.lean import start_lean
+from tests.lean import start_lean
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""A planner over real Horovod: through its trial, a restart and a change of its mind."""
+"""A planner that restarts or changes its mind in the middle of a training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 import hvd_sparse
 from hvd_sparse.engine.residuals import RELEASED_SHARE
+from hvd_sparse.lab.report.log import read_runs
+from hvd_sparse.lab.report.page import report_page
 from hvd_sparse.planner import planner as planner_module
-from tests.workers.adapter_equalities import policy_with_a_profile
+from tests.adapter.test_equalities import policy_with_a_profile
+from tests.ranks import Ranks, World, with_ranks
 
 NUMEL = 20_000
 SPARSE_STEPS = 150
@@ -101,12 +105,17 @@ def train_through_changes(record: str) -> None:
         clock.sparse_s = 0.5
         training.train()  # the review
         assert clock.planner.is_trying
+        tried = waited = 0
         while clock.planner.is_trying:
             norm = training.train()  # reviews are at the begin of a step
             if clock.planner.current.placements:
+                tried += 1
                 assert norm < 1.2 * max(*sparse, *again)
             elif clock.planner.is_trying:
+                waited += 1
                 assert abs(norm - 1.0) < 1e-3  # what waits goes on waiting
+        assert tried
+        assert waited
         assert not clock.planner.current.placements
         after = [training.train() for _ in range(RELEASING_STEPS)]
         assert max(after) < 1.0 + 1.2 * RELEASED_SHARE
@@ -119,3 +128,17 @@ def train_through_changes(record: str) -> None:
         assert clock.planner.current.placements == plan
         assert not clock.planner.is_trying
     compression.close()
+
+
+@with_ranks(World(2))
+def test_no_norm_spikes_when_a_planner_restarts_or_changes_its_mind(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(train_through_changes, str(tmp_path / "run.jsonl"))
+    runs = read_runs(tmp_path / "run.jsonl")
+    told = [[(t["chosen"] > 0, t["recalled"]) for t in run.trials] for run in runs]
+    assert told == [[(True, False)], [(True, True), (False, False), (True, True)]]
+    page = report_page(runs, runs[1])
+    assert "The planner chose plan" in page
+    assert "as an earlier run had found" in page
+    assert "The planner stayed dense, at step" in page

@@ -19,8 +19,8 @@ from multiprocessing.connection import Client
 
 import horovod.torch as hvd
 
+from tests.lean import start_lean
 from tests.ranks import Done, Scenario
-from tests.workers.lean import start_lean
 
 ALL_BUT_RANK_0: list[hvd.ProcessSet] = []
 """Made with the world. With dynamic sets Horovod's threads starve each other on a lock."""
@@ -66,6 +66,6 @@ def serve(address: str) -> None:
 
 if __name__ == "__main__":
     # Not this module's own function: scenarios import the module under its name.
-    from tests.workers import serve as module
+    from tests import serve as module
 
     module.serve(sys.argv[1])

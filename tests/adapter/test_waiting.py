@@ -1,4 +1,4 @@
-"""On 2 ranks, a rank that waits for a late one leaves its processor alone."""
+"""A rank that waits for a late one leaves its processor alone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import time
 from typing import Any
 
 import horovod.torch as hvd
+import pytest
 import torch
 from torch import nn
 
 from hvd_sparse import Compression
+from tests.ranks import Ranks, World, with_ranks
 
 LATE_S = 1.0
 
@@ -59,3 +61,12 @@ def cpu_share(way: str, layers: int) -> float:
 def cpu_shares() -> list[float]:
     """The shares of every way to wait."""
     return [cpu_share(way, n) for way in ("dense", "step", "synchronize") for n in (2, 1)]
+
+
+@pytest.mark.slow
+@with_ranks(World(2))
+def test_a_rank_that_waits_leaves_its_processor_alone(ranks: Ranks) -> None:
+    """Horovod's own wait takes all of one: a share of 1."""
+    shares = ranks.run(cpu_shares)[1].result
+    assert len(shares) == 6
+    assert max(shares) < 0.3, shares

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hvd_sparse
+from tests.ranks import Ranks, World, with_ranks
 
 STEPS = 3
 
@@ -92,3 +93,16 @@ def freeze_a_layer(kind: str) -> None:
     with pytest.raises(hvd_sparse.ConfigError, match="must be those of parameters, got none"):
         compression.forget(["none"])
     compression.close()
+
+
+@with_ranks(World(2), World(3))
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_clipping_is_over_all_tensors_of_a_rank(ranks: Ranks, op: str) -> None:
+    for limit in (0.5, 1e6):
+        ranks.run(clip_all_tensors, limit, op)
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_a_frozen_layer_stays_where_it_is(ranks: Ranks, kind: str) -> None:
+    ranks.run(freeze_a_layer, kind)

@@ -1,9 +1,4 @@
-"""With a lossless exchange, training ends where Horovod's own would.
-
-Each scenario trains the same model twice, with Horovod's `Compression.none` and with density 1, and
-compares the weights: bit for bit on two ranks, where there is one order of addition, and closely on
-more.
-"""
+"""Lossless exchanges train to the weights that Horovod's own do, by every way to reduce."""
 
 from __future__ import annotations
 
@@ -15,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
+import pytest
 import torch
 from torch import Tensor, nn
 
 import hvd_sparse
-from tests.workers.asleep import synchronize_asleep
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner import Planner
 from hvd_sparse.planner.costs import Line, MethodCosts, Profile, place_of
 from hvd_sparse.planner.trial import TURN_STEPS, Turn
 from hvd_sparse.policy import load_policy
-from tests.workers.asleep import allreduce, meet
-from tests.workers.serve import ALL_BUT_RANK_0
+from tests.asleep import allreduce, meet
+from tests.launch import horovodrun
+from tests.ranks import Ranks, World, with_ranks
+from tests.serve import ALL_BUT_RANK_0
+from tests.workers.asleep import synchronize_asleep
 
 STEPS = 4
 ROUNDED = (
@@ -673,3 +671,33 @@ def check(name: str, method: str) -> None:
     compare(name, dense, train_by(sparse))
     meet(name)
     sparse.close()
+
+
+LOSSLESS_IN = {World(2): "topk", World(3): "oktopk", World(3, "mpi"): "topk"}
+
+
+@with_ranks(*LOSSLESS_IN)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_lossless_exchange_trains_to_the_same_weights(ranks: Ranks, scenario: str) -> None:
+    ranks.run(check, scenario, LOSSLESS_IN[ranks.world])
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("scenario", PLANNED)
+def test_a_planner_hands_momentum_over(ranks: Ranks, scenario: str) -> None:
+    ranks.run(check, scenario, "topk")
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("scenario", ["average", "process_sets", "num_groups"])
+@pytest.mark.parametrize("transport", [pytest.param("horovod", marks=pytest.mark.slow), "gloo"])
+def test_every_transport_can_be_asked_for(ranks: Ranks, scenario: str, transport: str) -> None:
+    ranks.run(check, scenario, "topk", env={"HVD_SPARSE_TRANSPORT": transport})
+
+
+@pytest.mark.launches
+def test_an_impossible_transport_says_why() -> None:
+    env = {"HVD_SPARSE_TRANSPORT": "mpi"}
+    done = horovodrun(2, check, "average", "topk", env=env, timeout=90, check=False)
+    assert done.returncode != 0
+    assert "HVD_SPARSE_TRANSPORT" in done.stdout + done.stderr
