@@ -20,11 +20,10 @@ from hvd_sparse.planner import Planner
 from hvd_sparse.planner.costs import Line, MethodCosts, Profile, place_of
 from hvd_sparse.planner.trial import TURN_STEPS, Turn
 from hvd_sparse.policy import load_policy
-from tests.asleep import allreduce, meet
+from tests.asleep import allreduce, meet, synchronize_asleep
 from tests.launch import horovodrun
 from tests.ranks import Ranks, World, with_ranks
 from tests.serve import ALL_BUT_RANK_0
-from tests.workers.asleep import synchronize_asleep
 
 STEPS = 4
 ROUNDED = (
