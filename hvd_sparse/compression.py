@@ -284,7 +284,7 @@ class Compression:
         checked = load_policy(policy)
         rules = assign(checked, named, model)
         method: Assignment = rules
-        if rules.planned:
+        if rules.needs_planner:
             path = checked.plan_cache or default_path()
             cache = None if path == NO_CACHE else PlanCache(path)
             method = Planner(rules, checked.profile, cache)

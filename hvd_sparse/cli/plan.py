@@ -32,7 +32,7 @@ from hvd_sparse.lab.offline_plan import (
 )
 from hvd_sparse.lab.pin import pinned
 from hvd_sparse.lab.plots import load_pyplot, plot_timelines
-from hvd_sparse.planner.choose import ChosenPlan, PlannedTensor, choose_plan
+from hvd_sparse.planner.choose import ChosenPlan, TimedTensor, choose_plan
 from hvd_sparse.planner.costs import Profile, modelled, place_of, processor
 from hvd_sparse.planner.measure import measure_encoding
 from hvd_sparse.policy.assignment import PolicyAssignment
@@ -130,12 +130,12 @@ def profiles_of(options: argparse.Namespace, rules: PolicyAssignment) -> list[Pr
 
 def as_they_come(
     specs: list[TensorSpec], rules: PolicyAssignment, backward_s: float
-) -> list[PlannedTensor]:
+) -> list[TimedTensor]:
     """Gradients that come during backward, each after a time that goes with its elements."""
     done = list(accumulate(spec.numel for spec in specs))
     first, total = done[0], max(1, done[-1] - done[0])
     return [
-        PlannedTensor(spec, backward_s * (d - first) / total, rules.candidates_of(spec))
+        TimedTensor(spec, backward_s * (d - first) / total, rules.candidates_of(spec))
         for spec, d in zip(specs, done, strict=True)
     ]
 
@@ -152,7 +152,7 @@ def write_outputs(
     options: argparse.Namespace,
     rules: PolicyAssignment,
     profile: Profile,
-    tensors: list[PlannedTensor],
+    tensors: list[TimedTensor],
     plan: ChosenPlan,
     *,
     in_two_levels: bool,

@@ -10,7 +10,7 @@ import torch
 
 from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.lab.offline_plan import add_candidate_arguments, candidates_of, policy_of, short
+from hvd_sparse.lab.offline_plan import add_candidate_arguments, candidates_of, policy_of
 from hvd_sparse.planner.costs import CPU, Profile
 from hvd_sparse.planner.measure import LIMIT_S, measure_profile
 from hvd_sparse.planner.planner import meet
@@ -83,8 +83,8 @@ def shown(profile: Profile) -> str:
     place = profile.place
     rows = [("elements", *(f"{numel:,}" for numel in SHOWN_NUMELS))]
     rows.append(("dense", *(shown_s(profile.dense.at(numel)) for numel in SHOWN_NUMELS)))
-    for name, costs in profile.methods.items():
-        rows.append((short(name), *(shown_s(costs.seconds(numel)) for numel in SHOWN_NUMELS)))
+    for method, costs in profile.methods.items():
+        rows.append((method.short, *(shown_s(costs.seconds(numel)) for numel in SHOWN_NUMELS)))
     title = f"{place.world_size} ranks, {place.host_class}, {place.transport}, torch {place.torch}"
     title += "" if place.device == CPU else f", {place.device}"
     return f"{title}\n{table(rows)}"

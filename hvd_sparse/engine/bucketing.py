@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import Collective
-from hvd_sparse.errors import PlanError
+from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
@@ -116,6 +116,42 @@ class TensorSpec:
         ]
 
 
+Option = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class MethodId:
+    """What a method is, as data: by this ranks, states, costs and plans know it.
+
+    Attributes:
+        name: What the compressor is called.
+        options: Its options by name, in the order in which a reader sees them.
+    """
+
+    name: str
+    options: tuple[tuple[str, Option], ...] = field(default=(), hash=False)
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{name}={value}" for name, value in self.options)])
+
+    @property
+    def short(self) -> str:
+        """The name, the collective and the density, for a table."""
+        shown = [pair for pair in self.options if pair[0] in ("collective", "density")]
+        return str(MethodId(self.name, tuple(shown)))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain containers."""
+        return {"name": self.name, "options": dict(self.options)}
+
+    @staticmethod
+    def from_json(data: Any) -> MethodId:
+        """Read what `to_json` made; anything else raises TypeError, KeyError or ConfigError."""
+        if isinstance(data, str):
+            raise ConfigError("an earlier release wrote it, which named methods in words")
+        return MethodId(str(data["name"]), tuple(data["options"].items()))
+
+
 @dataclass(frozen=True)
 class Method:
     """How buckets are compressed and exchanged.
@@ -125,11 +161,11 @@ class Method:
         bucket_numel: Elements above which a bucket is closed; a larger tensor has its own.
         selector: Makes one bucket's selector.
         collective: Makes one bucket's collective, from the transport, numel and k.
-        description: All of this in words; ranks must have the same.
+        name: What the compressor is called.
         memory: How gradients enter the accumulator.
         warmup: Densities of the first steps.
-        summary: What a user set, for a reader; empty: all of the description.
-        name: What the compressor is called, for a reader; empty where it has no name.
+        summary: What a user set, for a reader.
+        options: Everything above as data; with the name, ranks must have the same.
         part_numel: Elements above which a tensor is cut into parts with buckets of their own, so
             that one is selected from while another is exchanged; None: no tensor is.
     """
@@ -138,12 +174,22 @@ class Method:
     bucket_numel: int
     selector: Callable[[], Selector]
     collective: Callable[[Transport, int, int], Collective]
-    description: str
+    name: str
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     warmup: Warmup = field(default_factory=Warmup)
     summary: str = ""
-    name: str = ""
+    options: tuple[tuple[str, Option], ...] = ()
     part_numel: int | None = None
+
+    @property
+    def id(self) -> MethodId:
+        """Its identity."""
+        return MethodId(self.name, self.options)
+
+    @property
+    def description(self) -> str:
+        """Its identity in words, for people."""
+        return str(self.id)
 
     def k(self, numel: int, step: int | None = None) -> int:
         """Entries wanted from a bucket of `numel` elements: at least one, where there is one.
@@ -216,11 +262,11 @@ def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list
     """
     groups: list[list[TensorSpec]] = []
     methods: list[Method] = []
-    open_groups: dict[tuple[str, str, str], list[TensorSpec]] = {}
+    open_groups: dict[tuple[str, MethodId, str], list[TensorSpec]] = {}
     for spec in arrivals:
         choice = assignment.choice_of(spec)
         assert choice.method is not None
-        key = (spec.dtype, choice.method.description, choice.bucket)
+        key = (spec.dtype, choice.method.id, choice.bucket)
         most = choice.method.part_numel
         if most is not None and not choice.bucket and spec.numel > most:
             open_groups.pop(key, None)
@@ -255,11 +301,7 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
     Raises:
         PlanError: On every rank, where they have not.
     """
-    mine = {"assignment": assignment.description, "plan": []}
-    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel="assignment")
-    theirs = [json.loads(bytes(message.numpy())) for message in messages]
-    for rank, other in enumerate(theirs):
-        _check_same(theirs[0], other, rank)
+    _exchanged({"assignment": _identity(assignment), "plan": []}, transport, "assignment")
 
 
 def agree_on_plan(
@@ -274,25 +316,28 @@ def agree_on_plan(
         PlanError: On every rank, where any rank has other tensors or treats them otherwise.
     """
     plan = form_buckets(arrivals, assignment)
-    mine = {
-        "assignment": assignment.description,
-        "plan": [
-            {"method": bucket.method.description, "specs": [_told(spec) for spec in bucket.specs]}
-            for bucket in plan
-        ],
-    }
-    theirs = [
-        json.loads(bytes(message.numpy()))
-        for message in transport.allgather((text_tensor(json.dumps(mine)),), channel="plan")
+    told = [
+        {"method": _identity(bucket.method), "specs": [_told(spec) for spec in bucket.specs]}
+        for bucket in plan
     ]
-    for rank, other in enumerate(theirs):
-        _check_same(theirs[0], other, rank)
-    methods = {bucket.method.description: bucket.method for bucket in plan}
+    mine = {"assignment": _identity(assignment), "plan": told}
+    first = _exchanged(mine, transport, "plan")
+    methods = {bucket.method.id: bucket.method for bucket in plan}
     specs = {spec.label: spec for bucket in plan for spec in bucket.specs}  # rank 0's, as checked
     return [
-        BucketPlan(tuple(specs[s["name"]] for s in bucket["specs"]), methods[bucket["method"]])
-        for bucket in theirs[0]["plan"]
+        BucketPlan(
+            tuple(specs[s["name"]] for s in bucket["specs"]),
+            methods[MethodId.from_json(bucket["method"])],
+        )
+        for bucket in first["plan"]
     ]
+
+
+def _identity(assignment: Assignment) -> Any:
+    """What ranks compare: a method's name and options; of any other assignment its description."""
+    if isinstance(assignment, Method):
+        return assignment.id.to_json()
+    return assignment.description
 
 
 def _told(spec: TensorSpec) -> dict[str, Any]:
@@ -304,33 +349,52 @@ def text_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
+def _exchanged(mine: dict[str, Any], transport: Transport, channel: str) -> dict[str, Any]:
+    """Exchange what each rank would do; all raise where it differs. Returns what rank 0 would."""
+    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel=channel)
+    first, *others = (json.loads(bytes(message.numpy())) for message in messages)
+    for rank, other in enumerate(others, 1):
+        _check_same(first, other, rank)
+    return dict(first)
+
+
 def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     if other["assignment"] != first["assignment"]:
-        mine, theirs = differing_words(first["assignment"], other["assignment"])
+        mine, theirs = differing(first["assignment"], other["assignment"])
         raise PlanError(f"ranks compress differently: rank 0 {mine}, rank {rank} {theirs}")
     tensors, others = _tensors(first), _tensors(other)
     for name in sorted(tensors.keys() | others.keys()):
-        mine, theirs = tensors.get(name, "none"), others.get(name, "none")
-        if mine != theirs:
-            mine, theirs = differing_words(mine, theirs)
-            raise PlanError(
-                f"ranks have different gradients for {name!r}: rank 0 {mine}, rank {rank} {theirs}"
-            )
+        ours, its = tensors.get(name, ("none", None)), others.get(name, ("none", None))
+        if ours == its:
+            continue
+        alike = ours[0] == its[0]  # type and shape; then the methods differ
+        mine, theirs = differing(ours[1], its[1]) if alike else (_in_words(ours), _in_words(its))
+        raise PlanError(
+            f"ranks have different gradients for {name!r}: rank 0 {mine}, rank {rank} {theirs}"
+        )
 
 
-def differing_words(first: str, second: str) -> tuple[str, str]:
-    """What two descriptions differ in: all of them, where they have not the same keys in order."""
-    words = list(zip(first.split(), second.split(), strict=False))
-    keys = [(mine.partition("=")[0], other.partition("=")[0]) for mine, other in words]
-    if len(first.split()) != len(second.split()) or any(a != b for a, b in keys):
-        return first, second
-    apart = [pair for pair in words if pair[0] != pair[1]]
-    return " ".join(mine for mine, _ in apart), " ".join(other for _, other in apart)
+def differing(first: Any, second: Any) -> tuple[str, str]:
+    """What two identities differ in: the options, where both are of one method; else all."""
+    if isinstance(first, dict) and isinstance(second, dict) and first["name"] == second["name"]:
+        one, two = first["options"], second["options"]
+        if one.keys() == two.keys():
+            apart = [name for name in one if one[name] != two[name]]
+            told = (" ".join(f"{name}={each[name]}" for name in apart) for each in (one, two))
+            return next(told), next(told)
+    return _in_words(first), _in_words(second)
 
 
-def _tensors(message: dict[str, Any]) -> dict[str, str]:
+def _in_words(data: Any) -> str:
+    """An identity, or a tensor's type and shape with the identity of its method."""
+    if isinstance(data, tuple):
+        return data[0] if data[1] is None else f"{data[0]} by {_in_words(data[1])}"
+    return data if isinstance(data, str) else str(MethodId.from_json(data))
+
+
+def _tensors(message: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     return {
-        spec["name"]: f"{spec['dtype']}{tuple(spec['shape'])} by {bucket['method']}"
+        spec["name"]: (f"{spec['dtype']}{tuple(spec['shape'])}", bucket["method"])
         for bucket in message["plan"]
         for spec in bucket["specs"]
     }

@@ -19,12 +19,13 @@ from hvd_sparse.collectives.two_levels import (
 )
 from hvd_sparse.cost_model import Link
 from hvd_sparse.engine import Method
+from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner.choose import (
     MARGIN,
     ChosenPlan,
-    PlannedTensor,
+    TimedTensor,
     Verdict,
     jobs_of,
     schedule,
@@ -62,17 +63,10 @@ def policy_of(options: argparse.Namespace) -> Policy:
     return load_policy(source)
 
 
-def candidates_of(rules: PolicyAssignment | tuple[Rule, ...]) -> dict[str, Method]:
-    """All methods that a planner may choose, by description."""
+def candidates_of(rules: PolicyAssignment | tuple[Rule, ...]) -> dict[MethodId, Method]:
+    """All methods that a planner may choose from."""
     every = rules.rules if isinstance(rules, PolicyAssignment) else rules
-    return {m.description: m for rule in every if rule.planned for m in rule.methods}
-
-
-def short(description: str) -> str:
-    """A method's name, collective and density, for a table; JSON has all of it."""
-    name, *settings = description.split()
-    shown = [text for text in settings if text.startswith(("collective=", "density="))]
-    return " ".join([name, *shown])
+    return {m.id: m for rule in every if rule.is_auto for m in rule.methods}
 
 
 # MERGED cli.explained
@@ -83,11 +77,11 @@ HEADINGS = ("tensor", "elements", "ready", "dense", "sparse", "encode", "decode"
 
 
 def row_of(
-    tensor: PlannedTensor,
+    tensor: TimedTensor,
     rules: PolicyAssignment,
     profile: Profile,
     plan: ChosenPlan,
-    tensors: Sequence[PlannedTensor],
+    tensors: Sequence[TimedTensor],
 ) -> dict[str, Any]:
     """One tensor: the four terms, what was chosen, and why.
 
@@ -101,7 +95,7 @@ def row_of(
     if not tensor.candidates:
         method = rules.choice_of(spec).method
         row["choice"] = "dense" if method is None else method.description
-        row["shown"] = "dense" if method is None else short(method.description)
+        row["shown"] = "dense" if method is None else method.id.short
         row["reason"] = "the policy says so"
         return row
     if placement is not None:
@@ -110,9 +104,9 @@ def row_of(
         found = verdict(profile, profile.costs_of(placement.method), spec.numel, whole)
         bucket = placement.bucket.removeprefix("planned ")
         row["choice"] = f"{placement.method}, bucket {bucket}"
-        row["shown"] = f"{short(placement.method)}, {bucket}"
+        row["shown"] = f"{placement.method.short}, {bucket}"
     else:
-        every = [profile.costs_of(method.description) for method in tensor.candidates]
+        every = [profile.costs_of(method.id) for method in tensor.candidates]
         found = min(
             (verdict(profile, costs, spec.numel) for costs in every), key=lambda v: v.sparse_s
         )
@@ -125,10 +119,10 @@ def row_of(
 
 
 def is_hidden(
-    tensor: PlannedTensor,
+    tensor: TimedTensor,
     profile: Profile,
     plan: ChosenPlan,
-    tensors: Sequence[PlannedTensor],
+    tensors: Sequence[TimedTensor],
 ) -> bool:
     """Whether a dense tensor is reduced before the last gradient comes."""
     end_s = max(each.ready_s for each in tensors)
@@ -168,7 +162,7 @@ def figures_of(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def modelled_on_hosts(
-    place: Place, levels: Levels, methods: Mapping[str, MethodCosts], *, hierarchical: bool
+    place: Place, levels: Levels, methods: Mapping[MethodId, MethodCosts], *, hierarchical: bool
 ) -> Profile:
     """A profile of hosts that are not there.
 
@@ -234,7 +228,7 @@ def levels_of(options: argparse.Namespace) -> Levels:
     return Levels(hosts, local_size, shared(card, local_size), inside)
 
 
-def profiles_of_hosts(levels: Levels, costs: Mapping[str, MethodCosts]) -> list[Profile]:
+def profiles_of_hosts(levels: Levels, costs: Mapping[MethodId, MethodCosts]) -> list[Profile]:
     """Costs of the flat form, and of two levels where there are two."""
     place = place_of("modelled", levels.world_size, levels.hosts)
     forms = (False, True) if min(levels.hosts, levels.local_size) > 1 else (False,)

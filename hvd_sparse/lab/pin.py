@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_sparse.engine import TensorSpec
+from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.planner.choose import Placement
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import Policy, collectives_of
 
@@ -17,23 +19,11 @@ OF_RULE = ("match", "compress", "bucket")
 """Keys of a rule that do not say how to compress."""
 
 
-class Placed(Protocol):
-    """What becomes of one tensor."""
-
-    @property
-    def method(self) -> str:
-        """The method's description."""
-
-    @property
-    def bucket(self) -> str:
-        """Name of its bucket."""
-
-
 def pinned(
     policy: Policy,
     rules: PolicyAssignment,
     specs: Sequence[TensorSpec],
-    placements: Mapping[str, Placed],
+    placements: Mapping[str, Placement],
 ) -> dict[str, Any]:
     """The policy that a plan makes of one with `compress: auto`, as plain data.
 
@@ -47,7 +37,7 @@ def pinned(
         ConfigError: A tensor is placed by a method that its rule does not have.
     """
     data = policy.document.data
-    buckets: dict[tuple[int, str, str], list[str]] = {}
+    buckets: dict[tuple[int, MethodId, str], list[str]] = {}
     for spec in specs:
         rule, placed = rules.rule_of(spec), placements.get(spec.name)
         if rule is not None and placed is not None:
@@ -70,13 +60,15 @@ def pinned(
     return {**kept, "rules": made}
 
 
-def _settings(policy: Policy, rules: PolicyAssignment, place: int, method: str) -> dict[str, Any]:
+def _settings(
+    policy: Policy, rules: PolicyAssignment, place: int, method: MethodId
+) -> dict[str, Any]:
     """How a rule's method compresses, as keys; a collective is the one of just this method."""
     rule = policy.document.data["rules"][place]
     settings = {key: value for key, value in rule.items() if key not in OF_RULE}
-    methods = [each.description for each in rules.rules[place].methods]
+    methods = [each.id for each in rules.rules[place].methods]
     if method not in methods:
-        raise ConfigError(f"rules[{place}] has no method {method!r}")
+        raise ConfigError(f"rules[{place}] has no method '{method}'")
     if len(methods) > 1:
         whole = {**policy.document.data.get("defaults", {}), **settings}
         settings["collective"] = collectives_of(whole)[methods.index(method)]

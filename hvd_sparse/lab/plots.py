@@ -9,7 +9,7 @@ from typing import Any
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import replacing
 from hvd_sparse.lab.simulator.simulation import Outcome
-from hvd_sparse.planner.choose import Placement, PlannedTensor, Span, jobs_of, schedule
+from hvd_sparse.planner.choose import Placement, Span, TimedTensor, jobs_of, schedule
 from hvd_sparse.planner.costs import Profile
 
 # MERGED simulator.plots
@@ -91,7 +91,7 @@ COLORS = {
 
 
 def timeline(
-    profile: Profile, tensors: Sequence[PlannedTensor], placements: Mapping[str, Placement]
+    profile: Profile, tensors: Sequence[TimedTensor], placements: Mapping[str, Placement]
 ) -> dict[str, list[tuple[str, float, float]]]:
     """What happens in a step by lane: kind, start and stop in seconds from the first gradient."""
     spans = list(schedule(jobs_of(profile, tensors, placements)))
@@ -109,7 +109,7 @@ def timeline(
 
 def plot_timelines(
     profile: Profile,
-    tensors: Sequence[PlannedTensor],
+    tensors: Sequence[TimedTensor],
     placements: Mapping[str, Placement],
     path: Path | str,
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from hvd_sparse.checks import at_most, check_below_one, check_count, check_share, choice, option
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MOMENTUM_KINDS
@@ -47,8 +49,8 @@ class DgcOptions(AnyCollectiveOptions):
         0.01, "Part of the elements from which the threshold is estimated, in (0, 1].", check_share
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ThresholdSelector(SampledThreshold(self.sample_share))
 
 
@@ -79,7 +81,7 @@ class DragonnOptions(AnyCollectiveOptions):
         0.01, "Part of the elements from which the threshold is estimated, in (0, 1].", check_share
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         extraction = HashedExtraction(self.slots_per_entry, self.slots_per_bucket)
         return ThresholdSelector(SampledThreshold(self.sample_share), extraction)

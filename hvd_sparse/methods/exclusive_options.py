@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from typing_extensions import override
+
 from hvd_sparse.checks import check_below_one, check_flag, option
 from hvd_sparse.collectives import CyclicLeader, ExDyna
 from hvd_sparse.methods.method_options import CollectiveFactory, MethodOptions
@@ -35,12 +37,12 @@ class ExdynaOptions(MethodOptions):
         check_flag,
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return OnlineThreshold()
 
+    @override
     def collective_factory(self) -> CollectiveFactory:
-        """See `MethodOptions.collective_factory`."""
         return partial(ExDyna, tolerance=self.tolerance, dynamic=self.dynamic)
 
 
@@ -54,10 +56,10 @@ class CltkOptions(MethodOptions):
 
     name = "clt_k"
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ExactTopK()
 
+    @override
     def collective_factory(self) -> CollectiveFactory:
-        """See `MethodOptions.collective_factory`."""
         return CyclicLeader

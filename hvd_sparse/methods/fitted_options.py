@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from hvd_sparse.checks import check_below_one, check_share, count, option
 from hvd_sparse.methods.method_options import AnyCollectiveOptions
 from hvd_sparse.selectors import (
@@ -31,8 +33,8 @@ class GaussiankOptions(AnyCollectiveOptions):
         0.01, "Part of the elements whose moments are taken, in (0, 1].", check_share
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ThresholdSelector(GaussianThreshold(self.sample_share), tolerance=math.inf)
 
 
@@ -56,8 +58,8 @@ class SidcoOptions(AnyCollectiveOptions):
         check_below_one,
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ThresholdSelector(SidcoThreshold(self.sample_share), tolerance=self.tolerance)
 
 
@@ -79,6 +81,6 @@ class MstopkOptions(AnyCollectiveOptions):
         0.1, "Share of k within which bisection ends, in [0, 1).", check_below_one
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return BisectionTopK(self.sample_share, self.tolerance, self.halvings)

@@ -12,6 +12,8 @@ from dataclasses import Field, asdict, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from hvd_sparse.checks import (
     above,
     at_least,
@@ -172,19 +174,19 @@ class MethodOptions(ABC):
             self.residual_decay,
         )
         warmup = self._warmup()
-        told = {item.name: getattr(self, item.name) for item in self.own_fields()}
-        told |= {"density": self.density, "bucket_numel": self.bucket_numel, "wire": self.wire}
-        told |= asdict(memory) | {f"warmup_{key}": value for key, value in asdict(warmup).items()}
+        options = {item.name: getattr(self, item.name) for item in self.own_fields()}
+        options |= {"density": self.density, "bucket_numel": self.bucket_numel, "wire": self.wire}
+        options |= asdict(memory) | {f"warmup_{key}": v for key, v in asdict(warmup).items()}
         return Method(
             self.density,
             self.bucket_numel,
             self.selector,
             partial(self.collective_factory(), wire=WIRES[self.wire]),
-            " ".join([self.name, *(f"{key}={value}" for key, value in told.items())]),
+            self.name,
             memory,
             warmup,
             self.summary(),
-            self.name,
+            tuple(options.items()),
             max(self.bucket_numel, LEAST_CUT_NUMEL),
         )
 
@@ -221,8 +223,8 @@ class AnyCollectiveOptions(MethodOptions):
         "topk_allgather", "What exchanges the entries; see `Compression.topk`.", check_collective
     )
 
+    @override
     def collective_factory(self) -> CollectiveFactory:
-        """See `MethodOptions.collective_factory`."""
         if self.collective == AUTOMATIC:
             return AutomaticCollective
         if SEPARATOR in self.collective:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from hvd_sparse.checks import REQUIRED, above, count, option, optional
 from hvd_sparse.methods.method_options import AUTOMATIC, AnyCollectiveOptions, check_collective
 from hvd_sparse.selectors import ExactTopK, GroupedTopK, HardThreshold, RandomK, Selector
@@ -36,8 +38,8 @@ class TopkOptions(AnyCollectiveOptions):
         optional(count(1)),
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ExactTopK() if self.group_numel is None else GroupedTopK(self.group_numel)
 
 
@@ -52,8 +54,8 @@ class RandomkOptions(AnyCollectiveOptions):
 
     seed: int = option(0, "Of the draws, at least 0; must be the same on all ranks.", count(0))
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return RandomK(self.seed)
 
 
@@ -76,6 +78,6 @@ class HardThresholdOptions(AnyCollectiveOptions):
         above(0),
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return HardThreshold(self.threshold)

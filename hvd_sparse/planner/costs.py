@@ -15,10 +15,11 @@ import torch
 from hvd_sparse.checks import check_above, check_at_least, check_count, check_density
 from hvd_sparse.collectives.registry import COSTED, cost
 from hvd_sparse.cost_model import PLAIN_BYTES, Link, WireBytes
+from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
 
-VERSION = 3
+VERSION = 4
 CPU = "cpu"
 REFERENCE_NUMEL = 1 << 20
 """Elements at which costs of two worlds are compared."""
@@ -115,26 +116,25 @@ class Profile:
     Attributes:
         place: Where they hold.
         dense: Horovod's allreduce, per float32 element.
-        methods: By the methods' descriptions.
+        methods: By method.
         source: Where they come from, in words.
     """
 
     place: Place
     dense: Line
-    methods: Mapping[str, MethodCosts]
+    methods: Mapping[MethodId, MethodCosts]
     source: str = "measured"
 
-    def costs_of(self, description: str) -> MethodCosts:
+    def costs_of(self, method: MethodId) -> MethodCosts:
         """A method's costs.
 
         Raises:
             ConfigError: The profile does not have them.
         """
-        if description not in self.methods:
-            raise ConfigError(
-                f"the profile has no costs of {description!r}, only of {', '.join(self.methods)}"
-            )
-        return self.methods[description]
+        if method not in self.methods:
+            known = ", ".join(map(str, self.methods))
+            raise ConfigError(f"the profile has no costs of '{method}', only of {known}")
+        return self.methods[method]
 
     def calibrated(self, dense: float, methods: float) -> Profile:
         """The same with all dense and all sparse costs multiplied by factors."""
@@ -170,7 +170,7 @@ class Profile:
             if c.collective not in COSTED:
                 raise ConfigError(
                     f"the profile is of {old} ranks, here are {new}, and the cost model has no "
-                    f"formula for {name!r}"
+                    f"formula for '{name}'"
                 )
             k = max(1, round(c.density * REFERENCE_NUMEL))
             ratios = cost_ratios(c.collective, old, new, REFERENCE_NUMEL, k, c.wire)
@@ -180,12 +180,13 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
-        text = json.dumps({"version": VERSION, **asdict(self)}, indent=2)
-        write_text(path, text + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     def to_json(self) -> dict[str, Any]:
         """As plain containers."""
-        return {"version": VERSION, **asdict(self)}
+        methods = [{"method": m.to_json(), **asdict(c)} for m, c in self.methods.items()]
+        data = {"place": asdict(self.place), "dense": asdict(self.dense), "source": self.source}
+        return {"version": VERSION, **data, "methods": methods}
 
     @staticmethod
     def from_json(data: Any) -> Profile:
@@ -197,7 +198,7 @@ class Profile:
         try:
             if data["version"] != VERSION:
                 raise ConfigError(f"version must be {VERSION}, got {data['version']!r}")
-            methods = {name: _method_costs(costs) for name, costs in data["methods"].items()}
+            methods = {MethodId.from_json(m["method"]): _method_costs(m) for m in data["methods"]}
             place = Place.from_json(data["place"])
             return Profile(place, _line(data["dense"]), methods, str(data["source"]))
         except (KeyError, TypeError, AttributeError) as error:
@@ -235,7 +236,7 @@ def cost_ratios(
     return after.messages / before.messages, after.nbytes(wire) / before.nbytes(wire)
 
 
-def modelled(place: Place, link: Link, methods: Mapping[str, MethodCosts]) -> Profile:
+def modelled(place: Place, link: Link, methods: Mapping[MethodId, MethodCosts]) -> Profile:
     """A profile of a network that is not there, by the cost model.
 
     Args:

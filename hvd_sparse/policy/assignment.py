@@ -61,25 +61,25 @@ class Rule:
         condition: Which tensors it is for.
         methods: How they are compressed: one method, or the planner's candidates; none: not at all.
         bucket: Name of their bucket, or "".
-        planned: Whether a planner chooses, and may leave them dense.
+        is_auto: Whether a planner chooses among the methods, and may leave tensors dense.
     """
 
     place: int
     condition: Condition
     methods: tuple[Method, ...]
     bucket: str
-    planned: bool
+    is_auto: bool
 
     @property
     def choice(self) -> Choice:
         """What becomes of a tensor that it decides, a planner aside."""
-        return DENSE if self.planned or not self.methods else Choice(self.methods[0], self.bucket)
+        return DENSE if self.is_auto or not self.methods else Choice(self.methods[0], self.bucket)
 
     @property
     def description(self) -> str:
         """All of it in words."""
         methods = " or ".join(method.description for method in self.methods) or "dense"
-        return f"{self.condition} {self.bucket!r} {'planned: ' * self.planned}{methods}"
+        return f"{self.condition} {self.bucket!r} {'planned: ' * self.is_auto}{methods}"
 
 
 class PolicyAssignment:
@@ -112,12 +112,12 @@ class PolicyAssignment:
     def candidates_of(self, spec: TensorSpec) -> tuple[Method, ...]:
         """Methods of which a planner may choose one; none where a rule has decided."""
         rule = self.rule_of(spec)
-        return rule.methods if rule is not None and rule.planned else ()
+        return rule.methods if rule is not None and rule.is_auto else ()
 
     @property
-    def planned(self) -> bool:
+    def needs_planner(self) -> bool:
         """Whether any rule leaves its tensors to a planner."""
-        return any(rule.planned for rule in self.rules)
+        return any(rule.is_auto for rule in self.rules)
 
     @property
     def clip_norm(self) -> float | None:
