@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import Collective
-from hvd_sparse.errors import ConfigError, PlanError
+from hvd_sparse.errors import PlanError
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
@@ -146,9 +146,9 @@ class MethodId:
 
     @staticmethod
     def from_json(data: Any) -> MethodId:
-        """Read what `to_json` made; anything else raises TypeError, KeyError or ConfigError."""
+        """Read what `to_json` made; anything else raises TypeError, KeyError or ValueError."""
         if isinstance(data, str):
-            raise ConfigError("an earlier release wrote it, which named methods in words")
+            raise ValueError("an earlier release wrote it, which named methods in words")
         return MethodId(str(data["name"]), tuple(data["options"].items()))
 
 

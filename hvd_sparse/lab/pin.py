@@ -68,7 +68,7 @@ def _settings(
     settings = {key: value for key, value in rule.items() if key not in OF_RULE}
     methods = [each.id for each in rules.rules[place].methods]
     if method not in methods:
-        raise ConfigError(f"rules[{place}] has no method '{method}'")
+        raise ConfigError(f"rules[{place}] has no method {str(method)!r}")
     if len(methods) > 1:
         whole = {**policy.document.data.get("defaults", {}), **settings}
         settings["collective"] = collectives_of(whole)[methods.index(method)]

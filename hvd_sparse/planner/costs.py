@@ -133,7 +133,7 @@ class Profile:
         """
         if method not in self.methods:
             known = ", ".join(map(str, self.methods))
-            raise ConfigError(f"the profile has no costs of '{method}', only of {known}")
+            raise ConfigError(f"the profile has no costs of {str(method)!r}, only of {known}")
         return self.methods[method]
 
     def calibrated(self, dense: float, methods: float) -> Profile:
@@ -170,7 +170,7 @@ class Profile:
             if c.collective not in COSTED:
                 raise ConfigError(
                     f"the profile is of {old} ranks, here are {new}, and the cost model has no "
-                    f"formula for '{name}'"
+                    f"formula for {str(name)!r}"
                 )
             k = max(1, round(c.density * REFERENCE_NUMEL))
             ratios = cost_ratios(c.collective, old, new, REFERENCE_NUMEL, k, c.wire)

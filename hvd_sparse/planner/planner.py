@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hvd_sparse.engine.account import warn
 from hvd_sparse.engine.bucketing import Choice, Method, MethodId, TensorSpec, text_tensor
-from hvd_sparse.errors import ConfigError, HvdSparseError, PlanError
+from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.planner.choose import (
     ChosenPlan,
     Placement,
@@ -333,7 +333,7 @@ class Planner:
                 decision["before"] = placements_to_json(before)
             for known in (self._found, loaded.get("found")):
                 found += [Remembered.from_json(known)] if known else []
-        except (ConfigError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             warn(f"the state's plan cannot be read, and is left out: {error}")
         remembered, why = recall(self._key, found)
         if remembered is None:

@@ -314,7 +314,7 @@ def test_a_state_that_names_methods_in_words_still_says_where_momenta_are(
 
 def test_a_method_in_words_is_refused_by_name() -> None:
     placed = {"w": {"method": "magic density=0.1", "bucket": "0"}}
-    with pytest.raises(ConfigError, match="an earlier release wrote it"):
+    with pytest.raises(ValueError, match="an earlier release wrote it"):
         placements_from_json(placed, [TOPK])
 
 
