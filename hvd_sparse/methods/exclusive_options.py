@@ -18,9 +18,9 @@ class ExdynaOptions(MethodOptions):
     """ExDyna: each rank selects in its own partition; all ranks' accumulators are summed there.
 
     Source: Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable
-    Distributed Deep Learning" (CCGrid 2024), algorithms 1 to 5. About k entries are applied,
-    whatever the number of ranks: at the indices idx = ∪_i idx_i, Σ_i acc_i[idx], and acc_i[idx] = 0
-    on every rank.
+    Distributed Deep Learning" (CCGrid 2024), algorithms 1 to 5. For any number of ranks about k
+    entries are applied: Σ_i acc_i[idx] at the indices idx = ∪_i idx_i, and acc_i[idx] = 0 on every
+    rank.
     """
 
     name = "exdyna"
@@ -33,7 +33,7 @@ class ExdynaOptions(MethodOptions):
     )
     dynamic: bool = option(
         True,
-        "Whether blocks move between partitions so that ranks select alike many entries.",
+        "Whether blocks move between partitions, so that ranks select equally many entries.",
         check_flag,
     )
 

@@ -23,8 +23,8 @@ class GaussiankOptions(AnyCollectiveOptions):
     """Gaussiank: the threshold that a normal distribution would have.
 
     Source: Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv
-    1911.08772): t = Φ⁻¹(1 - d/2) σ, with three rough adjustments. It aims at a density and misses
-    it, often by a lot: it is here to be compared with.
+    1911.08772): t = Φ⁻¹(1 - d/2) σ, with three rough adjustments. It often misses its density by a
+    lot, and is here for comparison.
     """
 
     name = "gaussiank"
@@ -53,7 +53,7 @@ class SidcoOptions(AnyCollectiveOptions):
     )
     tolerance: float = option(
         0.1,
-        "Share of k by which the number of entries may be off before the selection is put right, "
+        "Share of k by which the number of entries may be off before the selection is corrected, "
         "in [0, 1).",
         check_below_one,
     )
@@ -73,7 +73,7 @@ class MstopkOptions(AnyCollectiveOptions):
 
     name = "mstopk"
 
-    halvings: int = option(30, "N, most bisections, at least 1.", count(1))
+    halvings: int = option(30, "N, the largest number of bisections, at least 1.", count(1))
     sample_share: float = option(
         0.01, "Part of the elements from which candidates are guessed, in (0, 1].", check_share
     )

@@ -33,7 +33,7 @@ class OktopkOptions(MethodOptions):
     )
     balance_factor: float = option(
         4.0,
-        "Results are levelled between ranks before they are gathered where one rank has more than "
+        "Results are balanced between ranks before they are gathered if one rank has more than "
         "this many times the average, at least 1.",
         at_least(1),
     )
