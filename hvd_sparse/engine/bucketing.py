@@ -301,7 +301,7 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
     Raises:
         PlanError: On every rank, where they have not.
     """
-    _exchanged({"assignment": _identity(assignment), "plan": []}, transport, "assignment")
+    _exchanged(assignment, [], transport, "assignment")
 
 
 def agree_on_plan(
@@ -317,11 +317,10 @@ def agree_on_plan(
     """
     plan = form_buckets(arrivals, assignment)
     told = [
-        {"method": _identity(bucket.method), "specs": [_told(spec) for spec in bucket.specs]}
+        {"method": bucket.method.id.to_json(), "specs": [_told(spec) for spec in bucket.specs]}
         for bucket in plan
     ]
-    mine = {"assignment": _identity(assignment), "plan": told}
-    first = _exchanged(mine, transport, "plan")
+    first = _exchanged(assignment, told, transport, "plan")
     methods = {bucket.method.id: bucket.method for bucket in plan}
     specs = {spec.label: spec for bucket in plan for spec in bucket.specs}  # rank 0's, as checked
     return [
@@ -329,15 +328,8 @@ def agree_on_plan(
             tuple(specs[s["name"]] for s in bucket["specs"]),
             methods[MethodId.from_json(bucket["method"])],
         )
-        for bucket in first["plan"]
+        for bucket in first
     ]
-
-
-def _identity(assignment: Assignment) -> Any:
-    """What ranks compare: a method's name and options; of any other assignment its description."""
-    if isinstance(assignment, Method):
-        return assignment.id.to_json()
-    return assignment.description
 
 
 def _told(spec: TensorSpec) -> dict[str, Any]:
@@ -349,52 +341,49 @@ def text_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _exchanged(mine: dict[str, Any], transport: Transport, channel: str) -> dict[str, Any]:
-    """Exchange what each rank would do; all raise where it differs. Returns what rank 0 would."""
-    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel=channel)
+def _exchanged(
+    assignment: Assignment, plan: list[dict[str, Any]], transport: Transport, channel: str
+) -> list[dict[str, Any]]:
+    """Exchange what each rank would do; all raise where it differs. Returns rank 0's plan."""
+    of = assignment.id if isinstance(assignment, Method) else MethodId(assignment.description)
+    mine = json.dumps({"assignment": of.to_json(), "plan": plan})
+    messages = transport.allgather((text_tensor(mine),), channel=channel)
     first, *others = (json.loads(bytes(message.numpy())) for message in messages)
     for rank, other in enumerate(others, 1):
         _check_same(first, other, rank)
-    return dict(first)
+    return list(first["plan"])
 
 
 def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     if other["assignment"] != first["assignment"]:
-        mine, theirs = differing(first["assignment"], other["assignment"])
+        pair = (MethodId.from_json(each["assignment"]) for each in (first, other))
+        mine, theirs = differing(*pair)
         raise PlanError(f"ranks compress differently: rank 0 {mine}, rank {rank} {theirs}")
-    tensors, others = _tensors(first), _tensors(other)
+    tensors, others, none = _tensors(first), _tensors(other), MethodId("none")
     for name in sorted(tensors.keys() | others.keys()):
-        ours, its = tensors.get(name, ("none", None)), others.get(name, ("none", None))
-        if ours == its:
-            continue
-        alike = ours[0] == its[0]  # type and shape; then the methods differ
-        mine, theirs = differing(ours[1], its[1]) if alike else (_in_words(ours), _in_words(its))
-        raise PlanError(
-            f"ranks have different gradients for {name!r}: rank 0 {mine}, rank {rank} {theirs}"
-        )
+        mine, theirs = differing(tensors.get(name, none), others.get(name, none))
+        if mine != theirs:
+            raise PlanError(
+                f"ranks have different gradients for {name!r}: rank 0 {mine}, rank {rank} {theirs}"
+            )
 
 
-def differing(first: Any, second: Any) -> tuple[str, str]:
-    """What two identities differ in: the options, where both are of one method; else all."""
-    if isinstance(first, dict) and isinstance(second, dict) and first["name"] == second["name"]:
-        one, two = first["options"], second["options"]
-        if one.keys() == two.keys():
-            apart = [name for name in one if one[name] != two[name]]
-            told = (" ".join(f"{name}={each[name]}" for name in apart) for each in (one, two))
-            return next(told), next(told)
-    return _in_words(first), _in_words(second)
+def differing(first: MethodId, second: MethodId) -> tuple[str, str]:
+    """What differs in two identities: values, where name and options' names are the same; else all."""
+    mine, theirs = dict(first.options), dict(second.options)
+    if first.name != second.name or mine.keys() != theirs.keys():
+        return str(first), str(second)
+    apart = [name for name in mine if mine[name] != theirs[name]]
+    words = [" ".join(f"{name}={each[name]}" for name in apart) for each in (mine, theirs)]
+    return words[0], words[1]
 
 
-def _in_words(data: Any) -> str:
-    """An identity, or a tensor's type and shape with the identity of its method."""
-    if isinstance(data, tuple):
-        return data[0] if data[1] is None else f"{data[0]} by {_in_words(data[1])}"
-    return data if isinstance(data, str) else str(MethodId.from_json(data))
-
-
-def _tensors(message: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    return {
-        spec["name"]: (f"{spec['dtype']}{tuple(spec['shape'])}", bucket["method"])
-        for bucket in message["plan"]
-        for spec in bucket["specs"]
-    }
+def _tensors(message: dict[str, Any]) -> dict[str, MethodId]:
+    """Each tensor's type, shape and method, as one identity."""
+    found = {}
+    for bucket in message["plan"]:
+        method = MethodId.from_json(bucket["method"])
+        for spec in bucket["specs"]:
+            name = f"{spec['dtype']}{tuple(spec['shape'])} by {method.name}"
+            found[spec["name"]] = MethodId(name, method.options)
+    return found

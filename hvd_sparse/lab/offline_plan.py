@@ -21,15 +21,13 @@ from hvd_sparse.cost_model import Link
 from hvd_sparse.engine import Method
 from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.lab.predicted import Verdict, schedule, verdict
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner.choose import (
     MARGIN,
     ChosenPlan,
     TimedTensor,
-    Verdict,
     jobs_of,
-    schedule,
-    verdict,
 )
 from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, Profile, place_of
 from hvd_sparse.policy.assignment import PolicyAssignment, Rule

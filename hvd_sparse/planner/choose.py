@@ -1,7 +1,7 @@
 """The search for a plan: which tensors are compressed, by which method, in which buckets.
 
 Every choice is judged by the predicted time of the whole step. DRAGONN's equation (1) compares
-encode + decode with dense - sparse for one tensor alone (`verdict`). Beside a backward pass it also
+encode + decode with dense - sparse for one tensor alone. Beside a backward pass it also
 matters when a gradient comes and what is under way then: a tensor that backward hides already need
 not be compressed.
 
@@ -22,11 +22,11 @@ the end. A bucket is ready with its last tensor, and has a fixed cost of its own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvd_sparse.engine.bucketing import Method, MethodId, TensorSpec
-from hvd_sparse.planner.costs import MethodCosts, Profile
+from hvd_sparse.planner.costs import Profile
 
 MARGIN = 0.9
 """A plan must be predicted to take less than this share of the dense time. The rest is room for the
@@ -292,30 +292,6 @@ class Job:
     label: str = ""
 
 
-@dataclass(frozen=True)
-class Span:
-    """A job's time in a step.
-
-    Attributes:
-        job: The job.
-        start_s: When it begins, from the first gradient on.
-        stop_s: When it is done.
-    """
-
-    job: Job
-    start_s: float
-    stop_s: float
-
-
-def schedule(jobs: Sequence[Job]) -> Iterator[Span]:
-    """The jobs' times, one after the other."""
-    time_s = 0.0
-    for job in sorted(jobs, key=lambda job: job.ready_s):
-        start_s = max(time_s, job.ready_s)
-        time_s = start_s + job.seconds
-        yield Span(job, start_s, time_s)
-
-
 def finish_s(jobs: Sequence[Job], fixed_s: float) -> float:
     """When the last of the jobs is done."""
     time_s = 0.0
@@ -351,50 +327,3 @@ def jobs_of(
         ready_s, seconds = max(t.ready_s for t in held), sum(part_s for _, part_s in parts)
         jobs.append(Job(ready_s, seconds, parts, placement.bucket))
     return jobs
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """DRAGONN's equation (1) for one tensor: compress it where encode + decode < dense - sparse."""
-
-    dense_s: float
-    encode_s: float
-    decode_s: float
-    exchange_s: float
-
-    @property
-    def encode_decode_s(self) -> float:
-        """The left side of the equation."""
-        return self.encode_s + self.decode_s
-
-    @property
-    def sparse_s(self) -> float:
-        """All of its sparse reduction."""
-        return self.encode_decode_s + self.exchange_s
-
-    @property
-    def holds(self) -> bool:
-        """Encode + decode < dense - sparse."""
-        return self.encode_decode_s < self.dense_s - self.exchange_s
-
-
-def verdict(
-    profile: Profile, costs: MethodCosts, numel: int, bucket_numel: int | None = None
-) -> Verdict:
-    """Equation (1) of Wang et al., "DRAGONN" (ICML '22), with this profile's costs.
-
-    Args:
-        profile: Has the dense costs.
-        costs: The method's.
-        numel: Elements of the tensor.
-        bucket_numel: Those of the bucket that it shares: it then has its share of the fixed costs,
-            and what it saves is its own part of Horovod's fused reduction. None: it is alone.
-    """
-    if bucket_numel is None:
-        encode_s, decode_s = costs.encode.at(numel), costs.decode.at(numel)
-        return Verdict(profile.dense.at(numel), encode_s, decode_s, costs.exchange.at(numel))
-    share = numel / bucket_numel
-    encode_s, decode_s, exchange_s = (
-        share * line.at(bucket_numel) for line in (costs.encode, costs.decode, costs.exchange)
-    )
-    return Verdict(profile.dense.per_element_s * numel, encode_s, decode_s, exchange_s)

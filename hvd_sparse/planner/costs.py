@@ -14,7 +14,7 @@ import torch
 
 from hvd_sparse.checks import check_above, check_at_least, check_count, check_density
 from hvd_sparse.collectives.registry import COSTED, cost
-from hvd_sparse.cost_model import PLAIN_BYTES, Link, WireBytes
+from hvd_sparse.cost_model import PLAIN_BYTES, WireBytes
 from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
@@ -234,34 +234,6 @@ def cost_ratios(
     """How much more messages, and bytes, an allreduce costs in a world of another size."""
     before, after = (cost(algorithm, P, numel, k, wire).expected for P in (old, new))
     return after.messages / before.messages, after.nbytes(wire) / before.nbytes(wire)
-
-
-def modelled(place: Place, link: Link, methods: Mapping[MethodId, MethodCosts]) -> Profile:
-    """A profile of a network that is not there, by the cost model.
-
-    Args:
-        place: The world.
-        link: The network.
-        methods: Measured costs of encoding and decoding; their exchanges are not read.
-
-    Raises:
-        ConfigError: A method's collective has no formula.
-    """
-
-    def line(algorithm: str, density: float, wire: WireBytes = PLAIN_BYTES) -> Line:
-        if algorithm not in COSTED:
-            raise ConfigError(f"the cost model has no formula for {algorithm!r}")
-        numel, k = REFERENCE_NUMEL, max(1, round(density * REFERENCE_NUMEL))
-        expected = cost(algorithm, place.world_size, numel, k, wire).expected
-        fixed_s = expected.latency_s(link)
-        return Line(fixed_s, (expected.seconds(link, wire) - fixed_s) / numel)
-
-    with_exchange = {
-        name: replace(c, exchange=line(c.collective, c.density, c.wire))
-        for name, c in methods.items()
-    }
-    words = f"cost model: {link.alpha_s * 1e6:g} µs, {link.beta_s_per_byte * 1e9:g} ns/byte"
-    return Profile(place, line("dense", 1.0), with_exchange, words)
 
 
 def host_class(hosts: int) -> str:

@@ -223,11 +223,11 @@ def test_an_error_tells_only_what_differs(change: dict[str, Any], told: str) -> 
 
 
 def test_descriptions_with_other_keys_are_told_whole() -> None:
-    topk, oktopk = (MethodId(name, (("a", 1), ("b", 2))).to_json() for name in ("topk", "oktopk"))
-    other = MethodId("topk", (("a", 1), ("c", 2))).to_json()
+    topk, oktopk = (MethodId(name, (("a", 1), ("b", 2))) for name in ("topk", "oktopk"))
+    other = MethodId("topk", (("a", 1), ("c", 2)))
     assert differing(topk, oktopk) == ("topk a=1 b=2", "oktopk a=1 b=2")
     assert differing(topk, other) == ("topk a=1 b=2", "topk a=1 c=2")
-    assert differing("all dense", topk) == ("all dense", "topk a=1 b=2")
+    assert differing(MethodId("none"), topk) == ("none", "topk a=1 b=2")
 
 
 def test_ranks_with_other_assignments_are_told_so() -> None:
