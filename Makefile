@@ -70,13 +70,13 @@ build: setup ## sdist and, made from it in isolation, a manylinux wheel: dist/
 	@mv build/dist/*.tar.gz dist/
 	@PATH="$(CURDIR)/$(bin):$$PATH" $(bin)/auditwheel repair --wheel-dir dist build/dist/*.whl
 
-bench: setup ## the benchmarks; results as JSON in benchmarks/results/
-	@mkdir -p benchmarks/results
-	@$(bin)/python -m benchmarks.encode --json benchmarks/results/encode.json
-	@$(bin)/python -m benchmarks.allreduce --quick --json benchmarks/results/allreduce.json
-	@$(bin)/python -m benchmarks.sparse_linear --json benchmarks/results/sparse_linear.json
-	@$(bin)/python -m benchmarks.weak_scaling --json benchmarks/results/weak_scaling.json \
-	--plot docs/weak_scaling.png
+bench: setup ## the benchmarks; results as JSON in build/bench/
+	@mkdir -p build/bench
+	@$(bin)/python -m benchmarks.encode --json build/bench/encode.json
+	@$(bin)/python -m benchmarks.allreduce --quick --json build/bench/allreduce.json
+	@$(bin)/python -m benchmarks.sparse_linear --json build/bench/sparse_linear.json
+	@$(bin)/python -m benchmarks.weak_scaling --json build/bench/weak_scaling.json \
+	--plot build/bench/weak_scaling.png
 
 gpu-check: setup ## with a CUDA device and CuPy: tests, timings, counters; rows in build/gpu
 	@$(bin)/python -m tools.gpu_lease --out build/gpu

@@ -8,23 +8,22 @@ from functools import partial
 
 import torch
 
-from benchmarks import _encode_job as pipelines
-from benchmarks._cuda import (
-    GOAL_NUMEL,
+from benchmarks._encode_paths import torch_nonzero, torch_topk
+from benchmarks._timing import GOAL_NUMEL, check, copy_row, goal_row
+from benchmarks.report import Row
+from hvd_sparse.ops import Accumulation, reference
+from hvd_sparse.ops._interface import Ops
+from hvd_sparse.ops.cuda import CudaOps, Launcher
+from tools.kernels import (
+    HASH_A,
+    HASH_B,
     EventLauncher,
-    copy_row,
+    Job,
     copy_speed,
-    goal_row,
     hold_device,
     medians_s,
     whole_s,
 )
-from benchmarks._encode_job import HASH_A, HASH_B, Job
-from benchmarks._report import Row
-from benchmarks._timing import check
-from hvd_sparse.ops import Accumulation, reference
-from hvd_sparse.ops._interface import Ops
-from hvd_sparse.ops.cuda import CudaOps, Launcher
 
 SELECT = "accumulate, select, zero"
 HASH = "hash, one slot per bucket, m = 4k"
@@ -37,13 +36,13 @@ QSGD_BITS, QSGD_BUCKET = 4, 512
 
 @dataclass(frozen=True)
 class Path:
-    """One operation.
+    """An operation with its traffic and goal.
 
     Attributes:
         metric: Its name.
-        run: Does it.
-        element_bytes: Bytes per element that it has to read and write.
-        least: Share of a copy's speed that is the goal at `GOAL_NUMEL`.
+        run: Performs it.
+        element_bytes: Bytes per element that it must read and write.
+        least: The goal at `GOAL_NUMEL`, as a share of a copy's speed.
     """
 
     metric: str
@@ -101,7 +100,7 @@ def paths(job: Job) -> list[Path]:
 
 
 def encode_cuda_rows(job: Job, case: str, launcher: Launcher, repetitions: int) -> list[Row]:
-    """Verifies every path, and times it."""
+    """Verifies and times every path; returns its rows."""
     events = EventLauncher(launcher)
     timed = CudaOps(events)
     measured: dict[str, Callable[[], float]] = {}
@@ -117,8 +116,8 @@ def encode_cuda_rows(job: Job, case: str, launcher: Launcher, repetitions: int) 
     for name, run in (
         ("select", partial(select.run, ours, job)),
         ("topk", partial(topk.run, ours, job)),
-        ("torch topk", partial(pipelines.torch_topk, job)),
-        ("torch nonzero", partial(pipelines.torch_nonzero, job)),
+        ("torch topk", partial(torch_topk, job)),
+        ("torch nonzero", partial(torch_nonzero, job)),
     ):
         measured[name] = partial(whole_s, run)
     t = medians_s(measured, job.reset, repetitions)

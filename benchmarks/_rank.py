@@ -1,4 +1,4 @@
-"""What the ranks of a benchmark share: torch's group, turns, bytes, medians."""
+"""Shared by the benchmarks' ranks: torch's group, turns, byte counts, checks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ dist: Any = torch.distributed  # its type hints leave out what is used here
 
 
 def start_rank(parser: ArgumentParser) -> Namespace:
-    """Begin as a rank of a benchmark: Horovod, torch's group, and one thread.
+    """Parse arguments, start Horovod and torch's group, use one thread.
 
     Args:
-        parser: Has the arguments that are the benchmark's own. `--out` and `--interface`, which
-            every launch gives, are added.
+        parser: Has the benchmark's own arguments. `--out` and `--interface`, which every launch
+            passes, are added.
     """
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--interface")
@@ -40,12 +40,12 @@ def start_rank(parser: ArgumentParser) -> Namespace:
 
 
 def end_rank(out: Path, found: object, *transports: Transport) -> None:
-    """Write what rank 0 found, and leave when all have come this far.
+    """Write rank 0's results, and shut down when all ranks have arrived.
 
     Args:
         out: The file.
-        found: What can be JSON.
-        transports: What is to be closed then.
+        found: The results, as JSON types.
+        transports: Transports to close at the end.
     """
     if hvd.rank() == 0:
         out.write_text(json.dumps(found))
@@ -87,7 +87,7 @@ def in_turns(names: Sequence[str], turn: int) -> list[str]:
 
 
 def slowest_ranks(mine: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """For every name and turn what the slowest rank took."""
+    """The slowest rank's time for every name and turn."""
     everyone = hvd.allgather_object(dict(mine), name="benchmark.figures")
     return {
         name: [max(each) for each in zip(*(rank[name] for rank in everyone), strict=True)]
@@ -104,7 +104,7 @@ def make_gradients(numel: int, count: int) -> list[Tensor]:
 
 
 def everywhere(values: object, name: str) -> list[Any]:
-    """What every rank has, by rank."""
+    """Gather a value from all ranks, in their order."""
     found: list[Any] = hvd.allgather_object(values, name=name)
     return found
 
@@ -118,13 +118,13 @@ def check_replicas(tensors: Sequence[Tensor], what: str) -> None:
 
 
 def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Norm of the difference over the norm of what was expected."""
+    """Norm of the difference over the norm of `expected`."""
     wrong = sum(float((a - e).square().sum()) for a, e in zip(actual, expected, strict=True))
     whole = sum(float(e.square().sum()) for e in expected)
     return float((wrong / whole) ** 0.5)
 
 
 def say(message: str) -> None:
-    """Progress, by rank 0."""
+    """Print progress on rank 0."""
     if hvd.rank() == 0:
         print(message, file=sys.stderr, flush=True)

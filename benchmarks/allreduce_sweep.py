@@ -1,7 +1,7 @@
 """The sweep of `benchmarks.allreduce`: every algorithm's exchange, over ranks and densities.
 
-As in section 8.1 of SparCML: k indices out of n at random on every rank, with random values; only
-the exchange is timed. benchmarks/sweep_worker.py is what runs.
+As in section 8.1 of SparCML, every rank has k random indices out of n with random values, and only
+the exchange is timed. The ranks run benchmarks/sweep_worker.py.
 """
 
 from __future__ import annotations
@@ -10,36 +10,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._jobs import Spread
-from benchmarks._report import Row
+from benchmarks.report import Row, Spread
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
 from hvd_sparse.lab.plots import load_pyplot
 
 AUTO_GOAL = 1.15
-"""How much longer than the best lossless one what "auto" picks may take."""
+"""Most time of the pick of "auto" over that of the best lossless algorithm."""
 AUTO_CASES_GOAL = 22 / 24
-"""In how many of the cases."""
+"""Share of the cases that must meet `AUTO_GOAL`."""
 NUMEL = 1 << 22
 DENSITIES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1)
 
 World = Mapping[str, Any]
-"""What a world's rank 0 found: its link, and for each density every algorithm's seconds."""
+"""Rank 0's results: the link, and every algorithm's seconds at each density."""
 
 
 def sweep_arguments(repeats: int) -> tuple[str, ...]:
-    """Of benchmarks/sweep_worker.py."""
+    """The arguments of benchmarks/sweep_worker.py."""
     options = ("--numel", str(NUMEL), "--repeats", str(repeats), "--density")
     return (*options, *map(str, DENSITIES))
 
 
 def times_the_best(found: Mapping[str, Any]) -> float:
-    """What "auto" picked against the fastest that it could have picked."""
+    """Time of the pick of "auto" over that of the fastest candidate."""
     seconds = found["seconds"]
     return float(seconds[found["chosen"]] / min(seconds[name] for name in LOSSLESS_CANDIDATES))
 
 
 def sweep_rows(ranks: int, place: str, worlds: Sequence[World]) -> list[Row]:
-    """Every algorithm against torch's dense allreduce, and what was picked against the best."""
+    """Every algorithm compared with torch's dense allreduce, and the pick with the best."""
     case = f"P={ranks} {place}"
     rows = [
         link_row(case, worlds, "α", "alpha_s", 1e6, "µs"),
@@ -95,7 +94,7 @@ def auto_row(rows: Sequence[Row], place: str) -> Row:
 def link_row(
     case: str, worlds: Sequence[World], name: str, key: str, scale: float, unit: str
 ) -> Row:
-    """A coefficient of the link, as it was measured."""
+    """A measured coefficient of the link."""
     figure = Spread.of(worlds, lambda world: world["link"][key], scale)
     spread = (figure.least, figure.most)
     launches = figure.launches
@@ -126,7 +125,7 @@ def plot_sweep(worlds: Mapping[int, World], place: str, path: Path) -> None:
 
 
 def curve(axes: Any, points: Mapping[float, Mapping[str, Any]], title: str, label: str) -> None:
-    """One panel."""
+    """Draw one panel."""
 
     def ms(x: float, name: str) -> float:
         return float(points[x]["seconds"][name] * 1e3)

@@ -1,12 +1,12 @@
-"""Final metrics of trainings with every compressor, against dense ones of the same seeds and steps.
+"""Final metrics of sparse trainings, compared with dense ones of the same seeds and steps.
 
     python -m benchmarks.convergence --json build/convergence.jsonl
     python -m benchmarks.convergence --json build/convergence.jsonl --only-report \\
         --report benchmarks/results/convergence.json --plot docs/convergence.png
 
-Every finished training is a line of `--json`, so that a run that was stopped goes on where it was.
-The most telling trainings come first. P ranks are threads of one process, which changes no figure
-here: nothing is timed.
+Every finished training is a line of `--json`: the same command continues where it was stopped. The
+most informative trainings come first. The P ranks are threads of one process, which changes no
+figure here, since nothing is timed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from benchmarks._launch import keep_memory
-from benchmarks._report import write_report
 from benchmarks.convergence_cases import (
     DENSITIES,
     HOSTS,
@@ -36,16 +35,17 @@ from benchmarks.convergence_cases import (
 from benchmarks.convergence_report import markdown, plot, rows_of
 from benchmarks.convergence_run import Run, train
 from benchmarks.convergence_tasks import Task
+from benchmarks.report import write_report
 
 
 class Runs:
-    """The trainings in a file, a line each; those of other recipes are passed over.
+    """The trainings in a file, one per line; those of other recipes are ignored.
 
     Args:
-        path: The file; need not be there.
+        path: The file; may be missing.
 
     Attributes:
-        cases: What the file had, by any recipe.
+        cases: All cases in the file, of any recipe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,13 +64,13 @@ class Runs:
             self._saved[_key(case._asdict()), _key(saved["recipe"])] = Run(**saved["run"])
 
     def task(self, name: str) -> Task:
-        """A task, made when it is first asked for."""
+        """The task of that name, made on first use."""
         if name not in self._tasks:
             self._tasks[name] = TASKS[name]()
         return self._tasks[name]
 
     def get(self, case: Case) -> Run | None:
-        """What came of a training with today's recipe, or None."""
+        """The result of a training with the present recipe, or None."""
         recipe = case.recipe(self.task(case.task).data())
         return self._saved.get((_key(case._asdict()), _key(recipe)))
 
@@ -89,7 +89,7 @@ def _key(value: object) -> str:
 
 
 def run_all(chosen: Sequence[Case], runs: Runs) -> None:
-    """Train what is not there yet."""
+    """Run the missing trainings."""
     left = [case for case in chosen if runs.get(case) is None]
     start = time.perf_counter()
     for number, case in enumerate(left, 1):
@@ -112,7 +112,7 @@ def run_all(chosen: Sequence[Case], runs: Runs) -> None:
 
 
 def chosen_of(candidates: Iterable[Case], arguments: argparse.Namespace) -> list[Case]:
-    """What the arguments choose."""
+    """The cases that the arguments select."""
 
     def takes(case: Case) -> bool:
         return (

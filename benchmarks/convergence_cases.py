@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from benchmarks.convergence_sources import Sources
-from benchmarks.convergence_tasks import Budget, Digits, PythonHelp, Task
+from benchmarks.convergence_tasks import Budget, Digits, PythonHelp, Sources, Task
 from hvd_sparse.engine import Method
 from hvd_sparse.methods import METHODS
 
@@ -15,12 +14,12 @@ WORLD_SIZE = 4
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, PythonHelp, Sources)}
 DENSITIES = (0.01, 0.001)
 SEEDS = (10, 11, 12)
-"""Of the reported trainings. Recipes were chosen on seed 0."""
+"""Seeds of the reported trainings. Recipes were chosen on seed 0."""
 MAX_MEAN_DENSITY = 0.02
-"""Of a whole training at density 0.001."""
+"""Goal for a whole training at density 0.001."""
 
 PROMISED = ("oktopk", "exdyna", "dgc", "dragonn", "clt_k")
-"""Compressors that must come near to dense."""
+"""Compressors with a goal relative to dense."""
 OTHERS = ("topk", "sidco", "mstopk", "gaussiank", "randomk", "hard_threshold")
 METHOD_NAMES = ("dense", *PROMISED, *OTHERS)
 DENSE_FIRST = ("oktopk", "exdyna", "clt_k")
@@ -33,16 +32,16 @@ correction. global: momentum of what all ranks applied."""
 PAPER_MEMORY = {"dgc": "local", "dragonn": "local"}
 """The memory in a method's paper, where it is not plain error feedback."""
 TRIED_MEMORIES = ("global", "local")
-"""What may be best: local momentum on the texts, either on the digits."""
+"""The best memories: local momentum on the texts, either on the digits."""
 LEVELS_METHODS = ("oktopk", "dgc")
 LEVELS_HOSTS, LEVELS_DENSITY = 2, 0.001
-"""In two levels the ranks are those of so many hosts."""
+"""Numbers of hosts; 0 is flat, otherwise two levels."""
 HOSTS = (0, LEVELS_HOSTS)
 LOSSY_WIRES = ("float16+gap", "qsgd4")
 
 
 class Case(NamedTuple):
-    """One training; in two levels where `hosts` is not 0, with ranks shared out evenly."""
+    """One training; two levels if `hosts` is not 0, with equally many ranks per host."""
 
     task: str
     method: str
@@ -54,12 +53,12 @@ class Case(NamedTuple):
 
     @property
     def levels(self) -> str:
-        """Its two levels in words; empty where it is flat."""
+        """Two levels in words; empty for flat."""
         return f", {self.hosts} hosts x {WORLD_SIZE // self.hosts}" if self.hosts else ""
 
     @property
     def words(self) -> str:
-        """The case, to be read."""
+        """The case in words."""
         density = f"{self.density:g}"
         if self.method == "dense":
             return f"{self.task}, steps of density {density}, dense, seed {self.seed}"
@@ -69,7 +68,7 @@ class Case(NamedTuple):
 
     @property
     def budget(self) -> Budget:
-        """How long the training takes; a dense one as long as those that it is compared with."""
+        """The training's length and rate; dense trainings have those of their counterparts."""
         return TASKS[self.task].budgets[self.density]
 
     @property
@@ -78,7 +77,7 @@ class Case(NamedTuple):
         return Case(self.task, "dense", "plain", self.density, "float32", self.seed)
 
     def arguments(self) -> dict[str, Any]:
-        """What the method's constructor is given."""
+        """Arguments of the method's constructor."""
         if self.method == "dense":
             return {}
         task, budget = TASKS[self.task], self.budget
@@ -102,7 +101,7 @@ class Case(NamedTuple):
         return method
 
     def recipe(self, data: str) -> dict[str, Any]:
-        """All that the outcome follows from, as it is written beside it."""
+        """Everything that determines the result; stored beside it."""
         return {
             **asdict(TASKS[self.task].recipe),
             "steps": self.budget.steps,
@@ -123,7 +122,7 @@ def memory_arguments(memory: str, momentum: float) -> dict[str, Any]:
 
 
 def memories_of(method: str) -> tuple[str, ...]:
-    """The paper's memory, and those that may be better."""
+    """The paper's memory, then those that may be better."""
     return tuple(dict.fromkeys((*TRIED_MEMORIES, PAPER_MEMORY.get(method, "plain"))))
 
 
@@ -146,7 +145,7 @@ def cases() -> Iterator[Case]:
 
 
 def promised(task: str, seed: int) -> Iterator[Case]:
-    """The compressors that must come near to dense, by all memories, and dense."""
+    """Dense trainings, and the compressors with a goal in all memories."""
     for density in DENSITIES:
         yield Case(task, "dense", "plain", density, "float32", seed)
         for place in range(3):
@@ -157,7 +156,7 @@ def promised(task: str, seed: int) -> Iterator[Case]:
 
 
 def in_two_levels(task: str, seed: int) -> Iterator[Case]:
-    """What is trained flat, too, by the memory that may be best."""
+    """Two-level trainings with the best memory; each is also trained flat."""
     memory = TRIED_MEMORIES[0]
     for method in LEVELS_METHODS:
         yield Case(task, method, memory, LEVELS_DENSITY, "float32", seed, LEVELS_HOSTS)

@@ -8,7 +8,6 @@ from statistics import mean, median, stdev
 
 import torch
 
-from benchmarks._report import Row
 from benchmarks.convergence_cases import (
     DENSE_FIRST,
     MAX_MEAN_DENSITY,
@@ -18,12 +17,13 @@ from benchmarks.convergence_cases import (
     Case,
 )
 from benchmarks.convergence_run import Run
+from benchmarks.report import Row
 
 Found = Mapping[Case, Run]
 
 
 def rows_of(found: Found) -> list[Row]:
-    """Every compressor against dense: means over the seeds of which both are there."""
+    """Every compressor compared with dense: means over seeds that have both."""
     groups: dict[Case, list[Case]] = {}
     for case in found:
         groups.setdefault(case._replace(seed=0), []).append(case)
@@ -37,7 +37,7 @@ def rows_of(found: Found) -> list[Row]:
 
 
 def dense_rows(group: Case, members: list[Case], found: Found) -> list[Row]:
-    """One row: what the others are compared with."""
+    """The row that the others are compared with."""
     task = TASKS[group.task]
     runs = [found[case] for case in members]
     case = f"{task.name}, dense, {group.budget.steps} steps"
@@ -118,7 +118,7 @@ def schedule_of(case: Case) -> str:
 
 
 def seeds_of(values: list[float]) -> str:
-    """How many seeds a mean is of, and how they differ."""
+    """The number of seeds of a mean, and their standard deviation."""
     if len(values) == 1:
         return "one seed"
     return f"mean of {len(values)} seeds (± {stdev(values):.2g})"

@@ -1,4 +1,4 @@
-"""One training for benchmarks.convergence: P ranks in threads, on the engine that Horovod gets.
+"""One training for benchmarks.convergence: P ranks in threads, with the engine that Horovod uses.
 
 Every rank has its own replica, its own batches, and its own engine over the local transport; small
 tensors are averaged densely, as Horovod would. At the end all replicas must have the same bits.
@@ -23,16 +23,15 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
 
 CURVE_POINTS = 20
-"""Parts of a run at whose ends the model is evaluated."""
+"""Number of evaluations of a run, at equal distances."""
 
 
 @dataclass
 class Run:
-    """What came of one training. Densities are shares of the parameters that are sent sparsely.
+    """The result of one training. Densities are shares of the parameters that are sent sparsely.
 
     Attributes:
-        final: The task's metric in the end.
-        loss: Training loss on rank 0, a mean for every hundredth of the steps.
+        final: The task's final metric.
         curve: The task's metric after every twentieth.
         density: Entries that a rank selected, per element and step, warm-up included. With ExDyna
             and CLT-k a rank selects its P-th part of what is applied; in two levels, its shard's.
@@ -44,11 +43,10 @@ class Run:
             exchange inside goes through memory, and does not count.
         dense_mbytes: Megabytes of the same steps by a dense ring allreduce.
         xi: Ok-Topk's ξ at the ends of the curve's parts; only where it has plain error feedback.
-        seconds: Time that it took; depends on what else the machine did.
+        seconds: Duration; depends on the machine's other load.
     """
 
     final: float = 0.0
-    loss: list[float] = field(default_factory=list)
     curve: list[float] = field(default_factory=list)
     density: float = 1.0
     applied: float = 1.0
@@ -63,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one rank's engine has done up to a step."""
+    """The counts of one rank's engine up to a step."""
 
     step: int = 0
     selected: int = 0
@@ -72,7 +70,7 @@ class Counts:
 
 
 class Averaging:
-    """How the ranks' gradients become their mean: through an engine, or densely."""
+    """Averages the ranks' gradients, through an engine or densely."""
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class Averaging:
         return self.momentum > 0 and self.is_sparse(parameter)
 
     def average(self) -> None:
-        """Put the mean in the place of every gradient."""
+        """Replace every gradient by the mean."""
         for name, p in self.named:
             assert p.grad is not None
             if self.engine is not None and self.is_sparse(p):
@@ -117,7 +115,7 @@ class Averaging:
                 p.grad = self.engine.result(name)
 
     def counts(self, step: int) -> Counts:
-        """What has been done up to a step."""
+        """The counts up to a step."""
         if self.engine is None:
             return Counts(step)
         total = self.engine.stats().totals
@@ -134,7 +132,7 @@ class Averaging:
         return sum(p.numel() for _, p in self.named) - self.sparse_numel
 
     def accumulator(self) -> Tensor:
-        """What the step selects from by plain error feedback: ε + g, float32 `(n,)`."""
+        """The accumulator of plain error feedback: ε + g, float32 `(n,)`."""
         assert self.engine is not None
         residual = self.engine.state_dict()["residual"]
         parts = []
@@ -164,9 +162,9 @@ def train(
     Args:
         task: What to train.
         method: How to compress; None: dense.
-        seed: Of the weights and the batches.
+        seed: Seed of the weights and the batches.
         world_size: P.
-        budget: How long.
+        budget: Length and rate of the training.
         measure_xi: Whether to follow Ok-Topk's Assumption 1.
         hosts: For two levels, how many hosts the ranks have; 0: flat.
     """
@@ -185,7 +183,6 @@ def train(
         optimizer = MomentumCorrectedSGD(model.parameters(), budget.lr, recipe.momentum)
         vars(optimizer)["_compression"] = averaging  # as Horovod's optimizer has one
         generator = torch.Generator().manual_seed(1000 * seed + rank)
-        losses: list[float] = []
         counts: dict[int, Counts] = {}
         for step in range(budget.steps):
             if step in (warm, budget.steps * 3 // 4):
@@ -193,9 +190,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = budget.lr_at(step, recipe.lr_warmup_steps)
             optimizer.zero_grad(set_to_none=True)
-            loss = task.loss(model, generator)
-            loss.backward()
-            losses.append(float(loss.detach()))
+            task.loss(model, generator).backward()
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
             if measure_xi and step + 1 in points:
                 shared["rows"][rank] = (averaging.accumulator(), averaging.gradient())
@@ -207,7 +202,6 @@ def train(
             optimizer.step()
             if rank == 0 and step + 1 in points:
                 run.curve.append(task.evaluate(model))
-        run.loss = means(losses, max(1, budget.steps // 100))
         describe(run, averaging, counts[warm], counts[budget.steps * 3 // 4], budget)
         if averaging.engine is not None:
             averaging.engine.disconnect()
@@ -243,7 +237,7 @@ def top_k(x: Tensor, k: int) -> Tensor:
 
 
 def describe(run: Run, averaging: Averaging, warm: Counts, late: Counts, budget: Budget) -> None:
-    """The densities and bytes that a rank had."""
+    """Fill in the densities and bytes of a rank."""
     P, sparse = averaging.dense.world_size, averaging.sparse_numel
     ring = 2 * (P - 1) / P * 4 * budget.steps / 1e6
     run.dense_mbytes = ring * (sparse + averaging.dense_numel)
@@ -257,9 +251,3 @@ def describe(run: Run, averaging: Averaging, warm: Counts, late: Counts, budget:
         run.late_density = (end.selected - late.selected) / quarter
         run.late_applied = (end.applied - late.applied) / quarter
         run.updates = (end.applied - warm.applied) / sparse
-
-
-def means(values: list[float], length: int) -> list[float]:
-    """The means of stretches of a list."""
-    parts = [values[i : i + length] for i in range(0, len(values), length)]
-    return [sum(part) / len(part) for part in parts]

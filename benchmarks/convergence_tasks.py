@@ -1,25 +1,32 @@
-"""What benchmarks.convergence trains: a CNN on images, and an LSTM on text.
+"""What benchmarks.convergence trains: a CNN on images, and two networks on text.
 
-Both come with what is installed anyway: scikit-learn's handwritten digits, and the help texts of
-Python's own `pydoc_data`. A larger text is in convergence_sources.py.
+The data come with what is installed: scikit-learn's handwritten digits, the help texts of Python's
+`pydoc_data`, and the sources of Python and of installed packages.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LIMIT_BYTES = 16_000_000
+PACKAGES = ("numpy", "scipy", "sklearn", "torch")
+ALPHABET = bytes(range(32, 127)) + b"\n"
+
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a training takes, how fast it goes, and what is sent before the target density.
+    """Length, learning rate and warm-up of a training.
 
     The fewer entries are sent, the longer they wait, and the lower a learning rate must be: at
     density 0.001 an entry waits a thousand steps. The dense trainings have the same.
@@ -37,7 +44,7 @@ class Budget:
     warmup_steps: int
 
     def lr_at(self, step: int, rising_steps: int) -> float:
-        """The learning rate of one step, where it rises over the first `rising_steps`."""
+        """The learning rate of one step; it rises over the first `rising_steps`."""
         if step < rising_steps:
             return self.lr * (step + 1) / rising_steps
         done = (step - rising_steps) / max(1, self.steps - rising_steps)
@@ -51,7 +58,7 @@ class Recipe:
     Attributes:
         batch: Samples per rank and step.
         lr_warmup_steps: Steps over which the learning rate rises.
-        momentum: Of the optimizer, or of a memory in its place.
+        momentum: Momentum of the optimizer, or of a memory instead.
         clip_norm: Limit on the norm of a rank's gradient.
     """
 
@@ -62,17 +69,17 @@ class Recipe:
 
 
 class Task(ABC):
-    """A model, its data, and what is told of it in the end.
+    """A model, its data and its metric.
 
     Attributes:
-        name: What it is called.
-        metric: What is measured in the end.
+        name: Its name.
+        metric: The metric measured at the end.
         unit: Its unit.
         gap_unit: The unit of `gap`.
-        limits: By density, the gap that must not be passed.
+        limits: The largest permitted gap, by density.
         recipe: How it is trained.
-        budgets: How long, by density.
-        hard_thresholds: λ of the hard threshold, by the density that it is to come near.
+        budgets: Length and rate of its trainings, by density.
+        hard_thresholds: λ of the hard threshold that gives about this density.
     """
 
     name: str
@@ -97,7 +104,7 @@ class Task(ABC):
         """The metric, on data that is not trained on."""
 
     def data(self) -> str:
-        """What tells the data of two installations apart; empty where they are the same."""
+        """Digest of data that depends on the installation; otherwise empty."""
         return ""
 
     @staticmethod
@@ -244,3 +251,81 @@ class PythonHelp(Text):
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return CharacterLstm(self.characters)
+
+
+class NextCharacter(nn.Module):
+    """Predicts the one character after its context: Bengio's feed-forward language model (2003)."""
+
+    def __init__(self, characters: int, context: int, width: int, embedded: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, embedded)
+        self.first = nn.Linear(context * embedded, width)
+        self.second = nn.Linear(width, width)
+        self.out = nn.Linear(width, characters)
+
+    def forward(self, text: Tensor) -> Tensor:
+        hidden = F.relu(self.first(self.embedding(text).flatten(1)))
+        out: Tensor = self.out(F.relu(self.second(hidden)))
+        return out.unsqueeze(1)
+
+
+class Sources(Text):
+    """A feed-forward network of 2.1 million parameters on 16 MB of Python.
+
+    Files are taken in the order of their contents' SHA-256, each content once, until there are 16
+    MB. A file is read for the test where its hash says so, so no file is in both parts. The hash of
+    all of it is kept with every training: other versions of Python or torch are another text.
+    """
+
+    name = "sources"
+    limits: ClassVar[Mapping[float, float]] = {0.01: 1.0, 0.001: 4.0}
+    recipe = Recipe(batch=64, lr_warmup_steps=100, momentum=0.9, clip_norm=1.0)
+    budgets: ClassVar[Mapping[float, Budget]] = {
+        0.01: Budget(steps=2000, lr=1.0, dense_steps=30, warmup_steps=120),
+        0.001: Budget(steps=12_000, lr=0.3, dense_steps=100, warmup_steps=560),
+    }
+    hard_thresholds: ClassVar[Mapping[float, float]] = {0.01: 0.07, 0.001: 0.27}
+    length = 16
+    test_rows = 8192
+
+    def __init__(self) -> None:
+        parts: dict[bool, list[bytes]] = {True: [], False: []}
+        digest, size = hashlib.sha256(), 0
+        for name, text in sorted(contents()):
+            if size >= LIMIT_BYTES:
+                break
+            parts[name[-1] % 10 == 0].append(text)
+            digest.update(name)
+            size += len(text)
+        self.digest = digest.hexdigest()[:16]
+        self.keep(len(ALPHABET), codes(parts[False]), codes(parts[True]))
+
+    def data(self) -> str:
+        return self.digest
+
+    def model(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return NextCharacter(self.characters, self.length, width=1024, embedded=56)
+
+
+def contents() -> Iterator[tuple[bytes, bytes]]:
+    """The sources, each content once: its SHA-256, and its characters that are in the alphabet."""
+    others = bytes(set(range(256)) - set(ALPHABET))
+    paths = sysconfig.get_paths()
+    library, installed = Path(paths["stdlib"]), Path(paths["purelib"])
+    folders = [p for p in library.iterdir() if p.name != "site-packages"]
+    folders += [installed / name for name in PACKAGES]
+    seen = set()
+    for folder in folders:
+        for path in [folder] if folder.suffix == ".py" else folder.rglob("*.py"):
+            text = path.read_bytes()
+            name = hashlib.sha256(text).digest()
+            if name not in seen:
+                seen.add(name)
+                yield name, text.translate(None, others)
+
+
+def codes(texts: list[bytes]) -> Tensor:
+    """Every character's place in the alphabet, uint8 `(n,)`."""
+    table = bytes(max(0, ALPHABET.find(bytes([c]))) for c in range(256))
+    return torch.frombuffer(bytearray(b"".join(texts).translate(table)), dtype=torch.uint8)

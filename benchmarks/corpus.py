@@ -1,12 +1,12 @@
-"""Text to train language models on: the Python sources that are installed anyway.
+"""Text for language models: the installed Python sources.
 
     corpus = python_sources()
     vocabulary = Vocabulary.of(corpus.train, 8192)
     tokens = vocabulary.encode(corpus.train)
     inputs, targets = windows(tokens, batch=8, length=64, generator=generator)
 
-Whether a file is trained on or validated with follows from the hash of its content, so that copies
-of one file are on the same side. `Corpus.digest` names what a result was measured on.
+The hash of a file's content decides between training and validation, so that copies of one file are
+on the same side. `Corpus.digest` identifies the text of a result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Corpus:
     Attributes:
         train: The bytes to train on.
         validation: The bytes to validate with; no file is in both parts.
-        digest: Names the content: 12 hexadecimal digits of a hash over all of it.
+        digest: Identifies the content: 12 hexadecimal digits of its hash.
     """
 
     train: bytes
@@ -52,7 +52,7 @@ def python_sources(most_bytes: int = MOST_BYTES, packages: Sequence[str] = ("tor
 
     Args:
         most_bytes: Files beyond so many bytes are left out.
-        packages: Installed packages whose files are taken, too.
+        packages: Installed packages whose files are also taken.
 
     Raises:
         ValueError: A package is not installed, or there is too little text.
@@ -125,7 +125,7 @@ class Vocabulary:
         return torch.tensor(tokens)
 
     def decode(self, tokens: Tensor) -> bytes:
-        """The text again."""
+        """The text of some tokens."""
         return b"".join(self.pieces[token] for token in tokens.tolist())
 
 

@@ -1,9 +1,9 @@
-"""Times the way from the streams of several ranks to a dense gradient.
+"""Times decoding: from the streams of several ranks to a dense gradient.
 
 `python -m benchmarks.decode --json FILE`, and `--device cuda`
 
-Streams of one rank after the other are added to a vector of zeros, in the order of the ranks: every
-rank gets the same bits. That is compared with the reference's merge and decode before it is timed.
+The ranks' streams are added to a vector of zeros in the order of the ranks, so every rank gets the
+same bits. Before timing, the result is compared with the reference's merge and decode.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks._cuda import GOAL_NUMEL, NUMELS, copy_row, copy_speed, goal_row, medians_s, whole_s
-from benchmarks._encode_job import gradient_like
-from benchmarks._report import Row, write_report
-from benchmarks._timing import check, take_turns
+from benchmarks._timing import GOAL_NUMEL, NUMELS, check, copy_row, goal_row, take_turns
+from benchmarks.report import Row, write_report
 from hvd_sparse import ops
 from hvd_sparse.ops import reference
+from tools.kernels import copy_speed, gradient_like, medians_s, whole_s
 
 DENSITIES = (1e-3, 1e-2)
 WORLD_SIZE = 8
 CPU_NUMEL = 25_000_000
 ENTRY_BYTES = 72
-"""Traffic of an entry at random: 8 bytes are read, and a sector of 32 bytes is read and written."""
+"""Traffic of a random entry: 8 bytes are read, and a sector of 32 bytes is read and written."""
 LEAST = 0.72
-"""Share of a copy's speed that is the goal, at `GOAL_NUMEL` and the higher density."""
+"""The goal as a share of a copy's speed, at `GOAL_NUMEL` and the higher density."""
 
 Streams = list[tuple[Tensor, Tensor]]
 

@@ -4,7 +4,7 @@
 
 The residual is that of a running job: a few steps of exact top-k have passed over it. Every result
 is compared with the torch reference before anything is timed; then ours and the baselines take
-turns, and medians are reported. On a CUDA device kernels are timed by events, and held against a
+turns, and medians are reported. On a CUDA device kernels are timed by events, and compared with a
 copy that moves as many bytes.
 """
 
@@ -18,15 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks._cuda import NUMELS
 from benchmarks._encode_cuda import encode_cuda_rows
-from benchmarks._encode_job import Job, gradient_like
 from benchmarks._encode_paths import ADD, HotPath, Limit, hot_paths
-from benchmarks._report import Row, write_report
-from benchmarks._timing import check, take_turns
+from benchmarks._timing import NUMELS, check, goal_row, take_turns
+from benchmarks.report import Row, write_report
 from hvd_sparse import ops
 from hvd_sparse.ops import reference
 from hvd_sparse.ops.cuda import CupyLauncher
+from tools.kernels import Job, gradient_like
 
 CPU_NUMEL = 25_000_000
 DENSITIES = (1e-3, 1e-2)
@@ -34,7 +33,7 @@ WORLD_SIZE = 8
 
 
 def verify(path: HotPath, job: Job) -> None:
-    """Compares the results, and what the operation leaves behind, with the reference's."""
+    """Compares the result and the state after it with the reference's."""
     job.reset()
     actual = (path.run(ops, job), job.state())
     job.reset()
@@ -59,14 +58,14 @@ def encode_rows(job: Job, case: str, goals: bool, lowest: bool, repetitions: int
         for name, seconds in torch_s.items():
             fastest = seconds == min(torch_s.values())
             goal = path.speedup if goals and lowest and fastest else None
-            rows.append(speedup_row(case, path.metric, t[path.metric], name, seconds, goal))
+            rows.append(goal_row(case, path.metric, t[path.metric], name, seconds, goal))
     return rows
 
 
 def share_row(
     case: str, metric: str, baseline: str, limit: Limit, goal: bool, t: Mapping[str, float]
 ) -> Row:
-    """A row that holds a path against a share of a baseline."""
+    """A row that compares a path with a share of a baseline."""
     allowed_s = limit.share * t[baseline]
     share = "" if limit.share == 1.0 else f"{limit.share:.3g} of "
     factor = limit.factor if goal else None
@@ -82,27 +81,10 @@ def share_row(
     )
 
 
-def speedup_row(
-    case: str, metric: str, ours_s: float, baseline: str, baseline_s: float, goal: float | None
-) -> Row:
-    """A row whose goal, if any, is a least ratio."""
-    ratio = baseline_s / ours_s
-    return Row(
-        case=case,
-        metric=metric,
-        value=ours_s * 1e3,
-        unit="ms",
-        baseline=f"{baseline}: {baseline_s * 1e3:.2f} ms",
-        ratio=ratio,
-        goal=None if goal is None else f"at least {goal:g} times as fast",
-        met=None if goal is None else ratio >= goal,
-    )
-
-
 def stream_rows(
     numel: int, density: float, case: str, repetitions: int, device: torch.device
 ) -> list[Row]:
-    """Merging the streams of several ranks, and decoding what comes of it."""
+    """Rows for merging the streams of several ranks, and decoding the result."""
     streams = []
     for rank in range(WORLD_SIZE):
         x = gradient_like(numel, 100 + rank, device)
@@ -142,8 +124,8 @@ def stream_rows(
         device,
     )
     return [
-        speedup_row(case, merge, t[merge], "torch coalesce", t["torch coalesce"], None),
-        speedup_row(
+        goal_row(case, merge, t[merge], "torch coalesce", t["torch coalesce"], None),
+        goal_row(
             case, decode, t[decode], "torch zero_, scatter_", t["torch zero_, scatter_"], None
         ),
         share_row(case, decode, clear, Limit(), False, t),

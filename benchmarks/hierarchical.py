@@ -1,18 +1,18 @@
-"""Two levels against the flat form and Horovod's dense allreduce, on hosts of two workers.
+"""Two levels compared with flat and with Horovod's dense allreduce, on hosts of two workers.
 
     python -m benchmarks.hierarchical --json FILE
     python -m benchmarks.hierarchical --json FILE --minutes 20
 
-| case | what it has |
+| case | what it measures |
 |---|---|
 | `steps` | time through the optimizer, one gradient of 14.7 M (benchmarks/optimizer_worker.py) |
-| `bytes` | what each host's interface has sent, with Horovod's own cycles too long to count |
+| `bytes` | bytes sent by each host's interface; long cycles keep Horovod's own traffic small |
 | `inside` | the reduce inside a host of four workers, against gloo's allreduce over loopback |
 
 `steps` and `bytes` run between two hosts of a network lab (tools/netlab; needs root), with two
 workers on each. Each launch verifies all ways before it times them. A figure is the median of three
-launches. Launches that are done are kept beside the report, so that the same command goes on where
-it was stopped.
+launches. Finished launches are kept beside the report: the same command continues where it was
+stopped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks._jobs import Job, Jobs, Spread, cycle_time
-from benchmarks._launch import Launcher
-from benchmarks._report import Row, write_report
-from benchmarks.allreduce_cases import MATRIX, reduced_s, row_of
+from benchmarks._launch import Job, Jobs, Launcher, cycle_time
+from benchmarks.allreduce import MATRIX, reduced_s
+from benchmarks.report import Row, Spread, row_of, write_report
 
 OPTIMIZER, INSIDE = "benchmarks/optimizer_worker.py", "benchmarks/hierarchical_worker.py"
 WORKERS, RANKS, INSIDE_RANKS = 2, 4, 4
@@ -68,11 +67,11 @@ def job_of(case: str, at: Launcher, launch: int, options: argparse.Namespace) ->
 
 
 Figure = Callable[[Any, str], float]
-"""What a launch says of a way."""
+"""A way's figure from a launch."""
 
 
 def host_bytes(found: Any, way: str) -> float:
-    """What the interface of the busiest host has sent for a reduction."""
+    """Bytes that the busiest host's interface sends for a reduction."""
     return float(max(rank[way] for rank in found["interface_bytes"][::WORKERS]))
 
 
@@ -93,7 +92,7 @@ def spread(
 def way_rows(
     case: str, what: str, unit: str, scale: float, results: Sequence[Any], figure: Figure
 ) -> Iterator[Row]:
-    """Every way beside Horovod's dense allreduce."""
+    """Every way compared with Horovod's dense allreduce."""
     dense = spread(results, figure, "horovod", scale=scale)
     for name in WAYS[1:]:
         yield row_of(
@@ -122,8 +121,8 @@ def steps_rows(case: str, rate: str, results: Sequence[Any]) -> Iterator[Row]:
             met=None if goal is None else faster.middle >= goal,
         )
     yield from way_rows(case, "through the optimizer", "ms", 1e3, results, reduced_s)
-    for name, phases in results[0]["phases_s"].items():
-        for phase in phases:
+    for name in results[0]["phases_s"]:
+        for phase in ("stage_s", "accumulate_select_s"):
             yield row_of(case, f"{name} {phase}", spread(results, phase_s(phase), name, scale=1e3))
 
 
@@ -143,7 +142,7 @@ def bytes_rows(case: str, results: Sequence[Any]) -> Iterator[Row]:
 
 
 def inside_rows(case: str, results: Sequence[Any]) -> Iterator[Row]:
-    """The reduce inside a host, against gloo and against memory."""
+    """The reduce inside a host, compared with gloo and with a copy in memory."""
     ours = Spread.of(results, lambda r: r["seconds"]["ours"], 1e3)
     gloo = Spread.of(results, lambda r: r["seconds"]["gloo"], 1e3)
     bound = Spread.of(results, lambda r: r["bound_s"], 1e3)
@@ -170,7 +169,7 @@ def inside_rows(case: str, results: Sequence[Any]) -> Iterator[Row]:
 
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:
-    """The rows of what is done."""
+    """Write the rows of the finished launches."""
     rows: list[Row] = []
     for (name, place, ranks), results in jobs.results().items():
         case = f"{name}, P={ranks}, {place}"
@@ -182,13 +181,13 @@ def report(jobs: Jobs, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Do what is not done yet, print the table, write the JSON."""
+    """Run missing launches, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--numel", type=int, default=NUMEL, help="n, about")
-    parser.add_argument("--repeats", type=int, default=12, help="turns of a launch, at most")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for which they go on")
+    parser.add_argument("--numel", type=int, default=NUMEL, help="approximate n")
+    parser.add_argument("--repeats", type=int, default=12, help="most turns of a launch")
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit for all turns")
     parser.add_argument("--launches", type=int, default=3, help="of each case")
     Launcher.add_arguments(parser, several=True)
     Jobs.add_arguments(parser)

@@ -1,19 +1,18 @@
-"""Two levels against the flat form at BERT's size, on simulated hosts of eight ranks.
+"""Two levels compared with flat at BERT's size, on simulated hosts of eight ranks.
 
     python -m benchmarks.hierarchical_simulated --json FILE --plot docs/hierarchical.png
 
-What the simulation takes for it:
+What the simulation assumes:
 
-* BERT, 133,547,324 parameters at density 0.01; a tenth of the indices is everybody's.
-* Hosts of eight ranks with one card of 25 Gb/s, which the eight share while they use it at the same
-  time; α = 10 µs between hosts, of which all are the rank's own.
-* 300 GB/s and 5 µs between two ranks of a host, as devices on one board have.
-* γ = 5 ps to merge, add or scan a byte: 200 GB/s, a tenth of what a device's memory does.
-* Selection is one pass that adds all values, and one that looks at them: over n values flat, over a
-  shard in two levels.
+* BERT, 133,547,324 parameters at density 0.01; all ranks share a tenth of the indices.
+* Hosts of eight ranks with one card of 25 Gb/s, which ranks share while they use it at the same
+  time; α = 10 µs between hosts, not shared.
+* 300 GB/s and 5 µs between two ranks of a host, as between devices on one board.
+* γ = 5 ps to merge, add or scan a byte: 200 GB/s, a tenth of a device's memory bandwidth.
+* Selection is one pass that adds and one that scans: over n values flat, in two levels a shard.
 
-The dense baseline is a ring over all ranks, as Horovod's is: it passes through every card once. Its
-figures are worked out, and so are those of the rows that say "cost model".
+The dense baseline is a ring over all ranks, like Horovod's, which passes through every card once.
+Its figures, and those of the rows that say "cost model", are computed from formulas.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks._report import Row, write_report
+from benchmarks.report import Row, write_report
 from hvd_sparse.collectives.registry import CANDIDATES
 from hvd_sparse.collectives.two_levels import Levels, dense_ring, flat, shared, two_levels
 from hvd_sparse.cost_model import Link
@@ -50,7 +49,7 @@ def levels_of(count: int, card: Link = BETWEEN, inside: Link = INSIDE) -> Levels
 
 
 def case_of(count: int) -> str:
-    """The words for one world."""
+    """One world in words."""
     return f"BERT, {count} hosts x {LOCAL_SIZE}, {GBIT_S:g} Gb/s"
 
 

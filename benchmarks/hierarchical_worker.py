@@ -1,8 +1,8 @@
-"""One rank of `benchmarks.hierarchical`: the dense reduce inside a host, against gloo's allreduce.
+"""One rank of `benchmarks.hierarchical`: the dense reduce inside a host, beside gloo's allreduce.
 
-What memory allows is measured in the same launch. All ranks copy a vector at the same time, which
-reads n values and writes n. The reduce copies all of the gradient but the rank's own shard, reads n
-values (a shard of each rank) and writes n/L: 3 - 1/L where the copy has 2.
+The bound set by memory is measured in the same launch. All ranks copy a vector at the same time,
+which reads n values and writes n. The reduce copies all of the gradient but the rank's own shard,
+reads n values (a shard of each rank) and writes n/L: 3 - 1/L where the copy has 2.
 """
 
 from __future__ import annotations

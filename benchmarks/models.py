@@ -1,6 +1,6 @@
-"""The models that benchmarks train, with the tensors that they really have.
+"""The models that benchmarks train, with their real tensors.
 
-Each is a module whose `forward` gives the loss of a batch, and which draws such a batch itself:
+Each is a module whose `forward` returns the loss of a batch, and which draws batches:
 
     model = MODELS["vgg16"]()
     model(*model.batch(generator)).backward()
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 
 class BenchmarkModel(nn.Module):
-    """A module that gives its loss.
+    """A module whose `forward` returns the loss.
 
     Attributes:
-        title: What it is called in tables and plots.
+        title: Its name in tables and plots.
     """
 
     title: ClassVar[str]
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """What `forward` takes."""
+        """A random batch: the arguments of `forward`."""
         raise NotImplementedError
 
 
@@ -252,7 +252,7 @@ class SmallTransformer(BenchmarkModel):
 
 
 class Single(BenchmarkModel):
-    """One layer, as DRAGONN's extreme classification has it, of a sixteenth of its size."""
+    """One layer like DRAGONN's extreme classification, a sixteenth as large."""
 
     title = "one layer of 7.9 M"
     numel = 126_700_000 // 16
@@ -302,7 +302,7 @@ MODELS: dict[str, type[BenchmarkModel]] = {
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
-    """A model's tensors, in the order in which it has them."""
+    """The shapes of a model's tensors, in its order."""
     with torch.device("meta"):
         return [tuple(p.shape) for p in MODELS[model]().parameters()]
 
@@ -316,6 +316,6 @@ def images_and_labels(
 
 
 def zipf(shape: tuple[int, ...], numel: int, generator: torch.Generator) -> Tensor:
-    """Numbers below `numel`, of which the i-th comes about 1/i as often as the first."""
+    """Numbers below `numel`; the i-th is about 1/i as frequent as the first."""
     draws = torch.rand(shape, generator=generator, dtype=torch.float64)
     return (numel**draws).long() - 1

@@ -1,8 +1,7 @@
 """One rank of `benchmarks.allreduce`: reductions through the optimizer, verified, then timed.
 
-A model whose backward hands over gradients that were made before stands for a real one. What is
-timed is backward with the optimizer's `synchronize`, from which the time of such a backward by
-itself is subtracted: from gradients that are ready to the optimizer that has the averages.
+The model's backward hands over gradients that were made before. Backward and the optimizer's
+`synchronize` are timed; the caller subtracts the time of backward alone.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from benchmarks.ways import Way, is_ours, make_way
 SETS = 2
 """Different sets of gradients, used in turn."""
 VERIFIED_STEPS = 12
-"""Of ours: residuals have filled, thresholds have settled."""
+"""Warm-up of our ways, until residuals have filled and thresholds have settled."""
 FEWEST_TURNS = 4
 SLICE_S, MOST_STEPS = 0.4, 6
 """A way's share of a turn: so many seconds, in at most so many steps."""
@@ -79,7 +78,7 @@ class Given(nn.Module):
 
 
 def make_ways(case: dict[str, Any], sets: list[Tensor]) -> dict[str, Way]:
-    """All that a case compares; `name#B` is a way whose vector comes in B buckets, one a tensor."""
+    """All ways of a case; `name#B` is a way whose vector is cut into B tensors, each a bucket."""
     weights = torch.zeros_like(sets[0])
     ways = {}
     for name in case["ways"]:
@@ -94,7 +93,7 @@ def make_ways(case: dict[str, Any], sets: list[Tensor]) -> dict[str, Way]:
 
 
 def reduce(way: Way, turn: int) -> tuple[float, float]:
-    """Seconds of a reduction, backward included: by the clock, and of the main thread's own."""
+    """Seconds of a reduction with its backward: wall clock, and the main thread's CPU time."""
     way.module.zero_grad()
     loss = way.module(turn % SETS)
     dist.barrier()
@@ -107,12 +106,12 @@ def reduce(way: Way, turn: int) -> tuple[float, float]:
 
 
 def flat_gradients(way: Way) -> Tensor:
-    """What the optimizer has, as one vector."""
+    """The optimizer's gradients as one vector."""
     return torch.cat([gradient.reshape(-1) for gradient in way.gradients()])
 
 
 def verify_dense(way: Way, means: list[Tensor]) -> None:
-    """Ranks agree, and the mean is right as far as the way promises it."""
+    """Check that ranks agree, and that the mean is as accurate as the way promises."""
     assert way.first_error is not None
     for step in range(way.warmup_steps):
         reduce(way, step)
@@ -125,7 +124,7 @@ def verify_dense(way: Way, means: list[Tensor]) -> None:
 
 
 def verify_ours(way: Way, sets: list[Tensor], means: list[Tensor]) -> None:
-    """Ranks agree on every bit, and what was given is what was applied or kept."""
+    """Check that ranks agree bit for bit, and that everything was applied or kept."""
     applied, given = torch.zeros_like(sets[0]), torch.zeros_like(sets[0])
     for step in range(VERIFIED_STEPS):
         reduce(way, step)
@@ -147,7 +146,7 @@ def verify_ours(way: Way, sets: list[Tensor], means: list[Tensor]) -> None:
 
 
 def verify(ways: dict[str, Way], sets: list[Tensor]) -> None:
-    """Ends the benchmark where a way does not do what it is for."""
+    """End the benchmark if a way gives wrong results."""
     means = [flat.clone() for flat in sets]
     for mean in means:
         dist.all_reduce(mean)
@@ -164,7 +163,7 @@ def verify(ways: dict[str, Way], sets: list[Tensor]) -> None:
 
 
 def steps_in_a_turn(ways: dict[str, Way]) -> dict[str, int]:
-    """What every way takes at a time, the same on all ranks: more where a step is short."""
+    """Steps of every way in a turn, the same on all ranks: more if steps are short."""
     took = {name: reduce(way, 0)[0] for name, way in ways.items()}
     for way in ways.values():
         way.update()
@@ -175,7 +174,7 @@ def steps_in_a_turn(ways: dict[str, Way]) -> dict[str, int]:
 
 
 def measure(ways: dict[str, Way], options: argparse.Namespace) -> dict[str, Any]:
-    """Turn by turn, every way for some steps, in an order that changes.
+    """Time the ways in turns, in an order that changes.
 
     The first of several steps is not counted: it finds the caches that another way left.
     """
@@ -235,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", type=json.loads, required=True, help="shapes, and names of ways")
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for which turns go on")
+    parser.add_argument("--seconds", type=float, required=True, help="limit for all turns")
     options = start_rank(parser)
     sets = make_gradients(sum(torch.Size(shape).numel() for shape in options.case["shapes"]), SETS)
     ways = make_ways(options.case, sets)

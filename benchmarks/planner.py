@@ -1,30 +1,33 @@
-"""Step time as planned, against plain Horovod and against compressing everything.
+"""Step time of the planner's choice, compared with plain Horovod and every choice by hand.
 
     python -m benchmarks.planner --goals --json benchmarks/results/planner.json --minutes 90
     python -m benchmarks.planner --json FILE --netlab 100mbit 1gbit 10gbit --models cnn
+    python -m benchmarks.planner --json benchmarks/results/planner.json --plot docs/steps.png
 
 Every model is trained in every way under the unmodified horovodrun: on loopback, or with `--netlab`
 between the hosts of a network lab (tools/netlab; needs root). The ways of a model take turns in one
-launch (benchmarks/planner_worker.py); the median launch counts. The same command goes on with
-launches that are missing. The promises are that a planned step is never more than 3 % slower than
-plain Horovod's and than `uncompressed`, and within 10 % of the best way. `uncompressed` is Horovod
-with sleeping waits: this package, with nothing compressed. `--goals` has all cases that they are
-made for; VGG-16 and BERT-base are there with their tensors, and a backward that only waits.
+launch (benchmarks/planner_worker.py); the median launch counts. The same command runs missing
+launches. Goals: a planned step is at most 3 % slower than plain Horovod's and than `uncompressed`,
+and within 10 % of the best way. `uncompressed` is Horovod with sleeping waits: this package with
+nothing compressed. `--goals` runs all its cases, with VGG-16 and BERT-base by their tensors
+and a backward that only waits.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks._jobs import Job, Jobs
-from benchmarks._launch import Launcher
-from benchmarks._report import Row, write_report
+from benchmarks._launch import Job, Jobs, Launcher
+from benchmarks.report import Row, write_report
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
+from hvd_sparse.lab.plots import load_pyplot
 
 MODELS = ("cnn", "transformer", "single")
 WORLDS = {2: (None, "100mbit", "1gbit", "10gbit"), 4: ("100mbit", "1gbit", "10gbit")}
@@ -33,19 +36,38 @@ LISTS = (("vgg16", 2, "1gbit"), ("vgg16", 4, "1gbit"), ("bert-base", 2, "1gbit")
 COMPUTE_S = 0.15
 """Seconds of a simulated backward."""
 LIST_COLLECTIVES = ("topk_allgather", "ssar_recursive_double")
-"""By hand, for lists of tensors: every way has its own memory."""
+"""Choices by hand for lists of tensors; few, since every way has its own memory."""
 SCRIPT = "benchmarks/planner_worker.py"
 MOST_LOSS = 0.03
 WITHIN_BEST = 0.10
 WITHIN_PREDICTION = 0.25
 CASES = 24
 MOST_CASES = 20
-"""Of `CASES`, in how many a plan is to be near the best, and a step near its prediction."""
+"""Least cases of `CASES` with a plan near the best, and with a step near its prediction."""
 LAUNCH_S = 1800.0
+PLOTTED_WORLDS = {
+    "P=2, 100mbit": "100 Mb/s",
+    "P=2, 1gbit": "1 Gb/s",
+    "P=2, 10gbit": "10 Gb/s",
+    "P=2, loopback": "one host",
+}
+"""Endings of the cases' names: two workers, with a core each."""
+PLOTTED_MODELS = {
+    "cnn": "CNN with a large linear layer",
+    "transformer": "small transformer",
+    "single": "one layer of 7.9 M",
+}
+BARS = {
+    "dense": ("plain Horovod", "#8c8c8c"),
+    "uncompressed": ("this package, nothing compressed", "#9ecae1"),
+    "planned": ("planned, density 0.01", "#2171b5"),
+}
+BAR_WIDTH = 0.27
+DENSE = re.compile(r"plain Horovod, dense: ([\d.]+) ms")
 
 
 def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> list[Job]:
-    """All launches, the first of every case first."""
+    """All launches: first one of every case."""
     cases = [(model, options.ranks, at, 0.0) for at in places for model in options.models]
     if options.goals:
         cases = [(model, ranks, Launcher(rate), COMPUTE_S) for model, ranks, rate in LISTS]
@@ -69,7 +91,7 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> list[Job]:
 
 
 def median_launch(launches: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of every way the median step and its spread; of the planned one all of its median launch."""
+    """Every way's median step and its spread; for the planned way, all of its median launch."""
     found = {}
     for way in launches[0]:
         ordered = sorted((launch[way] for launch in launches), key=lambda each: each["step_s"])
@@ -81,7 +103,7 @@ def median_launch(launches: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """How many of the cases met each goal."""
+    """The number of cases that met each goal."""
     kinds = {
         "slower than plain Horovod": ("plain Horovod, dense", None),
         "slower than Horovod with sleeping waits": ("Horovod with sleeping waits", None),
@@ -116,7 +138,7 @@ def summary(rows: list[Row]) -> list[Row]:
 
 
 def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
-    """The promise, the best of all ways, the prediction, and every way for itself."""
+    """The rows of one case: goals, predictions, and every way."""
     step_s = {way: result["step_s"] for way, result in results.items()}
     planned = results["planned"]
     others = [way for way in step_s if way != "planned"]
@@ -163,7 +185,7 @@ def planned_row(
     tolerance: float,
     goal: str,
 ) -> Row:
-    """The planned step beside another way's: its name and seconds."""
+    """A row for the planned step compared with another way's name and seconds."""
     name, seconds = other
     planned_s = planned["step_s"]
     return Row(
@@ -193,6 +215,42 @@ def prediction(case: str, metric: str, predicted_s: float, measured_s: float) ->
     )
 
 
+def steps_of(report: Path, world: str) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step, by model and by the names in `BARS`."""
+    found: dict[str, dict[str, float]] = {model: {} for model in PLOTTED_MODELS}
+    for row in json.loads(report.read_text(encoding="utf-8"))["rows"]:
+        model, _, place = row["case"].partition(", ")
+        if place != world:
+            continue
+        dense = DENSE.fullmatch(row.get("baseline", ""))
+        if row["metric"].startswith("planned step,") and dense is not None:
+            found[model] |= {"dense": float(dense[1]), "planned": row["value"]}
+        elif row["metric"] == "step, uncompressed":
+            found[model]["uncompressed"] = row["value"]
+    return found
+
+
+def draw(report: Path, path: Path) -> None:
+    """One panel for each model, one group of bars for each network."""
+    pyplot = load_pyplot()
+    figure, panels = pyplot.subplots(1, len(PLOTTED_MODELS), figsize=(11, 3.2), sharey=True)
+    worlds = [steps_of(report, name) for name in PLOTTED_WORLDS]
+    for axes, (model, title) in zip(panels, PLOTTED_MODELS.items(), strict=True):
+        for shift, (kind, (label, colour)) in enumerate(BARS.items()):
+            places = [place + BAR_WIDTH * (shift - 1) for place in range(len(worlds))]
+            heights = [world[model][kind] for world in worlds]
+            bars = axes.bar(places, heights, BAR_WIDTH, label=label, color=colour)
+            axes.bar_label(bars, fmt="%.0f", fontsize=6, padding=1)
+        axes.set(title=title, yscale="log", ylim=(20, 9000))
+        axes.set_xticks(range(len(worlds)), list(PLOTTED_WORLDS.values()), fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("ms per training step")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(BARS), frameon=False)
+    figure.set_layout_engine("constrained")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     """Measure every case asked for, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -202,12 +260,16 @@ def main() -> None:
     parser.add_argument("--collectives", nargs="*", default=list(LOSSLESS_CANDIDATES))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30, help="timed steps of a way")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for which they go on, at most")
+    parser.add_argument("--seconds", type=float, default=8.0, help="limit for a way's steps")
     parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--plot", type=Path, help="draw the existing report; measure nothing")
     parser.add_argument("--single-numel", type=int, default=126_700_000 // 16)
     Launcher.add_arguments(parser, several=True)
     Jobs.add_arguments(parser)
     options = parser.parse_args()
+    if options.plot:
+        draw(options.json, options.plot)
+        return
     places = [] if options.goals else Launcher.each_of(parser, options)
 
     jobs = Jobs(options.json, jobs_of(options, places))

@@ -26,7 +26,7 @@ WARMUP_STEPS = 5
 TURN_STEPS = 5
 """Timed steps of a turn; the first one after a change of ways is not timed."""
 LONG_STEP_S = 1.0
-"""A way whose steps take longer has a single one in a turn, which is timed."""
+"""A way with longer steps has one step per turn, which is timed."""
 FEWEST_TURNS = 3
 
 
@@ -70,7 +70,7 @@ class Contestant:
 
     Args:
         way: `dense`, `uncompressed`, `planned`, or the name of a collective for all tensors.
-        model_name: Of `MODELS`.
+        model_name: A name of `MODELS`.
         compute_s: Simulated seconds of backward; 0: the model itself is trained.
     """
 
@@ -99,7 +99,7 @@ class Contestant:
         return perf_counter() - start
 
     def prepare(self) -> float:
-        """Until the planner has decided, and some steps more; the median of those.
+        """Train until the planner has decided, then some steps; returns their median.
 
         What its plans had not sent of tensors that stay dense is out by then.
         """
@@ -109,12 +109,12 @@ class Contestant:
         return median(self.step() for _ in range(WARMUP_STEPS))
 
     def checksums(self) -> dict[str, int]:
-        """Of every weight."""
+        """Checksums of all weights."""
         return {n: crc32(p.detach().numpy().data) for n, p in self.model.named_parameters()}
 
 
 def compression_of(way: str, named: list[tuple[str, nn.Parameter]]) -> Any:
-    """What a way gives to Horovod's optimizer."""
+    """The compression of a way."""
     if way == "dense":
         return Compression.none
     if way == "uncompressed":
@@ -127,7 +127,7 @@ def compression_of(way: str, named: list[tuple[str, nn.Parameter]]) -> Any:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Train by all ways, in turns: so many steps, or those that fit into so many seconds."""
+    """Train in all ways, in turns: so many steps, or as many as fit into so many seconds."""
     every = {way: Contestant(way, options.model, options.compute_s) for way in options.ways}
     expected_s = {way: contestant.prepare() for way, contestant in every.items()}
     settling, timed, turns = turns_of(expected_s, options)
@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def turns_of(
     mine: Mapping[str, float], options: argparse.Namespace
 ) -> tuple[dict[str, int], dict[str, int], int]:
-    """Steps of each way in a turn, not timed and timed, and turns, from what its steps take.
+    """Untimed and timed steps of each way in a turn, and turns, from the time of its steps.
 
     A collective call: rank 0's times count.
     """
@@ -171,7 +171,7 @@ def turns_of(
 
 
 def described(planner: Planner) -> Mapping[str, Any]:
-    """The plan, and what was tried."""
+    """The plan, and the trial behind it."""
     assert planner.outcome is not None
     outcome = planner.outcome
     chosen = outcome.tried[outcome.chosen]

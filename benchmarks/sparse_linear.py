@@ -1,11 +1,11 @@
-"""Linear models on naturally sparse data: an epoch with sparse gradients against one with dense.
+"""Linear models on naturally sparse data: an epoch with sparse gradients compared with a dense one.
 
     python -m benchmarks.sparse_linear --json FILE --netlab 1gbit
 
-Runs examples/sparse_linear.py and examples/sparse_coordinates.py under horovodrun, as section 8.2
-of SparCML does with its data: 3.2 million features, trigrams of text. The dense training is the
-same with `hvd.allreduce`, or `hvd.allgather` for coordinate descent, whose epoch is cut short here;
-both must end with the same weights, or the example fails.
+Runs examples/sparse_linear.py and examples/sparse_coordinates.py under horovodrun on 3.2 million
+features, trigrams of text, as section 8.2 of SparCML does with its data. The dense training uses
+`hvd.allreduce`, or `hvd.allgather` for coordinate descent, whose epoch is shortened here. Both must
+end with the same weights, or the example fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._launch import Launcher
-from benchmarks._report import Row, write_report
+from benchmarks.report import Row, write_report
 
 SGD, DESCENT = "examples/sparse_linear.py", "examples/sparse_coordinates.py"
 TRAININGS = {

@@ -32,7 +32,7 @@ def dense(stream: SparseStream) -> Tensor:
 
 
 def verify(name: str, reduced: SparseStream, stream: SparseStream) -> None:
-    """Ranks agree; what applies everything has the dense sum, what applies k has part of it."""
+    """Check that ranks agree, and that results are the dense sum, or a part of it."""
     result = dense(reduced)
     assert len(set(hvd.allgather_object(crc32(result.numpy().data), name="checksum"))) == 1, name
     total = hvd.allreduce(dense(stream), op=hvd.Sum)
@@ -61,7 +61,7 @@ def measure(
     density: float,
     repeats: int,
 ) -> dict[str, Any]:
-    """Every algorithm at one density, and what would be chosen."""
+    """Time every algorithm at one density, and note the pick of "auto"."""
     k = max(1, round(density * numel))
     streams = [STREAMS.stream(hvd.rank(), step, numel, k) for step in range(WARMUP_STEPS)]
     functions: dict[str, Callable[[], object]] = {}

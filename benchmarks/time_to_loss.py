@@ -1,13 +1,12 @@
-"""Wall-clock time to a loss: a language model on Python sources, against what a user would pick.
+"""Wall-clock time to a loss: a language model on Python sources, ours beside the alternatives.
 
     python -m benchmarks.time_to_loss --json FILE --netlab 1gbit 100mbit --plot docs/time_to_loss
     python -m benchmarks.time_to_loss --json FILE --netlab 1gbit --quick
 
-An LSTM of 24.8 M parameters is trained with the same batches in every way, each for the same time:
-by Adam, or by SGD with momentum, which `dgc` corrects. What counts is when the loss on held-out
-files comes within 1 % of what plain Horovod has in the end. A planner's trial is on the clock;
-validation is not. Checkpoints are written every minute: the same command goes on where it was
-stopped.
+Every way trains an LSTM of 24.8 M parameters with the same batches for the same time: with Adam, or
+with SGD and momentum, which `dgc` corrects. The result is the time until the loss on held-out files
+is within 1 % of plain Horovod's final loss. A planner's trial counts; validation does not.
+Checkpoints are written every minute: the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks._jobs import Job, Jobs, Spread
-from benchmarks._launch import Launcher
-from benchmarks._report import Row, write_report
-from benchmarks.allreduce_cases import row_of
+from benchmarks._launch import Job, Jobs, Launcher
+from benchmarks.report import Row, Spread, row_of, write_report
 from benchmarks.ways import check_names, is_ours
 from hvd_sparse.lab.plots import load_pyplot
 
@@ -63,13 +60,13 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job
 
 
 def checkpoints_of(options: argparse.Namespace) -> Path:
-    """A folder beside the report; it goes when everything is trained."""
+    """The folder of checkpoints, beside the report; removed when everything is trained."""
     folder: Path = options.json.with_suffix(".checkpoints")
     return folder
 
 
 def seconds_to(curve: Curve, loss: float) -> float | None:
-    """When a curve first comes down to a loss, on straight lines between measurements."""
+    """When a curve first reaches a loss, by linear interpolation."""
     for (before_s, _, before), (after_s, _, after) in pairwise(curve):
         if after <= loss < before:
             return before_s + (after_s - before_s) * (before - loss) / (before - after)
@@ -84,7 +81,7 @@ def title_of(found: Mapping[str, Sequence[Any]]) -> str:
 
 
 def rows_of(place: str, found: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
-    """Every way's time to the loss that plain Horovod has in the end."""
+    """Every way's time to plain Horovod's final loss."""
     case = f"{title_of(found)}; {place}, P={RANKS}"
     for way, results in found.items():
         last = Spread.of(results, lambda result: result["curve"][-1][2])
@@ -144,7 +141,7 @@ def plot_curves(place: str, found: Mapping[str, Sequence[Any]], path: Path) -> N
 
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:
-    """The rows of what is done, and its plots."""
+    """Write the rows and plots of the finished trainings."""
     places: dict[str, dict[str, Sequence[Any]]] = {}
     for (way, place, _), results in jobs.results().items():
         places.setdefault(place, {})[way] = results
@@ -156,16 +153,16 @@ def report(jobs: Jobs, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train what is not trained yet, print the table, write the JSON, draw the curves."""
+    """Run missing trainings, print the table, write the JSON, draw the curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--ways", nargs="+", help="see benchmarks/ways.py")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--seconds", type=float, help="of each training; default 900, quick 240")
-    parser.add_argument("--every-seconds", type=float, default=10.0, help="a measurement")
+    parser.add_argument("--seconds", type=float, help="of a training; default: 900, quick 240")
+    parser.add_argument("--every-seconds", type=float, default=10.0, help="between measurements")
     parser.add_argument("--optimizer", choices=(ADAM, "sgd"), default=ADAM)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--width", type=int, default=768, help="of the LSTM")
+    parser.add_argument("--width", type=int, default=768, help="width of the LSTM")
     parser.add_argument("--corpus-bytes", type=int, default=24_000_000)
     parser.add_argument("--warmup-steps", type=int, default=0, help="of our density; each is slow")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK_WAYS)}")

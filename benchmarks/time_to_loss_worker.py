@@ -1,7 +1,7 @@
 """One rank of `benchmarks.time_to_loss`: trains a language model in one way, by the clock.
 
-Steps are timed in stretches; between them the loss on held-out text is measured, and now and then
-everything is saved, both off the clock. A launch that was stopped goes on from what was saved.
+Steps are timed in stretches. Between stretches the loss on held-out text is measured and, every
+minute, a checkpoint is written; neither counts. A stopped launch continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ STATE = "rank{}.pt"
 
 
 class Text:
-    """The corpus in tokens, with this rank's share of it.
+    """The corpus in tokens, and this rank's share of it.
 
     Attributes:
-        digest: Names the corpus.
+        digest: Identifies the corpus.
     """
 
     def __init__(self, most_bytes: int, seed: int, batch: int) -> None:
@@ -58,7 +58,7 @@ class Text:
         ]
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """The next one, at random places."""
+        """The next batch, from random places."""
         return windows(self._train, self._batch, LENGTH, self.generator)
 
 
@@ -67,7 +67,7 @@ class Run:
 
     Attributes:
         steps: Steps done.
-        train_s: Seconds that they took.
+        train_s: Seconds of the steps.
         curve: [seconds, steps, loss] of every measurement.
     """
 
@@ -83,7 +83,7 @@ class Run:
         self.curve: list[tuple[float, int, float]] = []
 
     def stretch(self) -> None:
-        """Train some steps, on the clock."""
+        """Train some steps, timed."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(self.stretch_steps):
@@ -106,14 +106,14 @@ class Run:
         self.steps += 1
 
     def measure(self) -> None:
-        """The loss on held-out text, of which every rank has a part."""
+        """The loss on held-out text; each rank evaluates a part."""
         with torch.no_grad():
             mine = sum(float(self.model(*batch)) for batch in self.text.validation)
         everyone = everywhere(mine / VALIDATION_BATCHES, "benchmark.loss")
         self.curve.append((self.train_s, self.steps, sum(everyone) / len(everyone)))
 
     def save(self, folder: Path) -> None:
-        """Write everything, then put it in the place of what was there."""
+        """Write a checkpoint, then replace the previous one by it."""
         fresh = folder.with_name(folder.name + ".new")
         if hvd.rank() == 0:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -135,7 +135,7 @@ class Run:
         dist.barrier()
 
     def load(self, folder: Path) -> None:
-        """Go on from what was saved, if anything was.
+        """Continue from the checkpoint, if there is one.
 
         PowerSGD begins anew, with two dense steps: its error is laid out as DDP's buckets were.
         """

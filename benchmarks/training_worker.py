@@ -1,7 +1,7 @@
-"""One rank of `benchmarks.training`: trains a model in many ways, which take turns, and times them.
+"""One rank of `benchmarks.training`: times steps of a model in many ways, which take turns.
 
-All ways begin with the same weights and get the same batches. The first averaged gradient of every
-dense way is compared with the mean, and in the end every way's weights with the other ranks'.
+All ways start with the same weights and get the same batches. The first averaged gradient of every
+dense way is compared with the mean, and every way's final weights with those of the other ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Trained:
         turn_s: Seconds per step, for every turn.
         cpu_s: Processor seconds of all of this rank's threads, for every turn, per step.
         sent_bytes: What the interface sent, for every turn, per step.
-        hidden_shares: How much of the exchanges was over when backward was, in every turn's last
+        hidden_shares: The share of the exchanges that backward hid, in every turn's last
             step.
     """
 
@@ -68,7 +68,7 @@ class Trained:
         self.way.step(*self.model.batch(self.generator))
 
     def warm_up(self, turn_seconds: float) -> None:
-        """Steps until nothing is new any more, of which the last one tells how long they take."""
+        """Train until steps are steady; the last one sets the length of a turn."""
         start = time.perf_counter()
         for _ in range(1, self.way.warmup_steps):
             self.step()
@@ -86,7 +86,7 @@ class Trained:
         self.turn_steps = hvd.broadcast_object(steps, 0, name="benchmark.fitting")
 
     def turn(self, interface: str | None) -> None:
-        """Some steps in a row, as in training."""
+        """Time some steps in a row."""
         dist.barrier()
         if self.turn_steps > 1:
             self.step()
@@ -102,7 +102,7 @@ class Trained:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What a planner has decided, and what backward hides of exchanges."""
+        """The planner's decision, and the share of exchanges that backward hides."""
         found: dict[str, Any] = {}
         planner = None if self.way.compression is None else self.way.compression.method
         if isinstance(planner, Planner) and planner.trial is not None and not planner.is_trying:
@@ -116,7 +116,7 @@ def first_step(trained: Trained, mean: list[Tensor] | None) -> list[Tensor]:
     """Train one step, compare its gradients with the mean of all ranks, and return that.
 
     Args:
-        trained: What takes the step; without `mean` it is the way that averages nothing.
+        trained: The way that takes the step; without `mean`, the one that averages nothing.
         mean: The mean of the ranks' gradients.
     """
     way = trained.way
@@ -178,13 +178,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, and write what rank 0 found."""
+    """Run, and write rank 0's results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--ways", nargs="+", required=True)
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--turn-seconds", type=float, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for which turns go on")
+    parser.add_argument("--seconds", type=float, required=True, help="limit for all turns")
     options = start_rank(parser)
     found = run(options)
     end_rank(options.out, found)

@@ -1,13 +1,13 @@
 """The ways to average gradients that benchmarks compare: ours, and what a user would pick instead.
 
-A way is named as this:
+Names of ways:
 
 | name | what it is |
 |---|---|
-| `alone` | nothing is averaged: what computing takes |
-| `in-step` | the same, but each step ends when that of the slowest worker does |
+| `alone` | computing alone: nothing is averaged |
+| `in-step` | the same, but each step waits for the slowest worker |
 | `horovod`, `horovod-fp16` | Horovod's optimizer, uncompressed or with its fp16 compression |
-| `asleep` | the same with this package, which compresses nothing, but sleeps while it waits |
+| `asleep` | this package with nothing compressed; it sleeps while it waits |
 | `gloo` | torch's allreduce of every gradient after backward |
 | `ddp`, `ddp-fp16`, `ddp-bf16` | DistributedDataParallel, by itself or with torch's hooks |
 | `powersgd-2` | its PowerSGD hook at rank 2, with a single bucket: several cross on gloo |
@@ -16,7 +16,7 @@ A way is named as this:
 | `topk:oktopk@0.01/float16+gap` | the same with a collective and a wire |
 | `oktopk@0.01,hierarchical` | the same in two levels: inside the hosts, and between them |
 
-Ours exchange the sparse gradients of embeddings, too; Horovod's optimizer gathers them.
+Our ways also exchange the sparse gradients of embeddings; Horovod's optimizer gathers them.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Way:
 
     Attributes:
         name: As in the table of this module.
-        module: What is called with a batch.
+        module: The module that is called with a batch.
         optimizer: A torch optimizer, or Horovod's around it.
-        first_error: What the first averaged gradient may be wrong by, as a share of its norm; None:
+        first_error: Permitted error of the first averaged gradient, as a share of its norm; None:
             any of it may stay behind.
-        warmup_steps: Steps before it is worth timing.
-        compression: Ours.
-        reduce: What averages gradients after backward, where no hook does.
-        backward_end_s: When the last step's backward was over, as `perf_counter` counts.
+        warmup_steps: Steps before timing.
+        compression: Our compression, if any.
+        reduce: Averages gradients after backward, if no hook does.
+        backward_end_s: End of the last step's backward, by `perf_counter`.
     """
 
     name: str
@@ -77,18 +77,18 @@ class Way:
     backward_end_s: float = 0.0
 
     def gradients(self) -> list[Tensor]:
-        """As the optimizer has them."""
+        """The gradients that the optimizer sees."""
         return [p.grad for p in self.module.parameters() if p.grad is not None]
 
     def synchronize(self) -> None:
-        """Wait until the optimizer has the averaged gradients, backward being over."""
+        """After backward, wait until the optimizer has the averaged gradients."""
         if hasattr(self.optimizer, "synchronize"):
             self.optimizer.synchronize()
         if self.reduce is not None:
             self.reduce()
 
     def update(self) -> None:
-        """Let the optimizer apply what `synchronize` brought."""
+        """Let the optimizer apply the averages."""
         if hasattr(self.optimizer, "skip_synchronize"):
             with self.optimizer.skip_synchronize():
                 self.optimizer.step()
@@ -105,7 +105,7 @@ class Way:
 
     @property
     def hidden_share(self) -> float | None:
-        """How much of the last step's exchanges was over when its backward was.
+        """The share of the last step's exchanges that backward hid.
 
         Of ours, which note when their exchanges begin; of exchanges that wait for peers, too.
         """
@@ -121,7 +121,7 @@ class Way:
 
 
 def is_settled(compression: Any) -> bool:
-    """Whether a planner, if there is one, has decided, and nothing of its trial waits on any rank.
+    """Whether the planner, if any, has decided and no rank still holds gradients of its trial.
 
     A planner is at work from the first step on. What its plans had not sent of tensors that then
     stay dense goes out with their next gradients, which takes some time of each step. All ranks
@@ -137,7 +137,7 @@ def is_settled(compression: Any) -> bool:
 
 
 def share_before(end_s: float, spans: Iterable[tuple[float, float]]) -> float | None:
-    """The share of some spans, each a start and seconds, that lies before a time; None of none."""
+    """The share of some spans (start, seconds) that lies before a time; None without spans."""
     before_s = total_s = 0.0
     for start_s, seconds in spans:
         before_s += min(max(end_s - start_s, 0.0), seconds)
@@ -152,12 +152,12 @@ def is_ours(name: str) -> bool:
 
 
 def has_levels() -> bool:
-    """Whether constructors have the option."""
+    """Whether constructors have the option `hierarchical`."""
     return "hierarchical" in inspect.signature(hvd_sparse.Compression.topk).parameters
 
 
 def check_names(names: Sequence[str]) -> str:
-    """What is wrong with some ways' names, or an empty string."""
+    """The first mistake in some ways' names, or an empty string."""
     for name in names:
         match = NAME.fullmatch(name)
         if match is None or not (is_ours(name) or opponent_of(match[1])):
@@ -176,13 +176,13 @@ def make_way(
     optimizer_class: Callable[..., Any] = torch.optim.SGD,
     **options: Any,
 ) -> Way:
-    """Let a model train in one way.
+    """Make the way of that name for a model.
 
     Args:
         name: As in the table of this module.
         model: The model, with the same weights on all ranks.
         lr: Learning rate.
-        optimizer_class: What takes parameters and `lr`; `dgc` has its own.
+        optimizer_class: Constructor that takes parameters and `lr`; `dgc` has its own.
         **options: For the constructor of ours.
     """
     match = NAME.fullmatch(name)
@@ -225,7 +225,7 @@ Maker = Callable[[str, nn.Module, list[tuple[str, Any]], Any], Way]
 
 
 def opponent_of(base: str) -> Maker | None:
-    """What makes a way that is not ours, or None."""
+    """The constructor of a way that is not ours, or None."""
     if match := re.fullmatch(r"powersgd-(\d+)", base):
         return lambda name, model, named, optimizer: powersgd(name, model, optimizer, int(match[1]))
     return OPPONENTS.get(base)
@@ -302,7 +302,7 @@ def bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no st
 
 
 def powersgd(name: str, model: nn.Module, optimizer: Any, rank: int) -> Way:
-    """It begins with two dense steps."""
+    """DDP's PowerSGD; its first two steps are dense."""
     state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
     hook = powerSGD_hook.powerSGD_hook
     way = ddp(name, model, optimizer, hook, state, bucket_cap_mb=ONE_BUCKET_MB)

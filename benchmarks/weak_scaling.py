@@ -3,17 +3,17 @@
     python -m benchmarks.weak_scaling --json FILE --plot docs/weak_scaling.png
 
 After section 5.4.3 and figure 12 of Li and Hoefler (PPoPP '22): BERT with 133,547,324 parameters at
-density 0.01 on Piz Daint, from 32 to 256 ranks. What the simulation takes for it:
+density 0.01 on Piz Daint, from 32 to 256 ranks. What the simulation assumes:
 
 * `COMPUTE_S` before each exchange. The paper's Ok-Topk needs 47 hours for 400,000 iterations on 32
   ranks, 0.42 s each, communication and selection included.
 * α = 1.5 µs, the latency of MPI on Aries; g = α, so that messages of one rank follow one another.
-* β = 1 ns a byte. Aries could do a byte in 0.1 ns; 1 ns is what the paper's dense iterations of
-  1.35 s leave for an allreduce of 2n words, through the host's memory. There are rows for 0.1 ns.
+* β = 1 ns per byte. Aries could do 0.1 ns; 1 ns follows from the paper's dense iterations of 1.35 s
+  with an allreduce of 2n words through the host's memory. There are rows for 0.1 ns, too.
 * γ = 0.1 ns to reduce a byte.
 
-Selection is left out: it costs every sparse algorithm the same at every number of ranks. Indices
-are drawn independently, but for a tenth that all ranks share.
+Selection is left out: it costs every sparse algorithm the same at every number of ranks. All ranks
+share a tenth of the indices; the others are drawn independently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks._report import Row, write_report
+from benchmarks.report import Row, write_report
 from hvd_sparse.collectives.registry import cost
 from hvd_sparse.cost_model import Link
 from hvd_sparse.lab.plots import load_pyplot, plot_outcomes
@@ -94,7 +94,7 @@ def efficiency_rows(outcomes: list[Outcome], network: Network) -> list[Row]:
 
 
 def order_rows(outcomes: list[Outcome]) -> list[Row]:
-    """Everybody's exchange over Ok-Topk's on the largest world, in the order of the paper."""
+    """Every algorithm's exchange over Ok-Topk's in the largest world, in the paper's order."""
     largest = max(o.world_size for o in outcomes)
     by_name = {o.algorithm: o for o in outcomes if o.world_size == largest}
     ours, rows = by_name["oktopk"], []

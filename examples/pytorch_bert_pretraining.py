@@ -7,9 +7,9 @@
         --checkpoint runs/bert --record run.jsonl \\
         --compression examples/policies/transformer.yaml
 
-Without `--data` it reads the sources of Python's standard library. The vocabulary is made of the
-text: its commonest words, and all bytes for whatever is not among them. With `--checkpoint DIR` it
-saves after every epoch, what was not sent yet included, and the same command goes on from there.
+Without `--data` it reads the sources of Python's standard library. The vocabulary has the text's
+most common words, and all bytes for other words. With `--checkpoint DIR` it saves after every
+epoch, including residuals, and the same command continues from there.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ import hvd_sparse
 
 WORD = re.compile(rb"\w+|\s+|[^\w\s]")
 BYTES, MASK = 256, 256
-"""Tokens below 256 are bytes; then comes the mask, then the words."""
+"""Tokens below 256 are bytes. The mask follows, then the words."""
 MASKED, BECOME_MASK, BECOME_RANDOM = 0.15, 0.8, 0.1
-"""As in BERT: of 15 % that are to be told, 80 % are hidden and 10 % are replaced."""
+"""As in BERT: 15 % must be predicted. 80 % of these are masked, 10 % are replaced."""
 NOT_ASKED = -100
 TEST_SHARE = 0.05
 
 
 class Bert(nn.Module):
-    """Embeddings, encoder, and a head that shares the embeddings of words."""
+    """Embeddings, an encoder, and a head that shares the word embeddings."""
 
     def __init__(self, vocabulary: int, hidden: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Bert(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, asked: Tensor) -> Tensor:
-        """Scores `(asked places, vocabulary)` of the places where `asked` holds."""
+        """Scores `(masked positions, vocabulary)` of the positions in `asked`."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.norm(self.word_embeddings(tokens) + self.pos_embeddings(places))
         x = self.transform(self.encoder(x)[asked])
@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_text(args: argparse.Namespace) -> list[TensorDataset]:
-    """Samples of tokens, to train on and to test with: the last 5 % of the text."""
+    """Load samples of tokens for training and for the test: the last 5 % of the text."""
     paths = args.data or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = bytearray()
     for path in paths:
@@ -124,8 +124,8 @@ def load_text(args: argparse.Namespace) -> list[TensorDataset]:
     saved: Counter[bytes] = Counter()
     for word, count in Counter(map(bytes, words)).items():
         if len(word) > 1:
-            saved[word] = count * (len(word) - 1)  # tokens that a number of its own saves
-    # In the same order on all workers, where two save as much.
+            saved[word] = count * (len(word) - 1)  # tokens saved if the word is one token
+    # Words that save the same come in the same order on all workers.
     best = sorted(saved, key=lambda word: (-saved[word], word))[: args.vocabulary - MASK - 1]
     numbers = {word: number for number, word in enumerate(best, MASK + 1)}
     tokens: list[int] = []
@@ -141,11 +141,11 @@ def load_text(args: argparse.Namespace) -> list[TensorDataset]:
 
 
 def hide(rows: Tensor, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens of which some are hidden, and which were there; `NOT_ASKED` where nothing is asked."""
+    """Mask some tokens; returns them with the targets, `NOT_ASKED` where nothing is predicted."""
     tokens = rows.long()
     chance = torch.rand(tokens.shape, generator=generator)
     asked = chance < MASKED
-    asked[:, 0] |= ~asked.any(1)  # of every sample at least one
+    asked[:, 0] |= ~asked.any(1)  # at least one in every sample
     targets = tokens.where(asked, NOT_ASKED)
     fate = torch.rand(tokens.shape, generator=generator)
     randoms = torch.randint(vocabulary, tokens.shape, generator=generator)
@@ -155,7 +155,7 @@ def hide(rows: Tensor, vocabulary: int, generator: torch.Generator) -> tuple[Ten
 
 
 def make_compression(text: str, model: nn.Module, record: str | None) -> Any:
-    """What `--compression` names; Horovod's own, a policy, or a constructor with its arguments."""
+    """Make what `--compression` names: Horovod's own, a policy, or a constructor's result."""
     name, *words = text.split() or ["none"]
     if name in {"none", "fp16"}:
         return getattr(hvd.Compression, name)
@@ -181,8 +181,8 @@ def make_optimizer(model: nn.Module, lr: float, decay: float) -> torch.optim.Opt
 
 
 def save(folder: Path, model: nn.Module, optimizer: Any, compression: Any, epochs: int) -> None:
-    """What a training needs to go on after so many epochs; until it is whole, the last stands."""
-    # Every worker has gradients that it has not sent yet.
+    """Save all that training needs to continue; the last checkpoint stands until then."""
+    # Every worker has its own residuals.
     if hasattr(compression, "save_checkpoint"):
         compression.save_checkpoint(folder / f"compression-{epochs}")
     if hvd.rank() == 0:
@@ -196,14 +196,14 @@ def save(folder: Path, model: nn.Module, optimizer: Any, compression: Any, epoch
 
 
 def load(folder: Path, model: nn.Module, optimizer: Any, compression: Any) -> int:
-    """The number of epochs that are done."""
+    """Load the last checkpoint; returns the number of finished epochs."""
     epochs, file = 0, folder / "model.pt"
     if hvd.rank() == 0 and file.exists():
         state = torch.load(file, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         epochs = state["epochs"]
-    # Horovod: the first worker has the checkpoint, and tells the others.
+    # Horovod: the first worker reads the checkpoint and broadcasts it.
     epochs = int(hvd.broadcast(torch.tensor(epochs), root_rank=0, name="epochs"))
     if epochs and hasattr(compression, "load_checkpoint"):
         compression.load_checkpoint(folder / f"compression-{epochs}")
@@ -248,12 +248,12 @@ def main() -> None:
     )
     done = load(args.checkpoint, model, optimizer, compression) if args.checkpoint else 0
 
-    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
+    # Horovod: broadcast optimizer state & parameters. The first may run a step to create state.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     def answers(rows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Scores of what is hidden, and the tokens that were there."""
+        """Scores of the masked positions, and their true tokens."""
         tokens, targets = (x.to(device) for x in hide(rows, args.vocabulary, generator))
         asked = targets != NOT_ASKED
         return model(tokens, asked), targets[asked]

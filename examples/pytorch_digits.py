@@ -4,7 +4,7 @@
     horovodrun -np 2 python examples/pytorch_digits.py --compression "topk density=0.01"
     horovodrun -np 2 python examples/pytorch_digits.py --compression "oktopk density=0.01"
 
-Against a script for Horovod alone, one argument differs: DistributedOptimizer's `compression`.
+Only DistributedOptimizer's argument `compression` differs from a script for plain Horovod.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLES, TRAIN_SAMPLES, PIXELS = 1797, 1437, 64
 
 
 class Net(nn.Module):
-    """Two convolutions and two dense layers: 1,053,826 parameters."""
+    """Two convolutions and two dense layers with 1,053,826 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def fail(message: object, *, on_every_worker: bool = False) -> NoReturn:
-    """End with one line; where all workers fail alike, the first one speaks."""
+    """Exit with one line, printed by the first worker if all fail alike."""
     rank = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     if on_every_worker or rank == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -131,7 +131,7 @@ def make_compression(name: str, arguments: dict[str, Any], model: nn.Module) -> 
 
 
 def load_digits(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
-    """The 1,797 digits that come with scikit-learn: 8 x 8 pixels of 0 to 16, and the label."""
+    """Load scikit-learn's 1,797 digits: 8 x 8 pixels from 0 to 16, and labels."""
     if data_dir is None:
         found = importlib.util.find_spec("sklearn")
         if found is None or found.origin is None:
@@ -162,8 +162,8 @@ def load_digits(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
 class Traffic:
     """Bytes that this worker sends for gradients.
 
-    hvd_sparse counts its own. What Horovod reduces densely is not observable, so the volume of a
-    ring allreduce stands for it: 2 (P - 1) / P times the bytes.
+    hvd_sparse counts its own bytes. Horovod does not tell its own, so they are computed as those
+    of a ring allreduce: 2 (P - 1) / P times the gradients' bytes.
     """
 
     def __init__(self, model: nn.Module, compression: Any) -> None:
@@ -172,7 +172,7 @@ class Traffic:
         self.steps, self.sparse_bytes = 0, 0
 
     def step(self) -> float:
-        """Bytes of the step that has just ended."""
+        """Bytes of the last step."""
         self.steps += 1
         dense_numel, sent_bytes = self.numel, 0
         if self.stats is not None:
@@ -240,7 +240,7 @@ def main() -> None:
     # Horovod: scale learning rate by the number of workers.
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
 
-    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
+    # Horovod: broadcast optimizer state & parameters. The first may run a step to create state.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

@@ -1,10 +1,10 @@
-"""Train a small network on scikit-learn's handwritten digits, while workers come and go.
+"""Train a small network on scikit-learn's handwritten digits, while workers join and leave.
 
     horovodrun -np 2 --min-np 1 --host-discovery-script ./discover_hosts.sh \\
         python examples/pytorch_elastic.py
 
-Against a script for Horovod alone, two arguments differ: `compression` of DistributedOptimizer, and
-of TorchState. Without the second, residuals would not go back with the weights.
+Two arguments differ from a script for plain Horovod: `compression` of DistributedOptimizer, and
+of TorchState. Without the second, a restore would bring back the weights without the residuals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """The 1,797 digits, 8 x 8 pixels in [0, 1], and their labels, in one order on all workers."""
+    """Load the 1,797 digits, 8 x 8 pixels in [0, 1], and labels, in the same order everywhere."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return torch.from_numpy(images).float()[order] / 16, torch.from_numpy(labels)[order]
@@ -50,7 +50,7 @@ def main() -> None:
     torch.manual_seed(42)
     images, labels = digits()
     train_set = TensorDataset(images[:1437], labels[:1437])
-    # Deals out what is left of an epoch anew when the number of workers has changed.
+    # Redistributes the rest of an epoch when the number of workers changes.
     sampler = hvd.elastic.ElasticSampler(train_set)
     loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler)
 

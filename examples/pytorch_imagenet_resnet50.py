@@ -1,4 +1,4 @@
-"""Train ResNet-50 on folders of images, or on images of its own, with dense or sparse gradients.
+"""Train ResNet-50 on folders of images or on generated images, with dense or sparse gradients.
 
     horovodrun -np 2 python examples/pytorch_imagenet_resnet50.py --image-size 64 --epochs 2
     horovodrun -np 8 python examples/pytorch_imagenet_resnet50.py \\
@@ -6,12 +6,12 @@
         --checkpoint-format "checkpoint-{epoch}.pt" \\
         --compression examples/policies/cnn.yaml --record run.jsonl
 
-Both folders have a folder of images for each class; reading them needs Pillow. Without folders,
+Both folders have one subfolder of images per class. Reading them needs Pillow. Without folders,
 each image is noise over a pattern of its class. With `--checkpoint-format` it saves after every
-epoch, what was not sent yet included, and the same command goes on from there.
+epoch, including residuals, and the same command continues from there.
 
-The learning rate is that of Goyal et al., Accurate, Large Minibatch SGD (2017): it rises to its
-full height in five epochs, and falls by ten after 30, 60 and 80.
+The learning rate is that of Goyal et al., Accurate, Large Minibatch SGD (2017): it rises for five
+epochs, and falls by a factor of ten after 30, 60 and 80.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tqdm import tqdm
 
 import hvd_sparse
 
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green, blue
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # red, green and blue of ImageNet
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 SYNTHETIC_CLASSES = 10
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3, 1 x 1 beside a shortcut."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, with a shortcut around them."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """With the tensors of `torchvision.models.resnet50`: 25.6 M parameters for 1000 classes."""
+    """The tensors of `torchvision.models.resnet50`: 25.6 M parameters for 1000 classes."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ResNet50(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, Bottleneck):
-                nn.init.zeros_(module.bn3.weight)  # each block begins as its shortcut alone
+                nn.init.zeros_(module.bn3.weight)  # at first a block is only its shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
@@ -134,12 +134,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """The images of a folder that has a folder for each class.
+    """The images of a folder with one subfolder per class.
 
     Args:
-        folder: That folder.
-        size: Width and height of the images given out.
-        is_training: Whether to give out a random part of an image, or its middle.
+        folder: The folder.
+        size: Width and height of the images returned.
+        is_training: Whether to return a random part of an image, or its centre.
     """
 
     def __init__(self, folder: Path, size: int, is_training: bool) -> None:
@@ -178,7 +178,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def random_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of 8 to 100 % of an image, 3:4 to 4:3 wide."""
+    """Left, top, right, bottom of a random 8 to 100 % of an image, 3:4 to 4:3 wide."""
     area = (0.08 + 0.92 * float(torch.rand(()))) * width * height
     ratio = math.exp((2 * float(torch.rand(())) - 1) * math.log(4 / 3))
     w, h = min(width, math.sqrt(area * ratio)), min(height, math.sqrt(area / ratio))
@@ -187,14 +187,14 @@ def random_box(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of the square in the middle, 7/8 of the shorter side."""
+    """Left, top, right, bottom of the central square, 7/8 of the shorter side."""
     side = min(width, height) * 7 / 8
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
 class SyntheticImages(Dataset[tuple[Tensor, int]]):
-    """Noise over a coarse pattern of the class, the same on all workers."""
+    """Images of noise over a coarse pattern of the class, the same on all workers."""
 
     classes = tuple(str(number) for number in range(SYNTHETIC_CLASSES))
 
@@ -214,7 +214,7 @@ class SyntheticImages(Dataset[tuple[Tensor, int]]):
 
 
 def load_images(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Images to train on and to validate with."""
+    """Load the images for training and for validation."""
     if args.train_dir is None:
         count, size = args.synthetic_images, args.image_size
         return (
@@ -229,7 +229,7 @@ def load_images(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def make_compression(text: str, model: nn.Module, record: str | None) -> Any:
-    """What `--compression` names; Horovod's own, a policy, or a constructor with its arguments."""
+    """Make what `--compression` names: Horovod's own, a policy, or a constructor's result."""
     name, *words = text.split() or ["none"]
     if name in {"none", "fp16"}:
         return getattr(hvd.Compression, name)
@@ -245,7 +245,7 @@ def make_compression(text: str, model: nn.Module, record: str | None) -> Any:
 
 
 class Checkpoints:
-    """A file for each epoch, and beside it a folder with what the workers have not sent yet."""
+    """One file per epoch, and a folder beside it with the workers' residuals."""
 
     def __init__(self, name: str | None, model: nn.Module, optimizer: Any, sparse: Any) -> None:
         self.name, self.model, self.optimizer = name, model, optimizer
@@ -255,7 +255,7 @@ class Checkpoints:
         return Path(str(self.name).format(epoch=epoch))
 
     def save(self, epoch: int) -> None:
-        """After so many epochs."""
+        """Save all that training needs to continue after this many epochs."""
         if self.name is None:
             return
         path = self.path(epoch)
@@ -267,11 +267,11 @@ class Checkpoints:
             path.with_suffix(".new").replace(path)
 
     def load(self, epochs: int) -> int:
-        """Read the last one; returns how many epochs are done."""
+        """Load the last checkpoint; returns the number of finished epochs."""
         found = 0
         if self.name is not None:
             found = next((e for e in range(epochs, 0, -1) if self.path(e).exists()), 0)
-        # Horovod: the first worker has the checkpoints, and tells the others.
+        # Horovod: the first worker reads the checkpoints and broadcasts them.
         found = int(hvd.broadcast(torch.tensor(found), root_rank=0, name="resume_from_epoch"))
         if found and hvd.rank() == 0:
             state = torch.load(self.path(found), weights_only=True)
@@ -283,7 +283,7 @@ class Checkpoints:
 
 
 class Mean:
-    """The mean of a figure over all images and all workers."""
+    """The mean of a metric over all images and all workers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -303,8 +303,8 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def learning_rate(args: argparse.Namespace, epochs: float) -> float:
-    """After so many epochs, with fractions."""
-    # Horovod: the learning rate grows with the number of workers, but not from the very beginning.
+    """The learning rate after `epochs`, a fraction included."""
+    # Horovod: the learning rate grows with the number of workers, after a warm-up.
     full = float(args.base_lr * hvd.size() * args.batches_per_allreduce)
     if epochs < args.warmup_epochs:
         full *= (1 + (hvd.size() - 1) * epochs / args.warmup_epochs) / hvd.size()
@@ -342,7 +342,7 @@ def main() -> None:
     )
     val_loader = DataLoader(val_dataset, args.val_batch_size, sampler=val_sampler)
 
-    # Set up the model: torchvision's resnet50() would do as well.
+    # Set up the model. torchvision's resnet50() works, too.
     model = ResNet50(len(train_dataset.classes)).to(device)
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -366,7 +366,7 @@ def main() -> None:
     checkpoints = Checkpoints(args.checkpoint_format, model, optimizer, compression)
     done = checkpoints.load(args.epochs)
 
-    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
+    # Horovod: broadcast optimizer state & parameters. The first may run a step to create state.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

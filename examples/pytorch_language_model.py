@@ -5,7 +5,7 @@
     horovodrun -np 2 python examples/pytorch_language_model.py --data a.txt --checkpoint runs/a
 
 Without `--data` it reads the sources of Python's standard library. With `--checkpoint DIR` it saves
-after every epoch, what was not sent yet included, and the same command goes on from there.
+after every epoch, including residuals, and the same command continues from there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEST_SHARE = 0.05
 
 
 class Net(nn.Module):
-    """Embedding, two layers of LSTM, output: 4.5 M parameters at width 512."""
+    """An embedding, two LSTM layers and an output layer: 4.5 M parameters at width 512."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_text(paths: list[Path] | None, most_bytes: int, length: int) -> list[TensorDataset]:
-    """Samples of length + 1 bytes, to train on and to test with: the last 5 % of the text."""
+    """Load samples of length + 1 bytes for training and the test: the last 5 % of the text."""
     paths = paths or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = bytearray()
     for path in paths:
@@ -98,7 +98,7 @@ def load_text(paths: list[Path] | None, most_bytes: int, length: int) -> list[Te
 
 
 def make_compression(text: str, model: nn.Module, record: str | None) -> Any:
-    """What `--compression` names; Horovod's own, a policy, or a constructor with its arguments."""
+    """Make what `--compression` names: Horovod's own, a policy, or a constructor's result."""
     name, *words = text.split() or ["none"]
     if name in {"none", "fp16"}:
         return getattr(hvd.Compression, name)
@@ -114,7 +114,7 @@ def make_compression(text: str, model: nn.Module, record: str | None) -> Any:
 
 
 def loss_of(model: nn.Module, rows: Tensor, device: torch.device) -> Tensor:
-    """Mean over all bytes that follow another, in nats."""
+    """The mean loss over all bytes except the first, in nats."""
     text = rows.to(device).long()
     return F.cross_entropy(model(text[:, :-1]), text[:, 1:])
 
@@ -132,7 +132,7 @@ def test(model: nn.Module, loader: DataLoader[Any], device: torch.device) -> flo
 
 
 class Checkpoint:
-    """What a training needs to go on, in a folder."""
+    """A folder with all that training needs to continue."""
 
     def __init__(
         self, folder: Path | None, model: nn.Module, optimizer: Any, compression: Any
@@ -141,10 +141,10 @@ class Checkpoint:
         self.sparse = compression if hasattr(compression, "save_checkpoint") else None
 
     def save(self, epochs: int) -> None:
-        """After so many epochs; until it is whole, the one before stands."""
+        """Save after this many epochs; the earlier checkpoint stands until then."""
         if self.folder is None:
             return
-        # Every worker has gradients that it has not sent yet.
+        # Every worker has its own residuals.
         if self.sparse is not None:
             self.sparse.save_checkpoint(self.folder / f"compression-{epochs}")
         if hvd.rank() == 0:
@@ -157,7 +157,7 @@ class Checkpoint:
             shutil.rmtree(self.folder / f"compression-{epochs - 1}", ignore_errors=True)
 
     def load(self) -> int:
-        """The number of epochs that are done."""
+        """Load the last checkpoint; returns the number of finished epochs."""
         if self.folder is None:
             return 0
         epochs, was_sparse, model = 0, False, self.folder / "model.pt"
@@ -167,7 +167,7 @@ class Checkpoint:
             self.optimizer.load_state_dict(state["optimizer"])
             epochs = state["epochs"]
             was_sparse = (self.folder / f"compression-{epochs}").exists()
-        # Horovod: the first worker has the checkpoint, and tells the others.
+        # Horovod: the first worker reads the checkpoint and broadcasts it.
         found = hvd.broadcast(torch.tensor([epochs, was_sparse]), root_rank=0, name="found")
         epochs, was_sparse = found[0].item(), bool(found[1])
         if was_sparse and self.sparse is not None:
@@ -214,7 +214,7 @@ def main() -> None:
     checkpoint = Checkpoint(args.checkpoint, model, optimizer, compression)
     done = checkpoint.load()
 
-    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
+    # Horovod: broadcast optimizer state & parameters. The first may run a step to create state.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

@@ -6,14 +6,14 @@
     horovodrun -np 2 python examples/pytorch_recommendation.py --tables dense \\
         --compression examples/policies/recommendation.yaml
 
-A batch touches few rows of the tables. With `--tables sparse` their gradients have just those rows,
-and `exchange_embeddings` sums them, without any loss; under `--compression none` Horovod gathers
-them, which costs more with every worker. With `--tables dense` a gradient is as large as its table,
-and the compression selects from it.
+A batch touches few rows of the tables. With `--tables sparse` their gradients have only those rows,
+and `exchange_embeddings` sums them without loss. Under `--compression none` Horovod gathers them,
+which costs more with every worker. With `--tables dense` a gradient is as large as its table, and
+the compression selects from it.
 
-`--data` has a line `user, item, rating` for each rating, with commas, tabs or `::` between, as in
-the files of MovieLens. Without it, users and items are drawn by Zipf's law, and hidden properties
-of both decide about a click.
+`--data` has one line `user, item, rating` per rating, separated by commas, tabs or `::`, as in the
+files of MovieLens. Without it, users and items are drawn by Zipf's law, and hidden properties of
+both decide about a click.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ import hvd_sparse
 
 SEPARATOR = re.compile(r"::|[,\t]")
 HIDDEN = 4
-EVERY_TESTED = 10  # of so many ratings one is kept for the test
+EVERY_TESTED = 10  # one of this many ratings is for the test
 
 
 class Net(nn.Module):
-    """A table of users, one of items, and two layers: 16.1 M parameters by default."""
+    """A table of users, a table of items, and two layers: 16.1 M parameters by default."""
 
     def __init__(self, users: int, items: int, width: int, is_sparse: bool) -> None:
         super().__init__()
@@ -98,11 +98,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 Ratings = tuple[Tensor, Tensor, Tensor]
-"""Users and items from 0, and 1.0 for a click; all `(ratings,)`."""
+"""Users and items, numbered from 0, and 1.0 for a click; all `(ratings,)`."""
 
 
 def read_ratings(path: Path, liked: float) -> Ratings:
-    """The ratings of a file; users and items are numbered in the order of their own numbers."""
+    """Read a file of ratings; users and items are renumbered in their own order."""
     rows: list[tuple[int, int, float]] = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -126,13 +126,13 @@ def read_ratings(path: Path, liked: float) -> Ratings:
 
 
 def zipf(count: int, numel: int, generator: torch.Generator) -> Tensor:
-    """Numbers below `numel`, of which the i-th comes about 1/i as often as the first."""
+    """Draw numbers below `numel`; the i-th is about 1/i as frequent as the first."""
     draws = torch.rand(count, generator=generator, dtype=torch.float64)
     return (numel**draws).long().clamp(1, numel) - 1
 
 
 def draw_ratings(args: argparse.Namespace) -> Ratings:
-    """Clicks, where a user's and an item's hidden properties agree; the same on all workers."""
+    """Draw clicks where hidden properties of user and item agree, the same on all workers."""
     generator = torch.Generator().manual_seed(0)
     users = zipf(args.ratings, args.users, generator)
     items = zipf(args.ratings, args.items, generator)
@@ -144,7 +144,7 @@ def draw_ratings(args: argparse.Namespace) -> Ratings:
 
 
 def load_ratings(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset, int, int]:
-    """To train on, to test with; numbers of users and of items."""
+    """Load ratings for training and for the test, and the numbers of users and items."""
     users, items, clicked = (
         read_ratings(args.data, args.liked) if args.data is not None else draw_ratings(args)
     )
@@ -160,7 +160,7 @@ def load_ratings(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset
 
 
 def make_compression(text: str, model: nn.Module, record: str | None) -> Any:
-    """What `--compression` names; Horovod's own, a policy, or a constructor with its arguments."""
+    """Make what `--compression` names: Horovod's own, a policy, or a constructor's result."""
     name, *words = text.split() or ["none"]
     if name in {"none", "fp16"}:
         return getattr(hvd.Compression, name)
@@ -217,17 +217,17 @@ def main() -> None:
 
     model = Net(users_count, items_count, args.width, args.tables == "sparse").to(device)
 
-    # Horovod: scale learning rate by the number of workers; Adagrad takes its root.
+    # Horovod: scale learning rate by the number of workers, for Adagrad by its root.
     lr = args.lr * math.sqrt(hvd.size())
     optimizer = torch.optim.Adagrad(model.parameters(), lr=lr)
 
     # Horovod: (optional) compression algorithm.
     compression = make_compression(args.compression, model, args.record)
     if hasattr(compression, "exchange_embeddings"):
-        # hvd_sparse: sum the rows that sparse tables have gradients for.
+        # hvd_sparse: sum the gradients' rows of sparse tables.
         compression.exchange_embeddings(model.named_parameters())
 
-    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
+    # Horovod: broadcast optimizer state & parameters. The first may run a step to create state.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

@@ -1,10 +1,10 @@
-"""Images per second of training on random images, with dense or sparse gradients.
+"""Measure images per second of training on random images, with dense or sparse gradients.
 
     horovodrun -np 2 python examples/pytorch_synthetic_benchmark.py
     horovodrun -np 2 python examples/pytorch_synthetic_benchmark.py --compression "topk density=0.1"
     horovodrun -np 2 python examples/pytorch_synthetic_benchmark.py --compression policy.yaml
 
-The model is VGG-16 for images of 32 x 32, or any of torchvision's by name, where that is installed.
+The model is VGG-16 for images of 32 x 32, or any model of torchvision by name, if installed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_model(name: str) -> tuple[nn.Module, int, int]:
-    """A model, the size of its images, and its classes."""
+    """Make a model; returns it with the size of its images and the number of classes."""
     if name == "vgg16-32":
         layers: list[nn.Module] = []
         inputs = 3
@@ -75,7 +75,7 @@ def make_model(name: str) -> tuple[nn.Module, int, int]:
 
 
 def make_compression(text: str, model: nn.Module, record: str | None) -> Any:
-    """What `--compression` names; Horovod's own, a policy, or a constructor with its arguments."""
+    """Make what `--compression` names: Horovod's own, a policy, or a constructor's result."""
     name, *words = text.split() or ["none"]
     if name in {"none", "fp16"}:
         return getattr(hvd.Compression, name)
@@ -105,7 +105,7 @@ def main() -> None:
     # Horovod: limit # of CPU threads to be used per worker.
     torch.set_num_threads(1)
 
-    # Set up the model, and random images that stay the same.
+    # Set up the model and fixed random images.
     model, size, classes = make_model(args.model)
     model.to(device)
     data = torch.randn(args.batch_size, 3, size, size, device=device)
@@ -122,7 +122,7 @@ def main() -> None:
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
 
-    # Horovod: broadcast optimizer state & parameters. The first may take a step to make room.
+    # Horovod: broadcast optimizer state & parameters. The first may run a step to create state.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

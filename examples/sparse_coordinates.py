@@ -8,10 +8,10 @@ Source: Renggli et al., "SparCML: High-Performance Sparse Communication for Mach
 (SC '19), section 8.2; the steps are those of Richtárik and Takáč, "Distributed Coordinate Descent
 Method for Learning with Big Data" (2013).
 
-Every worker has all samples, and a slice of the weights. In an iteration it takes a step in each of
-100 coordinates of its slice, drawn by chance, and `hvd_sparse.sparse_allgather` gives all workers'
-steps to all. `--exchange dense` gathers the whole slices with `hvd.allgather`, `--exchange both`
-does one after the other and compares. The samples are those of sparse_linear.py.
+Every worker has all samples and a slice of the weights. In each iteration it takes a step in each
+of 100 random coordinates of its slice, and `hvd_sparse.sparse_allgather` sends all workers' steps
+to all. `--exchange dense` gathers the whole slices with `hvd.allgather`. `--exchange both` runs one
+after the other and compares. The samples are those of sparse_linear.py.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Columns:
     """The samples column by column, each entry multiplied by its sample's label.
 
     Attributes:
-        curvature: (dimension,), a bound of the loss's second derivative in every coordinate.
-        filled: Columns that have entries; the loss does not depend on the others.
+        curvature: (dimension,), a bound on the loss's second derivative in every coordinate.
+        filled: Columns with entries; the loss does not depend on the others.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -62,7 +62,7 @@ class Columns:
         self.longest_row = int((samples.starts[1:] - samples.starts[:-1]).max())
 
     def take(self, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries of some columns: for each the place of its column, its row, its value."""
+        """The entries of some columns: position of the column, row and value."""
         lengths = self.starts[columns + 1] - self.starts[columns]
         place = torch.repeat_interleave(torch.arange(len(columns)), lengths)
         shift = self.starts[columns] - lengths.cumsum(0) + lengths
@@ -71,12 +71,12 @@ class Columns:
 
 
 class Descent:
-    """The weights, and of every sample the margin: its label times its prediction.
+    """The weights and every sample's margin: its label times its prediction.
 
     Args:
-        samples: All of them.
+        samples: All samples.
         decay: λ; the objective is the mean loss and λ/2 times the weights' squares.
-        damping: What a step is divided by, since others are taken at the same time.
+        damping: Divisor of a step, because other steps are taken at the same time.
     """
 
     def __init__(self, samples: Samples, decay: float, damping: float, columns: Columns) -> None:
@@ -89,7 +89,7 @@ class Descent:
         return float(losses.mean() + self.decay / 2 * self.weights.square().sum())
 
     def steps(self, coordinates: Tensor) -> Tensor:
-        """How far to go in each of some coordinates: to where a bound of the objective is least."""
+        """The step in each coordinate that minimises a bound on the objective."""
         place, rows, values = self.columns.take(coordinates)
         slopes = logistic(self.margins[rows])[1] * values / len(self.margins)
         gradient = self.decay * self.weights[coordinates]
@@ -103,9 +103,9 @@ class Descent:
 
 
 def damping_of(longest_row: int, drawn: int, slice_numel: int, workers: int) -> float:
-    """β of Richtárik and Takáč, where a sample has at most so many entries.
+    """β of Richtárik and Takáč, if a sample has at most this many entries.
 
-    With it the objective falls in expectation, although the steps do not know of each other.
+    With it the objective falls in expectation, although the steps are independent.
     """
     if slice_numel < 2:
         return float(longest_row)
@@ -115,7 +115,7 @@ def damping_of(longest_row: int, drawn: int, slice_numel: int, workers: int) -> 
 
 
 class SparseExchange:
-    """Gathers the steps."""
+    """Gathers only the steps, as sparse vectors."""
 
     def __init__(self) -> None:
         self.entries = 0
@@ -131,7 +131,7 @@ class SparseExchange:
 
 
 class DenseExchange:
-    """Gathers the slices, as `hvd.allgather` does."""
+    """Gathers the whole slices with `hvd.allgather`."""
 
     def __init__(self) -> None:
         self.entries = 0
@@ -150,7 +150,7 @@ class DenseExchange:
 def train(name: str, training: Samples, testing: Samples, args: argparse.Namespace) -> Result:
     rank, size = hvd.rank(), hvd.size()
     columns = Columns(training)
-    # Horovod: each worker has a slice of the weights, as long as the others' but for one.
+    # Horovod: each worker has a slice of the weights; lengths differ by at most one.
     bounds = [training.dimension * r // size for r in range(size + 1)]
     mine = slice(bounds[rank], bounds[rank + 1])
     counts = [

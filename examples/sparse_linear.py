@@ -4,12 +4,12 @@
     horovodrun -np 4 python examples/sparse_linear.py --loss hinge --exchange both
     horovodrun -np 4 python examples/sparse_linear.py --data url_combined.svm
 
-A sample has few of the features there are, so a batch's gradient is sparse by itself: nothing is
-selected or lost, and `hvd_sparse.sparse_allreduce` sums what is there. `--exchange dense` sums the
-same gradients with `hvd.allreduce`, `--exchange both` does one after the other and compares.
+A sample has few features, so a batch's gradient is sparse by itself. Nothing is selected or lost:
+`hvd_sparse.sparse_allreduce` sums the entries. `--exchange dense` sums the same gradients with
+`hvd.allreduce`. `--exchange both` runs one after the other and compares.
 
-Without `--data`, the samples are pieces of text that come with Python: documentation (+1) and code
-(-1) of its standard library, by their trigrams of characters and of words.
+Without `--data`, the samples are pieces of Python's standard library, documentation (+1) and code
+(-1), as trigrams of characters and of words.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch import Tensor
 
 import hvd_sparse
 
-DIMENSION = 3_231_961  # of the URL data set, with which SparCML is measured
+DIMENSION = 3_231_961  # of the URL data set in SparCML's measurements
 PIECE_CHARACTERS = 400
-EVERY_TESTED = 5  # of so many samples one is kept for the test
+EVERY_TESTED = 5  # one of this many samples is for the test
 
 
 Row = tuple[np.ndarray, np.ndarray]  # columns and values
@@ -43,7 +43,7 @@ Row = tuple[np.ndarray, np.ndarray]  # columns and values
 
 @dataclass(frozen=True)
 class Samples:
-    """Rows of a sparse matrix, one after the other, and their labels, +1 or -1."""
+    """The rows of a sparse matrix and their labels, +1 or -1."""
 
     starts: Tensor  # int64 (rows + 1,): where each row begins in the next two
     columns: Tensor  # int64 (nnz,)
@@ -52,7 +52,7 @@ class Samples:
     dimension: int
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries of some rows: for each the place of its row in `rows`, its column, its value."""
+        """The entries of some rows: position in `rows`, column and value."""
         lengths = self.starts[rows + 1] - self.starts[rows]
         place = torch.repeat_interleave(torch.arange(len(rows)), lengths)
         shift = self.starts[rows] - lengths.cumsum(0) + lengths
@@ -61,7 +61,7 @@ class Samples:
 
 
 def samples_of(rows: list[Row], labels: list[float], dimension: int) -> Samples:
-    """Rows of columns and values, each scaled to length 1."""
+    """Make samples of rows of columns and values, each scaled to length 1."""
     scaled = [values / max(1e-12, float(np.linalg.norm(values))) for _, values in rows]
     starts = np.cumsum([0, *(len(values) for values in scaled)])
     columns = np.concatenate([c for c, _ in rows]) if rows else np.zeros(0)
@@ -84,7 +84,7 @@ def fail(message: object) -> NoReturn:
 
 
 def read_libsvm(path: Path, rank: int, size: int) -> tuple[list[Row], list[float]]:
-    """This worker's rows of a file with lines `label index:value …`; indices begin at 1."""
+    """Read this worker's rows of a file with lines `label index:value …`, indices from 1."""
     rows: list[Row] = []
     labels: list[float] = []
     seen: set[float] = set()
@@ -136,7 +136,7 @@ def python_texts() -> Iterator[tuple[float, str]]:
 
 
 def trigrams(text: str, dimension: int) -> Row:
-    """Columns and counts of a text's trigrams of characters and of words, by hashing."""
+    """Columns and counts of a text's hashed trigrams of characters and of words."""
     characters = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint64)
     words = np.array([zlib.crc32(word.encode()) for word in text.split()], dtype=np.uint64)
     mixed = [
@@ -150,7 +150,7 @@ def trigrams(text: str, dimension: int) -> Row:
 
 
 def load(args: argparse.Namespace, rank: int, size: int) -> tuple[Samples, Samples]:
-    """One of `size` shares of the samples: to train on, and to test with."""
+    """Load one of `size` shares of the samples, for training and for the test."""
     if args.data is not None:
         rows, labels = read_libsvm(args.data, rank, size)
         largest = max((int(columns.max()) + 1 for columns, _ in rows if len(columns)), default=1)
@@ -195,7 +195,7 @@ LOSSES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 
 class LinearModel:
-    """Weights `scale * v`: weight decay then costs nothing, and leaves the gradient sparse."""
+    """Weights `scale * v`, so that weight decay is free and keeps the gradient sparse."""
 
     def __init__(self, dimension: int) -> None:
         self.v = torch.zeros(dimension)
@@ -214,7 +214,7 @@ class LinearModel:
 
 
 class SparseExchange:
-    """Sums the columns that are there."""
+    """Sums only the columns with entries."""
 
     def __init__(self) -> None:
         self.entries = 0
@@ -232,7 +232,7 @@ class SparseExchange:
 
 
 class DenseExchange:
-    """Sums all columns, as `hvd.allreduce` does."""
+    """Sums all columns with `hvd.allreduce`."""
 
     def __init__(self) -> None:
         self.entries = 0
@@ -250,7 +250,7 @@ class DenseExchange:
 
 @dataclass
 class Result:
-    """One training."""
+    """The figures of one training."""
 
     exchange: str
     epoch_s: list[float]
@@ -270,7 +270,7 @@ def train(
     # Horovod: scale the learning rate by the number of workers.
     lr = args.lr * hvd.size()
     shortest = torch.tensor(len(training.labels))
-    # Horovod: all workers take as many steps as the one with the fewest samples.
+    # Horovod: all workers run as many steps as the worker with the fewest samples.
     steps = int(hvd.allreduce(shortest, op=hvd.Min, name="steps")) // args.batch_size
     if steps == 0:
         raise ValueError(f"--batch-size must be at most {len(training.labels)}")
@@ -301,7 +301,7 @@ def train(
     result.entries_per_step = exchange.entries / (steps * args.epochs)
     margins, _ = model.margins(testing, torch.arange(len(testing.labels)))
     counts = torch.tensor([float((margins > 0).sum()), float(len(margins))], dtype=torch.float64)
-    # Horovod: add up what all workers have counted.
+    # Horovod: add up the counts of all workers.
     correct, count = hvd.allreduce(counts, op=hvd.Sum, name="test").tolist()
     result.accuracy = correct / count
     return result
@@ -322,7 +322,7 @@ def table(results: list[Result], dimension: int) -> str:
 
 
 def compare_weights(one: LinearModel, other: LinearModel) -> None:
-    """Nothing is lost: both trainings have the same weights, but for rounding."""
+    """Check that both trainings have the same weights, except for rounding."""
     difference = float((one.v * one.scale - other.v * other.scale).abs().max())
     largest = float((other.v * other.scale).abs().max())
     if difference > 1e-3 * largest:

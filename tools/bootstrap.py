@@ -1,13 +1,13 @@
 """Set up .venv for this repository: torch, Horovod built for that torch, and hvd_sparse itself.
 
 `make` calls this before every target that needs the virtual environment. Standard library only,
-because it runs before anything is installed. An up-to-date set-up is recognised by the stamp in the
-virtual environment, which holds what the set-up was made from.
+because it runs before anything is installed. The stamp in the virtual environment holds the inputs
+of the set-up, and so tells whether it is up to date.
 
 Environment:
     HVD_SPARSE_TORCH  the torch version to install (default: the one in .venv, else 2.13.0)
     CXX               the C++ compiler (default: g++)
-    HOROVOD_GPU_OPERATIONS and its like reach Horovod's own build
+    HOROVOD_GPU_OPERATIONS and similar variables are passed to Horovod's own build
     XDG_CACHE_HOME    where built Horovod wheels are kept (default: ~/.cache)
 """
 
@@ -59,7 +59,7 @@ def compiler(environ: Mapping[str, str]) -> list[str]:
 
 
 def missing_packages(environ: Mapping[str, str], python_include: str, venv_exists: bool) -> str:
-    """One line naming what the machine lacks and Debian's packages for it, or nothing."""
+    """One line with the machine's missing programs and their Debian packages, or nothing."""
     path = environ.get("PATH", os.defpath)
     python = f"python3.{sys.version_info.minor}"
     cxx = compiler(environ)[0]
@@ -80,7 +80,7 @@ def missing_packages(environ: Mapping[str, str], python_include: str, venv_exist
 
 
 def check_python(version: tuple[int, int]) -> None:
-    """Refuse a Python that Horovod is not known to build with."""
+    """Refuse a Python with which Horovod is not known to build."""
     if not PYTHONS[0] <= version <= PYTHONS[1]:
         raise SetupError(
             f"Python {version[0]}.{version[1]} is outside 3.10 to 3.12, which Horovod {HOROVOD} "
@@ -114,7 +114,7 @@ def torch_build(venv: Path) -> str:
 
 
 def torch_suits(venv: Path, environ: Mapping[str, str]) -> bool:
-    """Whether there is a torch, and it is the one asked for: 2.13.0 takes any build of 2.13.0."""
+    """Whether the requested torch is installed: 2.13.0 accepts any build of 2.13.0."""
     build = torch_build(venv)
     asked = environ.get("HVD_SPARSE_TORCH", "")
     return build != "" and asked in {"", build, build.partition("+")[0]}
@@ -149,7 +149,7 @@ def native_digest(root: Path) -> str:
 
 
 def wanted(root: Path, venv: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Everything that matters to a set-up; the stamp holds the same after a good one."""
+    """All inputs of a set-up; the stamp holds them after a complete one."""
     return {
         "root": str(root),
         "python": (venv / "pyvenv.cfg").read_text() if venv.is_dir() else "",
@@ -164,7 +164,7 @@ def wanted(root: Path, venv: Path, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def read_stamp(venv: Path) -> dict[str, str]:
-    """What the last good set-up was made from; empty before the first one."""
+    """The inputs of the last complete set-up; empty before the first one."""
     try:
         stamp = json.loads(stamp_path(venv).read_text())
     except (OSError, ValueError):
@@ -177,7 +177,7 @@ def stamp_path(venv: Path) -> Path:
 
 
 def is_current(root: Path, venv: Path, environ: Mapping[str, str]) -> bool:
-    """Whether nothing is to be done."""
+    """Whether the set-up is up to date."""
     if not torch_suits(venv, environ) or not any((root / "hvd_sparse").glob("*.so")):
         return False
     return read_stamp(venv) == wanted(root, venv, environ)
@@ -263,7 +263,7 @@ class Setup:
         self.step(doing, [self.python, "-m", "pip", "install", "-q", *arguments])
 
     def run(self) -> None:
-        """Do what is needed, in order."""
+        """Run the steps that are needed, in order."""
         before, sources = read_stamp(self.venv), wanted(self.root, self.venv, os.environ)
         self.log.parent.mkdir(exist_ok=True)
         self.log.write_text("")
@@ -289,7 +289,7 @@ class Setup:
         self.step(f"Creating {self.venv.name} (about 5 s)", command)
 
     def install_torch(self) -> None:
-        """Leave an installed torch alone unless another one is asked for."""
+        """Keep an installed torch unless another one is requested."""
         if not torch_suits(self.venv, self.environ):
             version = self.environ.get("HVD_SPARSE_TORCH") or TORCH
             doing = (

@@ -1,8 +1,8 @@
 """`make demo`: the digits example under horovodrun, dense and then sparse, compared.
 
-Trains between two hosts of a network lab (tools/netlab), whose links are slow, so that the gain in
-time can be seen; where there can be no lab, on loopback. Both trainings of a place are started by
-the same command but for `--compression`.
+Trains between two hosts of a network lab (tools/netlab) with slow links, so that the gain in time
+shows; on loopback if no lab can be made. The two trainings of a place differ only in
+`--compression`.
 
 Writes demo-output/: a plot, the table, every step's figures as JSON, and horovodrun's own output.
 """
@@ -20,13 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from statistics import mean
-from typing import IO, NoReturn
+from statistics import mean, median
+from typing import IO, Any, NoReturn
 
 from examples.pytorch_digits import Net, make_compression, parse_compression
-from tools.demo_report import Run, plot, table
 from tools.netlab import Netlab, NetlabError, Network, missing
 from tools.netlab.lab import bytes_per_s
 
@@ -43,6 +43,51 @@ that are saved and what that costs."""
 FROM_WORKER = re.compile(r"\[(?:\d+,)?\d+\]<std(?:out|err)>:")
 
 
+WARMUP_STEPS = 5
+NOTES = """\
+Sparse is --compression "{sparse}". Everything else is the same: {numel:,} parameters,
+their first values, the batches.
+Step: median. Training: all steps together. Train loss: mean of the last 10 steps.
+kB/step: what a worker sends for gradients. For sparse ones it is counted on the wire, headers
+included; for dense ones it is the volume of a ring allreduce, 2 (P - 1) / P x 4 bytes x numbers."""
+HOST_NOTE = """
+MB/host: everything that a host's interface sent, from Horovod's start to its end."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training; the lists, from examples/pytorch_digits.py, have one entry per step.
+
+    Attributes:
+        place: Network and number of workers; runs of one place are compared.
+        host_bytes: Mean bytes sent by a host; None if not known.
+    """
+
+    place: str
+    epochs: int
+    compression: str
+    world_size: int
+    numel: int
+    test_loss: float
+    test_accuracy: float
+    loss: list[float]
+    step_s: list[float]
+    step_bytes: list[float]
+    host_bytes: float | None = None
+
+    @property
+    def label(self) -> str:
+        return "dense" if self.compression == "none" else "sparse"
+
+    @property
+    def training_s(self) -> float:
+        return sum(self.step_s)
+
+    @property
+    def bytes_per_step(self) -> float:
+        return mean(self.step_bytes)
+
+
 class DemoError(Exception):
     """A run failed; the message is one line."""
 
@@ -57,7 +102,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(prog="make demo", description="Dense against sparse training.")
     rates = ["100mbit", "1gbit"]
     parser.add_argument(
-        "--rate", nargs="+", default=rates, help=f"of links, as tc has it; default: {rates}"
+        "--rate",
+        nargs="+",
+        default=rates,
+        help=f"links, as tc writes rates; default: {rates}",
     )
     parser.add_argument("--loopback", action="store_true", help="make no network lab")
     parser.add_argument(
@@ -78,7 +126,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_own_name() -> None:
-    """Horovod's gloo dies of a segmentation fault where a machine cannot resolve its own name."""
+    """Check that this machine can resolve its own name: otherwise Horovod's gloo crashes."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -88,13 +136,13 @@ def check_own_name() -> None:
 
 
 def in_words(rate: str) -> str:
-    """1gbit is 1 Gb/s."""
+    """A rate in words: 1gbit is 1 Gb/s."""
     bits = 8 * bytes_per_s(rate)
     return f"{bits / 1e9:g} Gb/s" if bits >= 1e9 else f"{bits / 1e6:g} Mb/s"
 
 
 def train_in_lab(args: argparse.Namespace) -> list[Run]:
-    """Dense and sparse between two hosts, at each rate."""
+    """Train dense and sparse between two hosts, at each rate."""
     runs = []
     for rate in args.rate:
         place = f"{HOSTS} hosts, {in_words(rate)}"
@@ -108,7 +156,7 @@ def train_in_lab(args: argparse.Namespace) -> list[Run]:
 
 
 def train_on_loopback(args: argparse.Namespace) -> list[Run]:
-    """Dense and sparse, with each number of workers."""
+    """Train dense and sparse, with each number of workers."""
     check_own_name()
     return [
         train(f"loopback, {workers} workers", compression, workers, args)
@@ -124,7 +172,7 @@ def train(
     args: argparse.Namespace,
     network: Network | None = None,
 ) -> Run:
-    """One run of the example, on a host each of a network, or on this machine."""
+    """Run the example, with one worker per host of a network or on this machine."""
     metrics, log = args.output / "run.json", args.output / "horovodrun.log"
     metrics.unlink(missing_ok=True)
     hosts = network.slots(1) if network else f"localhost:{workers}"
@@ -146,9 +194,9 @@ def train(
 
 
 def follow(command: list[str], own_output: IO[str]) -> int:
-    """Run a command; pass on what workers say, and keep everything in a file.
+    """Run a command; print the workers' output, and keep all output in a file.
 
-    What horovodrun itself says, tracebacks among it, is left to the file, but for its last line.
+    Of horovodrun's own output, only the last line is printed, and only after a silent failure.
     """
     process = subprocess.Popen(
         command,
@@ -178,7 +226,7 @@ def follow(command: list[str], own_output: IO[str]) -> int:
 
 
 def lines(stream: IO[bytes]) -> Iterator[str]:
-    """Pieces that end in a line feed or, as a progress bar's do, in a carriage return."""
+    """Pieces of output that end in a line feed or, like a progress bar's, in a carriage return."""
     rest = b""
     while piece := os.read(stream.fileno(), 4096):
         *complete, rest = re.split(rb"(?<=[\r\n])", rest + piece)
@@ -195,6 +243,79 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
+
+
+def table(runs: list[Run]) -> str:
+    """One line per run, each compared with the dense run of its place."""
+    heads = "place,gradients,step,epoch,training,speed-up,kB/step,fewer,MB/host"
+    dense = {run.place: run for run in runs if run.label == "dense"}
+    rows = [[*heads.split(","), "train loss", "test accuracy"]]
+    for run in runs:
+        other = dense[run.place]
+        rows.append(
+            [
+                run.place,
+                run.label,
+                f"{median(run.step_s[WARMUP_STEPS:] or run.step_s) * 1e3:.1f} ms",
+                f"{run.training_s / run.epochs:.2f} s",
+                f"{run.training_s:.1f} s",
+                ratio(other.training_s, run.training_s),
+                f"{run.bytes_per_step / 1e3:,.1f}",
+                ratio(other.bytes_per_step, run.bytes_per_step),
+                "-" if run.host_bytes is None else f"{run.host_bytes / 1e6:,.1f}",
+                f"{mean(run.loss[-10:]):.4f}",
+                f"{run.test_accuracy:.2%}",
+            ]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    notes = NOTES.format(sparse=runs[-1].compression, numel=runs[0].numel)
+    if runs[0].host_bytes is not None:
+        notes += HOST_NOTE
+    return "\n".join([*(line.rstrip() for line in lines), "", notes])
+
+
+def ratio(dense: float, this: float) -> str:
+    return f"{dense / this:.1f} x" if this else "-"
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    """Draw the loss over time for each place, and the bytes over the steps."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    places = list(dict.fromkeys(run.place for run in runs))
+    figure, row = plt.subplots(
+        1, len(places) + 1, figsize=(4.6 * (len(places) + 1), 3.8), layout="constrained"
+    )
+    for axes, place in zip(row, places, strict=False):
+        for run in runs:
+            if run.place == place:
+                name = f"{run.label}: {run.training_s:.1f} s"
+                axes.plot(list(accumulate(run.step_s)), smooth(run.loss), label=name)
+        label(axes, f"Training loss, {place}", "seconds", "mean loss of 10 steps")
+    for run in runs:
+        row[-1].plot([sent / 1e3 for sent in run.step_bytes], label=f"{run.label}, {run.place}")
+    row[-1].set_yscale("log")
+    label(row[-1], "Sent per step and worker", "step", "kB")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def label(axes: Any, title: str, x: str, y: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def smooth(values: list[float], width: int = 10) -> list[float]:
+    """Mean over the last `width` values."""
+    return [mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def main() -> int:

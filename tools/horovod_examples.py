@@ -1,4 +1,4 @@
-"""Run one of Horovod's own PyTorch examples with sparse gradients, and nothing else changed.
+"""Run one of Horovod's own PyTorch examples with sparse gradients, otherwise unchanged.
 
     git clone --depth 1 --branch v0.28.1 https://github.com/horovod/horovod
     python -m tools.horovod_examples horovod/examples/pytorch/pytorch_mnist.py -- --epochs 1
@@ -30,11 +30,11 @@ CHOICE = re.compile(
 
 
 class ExampleError(Exception):
-    """The script is none of Horovod's examples; the message says why."""
+    """The script is not one of Horovod's examples; the message says why."""
 
 
 def with_compression(source: str, text: str) -> str:
-    """A script that compresses as `text` says: a constructor's name and its arguments.
+    """The script with the compression in `text`: a constructor's name and its arguments.
 
     Raises:
         ExampleError: The script does not import Horovod, or choose a compression, in one place.

@@ -1,11 +1,11 @@
-"""Trains for many steps among faults that a training is to survive, and counts what it costs.
+"""Trains for many steps with faults that a training must survive, and checks its books.
 
     python -m tools.soak [--steps 20000] [--seed 0] [--json FILE]
 
 Four ranks under horovodrun train a small model with a loss scaler. Every gradient is a whole
-number, so in the end the books must balance to the last bit: what the ranks brought to the steps
-that counted is what the weights were moved by, and what the residuals hold. Memory, descriptors
-and threads are those of the end of the settling phase. Ends with status 1 where this is not so.
+number, so the books must balance to the last bit: the gradients of all steps that counted equal the
+change of the weights plus the residuals. Memory, descriptors and threads must not grow after the
+settling phase. The exit status is 1 if one of these fails.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from hvd_sparse import Compression
 
 RANKS = 4
 TIMEOUT_S = 20.0
-"""Longer than a busy machine leaves any one process without its turn."""
+"""Longer than a busy machine keeps a process waiting."""
 BUSY_S = 1.1 * TIMEOUT_S
 
 SETTLING = 0.4
-"""Share of the steps after which memory is to be flat."""
+"""Share of the steps after which memory must stay constant."""
 PROGRESS_STEPS = 500
 
 SCALE, SCALES = 2.0**8, (2.0**4, 2.0**14)
-"""The loss scale at first, and where it is set back to that."""
+"""The first loss scale, and the range outside of which it is reset."""
 
 STEPS_BETWEEN = {"spoil": 40, "load": 150, "reassign": 250, "reconnect": 400, "busy": 4000}
-"""Each fault comes once in about so many steps; and once in any case."""
+"""Each fault occurs once in about so many steps, and at least once."""
 
 METHODS: dict[str, Callable[..., Any]] = {
     "oktopk": Compression.oktopk,
@@ -70,8 +70,8 @@ class Soak:
     """One rank's training.
 
     Args:
-        steps: How many steps.
-        seed: Decides, on all ranks alike, which faults come when.
+        steps: Number of steps.
+        seed: Decides the faults of each step, the same on all ranks.
     """
 
     def __init__(self, steps: int, seed: int) -> None:
@@ -97,7 +97,7 @@ class Soak:
         self._gradients = torch.Generator().manual_seed(hvd.rank())
 
     def run(self) -> list[dict[str, int]]:
-        """Train; returns what this process held at the end of settling, and at the end."""
+        """Train; returns this process's resources after settling and at the end."""
         held = []
         began_at = time.monotonic()
         for step in range(self.steps):
@@ -121,7 +121,7 @@ class Soak:
         return names
 
     def step(self, faults: list[str]) -> None:
-        """One step, among the faults of these names."""
+        """One step with the faults of these names."""
         own = {
             name: torch.randint(-9, 10, p.shape, generator=self._gradients).float()
             for name, p in self.model.named_parameters()
@@ -164,7 +164,7 @@ class Soak:
             self.compression.close()
 
     def imbalance(self) -> float:
-        """The largest difference in the books; the ranks count together."""
+        """The largest difference in the books of all ranks."""
         state, scale = self.compression.state_dict(), self.scaler.get_scale()
         worst = 0.0
         for name, p in self.model.named_parameters():
@@ -177,7 +177,7 @@ class Soak:
 
 
 def resources() -> dict[str, int]:
-    """What this process holds."""
+    """Memory, descriptors and threads of this process."""
     return {
         "resident": psutil.Process().memory_info().rss,
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
@@ -186,7 +186,7 @@ def resources() -> dict[str, int]:
 
 
 def gathered(held: list[dict[str, int]]) -> list[dict[str, list[int]]]:
-    """Of all ranks, in order."""
+    """Gather the figures of all ranks, in order."""
     names = list(held[0])
     mine = torch.tensor([[point[name] for point in held for name in names]])
     table: Tensor = hvd.allgather(mine, name="soak.held")
@@ -197,7 +197,7 @@ def gathered(held: list[dict[str, int]]) -> list[dict[str, list[int]]]:
 
 
 def complaints(summary: dict[str, Any], growth: float) -> list[str]:
-    """What is not as it should be."""
+    """Everything that differs from what is expected."""
     settled, end = summary["settled"], summary["end"]
     found = []
     if summary["imbalance"] != 0:
@@ -215,7 +215,7 @@ def complaints(summary: dict[str, Any], growth: float) -> list[str]:
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """Train, and on rank 0 write the summary; 1 where something is not as it should be."""
+    """Train, and write the summary on rank 0; returns 1 if there are complaints."""
     hvd.init()
     torch.set_num_threads(1)
     began_at = time.monotonic()

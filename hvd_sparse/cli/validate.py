@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from hvd_sparse.cli.command import Command, Output, load_model
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import load_policy, owning_modules, warnings_of
-from hvd_sparse.policy.schema import json_schema
+from hvd_sparse.policy.schema import json_schema, schema_text
 from hvd_sparse.tables import table
 
 
@@ -35,7 +34,7 @@ def run(options: argparse.Namespace) -> Output:
     """Check; the status is 1 where a rule decides on nothing."""
     if options.schema:
         schema = json_schema()
-        return Output(schema, json.dumps(schema, indent=2))
+        return Output(schema, schema_text(schema))
     if options.policy is None:
         raise ConfigError("a policy file must be given, or --schema")
     policy = load_policy(options.policy)

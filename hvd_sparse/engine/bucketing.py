@@ -369,7 +369,7 @@ def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None
 
 
 def differing(first: MethodId, second: MethodId) -> tuple[str, str]:
-    """What differs in two identities: values, where name and options' names are the same; else all."""
+    """What differs in two identities: option values; all of it, where names differ."""
     mine, theirs = dict(first.options), dict(second.options)
     if first.name != second.name or mine.keys() != theirs.keys():
         return str(first), str(second)

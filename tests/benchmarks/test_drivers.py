@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import training
-from benchmarks.markdown import comparison, promises
+from benchmarks.report import Row, comparison, promises, write_report
 from tests.launch import REPOSITORY, launch_environment, run_in_group
 
 LIMIT_S = 240
@@ -47,7 +48,7 @@ def test_reductions_through_the_optimizer(tmp_path: Path) -> None:
 
 def test_a_report_becomes_tables() -> None:
     row = {"case": "vgg16, 1gbit", "metric": "step, oktopk@0.01", "value": 194.2, "unit": "ms"}
-    row |= {"ratio": 3.11, "baseline": "horovod: 604 ms", "goal": None, "met": None}
+    row |= {"ratio": 3.11, "baseline": "horovod: 604 ms"}
     goal = row | {"metric": "step of the best", "goal": "at least 3 ×", "met": True}
     goal |= {"spread": [190.0, 201.4], "launches": 3}
     assert list(comparison([row, goal])) == [
@@ -61,6 +62,57 @@ def test_a_report_becomes_tables() -> None:
         "| at least 3 × | yes |",
         "",
     ]
+
+
+def test_a_report_has_a_row_a_line_and_leaves_defaults_out(tmp_path: Path) -> None:
+    rows = [
+        Row("α", "step", 1503.041234, "ms", ratio=2 / 3, spread=(1392.26, 1538.0), launches=3),
+        Row("α", "cases", 22, "cases", goal="at least 20", met=True),
+    ]
+    write_report("planner", rows, tmp_path / "report.json")
+    text = (tmp_path / "report.json").read_text()
+    assert text.splitlines()[1:3] == [
+        '{"case": "α", "metric": "step", "value": 1503.041, "unit": "ms", "ratio": 0.6666667, '
+        '"spread": [1392.26, 1538.0], "launches": 3},',
+        '{"case": "α", "metric": "cases", "value": 22, "unit": "cases", "goal": "at least 20", '
+        '"met": true}',
+    ]
+    report = json.loads(text)
+    assert report["benchmark"] == "planner"
+    assert len(report["rows"]) == 2
+
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PAGES = ("results.md", "convergence.md", "hierarchical.md")
+PUBLISHED = re.compile(r"(?<!:)benchmarks/results/([\w.-]+\.jsonl?)")
+
+
+def test_pages_and_published_reports_name_each_other() -> None:
+    pages = "\n".join((REPOSITORY / "docs" / page).read_text() for page in PAGES)
+    published = {path.name for path in RESULTS.glob("*.json")} | {"convergence.jsonl"}
+    assert set(PUBLISHED.findall(pages)) == published
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_a_published_report_says_where_it_comes_from(path: Path) -> None:
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["command"].startswith(f"python -m benchmarks.{report['benchmark']} ")
+    assert (REPOSITORY / "benchmarks" / f"{report['benchmark']}.py").exists()
+    assert path.read_text(encoding="utf-8").count("\n") == len(report["rows"]) + 2
+    assert all({"case", "metric", "value", "unit"} <= row.keys() for row in report["rows"])
+
+
+def test_published_reports_stay_small() -> None:
+    reports = [path.read_bytes() for path in RESULTS.glob("*.json")]
+    assert sum(report.count(b"\n") for report in reports) <= 3000
+    assert sum(map(len, reports)) <= 300_000
+
+
+def test_tools_do_not_import_benchmarks() -> None:
+    sources = {path: path.read_text() for path in (REPOSITORY / "tools").rglob("*.py")}
+    assert len(sources) > 10
+    importing = re.compile(r"^\s*(?:from|import) benchmarks\b", re.MULTILINE)
+    assert not [path for path, source in sources.items() if importing.search(source)]
 
 
 @pytest.mark.launches

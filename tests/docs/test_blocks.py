@@ -10,7 +10,8 @@
 | sh: horovodrun | its options exist, and what it starts is checked by the rules here |
 | sh: python FILE | the file is here, or is `train.py`, which stands for the reader's |
 | sh: make | the targets and variables stand in the Makefile |
-| sh: pip, apt-get, printf | each package is one that pyproject.toml, the set-up or CI names |
+| sh: pip, apt-get | each package is one that pyproject.toml, the set-up or CI names |
+| sh: printf | it writes the compiler wrapper of tools/bootstrap.py |
 | text | a diagram |
 
 A block or a command for which there is no rule fails.
@@ -175,8 +176,10 @@ def test_commands(
                 check_launch(words, check)
             case ["pip" | "apt-get", "install", *_]:
                 check_packages(words)
-            case ["printf", *_]:
-                pass  # writes the compiler wrapper that the next command uses
+            case ["printf", script, ">", wrapper, "&&", "chmod", "+x", executable]:
+                assert wrapper == executable
+                assert "-std=c++20" in script
+                assert "-std=c++20" in (ROOT / "tools/bootstrap.py").read_text()
             case _:
                 pytest.fail(f"no rule for {shlex.join(words)}")
 

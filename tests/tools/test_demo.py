@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.demo import in_words
-from tools.demo_report import Run, plot, table
+from tools.demo import Run, in_words, plot, table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ import torch
 from hvd_sparse.ops.cuda import Argument
 from hvd_sparse.ops.cuda import launch_selection as selection
 from tests.cuda.shim_launcher import FAMILIES, Shim, ShimLauncher
-from tools.gpu_lease import variants
+from tools.gpu_lease import timing, variants
 from tools.gpu_lease.__main__ import launch
 from tools.gpu_lease.compiled import Resources, build, loads_of, resources_of
 from tools.gpu_lease.counters import kernels_of
@@ -139,6 +139,18 @@ def test_a_phase_that_takes_too_long_is_killed_and_the_rows_stay(tmp_path: Path)
     launch(Phase("smoke", 60.0), tmp_path, -1.0)
     told = [(row["phase"], row["error"]) for row in read(tmp_path)]
     assert told == [("facts", "not done in 0 s"), ("smoke", "no time was left for it")]
+
+
+def test_a_benchmark_becomes_rows(tmp_path: Path) -> None:
+    results = Results(tmp_path, "timing")
+    timing.keep(results, "decode", 4000, "cpu", 2)
+    rows = read(tmp_path)
+    assert len(rows) == 4
+    assert all(row["ok"] and row["value"] > 0 and row["unit"] == "ms" for row in rows)
+    assert rows[0]["name"] == "decode: decode in the ranks' order"
+    with results.guarded("decode, n = 0"):
+        timing.keep(results, "decode", 4000, "nowhere", 2)
+    assert "nowhere" in read(tmp_path)[-1]["error"]
 
 
 def test_a_failing_test_is_a_row(tmp_path: Path) -> None:

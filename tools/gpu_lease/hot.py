@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from benchmarks._encode_job import HASH_A, HASH_B, Job
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
+from tools.kernels import HASH_A, HASH_B, Job
 
 NUMEL, DENSITY = 2**26, 0.001
 

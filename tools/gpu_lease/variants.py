@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from benchmarks._cuda import EventLauncher, hold_device, medians_s
 from hvd_sparse.ops import Accumulation, Momentum
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
 from tools.gpu_lease.results import Results
+from tools.kernels import EventLauncher, hold_device, medians_s
 
 NUMEL = 2**26
 BLOCKS_PER_PROCESSOR = (2, 3, 4, 5)

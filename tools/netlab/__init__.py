@@ -6,7 +6,6 @@
 `python -m tools.netlab` does the same from a shell. Both need root and Debian's iproute2.
 """
 
-from tools.netlab.lab import Netlab, missing
-from tools.netlab.network import NetlabError, Network, Traffic
+from tools.netlab.lab import Netlab, NetlabError, Network, Traffic, missing
 
 __all__ = ["Netlab", "NetlabError", "Network", "Traffic", "missing"]

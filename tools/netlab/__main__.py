@@ -1,7 +1,7 @@
-"""The network lab from a shell, as root; one lab at a time is up this way.
+"""The network lab from a shell, as root; one lab at a time.
 
-python -m tools.netlab up 4 1gbit       hosts nl1 to nl4, with links of 1 Gb/s (no rate: as fast
-                                        as they are)
+python -m tools.netlab up 4 1gbit       hosts nl1 to nl4, with links of 1 Gb/s (no rate: not
+                                        shaped)
 python -m tools.netlab exec nl1 CMD…    runs CMD on host nl1; `ssh nl2 …` works inside, and so do
                                         horovodrun and mpirun
 python -m tools.netlab bytes            what each host has sent and received
@@ -34,13 +34,13 @@ DOWN_S = 60.0
 
 
 def end_once(number: int, frame: object) -> NoReturn:
-    """Lets the `with` blocks end, and nobody disturb them."""
+    """Exit through the `with` blocks, ignoring further signals."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit()
 
 
 def keep(hosts: int, rate: str | None) -> None:
-    """Own a lab until SIGTERM; runs in the background."""
+    """Hold a lab until SIGTERM; runs in the background."""
     signal.signal(signal.SIGTERM, end_once)
     with socket.socket(socket.AF_UNIX) as server:
         try:
@@ -58,7 +58,7 @@ def keep(hosts: int, rate: str | None) -> None:
 
 
 def up(hosts: int, rate: str | None) -> None:
-    """Start `keep`, and wait until the lab is there."""
+    """Start `keep`, and wait until the lab is up."""
     keeper = subprocess.Popen(
         [sys.executable, "-m", "tools.netlab", "keep", str(hosts), *([rate] if rate else [])],
         cwd=REPOSITORY,
@@ -75,7 +75,7 @@ def up(hosts: int, rate: str | None) -> None:
 
 
 def find() -> tuple[Network, int] | None:
-    """The lab that is up, and its owner's process; None where there is none."""
+    """The lab that is up and its owner's process, or None."""
     with socket.socket(socket.AF_UNIX) as client:
         try:
             client.connect(ADDRESS)
@@ -87,7 +87,7 @@ def find() -> tuple[Network, int] | None:
 
 
 def down() -> None:
-    """End the owner, if there is one, and wait until it is gone."""
+    """End the owner, if any, and wait until it has exited."""
     found = find()
     if found is None:
         return
@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def act(args: argparse.Namespace) -> None:
-    """Do what the arguments say."""
+    """Run the requested command."""
     if args.command in ("up", "keep"):
         (up if args.command == "up" else keep)(args.hosts, args.rate)
         return

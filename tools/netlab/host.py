@@ -22,7 +22,7 @@ KILLING_S = 10.0
 
 
 def furnish(name: str, hosts: str) -> None:
-    """Give the host its name, its /etc/hosts, its own /sys (with its interfaces) and loopback."""
+    """Set up the host's name, its /etc/hosts, its own /sys (with its interfaces) and loopback."""
     socket.sethostname(name)
     # The file lies in memory, beneath what is mounted on /sys next: no trace of it on the machine.
     run("mount", "-t", "tmpfs", "tmpfs", "/sys")
@@ -50,7 +50,7 @@ def others_here() -> list[int]:
 
 
 def kill_others() -> None:
-    """Kill them, and what they start meanwhile."""
+    """Kill them, and what they start in the meantime."""
     deadline = time.monotonic() + KILLING_S
     while (found := others_here()) and time.monotonic() < deadline:
         for pid in found:

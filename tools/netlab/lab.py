@@ -8,19 +8,24 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from tools.netlab.host import KILLING_S, READY
-from tools.netlab.network import NetlabError, Network, run_batch
 
+BIN = Path(__file__).resolve().parent / "bin"
+HOSTS_VARIABLE = "NETLAB_HOSTS"
+"""Tells the `ssh` in BIN the process that keeps each host: "nl1=4711 nl2=4712"."""
 HOST = Path(__file__).resolve().parent / "host.py"
 MAX_HOSTS = 254
 BURST_S, MIN_BURST_BYTES = 1e-3, 16_000
-"""What may pass at once after a pause: as much as the link carries in 1 ms, so that short messages
-take their time, too; 10 packets at least."""
+"""The burst after a pause: as much as the link carries in 1 ms, at least 10 packets, so that short
+messages take their time, too."""
 QUEUE = "20ms"
-"""What waits longer than this is dropped, as in a switch."""
+"""Packets that wait longer are dropped, as in a switch."""
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 PREFIXES |= {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 TRIAL = """\
@@ -30,8 +35,113 @@ tc qdisc add dev veth0 root tbf rate 1gbit burst 125000 latency 20ms
 """
 
 
+class NetlabError(Exception):
+    """The lab cannot be made or used as requested; the message is one line."""
+
+
+class Traffic(NamedTuple):
+    """Bytes through a host's interface since the lab is up."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True)
+class Network:
+    """The hosts nl1, nl2, … at 10.77.0.1, 10.77.0.2, …, each with one interface, eth0.
+
+    Attributes:
+        keepers: The process that keeps each host's namespaces.
+        switch: The process that keeps the switch between them; host nlI is at its portI.
+    """
+
+    keepers: Mapping[str, int]
+    switch: int
+
+    @property
+    def names(self) -> list[str]:
+        """The hosts' names, in order."""
+        return list(self.keepers)
+
+    def slots(self, per_host: int) -> str:
+        """Horovod's `-H`: all hosts, with so many workers on each."""
+        return ",".join(f"{name}:{per_host}" for name in self.keepers)
+
+    def on(self, host: str, command: Sequence[str] = ()) -> list[str]:
+        """The command line that runs a command on a host; `ssh HOST …` works inside.
+
+        The command runs in the directory and with the environment that its caller has.
+
+        Raises:
+            NetlabError: There is no such host.
+        """
+        hosts = " ".join(f"{name}={pid}" for name, pid in self.keepers.items())
+        path = f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        environment = [f"--chdir={os.getcwd()}", f"{HOSTS_VARIABLE}={hosts}", f"PATH={path}"]
+        return [*entering(self._keeper(host)), "env", *environment, *command]
+
+    def traffic(self, host: str) -> Traffic:
+        """Bytes that a host has sent and received, with all headers.
+
+        Raises:
+            NetlabError: There is no such host.
+        """
+        table = Path(f"/proc/{self._keeper(host)}/net/dev").read_text()
+        counts = next(line.split(":")[1].split() for line in table.splitlines() if "eth0:" in line)
+        return Traffic(sent_bytes=int(counts[8]), received_bytes=int(counts[0]))
+
+    def cut(self, host: str) -> None:
+        """Cut a host's link: what is sent is lost silently.
+
+        Raises:
+            NetlabError: There is no such host.
+        """
+        self._set_port(host, "down")
+
+    def mend(self, host: str) -> None:
+        """Restore a host's link.
+
+        Raises:
+            NetlabError: There is no such host.
+        """
+        self._set_port(host, "up")
+
+    def _keeper(self, host: str) -> int:
+        if host not in self.keepers:
+            raise NetlabError(f"no host {host!r}: the hosts are {', '.join(self.keepers)}")
+        return self.keepers[host]
+
+    def _set_port(self, host: str, state: str) -> None:
+        self._keeper(host)
+        run_batch(self.switch, "ip", [f"link set port{host.removeprefix('nl')} {state}"])
+
+
+def entering(pid: int) -> list[str]:
+    """The prefix that runs a command in the namespaces of a process."""
+    return ["nsenter", f"--target={pid}", "--net", "--uts", "--mount", "--"]
+
+
+def run_batch(pid: int, program: str, lines: Sequence[str]) -> None:
+    """Run lines of `ip` or `tc` in the namespaces of a process.
+
+    Raises:
+        NetlabError: One of them was refused.
+    """
+    done = subprocess.run(
+        [*entering(pid), program, "-batch", "-"],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        failed = re.search(r"Command failed -:(\d+)", done.stderr)
+        line = lines[int(failed[1]) - 1] if failed else "; ".join(lines)
+        raise NetlabError(f"{program} refuses {line!r}: {done.stderr.partition(chr(10))[0]}")
+
+
 def missing() -> str:
-    """Why no lab can be made here, or an empty string."""
+    """The reason why no lab can be made here, or an empty string."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for program, package in (
@@ -48,7 +158,7 @@ def missing() -> str:
 
 
 def bytes_per_s(rate: str) -> float:
-    """What a rate means that is written as `tc` has it: 100mbit, 1.5gbit, 12mbps (bytes).
+    """A rate as `tc` writes it (100mbit, 1.5gbit, 12mbps for bytes) in bytes per second.
 
     Raises:
         NetlabError: It is not a rate above 0.
@@ -60,7 +170,7 @@ def bytes_per_s(rate: str) -> float:
 
 
 class Netlab:
-    """Hosts on one machine, each at a link of its own; gone when the `with` block ends.
+    """Hosts on one machine, each with its own link; removed when the `with` block ends.
 
     Each host has a network, a host name and an /etc/hosts of its own; it shares processes and files
     with the machine. Labs do not see each other, so several may be up at a time. When the process
@@ -68,7 +178,7 @@ class Netlab:
 
     Args:
         hosts: How many, 1 to 254.
-        rate: What each host may send, and receive, as `tc` writes it: 1gbit. None: as it comes.
+        rate: What each host may send, and receive, as `tc` writes it: 1gbit. None: not shaped.
 
     Raises:
         NetlabError: An argument is out of range, or `missing()` says why there can be no lab.
@@ -129,7 +239,7 @@ class Netlab:
         return [keeper.pid for keeper in self._keepers]
 
     def _connect(self, network: Network) -> None:
-        """Lay a link from each host to the switch, and shape both of its ends."""
+        """Link each host to the switch, and shape both ends."""
         links = ["link add switch0 type bridge", "link set switch0 up"]
         shaping = []
         for i, pid in enumerate(network.keepers.values(), 1):

@@ -20,8 +20,7 @@ from benchmarks.convergence_cases import (
 )
 from benchmarks.convergence_report import markdown, plot, rows_of
 from benchmarks.convergence_run import Run
-from benchmarks.convergence_sources import Sources
-from benchmarks.convergence_tasks import Budget, Digits
+from benchmarks.convergence_tasks import Budget, Digits, Sources
 from hvd_sparse.memories import ErrorFeedback, GlobalMomentum, MomentumCorrection
 
 KINDS = {"plain": ErrorFeedback, "local": MomentumCorrection, "global": GlobalMomentum}

@@ -1,9 +1,8 @@
-"""Launches that a benchmark has done, and those that it has still to do."""
+"""Launches of benchmarks: which are the same job."""
 
 from __future__ import annotations
 
-from benchmarks._jobs import Job, Variables, cycle_time
-from benchmarks._launch import Launcher
+from benchmarks._launch import Job, Launcher, Variables, cycle_time
 
 
 def test_a_launch_with_other_variables_is_another_job() -> None:

@@ -1,16 +1,22 @@
-"""What the encoder's benchmark works on: one step of a running job, and the torch pipelines that
-one would write for it."""
+"""Shared by benchmarks and tools that time kernels: the state of a job, and CUDA events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from hvd_sparse import ops
 from hvd_sparse.ops import Accumulation, Before, Momentum
+from hvd_sparse.ops.cuda import Argument, Launcher
 
+WARMUP_RUNS = 2
+QUEUED_CYCLES = 400_000
+"""The device sleeps about 0.2 ms before a measurement, and the host launches meanwhile, so that no
+launch is counted."""
+Event = torch.cuda.Event
 WARMUP_STEPS = 4
 PIVOT_FACTOR = 0.9
 MOMENTUM = 0.9
@@ -18,8 +24,68 @@ GROUP_NUMEL = 512
 HASH_A, HASH_B = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
+class EventLauncher:
+    """Puts an event before and after each kernel of another launcher."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._spans: list[tuple[Event, Event]] = []
+
+    def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
+        start, stop = Event(enable_timing=True), Event(enable_timing=True)
+        start.record()
+        self._launcher.launch(kernel, blocks, *arguments)
+        stop.record()
+        self._spans.append((start, stop))
+
+    def spent_s(self) -> float:
+        """Seconds in kernels since the last call."""
+        torch.cuda.synchronize()
+        total_ms: float = sum(start.elapsed_time(stop) for start, stop in self._spans)
+        self._spans.clear()
+        return total_ms / 1e3
+
+
+def hold_device() -> None:
+    """Keeps the device busy until the host has launched the measured kernels."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(QUEUED_CYCLES)
+
+
+def whole_s(run: Callable[[], object]) -> float:
+    """Device seconds from the first to the last kernel of a call, including the host's waits."""
+    start, stop = Event(enable_timing=True), Event(enable_timing=True)
+    hold_device()
+    start.record()
+    run()
+    stop.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
+
+
+def medians_s(
+    measured: Mapping[str, Callable[[], float]], prepare: Callable[[], object], repetitions: int
+) -> dict[str, float]:
+    """Median of each measurement; they take turns, after some warm-up runs."""
+    seconds: dict[str, list[float]] = {name: [] for name in measured}
+    for _ in range(WARMUP_RUNS + repetitions):
+        for name, measure in measured.items():
+            prepare()
+            seconds[name].append(measure())
+    return {name: statistics.median(times[WARMUP_RUNS:]) for name, times in seconds.items()}
+
+
+def copy_speed(numel: int, device: torch.device, repetitions: int) -> float:
+    """Bytes per second, read and written, of a device-to-device copy of `numel` floats."""
+    source, target = torch.ones(numel, device=device), torch.empty(numel, device=device)
+    spent = medians_s(
+        {"copy": lambda: whole_s(lambda: target.copy_(source))}, lambda: None, repetitions
+    )
+    return 8 * numel / spent["copy"]
+
+
 def gradient_like(numel: int, seed: int, device: torch.device) -> Tensor:
-    """Normal within a layer, on scales that differ between layers: heavier tails than a normal."""
+    """Normal values with a scale per layer: heavier tails than a normal distribution."""
     generator = torch.Generator(device).manual_seed(seed)
     gradient = torch.randn(numel, generator=generator, device=device)
     layer_numel = max(1, numel // 50)
@@ -29,7 +95,7 @@ def gradient_like(numel: int, seed: int, device: torch.device) -> Tensor:
 
 
 class Job:
-    """The state of one rank before a step, and what each operation gets of it.
+    """The state of one rank before a step, and the operations' arguments made from it.
 
     A few steps of exact top-k have passed over the residual, and of DGC over the velocity and its
     momentum buffer.
@@ -39,14 +105,14 @@ class Job:
         k: Entries to select.
         residual: Working copy, float32 `(n,)`; `reset` restores it.
         threshold: The k-th magnitude of residual + gradient.
-        pivot: The guess at it that the last step's threshold gives.
+        pivot: Estimate of it from the last step's threshold.
         velocity: Working copy of DGC's v.
         buffer: Working copy of DGC's u.
-        corrected_threshold: The k-th magnitude of what v becomes.
-        corrected_pivot: The guess at it.
-        plain: The gradient, on its way into the residual.
-        apart: The same, out of the residual into another one.
-        corrected: The gradient, on its way into the velocity.
+        corrected_threshold: The k-th magnitude of the new v.
+        corrected_pivot: Estimate of it from the last step's.
+        plain: Accumulation of the gradient into the residual.
+        apart: Accumulation of residual and gradient into another tensor.
+        corrected: Accumulation of the gradient into the velocity.
         nesterov: The same with Nesterov's momentum.
     """
 
@@ -88,94 +154,10 @@ class Job:
         return Accumulation(self.velocity, [self.gradient], momentum)
 
     def reset(self) -> None:
-        """Undoes what an operation has changed."""
+        """Restores the state before the step."""
         self.residual.copy_(self._residual)
         self.velocity.copy_(self._velocity)
         self.buffer.copy_(self._buffer)
 
     def state(self) -> tuple[Tensor, ...]:
         return (self.residual.clone(), self.velocity.clone(), self.buffer.clone())
-
-
-def _take(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    values = x[indices]
-    x[indices] = 0.0
-    return indices, values
-
-
-def _reaching(x: Tensor, threshold: float) -> Tensor:
-    return torch.nonzero(x.abs() >= threshold).view(-1)
-
-
-def torch_topk(job: Job) -> object:
-    job.residual.add_(job.gradient)
-    return _take(job.residual, torch.topk(job.residual.abs(), job.k, sorted=False).indices)
-
-
-def torch_nonzero(job: Job) -> object:
-    job.residual.add_(job.gradient)
-    return _take(job.residual, _reaching(job.residual, job.threshold))
-
-
-def torch_momentum(job: Job) -> object:
-    u, v = job.buffer, job.velocity
-    u.mul_(MOMENTUM).add_(job.gradient)
-    v.add_(u)
-    indices, values = _take(v, _reaching(v, job.corrected_threshold))
-    u[indices] = 0.0
-    return indices, values
-
-
-def torch_nesterov(job: Job) -> object:
-    u, v = job.buffer, job.velocity
-    u.add_(job.gradient).mul_(MOMENTUM)
-    v.add_(u).add_(job.gradient)
-    indices, values = _take(v, _reaching(v, job.corrected_threshold))
-    u[indices] = 0.0
-    return indices, values
-
-
-def torch_momentum_topk(job: Job) -> object:
-    u, v = job.buffer, job.velocity
-    u.mul_(MOMENTUM).add_(job.gradient)
-    v.add_(u)
-    indices, values = _take(v, torch.topk(v.abs(), job.k, sorted=False).indices)
-    u[indices] = 0.0
-    return indices, values
-
-
-def torch_partition(job: Job) -> object:
-    start, stop = job.partition
-    job.residual.add_(job.gradient)
-    own = job.residual[start:stop]
-    return _take(own, _reaching(own, job.threshold))
-
-
-def torch_hash(slots: int) -> Callable[[Job], object]:
-    def pipeline(job: Job) -> object:
-        job.residual.add_(job.gradient)
-        indices = _reaching(job.residual, job.threshold)
-        hashes = (indices * (HASH_A - 2**64) + (HASH_B - 2**64)) >> 32 & 0xFFFFFFFF
-        table = torch.full((slots,), -1, dtype=torch.int64, device=indices.device)
-        table[hashes * slots >> 32] = indices
-        return _take(job.residual, table[table >= 0])
-
-    return pipeline
-
-
-def torch_group(job: Job) -> object:
-    job.residual.add_(job.gradient)
-    groups = job.residual[: job.numel // GROUP_NUMEL * GROUP_NUMEL].view(-1, GROUP_NUMEL)
-    places = torch.topk(groups.abs(), job.group_k, dim=1, sorted=False).indices
-    values = groups.gather(1, places)
-    groups.scatter_(1, places, 0.0)
-    return places, values
-
-
-def torch_sampled_threshold(job: Job) -> object:
-    sample = (job.residual[17::100] + job.gradient[17::100]).abs()
-    return float(torch.topk(sample, max(1, job.k // 100)).values[-1])
-
-
-def torch_take_at(job: Job) -> object:
-    return _take(job.residual, job.long_indices)
