@@ -365,8 +365,13 @@ def test_what_was_remembered_is_read(tmp_path: Path, measured: Measured) -> None
     def worker(transport: Transport) -> Tensor | None:
         planner = settled(decided(transport, tmp_path / "plans.json"), transport)
         found = Remembered.from_json(planner.state_dict()["found"])
-        assert found.outcome == planner.outcome
+        assert found.outcome is not None
+        assert found.outcome.best.methods == (TOPK.id,)
+        assert found.outcome.plan == planner.plan
+        assert found.profile == planner.profile
         assert Remembered.from_json(json.loads(json.dumps(found.to_json()))) == found
+        if transport.rank == 0:
+            assert PlanCache(tmp_path / "plans.json").read() == [found]
         return None
 
     run_ranks(2, worker)
