@@ -12,7 +12,7 @@ from benchmarks._encode_paths import torch_nonzero, torch_topk
 from benchmarks._timing import GOAL_NUMEL, check, copy_row, goal_row
 from benchmarks.report import Row
 from hvd_sparse.ops import Accumulation, reference
-from hvd_sparse.ops._interface import Ops
+from hvd_sparse.ops._dispatch import Ops
 from hvd_sparse.ops.cuda import CudaOps, Launcher
 from tools.kernels import (
     HASH_A,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops import Accumulation
-from hvd_sparse.ops._interface import Ops
+from hvd_sparse.ops._dispatch import Ops
 from hvd_sparse.selectors import sampled
 from tools.kernels import GROUP_NUMEL, HASH_A, HASH_B, MOMENTUM, Job
 

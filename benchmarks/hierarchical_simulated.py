@@ -29,7 +29,13 @@ from hvd_sparse.collectives.two_levels import Levels, dense_ring, flat, shared, 
 from hvd_sparse.cost_model import Link
 from hvd_sparse.files import replacing
 from hvd_sparse.lab.plots import load_pyplot
-from hvd_sparse.lab.simulator import Network, Outcome, SyntheticStreams, Workload, simulate_all
+from hvd_sparse.lab.simulator import (
+    Network,
+    SimulatedOutcome,
+    SyntheticStreams,
+    Workload,
+    simulate_all,
+)
 
 NUMEL, DENSITY, LOCAL_SIZE = 133_547_324, 0.01, 8
 K = round(DENSITY * NUMEL)
@@ -53,7 +59,7 @@ def case_of(count: int) -> str:
     return f"BERT, {count} hosts x {LOCAL_SIZE}, {GBIT_S:g} Gb/s"
 
 
-def simulated_rows(outcomes: Sequence[Outcome]) -> Iterator[Row]:
+def simulated_rows(outcomes: Sequence[SimulatedOutcome]) -> Iterator[Row]:
     """Seconds and bytes of each form, two levels against flat."""
     flat_forms = {(o.algorithm, o.world_size): o for o in outcomes if not o.is_hierarchical}
     for o in outcomes:
@@ -93,7 +99,7 @@ def model_rows(count: int) -> Iterator[Row]:
             )
 
 
-def plot(outcomes: Sequence[Outcome], path: Path) -> None:
+def plot(outcomes: Sequence[SimulatedOutcome], path: Path) -> None:
     """Draw seconds and bytes against the number of hosts: solid in two levels, dashed flat."""
     pyplot = load_pyplot()
     figure, every = pyplot.subplots(1, 2, figsize=(11, 4.2))

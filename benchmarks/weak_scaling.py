@@ -29,7 +29,7 @@ from hvd_sparse.cost_model import Link
 from hvd_sparse.lab.plots import load_pyplot, plot_outcomes
 from hvd_sparse.lab.simulator import (
     Network,
-    Outcome,
+    SimulatedOutcome,
     SyntheticStreams,
     Workload,
     simulate_all,
@@ -53,12 +53,14 @@ def say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-def weak_scaling(worlds: list[int], network: Network, algorithms: tuple[str, ...]) -> list[Outcome]:
+def weak_scaling(
+    worlds: list[int], network: Network, algorithms: tuple[str, ...]
+) -> list[SimulatedOutcome]:
     workload = Workload(NUMEL, round(DENSITY * NUMEL), COMPUTE_S)
     return simulate_all(algorithms, worlds, workload, network, STREAMS, progress=say)
 
 
-def scaling_rows(outcomes: list[Outcome], network: Network) -> list[Row]:
+def scaling_rows(outcomes: list[SimulatedOutcome], network: Network) -> list[Row]:
     rows = []
     for o in outcomes:
         case = f"BERT P={o.world_size} β={network.link.beta_s_per_byte * 1e9:g} ns/byte"
@@ -72,7 +74,7 @@ def scaling_rows(outcomes: list[Outcome], network: Network) -> list[Row]:
     return rows
 
 
-def efficiency_rows(outcomes: list[Outcome], network: Network) -> list[Row]:
+def efficiency_rows(outcomes: list[SimulatedOutcome], network: Network) -> list[Row]:
     largest, smallest = max(o.world_size for o in outcomes), min(o.world_size for o in outcomes)
     case = f"BERT from {smallest} to {largest} ranks, β={network.link.beta_s_per_byte * 1e9:g} ns"
     rows = []
@@ -93,7 +95,7 @@ def efficiency_rows(outcomes: list[Outcome], network: Network) -> list[Row]:
     return rows
 
 
-def order_rows(outcomes: list[Outcome]) -> list[Row]:
+def order_rows(outcomes: list[SimulatedOutcome]) -> list[Row]:
     """Every algorithm's exchange over Ok-Topk's in the largest world, in the paper's order."""
     largest = max(o.world_size for o in outcomes)
     by_name = {o.algorithm: o for o in outcomes if o.world_size == largest}

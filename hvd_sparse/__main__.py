@@ -1,4 +1,4 @@
-"""`python -m hvd_sparse` is the `hvd-sparse` command."""
+"""Runs the `hvd-sparse` command, as `python -m hvd_sparse`."""
 
 import sys
 

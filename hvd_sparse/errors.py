@@ -4,23 +4,23 @@ from __future__ import annotations
 
 
 class HvdSparseError(Exception):
-    """Base class of what this package raises on its own account."""
+    """Base class of the errors that this package raises."""
 
 
 class ConfigError(HvdSparseError, ValueError):
-    """An argument, a variable or a state that the user gave is out of its range."""
+    """An argument, a variable or a state from the user is invalid."""
 
 
 class CheckpointError(HvdSparseError, RuntimeError):
-    """A checkpoint could not be written, or cannot be read; every rank is told the same."""
+    """A checkpoint could not be written, or cannot be read; the same on every rank."""
 
 
 class UnsupportedError(HvdSparseError, NotImplementedError):
-    """A combination that cannot give right gradients, refused by name."""
+    """A combination that cannot give correct gradients."""
 
 
 class PlanError(HvdSparseError, RuntimeError):
-    """Ranks disagree on what is to be exchanged, or a planned gradient did not come."""
+    """Ranks disagree on what to exchange, or a planned gradient did not arrive."""
 
 
 class TransportError(HvdSparseError, RuntimeError):
@@ -36,4 +36,4 @@ class PeerLostError(TransportError):
 
 
 class MessageError(TransportError):
-    """A message cannot be read: it was damaged, or it is one of another call."""
+    """A message cannot be read: it is damaged, or belongs to another call."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Writes files completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from stat import S_ISLNK, S_ISREG
 
 STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
-"""Paths that are links by their nature, which a user who names them wants followed."""
+"""Paths of streams: they are links, and a user who names them wants them followed."""
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new file beside `path`, which takes its place when the block has ended well.
+    """Make a new file beside `path` that replaces it when the block ends without an error.
 
-    Readers see the old file or the whole new one. A symbolic link at `path` is replaced, and what
-    it points to is left alone. A device or a pipe is not replaced: the block writes into it.
+    Readers see the old file or the complete new one. A symbolic link at `path` is replaced, and its
+    target is left alone. A device or a pipe is not replaced: the block writes into it.
 
     Yields:
-        Where to write; it ends in the same suffix.
+        The file to write; it has the same suffix.
 
     Raises:
-        OSError: The file cannot be written, or not be put in its place.
+        OSError: The file cannot be written or put in its place.
     """
     path = Path(path)
     if _is_stream(path):
@@ -32,7 +32,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         return
     partial = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
     try:
-        # Like any new file, it has the rights that the umask leaves.
+        # Like any new file, it gets the permissions that the umask allows.
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
@@ -45,10 +45,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text as UTF-8; see `replacing`.
+    """Write a text as UTF-8, as `replacing` does.
 
     Raises:
-        OSError: The file cannot be written, or not be put in its place.
+        OSError: The file cannot be written or put in its place.
     """
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="replace")

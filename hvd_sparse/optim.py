@@ -1,4 +1,4 @@
-"""SGD for gradients whose momentum is corrected before they are exchanged."""
+"""SGD for gradients that already contain their momentum."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.nn import Parameter
 class MomentumCorrectedSGD(torch.optim.Optimizer):
     """Momentum SGD that leaves the momentum of compressed gradients to the compression.
 
-    Source: Lin et al., "Deep Gradient Compression" (ICLR 2018), and its release's
-    optimizer. A gradient that comes out of momentum correction has its momentum in it; only weight
-    decay, which is added here, still needs one: w = m w + λ p; p -= lr (g + w). Every other
-    gradient (small tensors, one worker, no `hvd.DistributedOptimizer`) gets ordinary momentum, as
-    from `torch.optim.SGD`. A parameter that no longer requires a gradient stays as it is, though
-    Horovod gives it zeros for a gradient.
+    Source: Lin et al., "Deep Gradient Compression" (ICLR 2018), and the optimizer of its release.
+    A gradient after momentum correction contains its momentum. Only weight decay, which is added
+    here, still needs one: w = m w + λ p; p -= lr (g + w). Every other gradient (small tensors, one
+    worker, no `hvd.DistributedOptimizer`) gets ordinary momentum, as from `torch.optim.SGD`. A
+    parameter that no longer requires a gradient does not change, although Horovod gives it a
+    gradient of zeros.
 
     Args:
         params: As for any optimizer.
         lr: Learning rate, at least 0.
-        momentum: m, in [0, 1); the compression's must be the same.
+        momentum: m, in [0, 1); must equal the compression's.
         weight_decay: λ, at least 0.
-        nesterov: Whether the momentum is Nesterov's; the compression's must be alike.
+        nesterov: Whether to use Nesterov momentum; must equal the compression's.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         """Update the parameters once.
 
         Args:
-            closure: Evaluates the model again and returns the loss, or None.
+            closure: Evaluates the model again and returns the loss; or None.
         """
         loss = None
         if closure is not None:

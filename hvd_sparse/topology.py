@@ -1,7 +1,7 @@
-"""Who talks to whom: arithmetic on ranks, without a message sent.
+"""Who talks to whom: arithmetic on ranks; nothing here sends a message.
 
-Transports, collectives and the cost model count by the same functions, so that what is predicted is
-what is sent.
+Transports, collectives and the cost model share these functions, so that the model predicts what is
+sent.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from math import ceil, log2
 import numpy as np
 
 DIRECT_ALLGATHER_RANKS = 4
-"""Up to here an allgather sends P - 1 messages at once, beyond log P in turn: one round beats
-several that wait for each other."""
+"""Up to this many ranks, an allgather sends P - 1 messages at once, and else log2 P one by one: one
+round beats several that wait for each other."""
 MESSAGES_IN_FLIGHT = 4
-"""Messages of one phase, to different ranks, that a rank has under way at once: enough to hide
-latency, too few to crowd a receiver."""
+"""Messages of one phase that a rank sends to different ranks at once: enough to hide latency, too
+few to crowd a receiver."""
 
 
 def batches(world_size: int) -> Iterator[range]:
-    """The distances 1, …, P - 1 to the other ranks, as many at a time as may be under way."""
+    """The distances 1, …, P - 1 to the other ranks, `MESSAGES_IN_FLIGHT` at a time."""
     for first in range(1, world_size, MESSAGES_IN_FLIGHT):
         yield range(first, min(first + MESSAGES_IN_FLIGHT, world_size))
 
 
 def in_flight(messages: int) -> int:
-    """How many messages of one phase are sent while another one is under way."""
+    """How many of a phase's messages start while another one is under way."""
     return messages - ceil(messages / MESSAGES_IN_FLIGHT)
 
 
@@ -37,12 +37,12 @@ def allgather_messages(world_size: int) -> int:
 
 
 def allgather_in_flight(world_size: int) -> int:
-    """How many of these are sent while another one is under way: Bruck's wait for each other."""
+    """How many of these start while another one is under way; Bruck's wait for each other."""
     return in_flight(world_size - 1) if world_size <= DIRECT_ALLGATHER_RANKS else 0
 
 
 def allgather_loads(sizes: Sequence[int]) -> list[int]:
-    """What each rank sends in an allgather of blocks of these sizes, in the order of the ranks."""
+    """What each rank sends in an allgather of blocks of these sizes, by rank."""
     P = len(sizes)
     if P <= DIRECT_ALLGATHER_RANKS:
         return [size * (P - 1) for size in sizes]
@@ -63,9 +63,9 @@ def cube_positions(world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Cube:
-    """A hypercube of positions over P ranks, after folding what is over a power of two.
+    """A hypercube of positions over P ranks, after folding the ranks beyond a power of two.
 
-    The first 2 (P - positions) ranks pair up: the odd one of a pair hands over to the even one and
+    The first 2 (P - positions) ranks pair up: the odd one of a pair hands over to the even one, and
     then waits for the result. Positions keep the order of the ranks.
 
     Attributes:
@@ -87,7 +87,7 @@ class Cube:
 
     @property
     def partner(self) -> int | None:
-        """The other one of this rank's pair, if it is in one."""
+        """The other rank of this rank's pair, if it is in one."""
         return self.rank ^ 1 if self.rank < 2 * self._pairs else None
 
     @property
@@ -101,11 +101,11 @@ class Cube:
         return self.rank // 2 if self.partner is not None else self.rank - self._pairs
 
     def rank_at(self, position: int) -> int:
-        """The rank that has a position."""
+        """The rank at a position; for a pair, the one that exchanges."""
         return 2 * position if position < self._pairs else position + self._pairs
 
     def peer(self, mask: int) -> int | None:
-        """With whom this rank exchanges in the round of a mask; None for a passive rank."""
+        """The rank to exchange with in the round of a mask; None for a passive rank."""
         return None if self.is_passive else self.rank_at(self.position ^ mask)
 
     def masks(self) -> Iterator[int]:

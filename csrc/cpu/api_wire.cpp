@@ -16,9 +16,6 @@ hvds::QsgdForm FormOf(int32_t bits, int64_t bucket_numel) {
 
 }  // namespace
 
-// Indices that share a width of the code.
-HVDS_API int32_t hvds_gap_block() { return static_cast<int32_t>(hvds::kGapBlock); }
-
 // `code` has room for a byte per kGapBlock indices, and four per index.
 HVDS_API int32_t hvds_gap_encode(const int32_t* indices, int64_t nnz, int32_t start, uint8_t* code,
                                  int64_t* bytes) {

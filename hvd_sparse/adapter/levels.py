@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
-
-import torch
+from typing import Literal, TypeAlias
 
 from hvd_sparse.collectives.automatic import link_of
 from hvd_sparse.collectives.registry import ALGORITHMS, LOSSLESS_CANDIDATES
@@ -20,13 +17,15 @@ from hvd_sparse.collectives.two_levels import (
 )
 from hvd_sparse.engine import Assignment, Method, TensorSpec
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.hosts import Grid, Hosts, Place, grid_of
+from hvd_sparse.hosts import Grid, Hosts, Slot, grid_of
 from hvd_sparse.planner import planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
+from hvd_sparse.transports.transport import gather_json
 
 logger = logging.getLogger("hvd_sparse")
 
+CHANNEL = "levels"
 AUTO: Literal["auto"] = "auto"
 Hierarchical: TypeAlias = bool | Literal["auto"]
 
@@ -38,16 +37,16 @@ def check_hierarchical(name: str, value: Hierarchical) -> Hierarchical:
     return value
 
 
-def place_of_this_rank() -> Place:
+def slot_of_this_rank() -> Slot:
     """Where Horovod says that this rank is."""
     import horovod.torch as hvd
 
-    return Place(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    return Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
 
 
 def agree_on_levels(
     requested: Hierarchical,
-    place: Place,
+    slot: Slot,
     assignment: Assignment,
     specs: Sequence[TensorSpec],
     transport: Transport,
@@ -56,7 +55,7 @@ def agree_on_levels(
 
     Args:
         requested: What the user wants.
-        place: Where this rank is.
+        slot: Where this rank is.
         assignment: How tensors are reduced; the same on all ranks.
         specs: The tensors.
         transport: Connects the ranks.
@@ -64,7 +63,7 @@ def agree_on_levels(
     Raises:
         ConfigError: On every rank, where they want different things, or what is impossible.
     """
-    told = _told(transport, [requested, list(place)])
+    told = gather_json(transport, [requested, list(slot)], CHANNEL)
     for rank, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
             raise ConfigError(
@@ -73,9 +72,9 @@ def agree_on_levels(
             )
     if requested is False or transport.world_size == 1:
         return None
-    places = [Place(*each) for _, each in told]
+    slots = [Slot(*each) for _, each in told]
     try:
-        grid = _possible(places, assignment, transport)
+        grid = _possible(slots, assignment, transport)
         if requested == AUTO:
             _check_that_it_pays(grid, assignment, specs, transport)
         hosts = _connected(grid, transport)
@@ -88,7 +87,7 @@ def agree_on_levels(
     return hosts
 
 
-def _possible(places: Sequence[Place], assignment: Assignment, transport: Transport) -> Grid:
+def _possible(slots: Sequence[Slot], assignment: Assignment, transport: Transport) -> Grid:
     """The grid of the ranks.
 
     Raises:
@@ -98,7 +97,7 @@ def _possible(places: Sequence[Place], assignment: Assignment, transport: Transp
         raise ConfigError(f"transport {transport.name!r} exchanges with all ranks at once only")
     if planner_of(assignment) is not None:
         raise ConfigError("compress: auto plans for one level")
-    return grid_of(places, transport.rank)
+    return grid_of(slots, transport.rank)
 
 
 def _check_that_it_pays(
@@ -126,7 +125,7 @@ def _check_that_it_pays(
         sum(_least_s(form, methods[words], levels, numel) for words, numel in numels.items())
         for form in (flat, two_levels)
     ]
-    one_s, two_s = _told(transport, mine)[0]
+    one_s, two_s = gather_json(transport, mine, CHANNEL)[0]
     if not two_s < one_s:
         raise ConfigError(
             f"the cost model expects {1e3 * two_s:.3g} ms a step, and {1e3 * one_s:.3g} ms of one "
@@ -154,13 +153,6 @@ def _connected(grid: Grid, transport: Transport) -> Hosts | None:
         return None
     assert isinstance(transport, PointToPointTransport)
     hosts = Hosts(transport, grid)
-    for problem in filter(None, _told(transport, hosts.problem())):
+    for problem in filter(None, gather_json(transport, hosts.problem(), CHANNEL)):
         raise ConfigError(f"the workers of a host cannot share memory: {problem}")
     return hosts
-
-
-def _told(transport: Transport, mine: object) -> list[Any]:
-    """What every rank says."""
-    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-    messages = transport.allgather((text,), channel="levels")
-    return [json.loads(bytes(message.numpy())) for message in messages]

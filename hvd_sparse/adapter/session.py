@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
-from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, place_of_this_rank
+from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, slot_of_this_rank
 from hvd_sparse.adapter.planning import Planning, device_of
 from hvd_sparse.adapter.standin import TOLERANCE, make_standin, scale_of
 from hvd_sparse.adapter.waiting import interruptibly
@@ -24,11 +24,8 @@ from hvd_sparse.engine.account import warn
 from hvd_sparse.errors import HvdSparseError, TransportError, UnsupportedError
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.connect import Bootstrap, create_transport
+from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.transports.framing import Payload
-
-if TYPE_CHECKING:
-    from hvd_sparse.transports.connect import HorovodBootstrap
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -104,8 +101,6 @@ class Session:
         """
         from horovod.torch import mpi_ops
 
-        from hvd_sparse.transports.connect import HorovodBootstrap
-
         world = HorovodBootstrap(optimizer.process_set)
         self._connecting = True
         self._exit.register()
@@ -119,7 +114,7 @@ class Session:
         self._standin, self._standins = make_standin(world.rank), []
         logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
 
-    def _new_transport(self, world: Bootstrap, device: torch.device | None) -> Transport:
+    def _new_transport(self, world: HorovodBootstrap, device: torch.device | None) -> Transport:
         return create_transport(
             self._transport_name,
             world,
@@ -278,7 +273,7 @@ class Session:
             self._plan(planner, is_new=new is not None)
         self._engine.hosts = agree_on_levels(
             self._hierarchical,
-            place_of_this_rank(),
+            slot_of_this_rank(),
             self._engine.assignment,
             self._parameters.sparse_specs(),
             self._transport,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from hvd_sparse.adapter.refusals import refuse_to_reduce_again
-from hvd_sparse.transports.horovod_handles import SPIN_S, WAITING, Pauses
+from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses, wait_for
 
 T = TypeVar("T")
 
@@ -60,7 +60,8 @@ def synchronize_asleep(
             handles = [handle for handle in handles if not callable(handle)]  # that is two gathers
             while not exchanged(LOOK_S) and not all(map(hvd.poll, handles)):
                 pass  # where Horovod is done first, it may know why: a rank that has joined, say
-            wait_for(handles, raise_failure)
+            wait_for(handles, raise_failure, Pauses(SPIN_S, SLEPT_SHARE, LONGEST_SLEEP_S))
+            raise_failure()  # Horovod may have ended because of it: this is the first cause
         try:
             synchronize()
         except HorovodInternalError:
@@ -68,19 +69,6 @@ def synchronize_asleep(
             raise
 
     optimizer.synchronize = synchronize_after_sleep
-
-
-def wait_for(handles: Iterable[int], raise_failure: Callable[[], None]) -> None:
-    """Return once Horovod's `synchronize` would return at once for every one of the handles."""
-    import horovod.torch as hvd
-
-    pauses = Pauses(SPIN_S, SLEPT_SHARE, LONGEST_SLEEP_S)
-    with WAITING:
-        for handle in handles:
-            while not hvd.poll(handle):
-                if pauses.pause():
-                    raise_failure()
-    raise_failure()  # Horovod may have ended because of it: this is the first cause
 
 
 def await_cause(raise_failure: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""`hvd-sparse check`: what is here, and what would be chosen, with the reason."""
+"""`hvd-sparse check`: what is installed, and what would be chosen and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed
 
 from hvd_sparse import ops
 from hvd_sparse._version import __version__
-from hvd_sparse.cli.command import Command, Output, no_arguments
+from hvd_sparse.cli.command import Command, Output, no_arguments, one_line
 from hvd_sparse.compression import POLICY_VARIABLE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.native import LIBRARY_PATH
@@ -32,11 +32,11 @@ SLOW_SETTINGS = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for.
+    """The result of one check.
 
     Attributes:
-        name: What.
-        state: "ok"; "none", where something optional is not there; or "problem".
+        name: What was checked.
+        state: "ok"; "none", where something optional is missing; or "problem".
         detail: Version, place or reason.
     """
 
@@ -46,7 +46,7 @@ class Finding:
 
 
 def versions() -> Finding:
-    """This package and what it stands on."""
+    """The versions of this package, torch and Python."""
     return Finding(
         "versions",
         "ok",
@@ -68,7 +68,7 @@ def horovod() -> Finding:
 
 
 def native_library() -> Finding:
-    """Which implementation serves CPU tensors."""
+    """The implementation of operations on CPU tensors."""
     backend = ops.backend()
     if backend != "reference":
         return Finding("native library", "ok", f"{backend}: {LIBRARY_PATH}")
@@ -85,9 +85,9 @@ def gloo() -> Finding:
 
 
 def mpi(horovod_finding: Finding) -> Finding:
-    """Whether the MPI transport could be used under `horovodrun --mpi`.
+    """Whether the MPI transport can be used under `horovodrun --mpi`.
 
-    mpi4py is not imported: outside of an MPI job that would start a world of one.
+    mpi4py is not imported, because outside an MPI job that would start a world of one rank.
     """
     if horovod_finding.state == "ok" and "mpi" not in horovod_finding.detail:
         return Finding("transport mpi", "none", "Horovod was built without MPI")
@@ -100,7 +100,7 @@ def mpi(horovod_finding: Finding) -> Finding:
 
 
 def nccl() -> Finding:
-    """Whether the NCCL transport could be used where each rank has a device of its own."""
+    """Whether the NCCL transport can be used where each rank has its own device."""
     problem = problem_with_nccl()
     if problem is not None:
         return Finding("transport nccl", "none", problem)
@@ -109,7 +109,7 @@ def nccl() -> Finding:
 
 
 def cuda() -> Finding:
-    """Whether there is a GPU, and CuPy for its kernels."""
+    """Whether a GPU is present, and CuPy for its kernels."""
     if not torch.cuda.is_available():
         return Finding("CUDA", "none", "torch sees no CUDA device")
     device = torch.cuda.get_device_name()
@@ -120,7 +120,7 @@ def cuda() -> Finding:
 
 
 def settings() -> list[Finding]:
-    """Environment variables that decide, or that make every step slow."""
+    """Environment variables that change a choice, or that make every step slow."""
     found = []
     for name in sorted(os.environ):
         if name == POLICY_VARIABLE:
@@ -138,7 +138,7 @@ def settings() -> list[Finding]:
 
 
 def policy(path: str) -> Finding:
-    """Whether the policy that the environment names can be used."""
+    """Whether the policy named in the environment is valid."""
     try:
         rules = len(load_policy(path).rules)
     except (HvdSparseError, OSError) as error:
@@ -147,7 +147,7 @@ def policy(path: str) -> Finding:
 
 
 def chosen_transport(mpi_finding: Finding) -> Finding:
-    """What `transport="auto"` would take here, and why."""
+    """The choice of `transport="auto"` here, and why."""
     asked = os.environ.get(VARIABLE)
     name = "transport auto"
     if asked and asked != "auto":
@@ -163,7 +163,7 @@ def chosen_transport(mpi_finding: Finding) -> Finding:
 
 
 def findings() -> list[Finding]:
-    """Everything, in the order in which it is shown."""
+    """All findings, in the order in which they are shown."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         of_horovod = horovod()
@@ -176,7 +176,7 @@ def findings() -> list[Finding]:
 
 
 def run(options: argparse.Namespace) -> Output:
-    """Look, and tell; the status is 1 where there is a problem."""
+    """Check everything; the status is 1 where there is a problem."""
     found = findings()
     problems = [finding for finding in found if finding.state == "problem"]
     marks = {"ok": "ok", "none": "--", "problem": "!!"}
@@ -184,11 +184,6 @@ def run(options: argparse.Namespace) -> Output:
     lines += ["", f"{len(problems)} problem{'s' * (len(problems) != 1)}"] if problems else []
     report = {"findings": [asdict(finding) for finding in found], "problems": len(problems)}
     return Output(report, "\n".join(lines), status=1 if problems else 0)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's message without its line breaks."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _version(distribution: str) -> str | None:
@@ -201,7 +196,7 @@ def _version(distribution: str) -> str | None:
 
 CHECK = Command(
     name="check",
-    summary="say what is installed, and what would be chosen and why",
+    summary="show what is installed, and what would be chosen and why",
     examples=("hvd-sparse check", "HVD_SPARSE_TRANSPORT=mpi hvd-sparse check --json"),
     add_arguments=no_arguments,
     run=run,

@@ -1,9 +1,10 @@
-"""What a subcommand is."""
+"""What a subcommand is, and the arguments that several of them share."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 from torch import nn
 
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.methods import METHODS
+from hvd_sparse.policy.load import Policy, load_policy
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,9 @@ class Output:
     """What a subcommand found.
 
     Attributes:
-        report: The finding, as plain containers; `--json` prints it.
-        text: The same for people.
-        status: The process's exit status: 0 where all is well, 1 where something found is not.
+        report: The result as plain containers, which `--json` prints.
+        text: The result as text.
+        status: The process's exit status: 0, or 1 where the subcommand found a problem.
     """
 
     report: dict[str, Any]
@@ -37,11 +40,12 @@ class Command:
     Attributes:
         name: As it is typed.
         summary: One line for `hvd-sparse --help`.
-        examples: Whole command lines, for its own help.
-        add_arguments: Adds its arguments; `--json` is there already.
-        run: Does the work; None is for ranks that have nothing to tell. A `HvdSparseError` or an
-            `OSError` reaches the user as one line.
-        json_file: Whether `--json` names a file to write beside the text, instead of printing JSON.
+        examples: Complete command lines, for its own help.
+        add_arguments: Adds its arguments; `--json` is already there.
+        run: Does the work; returns None on ranks that print nothing. A `HvdSparseError` or an
+            `OSError` is printed as one line.
+        json_file: Whether `--json` names a file that is written beside the text, instead of
+            printing JSON.
     """
 
     name: str
@@ -53,18 +57,63 @@ class Command:
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """For a subcommand without arguments of its own."""
+    """Add nothing: the subcommand has no arguments of its own."""
 
 
-# MERGED cli.model
-# A model given on the command line as `module:factory`.
+def add_candidate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name the methods from which a planner chooses."""
+    parser.add_argument("--policy", metavar="FILE", help="a policy file with compress: auto")
+    parser.add_argument(
+        "--compressor",
+        default="topk",
+        choices=sorted(METHODS),
+        help="the compressor, without a policy (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--density", type=float, default=0.01, help="its density (default: %(default)s)"
+    )
+
+
+def policy_of(options: argparse.Namespace) -> Policy:
+    """The policy that the candidate arguments describe."""
+    source: Any = options.policy
+    if source is None:
+        rule = {"compress": "auto", "compressor": options.compressor, "density": options.density}
+        source = {"version": 1, "rules": [rule]}
+    return load_policy(source)
+
+
+TIME_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+RATE_BIT_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+RATE_BIT_PER_S |= {"kbyte": 8e3, "mbyte": 8e6, "gbyte": 8e9, "tbyte": 8e12}
+
+
+def seconds(text: str) -> float:
+    """Parse a time, `30us` for example."""
+    return _parse(text, TIME_S, "30us")
+
+
+def bytes_per_s(text: str) -> float:
+    """Parse a rate as `tc` spells it, `25gbit` or `300gbyte` for example."""
+    return _parse(text, RATE_BIT_PER_S, "25gbit") / 8
+
+
+def _parse(text: str, units: dict[str, float], example: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in units or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0 and one of {', '.join(units)}, as {example}; got {text!r}"
+        )
+    return float(match[1]) * units[match[2]]
 
 
 def load_model(text: str) -> nn.Module:
-    """Import a module, as Python run in the current directory would, and call its factory.
+    """Make a model that is given as `module:factory`.
+
+    The module is imported as Python would import it in the current directory.
 
     Raises:
-        ConfigError: There is no such thing, it fails, or it makes no `torch.nn.Module`.
+        ConfigError: The factory does not exist, fails, or returns no `torch.nn.Module`.
     """
     module_name, _, factory_name = text.partition(":")
     if not module_name or not factory_name:
@@ -78,8 +127,12 @@ def load_model(text: str) -> nn.Module:
         factory = getattr(importlib.import_module(module_name), factory_name)
         model = factory()
     except Exception as error:  # whatever the user's code raises
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"model {text!r} cannot be made: {words}") from error
+        raise ConfigError(f"model {text!r} cannot be made: {one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {text!r} is no torch.nn.Module but a {type(model).__name__}")
     return model
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and message, without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

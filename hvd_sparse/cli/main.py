@@ -1,4 +1,4 @@
-"""Arguments in, one subcommand, an exit status out."""
+"""The entry point: parses the arguments, runs one subcommand, and returns its exit status."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from hvd_sparse.cli.check import CHECK
 from hvd_sparse.cli.command import Command
 from hvd_sparse.cli.plan import PLAN
 from hvd_sparse.cli.profile import PROFILE
-from hvd_sparse.cli.report import REPORT
+from hvd_sparse.cli.report import REPORT, TRACE
 from hvd_sparse.cli.simulate import SIMULATE
 from hvd_sparse.cli.top import TOP
-from hvd_sparse.cli.trace import TRACE
 from hvd_sparse.cli.validate import VALIDATE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.files import write_text
@@ -25,16 +24,15 @@ from hvd_sparse.files import write_text
 COMMANDS: tuple[Command, ...] = (CHECK, PLAN, PROFILE, REPORT, TOP, TRACE, VALIDATE, SIMULATE)
 
 FAILED = 2
-"""Exit status where a command could not do its work, as argparse's own for wrong arguments."""
+"""Exit status of a command that failed; argparse has the same for wrong arguments."""
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as a shell has it."""
+"""Exit status after Ctrl-C, as in shells."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands."""
     parser = argparse.ArgumentParser(
-        prog="hvd-sparse", description="Tools beside gradient sparsification for Horovod."
+        prog="hvd-sparse", description="Tools for gradient sparsification with Horovod."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -47,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if command.json_file:
-            subparser.add_argument("--json", type=Path, metavar="FILE", help="write JSON, too")
+            subparser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON")
         else:
             subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_arguments(subparser)
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         report = json.dumps(output.report, indent=2)
         print(report if options.json is True else output.text, flush=True)
-        if isinstance(options.json, Path):  # after what was found was told: it may not be writable
+        if isinstance(options.json, Path):  # last, because it may not be writable
             write_text(options.json, report + "\n")
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,11 +1,10 @@
-"""`hvd-sparse plan`: what the planner would do with a model, in any world."""
+"""`hvd-sparse plan`: what the planner would choose for a model, in any world."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,24 @@ import yaml
 from hvd_sparse._version import __version__
 from hvd_sparse.adapter.binding import SPARSE_DTYPES, spec_of
 from hvd_sparse.checks import check_count
-from hvd_sparse.cli.command import Command, Output, load_model
+from hvd_sparse.cli.command import (
+    Command,
+    Output,
+    add_candidate_arguments,
+    bytes_per_s,
+    load_model,
+    policy_of,
+    seconds,
+)
+from hvd_sparse.collectives.two_levels import Levels, shared
 from hvd_sparse.cost_model import Link
-from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
 from hvd_sparse.lab.offline_plan import (
     HEADINGS,
-    add_candidate_arguments,
-    add_host_arguments,
+    as_they_come,
     candidates_of,
     figures_of,
-    levels_of,
-    policy_of,
     profiles_of_hosts,
     row_of,
 )
@@ -38,19 +42,18 @@ from hvd_sparse.planner.costs import Profile, place_of, processor
 from hvd_sparse.planner.measure import measure_encoding
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import owning_modules
-from hvd_sparse.tables import bytes_per_s, seconds, shown_s, table
+from hvd_sparse.tables import shown_s, table
 from hvd_sparse.transports import LocalWorld
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the world, and what may be chosen."""
     parser.add_argument("model", metavar="MODULE:FACTORY", help="a function that makes the model")
     parser.add_argument("--ranks", type=int, default=4, help="P (default: %(default)s)")
     parser.add_argument(
-        "--bandwidth", type=bytes_per_s, default="1gbit", help="of a link (default: %(default)s)"
+        "--bandwidth", type=bytes_per_s, default="1gbit", help="of each link (default: %(default)s)"
     )
     parser.add_argument(
-        "--latency", type=seconds, default="100us", help="of a message (default: %(default)s)"
+        "--latency", type=seconds, default="100us", help="of each message (default: %(default)s)"
     )
     parser.add_argument(
         "--profile", type=Path, help="measured costs, in place of bandwidth and latency"
@@ -60,23 +63,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=0.0,
         metavar="TIME",
-        help="how long backward takes, which hides reductions (default: hides nothing)",
+        help="duration of backward, which hides reductions (default: hides nothing)",
     )
-    add_host_arguments(parser)
+    add = parser.add_argument_group("hosts with several ranks, instead of --ranks").add_argument
+    add("--hosts", type=int, help="H; --bandwidth is that of a host's card")
+    add("--local", type=int, default=1, help="ranks per host (default: %(default)s)")
+    add(
+        "--local-bandwidth",
+        type=bytes_per_s,
+        default="10gbyte",
+        help="between two ranks of a host (default: %(default)s)",
+    )
+    add(
+        "--local-latency",
+        type=seconds,
+        default="10us",
+        help="of a message in a host (default: %(default)s)",
+    )
     add_candidate_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step as a timeline")
     parser.add_argument(
-        "--write-policy", type=Path, metavar="FILE", help="pin the plan: a policy without auto"
+        "--write-policy", type=Path, metavar="FILE", help="write the plan as a policy without auto"
     )
 
 
 def run(options: argparse.Namespace) -> Output:
-    """Plan, and say why."""
     if options.hosts is not None:
         options.ranks = levels_of(options).world_size
     check_count("--ranks", options.ranks, 2)
     if options.plot is not None:
-        load_pyplot(options.plot)  # better now than after all the work
+        load_pyplot(options.plot)  # fails now, not after all the work
     model = load_model(options.model)
     rules = PolicyAssignment(policy_of(options).rules, {})
     owners = owning_modules(model)
@@ -112,13 +128,13 @@ def run(options: argparse.Namespace) -> Output:
 
 
 def profiles_of(options: argparse.Namespace, rules: PolicyAssignment) -> list[Profile]:
-    """Costs: measured ones, or modelled ones with the encoding measured here; of each form."""
+    """Costs of each form: from a profile, or modelled with the encoding measured here."""
     if options.profile is not None:
         if options.hosts is not None:
             raise ConfigError("--hosts takes no --profile: it was measured without them")
         measured = Profile.load(options.profile)
         return [measured.carried_over(replace(measured.place, world_size=options.ranks))]
-    methods = candidates_of(rules)
+    methods = candidates_of(rules.rules)
     if not methods:
         raise ConfigError(f"{options.policy}: no rule with compress: auto, nothing to plan")
     print(f"measuring how {len(methods)} methods encode and decode here …", file=sys.stderr)
@@ -129,20 +145,21 @@ def profiles_of(options: argparse.Namespace, rules: PolicyAssignment) -> list[Pr
     return [modelled(place_of("modelled", options.ranks, options.ranks), link, costs)]
 
 
-def as_they_come(
-    specs: list[TensorSpec], rules: PolicyAssignment, backward_s: float
-) -> list[TimedTensor]:
-    """Gradients that come during backward, each after a time that goes with its elements."""
-    done = list(accumulate(spec.numel for spec in specs))
-    first, total = done[0], max(1, done[-1] - done[0])
-    return [
-        TimedTensor(spec, backward_s * (d - first) / total, rules.candidates_of(spec))
-        for spec, d in zip(specs, done, strict=True)
-    ]
+def levels_of(options: argparse.Namespace) -> Levels:
+    """The hosts that the options describe.
+
+    Raises:
+        ConfigError: An option is out of its range.
+    """
+    hosts = check_count("--hosts", options.hosts, 1)
+    local_size = check_count("--local", options.local, 1)
+    card = Link(options.latency, 1 / options.bandwidth)
+    inside = Link(options.local_latency, 1 / options.local_bandwidth)
+    return Levels(hosts, local_size, shared(card, local_size), inside)
 
 
 def costs_from(options: argparse.Namespace, profile: Profile) -> str:
-    """Whose encoding and decoding it is."""
+    """What the costs were measured on, in words."""
     if options.profile is None:
         return f"encoding and decoding as measured on this CPU ({processor()})"
     place = profile.place
@@ -158,7 +175,7 @@ def write_outputs(
     *,
     in_two_levels: bool,
 ) -> str:
-    """Draw and pin the plan where that is asked for; what was written, in words."""
+    """Draw and pin the plan as the options ask; returns the names of the files, in words."""
     words = ""
     if options.plot is not None:
         plot_timelines(profile, tensors, plan.placements, options.plot)
@@ -176,7 +193,7 @@ def write_outputs(
 
 
 def text_of(report: dict[str, Any], backward_s: float) -> str:
-    """The table, and the step."""
+    """The plan as text: a row per tensor, and the time of all reductions."""
     rows = [(*HEADINGS, "choice, bucket", "reason")]
     rows += [(*figures_of(row), row["shown"], row["reason"]) for row in report["tensors"]]
     beside = f", beside a backward of {shown_s(backward_s)}" if backward_s else ""

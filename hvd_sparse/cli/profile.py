@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from hvd_sparse.cli.command import Command, Output
+from hvd_sparse.cli.command import Command, Output, add_candidate_arguments, policy_of
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.lab.offline_plan import add_candidate_arguments, candidates_of, policy_of
+from hvd_sparse.lab.offline_plan import candidates_of
 from hvd_sparse.planner.costs import CPU, Profile
 from hvd_sparse.planner.measure import LIMIT_S, measure_profile
 from hvd_sparse.planner.planner import meet
@@ -21,22 +21,16 @@ SHOWN_NUMELS = (1_000, 100_000, 10_000_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure, and where the profile goes."""
     add_candidate_arguments(parser)
-    parser.add_argument("--transport", default="auto", choices=TRANSPORT_NAMES)
-    parser.add_argument(
-        "--device", default=CPU, choices=(CPU, "cuda"), help="of gradients (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="S", help="seconds (default: %(default)s)"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path("profile.json"), help="(default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("--transport", default="auto", choices=TRANSPORT_NAMES)
+    add("--device", default=CPU, choices=(CPU, "cuda"), help="of gradients (default: %(default)s)")
+    add("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds (default: %(default)s)")
+    add("-o", "--output", type=Path, default=Path("profile.json"), help="(default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> Output | None:
-    """Measure on all ranks; rank 0 saves and tells."""
+    """Measure on all ranks; rank 0 saves the profile and prints it."""
     methods = candidates_of(policy_of(options).rules)
     if not methods:
         raise ConfigError(f"{options.policy}: no rule with compress: auto, nothing to measure")
@@ -68,7 +62,7 @@ def run(options: argparse.Namespace) -> Output | None:
 
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
-    """The device that a rank measures on; on CUDA, that of its number on the host."""
+    """The device on which a rank measures; on CUDA, the one with its number on the host."""
     if kind == CPU:
         return torch.device(CPU)
     if not torch.cuda.is_available():

@@ -1,32 +1,33 @@
-"""`hvd-sparse report`: a recording as one HTML page."""
+"""`hvd-sparse report` and `trace`: turn a recording into an HTML page or a Chrome trace."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
+from hvd_sparse.lab.report.chrome_trace import chrome_trace, read_timeline
 from hvd_sparse.lab.report.log import chosen_run, read_runs
-from hvd_sparse.lab.report.page import beside, report_page
+from hvd_sparse.lab.report.page import other_compressions, report_page
 from hvd_sparse.lab.report.summary import bucket_means, last_plan, slowest_rank, steps_of
 
 
 def add_recording_arguments(parser: argparse.ArgumentParser) -> None:
-    """A recording and one of its runs, for all commands that read one."""
-    parser.add_argument("recording", type=Path, help="what record= or a Recorder has written")
+    """Add the arguments of all commands that read a recording: the file, and one of its runs."""
+    parser.add_argument("recording", type=Path, help="the file that record= or a Recorder wrote")
     parser.add_argument(
         "--run",
         type=int,
         dest="run_number",
         metavar="N",
-        help="the N-th run of the file, which a restart adds one to (default: the last)",
+        help="the N-th run of the file; a restart adds one (default: the last)",
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recording, which of its runs, and where the page goes."""
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add_recording_arguments(parser)
     parser.add_argument(
         "-o", "--output", type=Path, help="the page (default: the recording's name with .html)"
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def output_of(options: argparse.Namespace, suffix: str) -> Path:
-    """Where to write: what `-o` says, or beside the recording, but never over it."""
+    """The output file: that of `-o`, else one beside the recording, but never the recording."""
     recording: Path = options.recording
     output: Path = options.output or recording.with_suffix(suffix)
     if (output.parent.resolve(), output.name) == (recording.parent.resolve(), recording.name):
@@ -42,8 +43,7 @@ def output_of(options: argparse.Namespace, suffix: str) -> Path:
     return output
 
 
-def run(options: argparse.Namespace) -> Output:
-    """Read, draw, write."""
+def run_report(options: argparse.Namespace) -> Output:
     output = output_of(options, ".html")
     runs = read_runs(options.recording)
     recording = chosen_run(runs, options.run_number)
@@ -60,19 +60,54 @@ def run(options: argparse.Namespace) -> Output:
         "slowest_rank": slowest_rank(recording),
     }
     notes = [f"run {runs.index(recording) + 1} of {len(runs)}"] if len(runs) > 1 else []
-    if others := beside(runs, recording):
+    if others := other_compressions(runs, recording):
         numbers = ", ".join(map(str, others))
-        notes.append(f"another compression of the same time: --run {numbers}")
+        notes.append(f"another compression at the same time: --run {numbers}")
     if recording.torn_lines:
         notes.append(f"{recording.torn_lines} line(s) are cut off")
     note = f" ({', '.join(notes)})" if notes else ""
     return Output(report, f"{output}: {report['steps']} steps{note}")
 
 
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recording_arguments(parser)
+    parser.add_argument(
+        "--timeline", type=Path, help="merge with this timeline of Horovod (HOROVOD_TIMELINE)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="the trace (default: the recording's name with .trace.json)",
+    )
+
+
+def run_trace(options: argparse.Namespace) -> Output:
+    output = output_of(options, ".trace.json")
+    timeline = None if options.timeline is None else read_timeline(options.timeline)
+    recording = chosen_run(read_runs(options.recording), options.run_number)
+    trace = chrome_trace(recording, timeline)
+    write_text(output, json.dumps(trace, separators=(",", ":"), allow_nan=False))
+    events = len(trace["traceEvents"])
+    text = f"{output}: {events} events; open it in chrome://tracing or ui.perfetto.dev"
+    return Output({"trace": str(output), "events": events}, text)
+
+
 REPORT = Command(
     name="report",
     summary="turn a recording into one HTML page",
     examples=("hvd-sparse report run.jsonl", "hvd-sparse report run.jsonl -o page.html --json"),
-    add_arguments=add_arguments,
-    run=run,
+    add_arguments=add_report_arguments,
+    run=run_report,
+)
+
+TRACE = Command(
+    name="trace",
+    summary="turn a recording into a Chrome trace, merged with Horovod's timeline",
+    examples=(
+        "hvd-sparse trace run.jsonl",
+        "hvd-sparse trace run.jsonl --timeline timeline.json -o merged.json",
+    ),
+    add_arguments=add_trace_arguments,
+    run=run_trace,
 )

@@ -1,4 +1,4 @@
-"""`hvd-sparse simulate`: the collectives on many virtual ranks, by the clock of a network."""
+"""`hvd-sparse simulate`: the collectives on many virtual ranks of a simulated network."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from hvd_sparse.lab.simulator import (
     ALGORITHMS,
     DISTINCT,
     Network,
-    Outcome,
-    RecordedStreams,
+    SimulatedOutcome,
     SyntheticStreams,
     Workload,
     simulate_all,
 )
-from hvd_sparse.lab.simulator.workloads import StreamSource
 from hvd_sparse.tables import table
 
 COLUMNS = (
@@ -34,7 +32,6 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The worlds, what each rank brings, the network, and where the figures go."""
     add = parser.add_argument
     add("--ranks", default="2,4,8,16", help="numbers of ranks (default: %(default)s)")
     add(
@@ -45,35 +42,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--numel", type=int, default=1_000_000, help="elements (default: %(default)s)")
     add("--density", type=float, default=0.01, help="k/n (default: %(default)s)")
     add("--compute", type=float, default=0.0, metavar="S", help="seconds before the exchange")
-    add("--steps", type=int, default=2, help="the last is measured (default: %(default)s)")
+    add("--steps", type=int, default=2, help="steps; the last is measured (default: %(default)s)")
     add("--stretch", type=float, help="elements that one stands for (default: as memory needs)")
-    add("--jobs", type=int, help="processes (default: the cores, where worlds are large)")
+    add("--jobs", type=int, help="processes (default: one per core where worlds are large)")
     add("--plot", type=Path, metavar="FILE", help="draw time, volume and efficiency")
 
     add = parser.add_argument_group("network").add_argument
-    add("--alpha", type=float, default=1e-4, help="seconds of a message (default: %(default)s)")
+    add("--alpha", type=float, default=1e-4, help="seconds per message (default: %(default)s)")
     add(
         "--beta",
         type=float,
         default=8e-9,
-        help="seconds of a byte of a card (default: %(default)s)",
+        help="seconds per byte of a host's card (default: %(default)s)",
     )
     add(
         "--gamma",
         type=float,
         default=0.0,
-        help="seconds to merge, add or scan a byte (default: %(default)s)",
+        help="seconds per byte merged, added or scanned (default: %(default)s)",
     )
-    add("--gap", type=float, help="seconds that a message takes the card (default: alpha)")
-    add("--local", type=int, default=1, help="ranks of a host (default: %(default)s)")
+    add("--gap", type=float, help="seconds that a message occupies the card (default: alpha)")
+    add("--local", type=int, default=1, help="ranks per host (default: %(default)s)")
     add("--local-alpha", type=float, default=1e-5, help="alpha in a host (default: %(default)s)")
     add("--local-beta", type=float, default=1e-10, help="beta in a host (default: %(default)s)")
     add(
         "--hierarchical",
         action="store_true",
-        help="two levels, too: dense sums inside the hosts, the algorithm between them",
+        help="simulate two levels, too: dense sums in the hosts, the algorithm between them",
     )
-    add("--slow-rank", type=int, help="a rank that takes longer")
+    add("--slow-rank", type=int, help="a rank that is slower than the others")
     add("--slow-factor", type=float, default=2.0, help="by how much (default: %(default)s)")
 
     add = parser.add_argument_group("streams").add_argument
@@ -81,19 +78,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--skew", type=float, default=0.0, help="how indices crowd at the start, from 0 (evenly)")
     add("--region", type=float, default=1.0, help="share of the vector that has all indices")
     add("--loud", type=float, default=0.0, help="share of entries, the first, with large values")
-    add("--seed", type=int, default=0, help="of the synthetic streams (default: %(default)s)")
-    add("--streams", type=Path, metavar="FILE", help="recorded ones, with numel and k of their own")
+    add("--seed", type=int, default=0, help="seed of the streams (default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> Output:
     """Simulate every algorithm on every world."""
     network = _network(options)
-    workload, streams = _workload(options)
+    k = round(check_density(options.density) * check_count("--numel", options.numel, 1))
+    workload = Workload(options.numel, k, options.compute, options.hierarchical)
+    streams = SyntheticStreams(
+        options.overlap, options.skew, options.region, options.loud, options.seed
+    )
     algorithms = list(DISTINCT) if options.algorithms == "all" else options.algorithms.split(",")
     for name in algorithms:
         check_choice("--algorithms", name, ALGORITHMS)
     if options.plot:
-        load_pyplot(options.plot)  # better now than after all the work
+        load_pyplot(options.plot)  # fails now, not after all the work
     outcomes = simulate_all(
         *(algorithms, _numbers("--ranks", options.ranks), workload, network, streams),
         steps=options.steps,
@@ -117,8 +117,8 @@ def run(options: argparse.Namespace) -> Output:
     return Output(report, f"{title}\n\n{outcome_table(outcomes)}")
 
 
-def outcome_table(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as text; words and messages are those of one rank in one step."""
+def outcome_table(outcomes: Sequence[SimulatedOutcome]) -> str:
+    """The outcomes as text. Words and messages are per rank and step."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for o in outcomes:
         words = (o.sent_words, o.received_words)
@@ -148,21 +148,6 @@ def _network(options: argparse.Namespace) -> Network:
         options.slow_rank,
         options.slow_factor,
     )
-
-
-def _workload(options: argparse.Namespace) -> tuple[Workload, StreamSource]:
-    if options.streams is not None:
-        if options.hierarchical:
-            raise ConfigError("--hierarchical takes no --streams: a host's sum was not recorded")
-        recorded = RecordedStreams.load(options.streams)
-        if options.stretch is None:
-            options.stretch = 1.0
-        return Workload(recorded.numel, recorded.k, options.compute), recorded
-    k = round(check_density(options.density) * check_count("--numel", options.numel, 1))
-    synthetic = SyntheticStreams(
-        options.overlap, options.skew, options.region, options.loud, options.seed
-    )
-    return Workload(options.numel, k, options.compute, options.hierarchical), synthetic
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""`hvd-sparse top`: a running job, from the recording that it writes."""
+"""`hvd-sparse top`: shows a running job from the recording that it writes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from hvd_sparse.tables import nbytes
 
 BAR_CHARACTERS = 30
 WIDTH = 100
-"""Characters of a line where the output is no terminal."""
+"""Characters per line where the output is no terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recording, which of its runs, how often, and whether only once."""
     add_recording_arguments(parser)
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks"
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="from one update to the next"
     )
-    parser.add_argument("--once", action="store_true", help="print how it is now, and end")
+    parser.add_argument("--once", action="store_true", help="print the present state and exit")
 
 
 def run(options: argparse.Namespace) -> Output | None:
-    """Show, and look again until Ctrl-C; once where the output is no terminal."""
+    """Show and update until Ctrl-C; only once where the output is no terminal."""
     check_above("interval", options.interval, 0)
     follower = Follower(options.recording)
     if options.once or options.json or not sys.stdout.isatty():
@@ -49,7 +48,6 @@ def run(options: argparse.Namespace) -> Output | None:
 
 
 def looks(interval_s: float) -> Iterator[None]:
-    """One look after the other."""
     while True:
         yield
         time.sleep(interval_s)
@@ -58,7 +56,7 @@ def looks(interval_s: float) -> Iterator[None]:
 def watch(
     follower: Follower, console: Any, looks: Iterable[object], run_number: int | None = None
 ) -> None:
-    """Show the present at every look."""
+    """Show the state of the run, and update it at each look."""
     from rich.live import Live
 
     with Live(console=console, auto_refresh=False) as live:
@@ -68,14 +66,14 @@ def watch(
 
 
 def moment(runs: list[Recording], run_number: int | None) -> Present | None:
-    """How the chosen run is doing; None where it has not begun."""
+    """The state of the chosen run; None before its first step."""
     if not runs and run_number is None:
         return None
     return present(chosen_run(runs, run_number))
 
 
 def console_to(file: Any, width: int | None) -> Any:
-    """Rich's console.
+    """A console of rich.
 
     Raises:
         UnsupportedError: rich is not installed.
@@ -88,7 +86,6 @@ def console_to(file: Any, width: int | None) -> Any:
 
 
 def panel(shown: Present | None, title: str) -> Any:
-    """What is on the screen."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
@@ -113,7 +110,7 @@ def panel(shown: Present | None, title: str) -> Any:
 
 
 def grid(rows: Iterable[tuple[str, ...]]) -> Any:
-    """Rows without lines, the first column in grey."""
+    """A table without lines, its first column in grey."""
     from rich.table import Table
     from rich.text import Text
 
@@ -124,7 +121,7 @@ def grid(rows: Iterable[tuple[str, ...]]) -> Any:
 
 
 def ranks(shown: Present) -> Any:
-    """Who spends how long in exchanges: whoever spends the least is waited for."""
+    """Each rank's time in exchanges; the others wait for the rank with the least time."""
     most = max(shown.exchange_ms) or 1.0
     rows = []
     for rank, exchange_ms in enumerate(shown.exchange_ms):
@@ -136,7 +133,7 @@ def ranks(shown: Present) -> Any:
 
 TOP = Command(
     name="top",
-    summary="watch a running job by the recording that it writes",
+    summary="watch a running job through the recording that it writes",
     examples=("hvd-sparse top run.jsonl", "hvd-sparse top run.jsonl --once --json"),
     add_arguments=add_arguments,
     run=run,

@@ -18,12 +18,11 @@ from hvd_sparse.tables import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The policy, the model, the schema."""
     parser.add_argument("policy", nargs="?", help="a policy file")
     parser.add_argument(
         "--model",
         metavar="MODULE:FACTORY",
-        help="show what becomes of each of this model's parameters",
+        help="show how each of this model's parameters is reduced",
     )
     parser.add_argument(
         "--schema", action="store_true", help="print the JSON schema of policies, for editors"
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Output:
-    """Check; the status is 1 where a rule decides on nothing."""
+    """Check the policy; the status is 1 where a rule applies to nothing."""
     if options.schema:
         schema = json_schema()
         return Output(schema, schema_text(schema))
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> Output:
 def tensors_of(
     assignment: PolicyAssignment, named: Sequence[tuple[str, nn.Parameter]]
 ) -> list[dict[str, Any]]:
-    """What becomes of each parameter that is trained."""
+    """How each trained parameter is reduced."""
     tensors = []
     for name, p in named:
         if not p.requires_grad:

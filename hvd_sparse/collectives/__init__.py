@@ -1,4 +1,17 @@
-"""Sparse reductions, one file per algorithm."""
+"""Sparse reductions, one file per algorithm or family of a paper.
+
+`reduce(stream, take_at)` returns the sum to be applied, with the same bits on every rank, and this
+rank's entries that took no part in it. `take_at(indices) -> values` is for collectives that sum all
+ranks' accumulators at the union of indices (`IndexUnion`: ExDyna, CLT-k).
+
+`registry.py` has one entry for each algorithm: name, class, cost, what others must know of it.
+`automatic.py` chooses among them by the cost model and a measured link, `two_levels.py` predicts
+what they cost where ranks share a host's network card. Collectives tell their transport what they
+compute (`transport.worked`), by which the simulator's clock moves.
+
+Collectives work on the host. One with a `device` also takes streams there, and leaves the sum
+there: `TopkAllgather` does, on a transport between devices and with the plain wire.
+"""
 
 from hvd_sparse.collectives.automatic import AutomaticCollective
 from hvd_sparse.collectives.collective import Collective, Reduction

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Scope
@@ -25,19 +26,7 @@ from hvd_sparse.topology import MESSAGES_IN_FLIGHT
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 
-# MERGED collectives.link
-# What a transport's messages cost: measured once, by a short ping that all ranks take part in.
-#
-# Steps: every rank r sends to r + s and receives from r - s, for changing s, first a few bytes (α),
-# then as many to several ranks at once (g), then a megabyte (β); each rank does some work of each
-# kind (γ): it merges, scatters, adds, scans and selects. Of each repetition the slowest rank's time
-# counts, since that is whom a collective waits for; all ranks get the same figures.
-#
-# Large messages have a channel of their own, whose room is agreed on beforehand, so that none is cut
-# in two. What has been measured is remembered for as long as the process lives: whoever asks again
-# in the same world of processes gets the same figures, and so makes the same choice.
-#
-# Cost: some 40 α and 5 MB of β: 50 ms at 1 Gb/s; where it is remembered, two small allgathers.
+logger = logging.getLogger("hvd_sparse")
 
 PINGS, LARGE_PINGS, SUMS = 15, 4, 5
 LARGE_BYTES = 1 << 20
@@ -48,13 +37,131 @@ TOKEN_BYTES = 16
 
 _links: dict[tuple[bytes, ...], Link] = {}
 """What this process has measured, by transport and the processes of all ranks. It outlives the
-transports: a measurement is noise in part, and what follows from it must not change with it."""
+transports: a measurement is noise in part, and a second one in the same world could choose another
+collective."""
+
+
+class AutomaticCollective(Collective):
+    """The cheapest of some collectives; see `cheapest_algorithm`.
+
+    All of the candidates by default apply every entry that is sent. So the choice, which depends on
+    a measurement, changes what a step takes, and not what it computes. It is kept in the state: a
+    run that goes on from one repeats it, in a world of the same size.
+
+    Args:
+        algorithms: Names to choose from.
+
+    Attributes:
+        algorithm: The name of the one that was chosen.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        numel: int,
+        k: int,
+        *,
+        wire: Wire = PLAIN,
+        algorithms: Sequence[str] = LOSSLESS_CANDIDATES,
+    ) -> None:
+        super().__init__(transport, numel, k, wire=wire)
+        self._candidates = {
+            name: BY_NAME[name].collective(transport, numel, k, wire=wire) for name in algorithms
+        }
+        self.algorithm = cheapest_algorithm(transport, numel, k, algorithms, wire)
+        self._tell("chosen by the cost model")
+
+    @property
+    @override
+    def chosen(self) -> Collective:
+        return self._candidates[self.algorithm]
+
+    @property
+    @override
+    def device(self) -> torch.device | None:
+        return self.chosen.device
+
+    @override
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
+        reduction = self.chosen.reduce(stream, take_at)
+        self.step = self.chosen.step
+        return reduction
+
+    @override
+    def scope(self) -> Scope | None:
+        return self.chosen.scope()
+
+    @override
+    def aim(self, k: int) -> None:
+        super().aim(k)
+        self.chosen.aim(k)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with the choice."""
+        return {
+            **super().state_dict(),
+            "algorithm": self.algorithm,
+            "world_size": self.transport.world_size,
+            "candidates": {name: each.state_dict() for name, each in self._candidates.items()},
+        }
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues; another world size's choice is not repeated.
+
+        Raises:
+            ConfigError: The state has chosen what is no candidate here.
+        """
+        algorithm = check_choice("algorithm", state["algorithm"], self._candidates)
+        if int(state["world_size"]) == self.transport.world_size and algorithm != self.algorithm:
+            self.algorithm = algorithm
+            self._tell("as in the state that was loaded")
+        super().load_state_dict(state)
+        for name, each in self._candidates.items():
+            each.load_state_dict(state["candidates"][name])
+        if not BY_NAME[self.algorithm].keeps_state:  # one that does may begin anew
+            self.chosen.step = self.step  # where another one was chosen before
+
+    def _tell(self, why: str) -> None:
+        logger.info(
+            "rank %d of %d sums %d of %d elements by %s: %s",
+            *(self.transport.rank, self.transport.world_size, self.k, self.numel),
+            *(self.algorithm, why),
+        )
+
+
+def cheapest_algorithm(
+    transport: Transport,
+    numel: int,
+    k: int,
+    algorithms: Sequence[str] = LOSSLESS_CANDIDATES,
+    wire: Wire = PLAIN,
+) -> str:
+    """The algorithm with the least expected time on a transport; the same on every rank.
+
+    Collective: the first call on a transport measures its link, unless that is known already; see
+    `link_of`.
+
+    Args:
+        transport: What the messages go over.
+        numel: n, equal on all ranks.
+        k: Entries of a rank, equal on all ranks.
+        algorithms: Names that have a formula; among equals the first one wins.
+        wire: The form of the messages; what it is expected to take counts.
+
+    Raises:
+        TransportError: A peer is gone or did not answer.
+    """
+    P, link = transport.world_size, link_of(transport)
+    return cheapest(algorithms, P, numel, k, link, wire.expected_bytes(numel, k))
 
 
 def link_of(transport: Transport) -> Link:
     """α, β, γ and g: as given in `transport.link`, or as known, or else measured now.
 
-    Collective: all ranks call this together. They get the same figures.
+    Collective: all ranks call this together, and get the same figures. A link that is known costs
+    two small allgathers.
 
     Raises:
         TransportError: A peer is gone or did not answer.
@@ -65,7 +172,7 @@ def link_of(transport: Transport) -> Link:
 
 
 def _remembered(transport: Transport) -> Link:
-    """What this world's processes have measured before, if all of them remember the same, or now.
+    """What this world's processes have measured before, if all of them remember the same.
 
     They may not: two transports can be measured at a time, on two threads of each process.
     """
@@ -91,7 +198,16 @@ def _process_token() -> bytes:
 
 
 def measure_link(transport: Transport) -> Link:
-    """Measure α, β, γ and g of more than one rank; see `link_of`."""
+    """Measures α, β, γ and g between at least two ranks, by a short ping.
+
+    Steps: every rank r sends to r + s and receives from r - s, for changing s, first a few bytes
+    (α), then as many to several ranks at once (g), then a megabyte (β). Each rank does some work of
+    each kind (γ): it merges, scatters, adds, scans and selects. The slowest rank's time of each
+    repetition counts, since a collective waits for it; all ranks get the same figures. Large
+    messages have a channel of their own with room agreed on beforehand, so that none is cut in two.
+
+    Cost: some 40 α and 5 MB of β: 50 ms at 1 Gb/s.
+    """
     P, rank = transport.world_size, transport.rank
     turns = count(1)
 
@@ -169,124 +285,3 @@ def _times(function: Callable[[], object], repeats: int) -> Tensor:
         function()
         times.append(perf_counter() - start)
     return torch.tensor(times[1:], dtype=torch.float64)
-
-
-logger = logging.getLogger("hvd_sparse")
-
-
-def cheapest_algorithm(
-    transport: Transport,
-    numel: int,
-    k: int,
-    algorithms: Sequence[str] = LOSSLESS_CANDIDATES,
-    wire: Wire = PLAIN,
-) -> str:
-    """The algorithm with the least expected time on a transport; the same on every rank.
-
-    Collective: the first call on a transport measures its link, unless that is known already; see
-    `link_of`.
-
-    Args:
-        transport: What the messages go over.
-        numel: n, equal on all ranks.
-        k: Entries of a rank, equal on all ranks.
-        algorithms: Names that have a formula; among equals the first one wins.
-        wire: The form of the messages; what it is expected to take counts.
-
-    Raises:
-        TransportError: A peer is gone or did not answer.
-    """
-    P, link = transport.world_size, link_of(transport)
-    return cheapest(algorithms, P, numel, k, link, wire.expected_bytes(numel, k))
-
-
-class AutomaticCollective(Collective):
-    """The cheapest of some collectives; see `cheapest_algorithm`.
-
-    All of the candidates by default apply every entry that is sent. So the choice, which depends on
-    a measurement, changes what a step takes, and not what it computes. It is kept in the state: a
-    run that goes on from one repeats it, in a world of the same size.
-
-    Args:
-        transport: See `Collective`.
-        numel: See `Collective`.
-        k: See `Collective`.
-        wire: See `Collective`.
-        algorithms: Names to choose from.
-
-    Attributes:
-        algorithm: The name of the one that was chosen.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        numel: int,
-        k: int,
-        *,
-        wire: Wire = PLAIN,
-        algorithms: Sequence[str] = LOSSLESS_CANDIDATES,
-    ) -> None:
-        super().__init__(transport, numel, k, wire=wire)
-        self._candidates = {
-            name: BY_NAME[name].collective(transport, numel, k, wire=wire) for name in algorithms
-        }
-        self.algorithm = cheapest_algorithm(transport, numel, k, algorithms, wire)
-        self._tell("chosen by the cost model")
-
-    @property
-    def chosen(self) -> Collective:
-        """See `Collective.chosen`."""
-        return self._candidates[self.algorithm]
-
-    @property
-    def device(self) -> torch.device | None:
-        """See `Collective.device`."""
-        return self.chosen.device
-
-    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        """See `Collective.reduce`."""
-        reduction = self.chosen.reduce(stream, take_at)
-        self.step = self.chosen.step
-        return reduction
-
-    def scope(self) -> Scope | None:
-        """See `Collective.scope`."""
-        return self.chosen.scope()
-
-    def aim(self, k: int) -> None:
-        """See `Collective.aim`."""
-        super().aim(k)
-        self.chosen.aim(k)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Collective.state_dict`; the choice is a part of it."""
-        return {
-            **super().state_dict(),
-            "algorithm": self.algorithm,
-            "world_size": self.transport.world_size,
-            "candidates": {name: each.state_dict() for name, each in self._candidates.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Collective.load_state_dict`; another world's choice is not repeated.
-
-        Raises:
-            ConfigError: The state has chosen what is no candidate here.
-        """
-        algorithm = check_choice("algorithm", state["algorithm"], self._candidates)
-        if int(state["world_size"]) == self.transport.world_size and algorithm != self.algorithm:
-            self.algorithm = algorithm
-            self._tell("as in the state that was loaded")
-        super().load_state_dict(state)
-        for name, each in self._candidates.items():
-            each.load_state_dict(state["candidates"][name])
-        if not BY_NAME[self.algorithm].keeps_state:  # one that does may begin anew
-            self.chosen.step = self.step  # where another one was chosen before
-
-    def _tell(self, why: str) -> None:
-        logger.info(
-            "rank %d of %d sums %d of %d elements by %s: %s",
-            *(self.transport.rank, self.transport.world_size, self.k, self.numel),
-            *(self.algorithm, why),
-        )

@@ -1,4 +1,4 @@
-"""What a sparse collective is."""
+"""The interface of a sparse collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TakeAt = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """What came of one exchange.
+    """The result of one exchange.
 
     Attributes:
         reduced: The sum to be applied; the same bits on every rank.
@@ -58,12 +58,12 @@ class Collective(ABC):
 
     @property
     def chosen(self) -> Collective:
-        """Who does the work: this one, but where it has chosen another."""
+        """The collective that does the work: this one, unless it chooses among others."""
         return self
 
     @property
     def device(self) -> torch.device | None:
-        """Where `reduce` takes streams beside the host, and leaves the sum; None: nowhere."""
+        """A device where `reduce` takes streams and leaves sums, too; None: only on the host."""
         return None
 
     @abstractmethod
@@ -80,15 +80,15 @@ class Collective(ABC):
         """
 
     def packer(self) -> Packer:
-        """What encodes the messages of the exchange number `step`."""
+        """The encoder of the messages of exchange number `step`."""
         return Packer(self.wire, self.transport.rank, self.step)
 
     def scope(self) -> Scope | None:
-        """Where this rank is to select in the step that comes; None: everywhere, all k entries."""
+        """Where this rank is to select in the next step; None: everywhere, all k entries."""
         return None
 
     def aim(self, k: int) -> None:
-        """Want another number of entries from the next exchange on; all ranks alike."""
+        """Set k from the next exchange on; all ranks alike."""
         self.k = k
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
@@ -38,9 +39,7 @@ class DenseAllreduce(Collective):
     """The allreduce of whole vectors; all entries are applied, nothing is returned.
 
     Args:
-        transport: See `Collective`.
-        numel: See `Collective`.
-        k: See `Collective`; of no account here.
+        k: Not used.
         wire: Plain: dense vectors are sent as they are.
 
     Raises:
@@ -53,10 +52,10 @@ class DenseAllreduce(Collective):
             raise ConfigError(f"the dense allreduce has no wire but the plain one, got {wire!r}")
         self.cube = Cube(transport.rank, transport.world_size)
 
+    @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        """See `Collective.reduce`."""
         vector = torch.empty(self.numel)
-        ops.decode(vector, stream.indices, stream.values)
+        ops.unchecked(vector.device).decode(vector, *stream.payload())
         self.transport.worked(Work(0, stream.nnz, self.numel, self.numel))
         total = self._unfold(self._halve_and_double(self._fold(vector)))
         self.step += 1
@@ -65,7 +64,7 @@ class DenseAllreduce(Collective):
         return Reduction(reduced, SparseStream.empty(self.numel))
 
     def _fold(self, x: Tensor) -> Tensor:
-        """The passive ranks hand over; in place."""
+        """The surplus ranks hand their vectors over; in place."""
         theirs = self._swap_with_partner(x, to_active=True)
         if theirs is None:
             return x
@@ -73,12 +72,12 @@ class DenseAllreduce(Collective):
         return x.add_(theirs)
 
     def _unfold(self, x: Tensor) -> Tensor:
-        """They get the result."""
+        """The surplus ranks get the result."""
         result = self._swap_with_partner(x, to_active=False)
         return x if result is None else result
 
     def _halve_and_double(self, x: Tensor) -> Tensor:
-        """Both phases, in place; a passive rank makes the calls, and takes no part."""
+        """Both phases, in place. A surplus rank makes the calls, without messages."""
         start, stop = 0, self.numel
         rounds = []
         for mask in reversed(list(self.cube.masks())):

@@ -11,7 +11,7 @@ Steps, after this rank has taken the candidates out of its partition (selectors/
      around it (line 11);
   2. sum all ranks' accumulators there (index_union.py, lines 12-13, 18);
   3. scale δ by the density that was reached (algorithm 5), move blocks between partitions by what
-     was selected in them (partitions.py, algorithm 3), and pass the partitions on: rank r has
+     was selected in them (`Partitions`, algorithm 3), and pass the partitions on: rank r has
      partition (t + r) mod P at step t.
 
 Cost: (2 log P + P - 1) α + 3k (P-1)/P β, with 64 counters beside the indices: an allgather and an
@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from hvd_sparse import ops
 from hvd_sparse.accumulator import Scope
 from hvd_sparse.collectives.collective import Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import th_re_evaluate
@@ -46,22 +46,9 @@ from hvd_sparse.streams import SparseStream, sum_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 
-# MERGED collectives.partitions
-# Exclusive partitions of a vector: ExDyna's blocks, and how they move between ranks.
-#
-# Source: Yoon and Oh, "ExDyna" (CCGrid 2024), algorithms 2 and 3.
-#
-# Symbols: P partitions, n_b blocks of `block_numel` elements.
-#
-# Departure from algorithm 3: it knows how many entries each partition selected, and moves one block a
-# step between neighbours where one has more than 1.05 times the mean and the other less than its
-# inverse. For a strongly layered gradient that takes hundreds of steps, a hot block at the edge of a
-# partition goes to and fro, and a partition that is just right between an overfull and an underfull
-# one stops all movement. But after the exchange every rank knows all indices, and so the entries of
-# each block. Here the partitions are cut anew, so that each has an equal part of these counts, which
-# fade by a fifth with every step. `min_blk` is 1: no rank is left without a partition, and more would
-# hold back blocks of a hot range that is a few blocks wide.
-
+LEVELS = 0.9 * 2.0 ** (torch.arange(64, dtype=torch.float64) / 63)
+LEVEL_BYTES = 8 * LEVELS.numel()
+"""What the counts at all levels take in a message."""
 BLOCKS = 1024
 BLOCK_MULTIPLE = 32
 ALPHA = 1.05
@@ -72,89 +59,12 @@ FADING = 0.8
 """What a block's count of one step is worth in the next."""
 
 
-class Partitions:
-    """P contiguous ranges of blocks that cover a vector.
-
-    Args:
-        numel: n.
-        count: P, at least 1.
-
-    Attributes:
-        block_numel: Elements of a block; what is left over belongs to the last partition.
-        blocks: Blocks of each partition.
-        weights: Entries selected in each block of late, float64 `(n_b,)`.
-    """
-
-    def __init__(self, numel: int, count: int) -> None:
-        self.numel = numel
-        self.block_numel = max(1, numel // BLOCKS)
-        if self.block_numel >= BLOCK_MULTIPLE:
-            self.block_numel -= self.block_numel % BLOCK_MULTIPLE
-        total = numel // self.block_numel
-        self.blocks = [total // count + (i < total % count) for i in range(count)]
-        self.weights = torch.zeros(total, dtype=torch.float64)
-
-    def span(self, partition: int) -> tuple[int, int]:
-        """First index of a partition, and the index after its last."""
-        edges = [0, *accumulate(self.blocks)]
-        stop = edges[partition + 1] * self.block_numel
-        last = partition == len(self.blocks) - 1
-        return edges[partition] * self.block_numel, self.numel if last else stop
-
-    def level(self, indices: Tensor) -> None:
-        """Algorithm 3: give every partition an equal part of what is selected.
-
-        Args:
-            indices: What all ranks selected in a step, int32 `(K,)` ascending.
-        """
-        total, count = self.weights.numel(), len(self.blocks)
-        if total == 0:
-            return
-        starts = torch.arange(1, total, dtype=torch.int32) * self.block_numel
-        edges = [0, *torch.searchsorted(indices, starts).tolist(), indices.numel()]
-        counts = torch.tensor(edges, dtype=torch.float64).diff()
-        self.weights = FADING * self.weights + counts
-        shares = [float(part.sum()) for part in self.weights.split(self.blocks)]
-        if max(shares) <= ALPHA * sum(shares) / count:
-            return
-        # Every block has some weight, so that a run of empty ones is cut by its number of blocks.
-        least = 1e-6 * self.weights.mean()
-        even = (self.weights + least).cumsum(0)
-        wanted = even[-1] * torch.arange(1, count, dtype=torch.float64) / count
-        cuts = (torch.searchsorted(even, wanted) + 1).tolist()
-        self.blocks = widened([0, *cuts, total], min(LEAST_BLOCKS, total // count))
-
-
-def widened(edges: list[int], least: int) -> list[int]:
-    """The widths between ascending edges, where each is to be at least `least`.
-
-    Args:
-        edges: The first and the last stay; others move as little as they must.
-        least: At most the mean width.
-    """
-    total, count = edges[-1], len(edges) - 1
-    for i in range(1, count):
-        edges[i] = max(edges[i], edges[i - 1] + least)
-    for i in range(count - 1, 0, -1):
-        edges[i] = min(edges[i], total - (count - i) * least)
-    return [stop - start for start, stop in pairwise(edges)]
-
-
-LEVELS = 0.9 * 2.0 ** (torch.arange(64, dtype=torch.float64) / 63)
-LEVEL_BYTES = 8 * LEVELS.numel()
-"""What the counts at all levels take in a message."""
-
-
 class ExDyna(IndexUnion):
     """The exchange of ExDyna; its scope is this rank's partition.
 
     Args:
-        transport: See `Collective`.
-        numel: See `Collective`.
-        k: See `Collective`.
         tolerance: How far the result's nnz may be from k, as a share of k.
         dynamic: Whether partitions follow the counts; False keeps them as they were cut first.
-        wire: See `Collective`.
 
     Attributes:
         threshold: δ; 0.0 where there is none yet.
@@ -180,8 +90,8 @@ class ExDyna(IndexUnion):
         self.partitions = Partitions(numel, transport.world_size)
         self.selected = [0] * transport.world_size
 
+    @override
     def scope(self) -> Scope:
-        """See `Collective.scope`."""
         P = self.transport.world_size
         start, stop = self.partitions.span((self.step + self.transport.rank) % P)
         return Scope(start, stop, 1 / P, self.threshold)
@@ -189,7 +99,7 @@ class ExDyna(IndexUnion):
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Algorithm 1, from line 11 on; see `IndexUnion.reduce`."""
         kept, parts = self.estimate(stream)
-        rest = SparseStream(*ops.difference(*stream.payload(), kept.indices), self.numel)
+        rest = stream.without(kept.indices)
         P, step = self.transport.world_size, self.step
         self.selected = [parts[(i - step) % P].numel() for i in range(P)]
         reduction = self.sum_at(kept, parts, take_at)
@@ -256,8 +166,8 @@ class ExDyna(IndexUnion):
 
     # -- state -------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Collective.state_dict`."""
         return {
             **super().state_dict(),
             "threshold": self.threshold,
@@ -265,8 +175,9 @@ class ExDyna(IndexUnion):
             "weights": self.partitions.weights.clone(),
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Collective.load_state_dict`; with another world size partitions are cut anew."""
+        """With another world size partitions are cut anew."""
         if len(state["blocks"]) == self.transport.world_size:
             super().load_state_dict(state)
             self.threshold = float(state["threshold"])
@@ -282,3 +193,82 @@ def magnitudes(stream: SparseStream) -> Tensor:
 def reaching(stream: SparseStream, threshold: float) -> SparseStream:
     """What reaches a threshold; what is not finite does."""
     return stream.where(magnitudes(stream) >= threshold)
+
+
+class Partitions:
+    """P contiguous ranges of blocks that cover a vector, and how they move between ranks.
+
+    Source: ExDyna, algorithms 2 and 3.
+
+    Departure from algorithm 3: it knows how many entries each partition selected, and moves one
+    block a step between neighbours where one has more than 1.05 times the mean and the other less
+    than its inverse. For a strongly layered gradient that takes hundreds of steps, a hot block at
+    the edge of a partition goes to and fro, and a partition that is just right between an overfull
+    and an underfull one stops all movement. But after the exchange every rank knows all indices,
+    and so the entries of each block. Here the partitions are cut anew, so that each has an equal
+    part of these counts, which fade by a fifth with every step. `min_blk` is 1: no rank is left
+    without a partition, and more would hold back blocks of a hot range a few blocks wide.
+
+    Args:
+        numel: n.
+        count: P, at least 1.
+
+    Attributes:
+        block_numel: Elements of a block; what is left over belongs to the last partition.
+        blocks: Blocks of each partition.
+        weights: Entries selected in each block of late, float64 `(n_b,)`.
+    """
+
+    def __init__(self, numel: int, count: int) -> None:
+        self.numel = numel
+        self.block_numel = max(1, numel // BLOCKS)
+        if self.block_numel >= BLOCK_MULTIPLE:
+            self.block_numel -= self.block_numel % BLOCK_MULTIPLE
+        total = numel // self.block_numel
+        self.blocks = [total // count + (i < total % count) for i in range(count)]
+        self.weights = torch.zeros(total, dtype=torch.float64)
+
+    def span(self, partition: int) -> tuple[int, int]:
+        """First index of a partition, and the index after its last."""
+        edges = [0, *accumulate(self.blocks)]
+        stop = edges[partition + 1] * self.block_numel
+        last = partition == len(self.blocks) - 1
+        return edges[partition] * self.block_numel, self.numel if last else stop
+
+    def level(self, indices: Tensor) -> None:
+        """Algorithm 3: give every partition an equal part of what is selected.
+
+        Args:
+            indices: What all ranks selected in a step, int32 `(K,)` ascending.
+        """
+        total, count = self.weights.numel(), len(self.blocks)
+        if total == 0:
+            return
+        starts = torch.arange(1, total, dtype=torch.int32) * self.block_numel
+        edges = [0, *torch.searchsorted(indices, starts).tolist(), indices.numel()]
+        counts = torch.tensor(edges, dtype=torch.float64).diff()
+        self.weights = FADING * self.weights + counts
+        shares = [float(part.sum()) for part in self.weights.split(self.blocks)]
+        if max(shares) <= ALPHA * sum(shares) / count:
+            return
+        # Every block has some weight, so that a run of empty ones is cut by its number of blocks.
+        least = 1e-6 * self.weights.mean()
+        even = (self.weights + least).cumsum(0)
+        wanted = even[-1] * torch.arange(1, count, dtype=torch.float64) / count
+        cuts = (torch.searchsorted(even, wanted) + 1).tolist()
+        self.blocks = widened([0, *cuts, total], min(LEAST_BLOCKS, total // count))
+
+
+def widened(edges: list[int], least: int) -> list[int]:
+    """The widths between ascending edges, where each is to be at least `least`.
+
+    Args:
+        edges: The first and the last stay; others move as little as they must.
+        least: At most the mean width.
+    """
+    total, count = edges[-1], len(edges) - 1
+    for i in range(1, count):
+        edges[i] = max(edges[i], edges[i - 1] + least)
+    for i in range(count - 1, 0, -1):
+        edges[i] = min(edges[i], total - (count - i) * least)
+    return [stop - start for start, stop in pairwise(edges)]

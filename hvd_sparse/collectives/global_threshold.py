@@ -1,10 +1,14 @@
-"""The exact k-th largest magnitude of values that are spread over the ranks.
+"""Ok-Topk's global threshold: found exactly, and followed from step to step by counts at levels.
+
+`th_re_evaluate` finds the k-th largest magnitude of values that are spread over the ranks. Around
+it lie levels: each rank counts how many of its values pass each of them. Once the counts of all
+ranks are known, so is the level that brings about as many values as are wanted.
 
 Source: Ok-Topk (Li and Hoefler, PPoPP '22), Algorithm 1, lines 10-11, gathers all reduced values
 everywhere and sorts them. Departure: a radix descent over magnitude keys finds the same threshold
 from four sums of 256 counters, so its volume does not depend on k or on fill-in.
 
-Cost: 4 (log P) α + 4 · 512 (log P) β at most, in words.
+Cost of `th_re_evaluate`: 4 (log P) α + 4 · 512 (log P) β at most, in words.
 """
 
 from __future__ import annotations
@@ -20,12 +24,8 @@ from torch import Tensor
 from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys, threshold_key
 from hvd_sparse.transports import Transport
 
-# MERGED collectives.threshold_levels
-# Levels around a threshold, to which it may move from one step to the next.
-#
-# Each rank counts how many of its values pass each level. Where the counts of all ranks are known, so
-# is the level that brings about as many values as are wanted.
-
+DIGIT_BITS = 8
+DIGITS = 1 << DIGIT_BITS
 BIN_BITS = 12
 """Magnitude keys are counted in bins of 2**12, or 0.05 % of the magnitude."""
 MOVES = (1.2 ** torch.arange(40)).round().long().unique()
@@ -35,6 +35,34 @@ finely where it moves little, since error feedback crowds entries just above the
 LEVELS = LEVEL_BINS.numel()
 FIRST, LAST = int(LEVEL_BINS[0]), int(LEVEL_BINS[-1])
 _ABOVE_FIRST = (LEVEL_BINS - FIRST).numpy()
+
+
+def th_re_evaluate(values: Tensor, k: int, transport: Transport) -> float:
+    """Evaluate `global_threshold` exactly.
+
+    Args:
+        values: float32 `(nnz,)`, this rank's share; non-finite ones are not ranked.
+        k: Rank of the magnitude sought among all ranks' values, at least 1.
+        transport: All ranks call this together.
+
+    Returns:
+        The k-th largest finite magnitude, or 0.0 where there are fewer than k; equal on all ranks.
+    """
+    keys = magnitude_keys(values)
+    keys = keys[(keys > 0) & (keys < INFINITE_KEY)]
+    prefix, wanted = 0, k
+    for shift in (24, 16, 8, 0):
+        counts = torch.bincount((keys >> shift) & (DIGITS - 1), minlength=DIGITS)
+        counts = transport.allreduce_sum(counts, channel="global_threshold")
+        from_top = counts.flip(0).cumsum(0)
+        if int(from_top[-1]) < wanted:
+            return 0.0
+        place = int(torch.searchsorted(from_top, wanted))
+        digit = DIGITS - 1 - place
+        wanted -= int(from_top[place] - counts[digit])
+        prefix = (prefix << DIGIT_BITS) | digit
+        keys = keys[(keys >> shift) == prefix]
+    return key_magnitude(prefix)
 
 
 def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
@@ -81,35 +109,3 @@ def threshold_at(threshold: float, level: int) -> float:
 
 def _lowest_key(threshold: float) -> int:
     return threshold_key(threshold) + (FIRST << BIN_BITS)
-
-
-DIGIT_BITS = 8
-DIGITS = 1 << DIGIT_BITS
-
-
-def th_re_evaluate(values: Tensor, k: int, transport: Transport) -> float:
-    """Evaluate `global_threshold` exactly.
-
-    Args:
-        values: float32 `(nnz,)`, this rank's share; non-finite ones are not ranked.
-        k: Rank of the magnitude sought among all ranks' values, at least 1.
-        transport: All ranks call this together.
-
-    Returns:
-        The k-th largest finite magnitude, or 0.0 where there are fewer than k; equal on all ranks.
-    """
-    keys = magnitude_keys(values)
-    keys = keys[(keys > 0) & (keys < INFINITE_KEY)]
-    prefix, wanted = 0, k
-    for shift in (24, 16, 8, 0):
-        counts = torch.bincount((keys >> shift) & (DIGITS - 1), minlength=DIGITS)
-        counts = transport.allreduce_sum(counts, channel="global_threshold")
-        from_top = counts.flip(0).cumsum(0)
-        if int(from_top[-1]) < wanted:
-            return 0.0
-        place = int(torch.searchsorted(from_top, wanted))
-        digit = DIGITS - 1 - place
-        wanted -= int(from_top[place] - counts[digit])
-        prefix = (prefix << DIGIT_BITS) | digit
-        keys = keys[(keys >> shift) == prefix]
-    return key_magnitude(prefix)

@@ -20,6 +20,8 @@ node that dropped it (or that lost a bit of it to rounding) takes that back as w
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.cost_model import Work
 from hvd_sparse.streams import Part, SparseStream, sum_of, unapplied
@@ -29,8 +31,8 @@ from hvd_sparse.wire import Packer
 class GTopk(Collective):
     """gTopk: k entries are applied, those that win at every node on their way."""
 
+    @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        """See `Collective.reduce`."""
         packer = self.packer()
         total, dropped = self._reduce_to_root(stream, packer)
         u = self._broadcast(total, packer)

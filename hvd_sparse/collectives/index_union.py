@@ -1,7 +1,7 @@
 """The sum of all ranks' accumulators at the union of their selected indices.
 
-Source: Yoon and Oh, "ExDyna" (CCGrid 2024), algorithm 1, lines 11-13 and 18; CLT-k (Chen et al.,
-"ScaleCom", NeurIPS 2020) exchanges in the same way.
+Source: Yoon and Oh, "ExDyna" (CCGrid 2024), algorithm 1, lines 11-13 and 18. ExDyna itself
+(exdyna.py) and CLT-k (below) exchange in this way.
 
 Symbols: P ranks, K indices in the union, α latency, β time per word.
 
@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse.accumulator import Scope
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
@@ -30,8 +31,8 @@ from hvd_sparse.streams import Part, SparseStream
 class IndexUnion(Collective):
     """Sums accumulators at the union of the streams' indices."""
 
+    @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        """See `Collective.reduce`."""
         return self.sum_at(stream, self.gather(stream.indices), take_at)
 
     def gather(self, indices: Tensor) -> list[Tensor]:
@@ -106,32 +107,29 @@ class IndexUnion(Collective):
         return torch.cat(sums), packer.lost(values.numel())
 
 
+class CyclicLeader(IndexUnion):
+    """CLT-k: one rank in turn selects for all. Its scope is everything on the leader, else nothing.
+
+    Source: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for
+    Communication-Efficient Distributed Training" (NeurIPS 2020), cyclic local top-k.
+
+    Steps: at step t rank t mod P, the leader, selects its top k; every rank contributes its
+    accumulator at the leader's indices, and these values are summed as above.
+
+    Cost: that of the index union with K = k: the result has k entries, whatever P.
+
+    Departure: the leader's indices travel by the allgather in which the others have nothing to
+    send, not by a broadcast. So a rank with a non-finite gradient can say so when it does not lead.
+    """
+
+    @override
+    def scope(self) -> Scope:
+        if self.step % self.transport.world_size == self.transport.rank:
+            return Scope(0, self.numel)
+        return Scope(0, 0, share=0.0)
+
+
 def is_ascending(indices: Tensor) -> bool:
     """Whether int32 indices `(m,)` ascend strictly."""
     places = indices.numpy()  # torch would share this small work among threads
     return bool((places[1:] > places[:-1]).all())
-
-
-# MERGED collectives.clt_k
-# CLT-k: one rank in turn selects for all.
-#
-# Source: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
-# Distributed Training" (NeurIPS 2020), cyclic local top-k.
-#
-# Steps: at step t rank t mod P, the leader, selects its top k; every rank contributes its accumulator
-# at the leader's indices, and these values are summed (index_union.py).
-#
-# Cost: index_union.py's with K = k: the result has k entries, whatever P.
-#
-# Departure: the leader's indices travel by the allgather in which the others have nothing to send,
-# not by a broadcast. So a rank with a non-finite gradient can say so when it is not the leader.
-
-
-class CyclicLeader(IndexUnion):
-    """The exchange of CLT-k; its scope is everything on the leader, and nothing elsewhere."""
-
-    def scope(self) -> Scope:
-        """See `Collective.scope`."""
-        if self.step % self.transport.world_size == self.transport.rank:
-            return Scope(0, self.numel)
-        return Scope(0, 0, share=0.0)

@@ -51,8 +51,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import (
     LEVELS,
@@ -63,7 +63,7 @@ from hvd_sparse.collectives.global_threshold import (
 )
 from hvd_sparse.cost_model import Work
 from hvd_sparse.magnitude import magnitude_keys, threshold_key
-from hvd_sparse.streams import Part, SparseStream, sum_of, unapplied
+from hvd_sparse.streams import Part, SparseStream, merge, sum_of, unapplied
 from hvd_sparse.topology import allgather_loads, batches
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
@@ -92,15 +92,12 @@ class OkTopk(Collective):
     """The O(k) sparse allreduce.
 
     Args:
-        transport: See `Collective`.
-        numel: See `Collective`.
         k: See `Collective`; the result holds about k entries too.
         repartition_interval: τ, steps from one repartition to the next, at least 1.
         threshold_interval: τ′, steps from one exact global threshold to the next, at least 1.
         balance_factor: Shares are levelled where the largest exceeds this many times the average,
             or a rank would send more than in levelling and gathering together.
         tolerance: How far the result's nnz may be from k, as a share of k.
-        wire: See `Collective`.
 
     Attributes:
         global_threshold: What entries passed in the last step; 0.0 where there is none.
@@ -203,9 +200,9 @@ class OkTopk(Collective):
     def _sum(self, total: SparseStream, arrived: Sequence[SparseStream]) -> SparseStream:
         if not arrived:
             return total
-        parts = [part.payload() for part in (total, *arrived)]
-        self.transport.worked(Work(sum(part.nnz for part in (total, *arrived))))
-        return SparseStream(*ops.merge_sum(parts, self.numel), self.numel)
+        streams = (total, *arrived)
+        self.transport.worked(Work(sum(stream.nnz for stream in streams)))
+        return merge(streams, self.numel)
 
     # -- phase 2: balance and allgather (section 3.1.2) --------------------------------------------
 
@@ -216,8 +213,7 @@ class OkTopk(Collective):
         shares = None if re_evaluate else self._follow_threshold()
         if shares is None:
             return self._gather_exactly(reduced_topk, packer)
-        passing = ops.threshold_stream(*reduced_topk.payload(), self.global_threshold)
-        chosen = SparseStream(*passing, self.numel)
+        chosen = reduced_topk.reaching(self.global_threshold)
         most = max(FEW_ENTRIES, int(MOST_SHARE * self.k / self.transport.world_size))
         if self.regions_are_uneven or max(shares) > most:
             shares = self._gather_counts(chosen.nnz)
@@ -264,8 +260,7 @@ class OkTopk(Collective):
     ) -> SparseStream:
         """What the top k by an exact threshold has beside what was sent."""
         chosen, _ = self._select_exactly(reduced_topk)
-        missing = ops.difference(*chosen.payload(), sent.indices)
-        rest = SparseStream(*missing, self.numel)
+        rest = chosen.without(sent.indices)
         return self._level_and_gather(rest, self._gather_counts(rest.nnz), reduced_topk, packer)
 
     def _level_and_gather(
@@ -388,8 +383,8 @@ class OkTopk(Collective):
 
     # -- state -------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Collective.state_dict`."""
         return {
             **super().state_dict(),
             "global_threshold": self.global_threshold,
@@ -398,8 +393,9 @@ class OkTopk(Collective):
             "level_counts": self.level_counts.clone(),
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Collective.load_state_dict`; with another world size regions are drawn anew."""
+        """With another world size regions are drawn anew."""
         if len(state["boundaries"]) == self.transport.world_size - 1:
             super().load_state_dict(state)
             self.boundaries = state["boundaries"].clone()

@@ -143,13 +143,13 @@ ALGORITHMS = (
 BY_NAME: Mapping[str, Algorithm] = MappingProxyType(
     {name: entry for entry in ALGORITHMS for name in (entry.name, *entry.aliases)}
 )
-"""The same by all their names."""
+"""The entries by all their names, aliases included."""
 
 
 def names_of(
     wanted: Callable[[Algorithm], bool] = lambda entry: True, *, aliases: bool = False
 ) -> tuple[str, ...]:
-    """Names of those that are wanted, in order."""
+    """Names of the algorithms that `wanted` accepts, in order."""
     return tuple(
         name for name, entry in BY_NAME.items() if wanted(entry) and (aliases or name == entry.name)
     )
@@ -168,11 +168,11 @@ LOSSLESS_CANDIDATES = names_of(lambda entry: entry.is_candidate and entry.is_los
 """Those of them that apply everything: what `collective="auto"` chooses from. With two ranks the
 first two send the same."""
 CHOOSABLE = names_of(lambda entry: entry.is_selectable and entry.name in STREAMED, aliases=True)
-"""What a user's own set may name."""
+"""What a user may list to choose from."""
 
 
 def name_of(collective: Collective) -> str:
-    """The name of the algorithm by which a collective works; "" for a stranger."""
+    """The name of the algorithm by which a collective works; "" if it has no entry."""
     return next((a.name for a in ALGORITHMS if a.collective is type(collective.chosen)), "")
 
 

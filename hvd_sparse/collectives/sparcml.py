@@ -1,17 +1,22 @@
-"""What SparCML's algorithms have in common.
+"""SparCML's three algorithms, which combine sparse parts until they fill up.
 
 Source: Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning"
-(SC '19), section 5. The algorithms themselves are in ssar_recursive_double.py,
-ssar_split_allgather.py and dsar_split_allgather.py.
+(SC '19), section 5.
 
-Symbols there: P ranks, N elements, k entries per rank, K entries in the result, δ the entries at
-which the dense form takes no more room, α latency, β_s time per entry, β_d per dense word.
+Symbols: P ranks, N elements, k entries per rank, K entries in the result, α latency, β_s time per
+entry, β_d per dense word.
+
+Each algorithm is a function that combines the ranks' parts of one vector, by any operation; the
+collective of the same name sums streams by it. A cost [a, b] is least where all
+indices overlap, and most where none do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
+
+from typing_extensions import override
 
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.cost_model import Work
@@ -31,20 +36,20 @@ from hvd_sparse.wire import Packer, PlainWire
 
 PartsAllreduce = Callable[[Part, Transport, Packer, Operation], list[Part]]
 """Combines the ranks' parts, each of the whole vector, to adjacent parts that cover it; every rank
-gets the same bits."""
+gets the same bits. All ranks call it together; values are combined in the order of the ranks."""
 
 
 class SparcmlCollective(Collective):
     """A sum by one of SparCML's algorithms. What goes in is applied; rounding errors return.
 
     Attributes:
-        combine_parts: The algorithm, on the ranks' parts of one vector, by any operation.
+        combine_parts: The algorithm.
     """
 
     combine_parts: ClassVar[staticmethod[[Part, Transport, Packer, Operation], list[Part]]]
 
+    @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        """See `Collective.reduce`."""
         packer = self.packer()
         parts = self.combine_parts(Part.of(stream), self.transport, packer, SUM)
         self.step += 1
@@ -54,79 +59,24 @@ class SparcmlCollective(Collective):
         return Reduction(total, packer.lost(self.numel))
 
 
-def combine_on(transport: Transport, parts: Sequence[Part], operation: Operation) -> Part:
-    """Combine parts of the same stretch, in their order; the transport is told of the work."""
-    total = combine(parts, operation)
-    entries = sum(part.nnz for part in parts if part.indices is not None)
-    if total.indices is not None:
-        transport.worked(Work(entries))
-    else:
-        dense = sum(part.indices is None for part in parts)
-        transport.worked(Work(0, entries, total.numel * max(1, dense)))
-    return total
-
-
-def split_and_reduce(
-    part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
-) -> Part:
-    """The split phase (section 5.3.2): rank i gets region i of all ranks, and combines them.
-
-    All regions are of N/P elements, give or take one. They are combined in the order of the ranks,
-    whatever the operation.
-    """
-    P, rank = transport.world_size, transport.rank
-    regions = [
-        packer.settled(part.slice(start, stop), operation)
-        for start, stop in uniform_regions(part.numel, P)
-    ]
-    payloads = [() if i == rank else packer.pack(region)[0] for i, region in enumerate(regions)]
-    own = regions[rank]
-    messages = transport.all_to_all(payloads, channel="sparcml.split")
-    parts = [
-        own if source == rank else packer.unpack(message, own.start, own.stop)
-        for source, message in enumerate(messages)
-    ]
-    return combine_on(transport, parts, operation)
-
-
-def allgather_regions(region: Part, numel: int, transport: Transport, packer: Packer) -> list[Part]:
-    """The second phase: every rank's region, in order, as all ranks read them."""
-    payload, own = packer.pack(region)
-    messages = transport.allgather(payload, channel="sparcml.gather")
-    spans = uniform_regions(numel, transport.world_size)
-    return [
-        own if source == transport.rank else packer.unpack(message, *span)
-        for source, (message, span) in enumerate(zip(messages, spans, strict=True))
-    ]
-
-
-# MERGED collectives.ssar_recursive_double
-# SSAR_Recursive_double: exchange everything with a partner, log P times.
-#
-# Source: SparCML (see sparcml.py), section 5.3.1 and figure 2.
-#
-# Steps: in round t, ranks that are 2**(t-1) apart exchange all that they have and combine it. Where P
-# is no power of two, the surplus ranks first hand theirs to a neighbour, and get the result from it.
-#
-# Cost: log P · α + [log P · k, (P-1) k] β_s: the least where all indices overlap, the most where none
-# do. It is for small data, where latency is what counts.
-#
-# Departures from the paper: it leaves other worlds than powers of two to its supplement. With a lossy
-# wire, both partners go on with what they have read of each other's and of their own part, so that
-# all ranks keep the same bits; the first of the ranks that hold a part keeps its rounding error, and
-# the result goes to the surplus ranks without rounding.
+# -- SSAR_Recursive_double (section 5.3.1, figure 2) -----------------------------------------------
 
 
 def ssar_recursive_double(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
 ) -> list[Part]:
-    """Combine the ranks' parts of one vector; every rank gets the same bits, as one part.
+    """Exchanges everything with a partner, log P times: for small data, where latency counts.
 
-    Args:
-        part: This rank's, of the whole vector.
-        transport: All ranks call this together.
-        packer: Encodes the messages.
-        operation: Combines values; in the order of the ranks.
+    Steps: in round t, ranks that are 2**(t-1) apart exchange all that they have and combine it.
+    Where P is no power of two, the surplus ranks first hand theirs to a neighbour, and get the
+    result from it.
+
+    Cost: log P · α + [log P · k, (P-1) k] β_s.
+
+    Departures from the paper: it leaves worlds that are no power of two to its supplement. With a
+    lossy wire, both partners go on with what they have read of each other's and of their own part,
+    so that all ranks keep the same bits. The first of the ranks that hold a part keeps its rounding
+    error, and the result goes to the surplus ranks without rounding.
     """
     cube = Cube(transport.rank, transport.world_size)
     part = _fold(packer.settled(part, operation), cube, transport, packer, operation)
@@ -140,20 +90,14 @@ def ssar_recursive_double(
         message = transport.exchange(payload, peer, peer, channel="sparcml.double").received()
         theirs = packer.unpack(message, part.start, part.stop)
         ordered = [own, theirs] if transport.rank < peer else [theirs, own]
-        part = combine_on(transport, ordered, operation)
+        part = _combine_on(transport, ordered, operation)
     return [_unfold(part, cube, transport)]
-
-
-class SsarRecursiveDouble(SparcmlCollective):
-    """A sum by `ssar_recursive_double`."""
-
-    combine_parts = staticmethod(ssar_recursive_double)
 
 
 def _fold(
     part: Part, cube: Cube, transport: Transport, packer: Packer, operation: Operation
 ) -> Part:
-    """The passive ranks hand over."""
+    """The surplus ranks hand over."""
     if cube.positions == transport.world_size:
         return part
     payload = packer.pack(part)[0] if cube.is_passive else None
@@ -161,11 +105,11 @@ def _fold(
     message = transport.exchange(payload, dst, src, channel="sparcml.fold").wait()
     if message is None:
         return part
-    return combine_on(transport, [part, packer.unpack(message, part.start, part.stop)], operation)
+    return _combine_on(transport, [part, packer.unpack(message, part.start, part.stop)], operation)
 
 
 def _unfold(part: Part, cube: Cube, transport: Transport) -> Part:
-    """They get the result, without rounding."""
+    """The surplus ranks get the result, without rounding."""
     if cube.positions == transport.world_size:
         return part
     plain = PlainWire(part.values.dtype, part.values.shape[1:])
@@ -175,30 +119,32 @@ def _unfold(part: Part, cube: Cube, transport: Transport) -> Part:
     return part if message is None else plain.decode(message, part.start, part.stop)
 
 
-# MERGED collectives.ssar_split_allgather
-# SSAR_Split_allgather: reduce regions at their owners, then gather the regions.
-#
-# Source: SparCML (see sparcml.py), section 5.3.2.
-#
-# Steps: every rank sends region i to rank i, which combines what comes (`split_and_reduce`); an
-# allgather brings the results to all.
-#
-# Cost: (P-1 + log P) α + [2 (P-1)/P · k, P · k] β_s: the least where all indices overlap and spread
-# evenly, the most where none do. It is for large data of which the result stays sparse.
-#
-# A region that fills up while it is summed is sent dense (section 5.1). With that these are the steps
-# of TopkDSA, too, which Ok-Topk is compared with (Li and Hoefler, PPoPP '22, section 2 and Table 1,
-# after SparCML): one algorithm, under the names of two papers. Its bound there is
-# (P + 2 log P) α + [4k (P-1)/P, (2k + n) (P-1)/P] β.
+class SsarRecursiveDouble(SparcmlCollective):
+    """A sum by `ssar_recursive_double`."""
+
+    combine_parts = staticmethod(ssar_recursive_double)
+
+
+# -- SSAR_Split_allgather (section 5.3.2) ----------------------------------------------------------
 
 
 def ssar_split_allgather(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
 ) -> list[Part]:
-    """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
-    region = split_and_reduce(part, transport, packer, operation)
+    """Reduces regions at their owners, then gathers them: for large data with a sparse result.
+
+    Steps: every rank sends region i to rank i, which combines what comes; an allgather brings the
+    results to all.
+
+    Cost: (P-1 + log P) α + [2 (P-1)/P · k, P · k] β_s; the least needs indices that spread evenly.
+
+    A region that fills up while it is summed is sent dense (section 5.1). So these are also the
+    steps of TopkDSA, which Ok-Topk is compared with (Li and Hoefler, PPoPP '22, section 2 and
+    Table 1, after SparCML). Its bound there is (P + 2 log P) α + [4k (P-1)/P, (2k + n) (P-1)/P] β.
+    """
+    region = _split_and_reduce(part, transport, packer, operation)
     settled = packer.settled(region, operation)
-    return allgather_regions(settled, part.numel, transport, packer)
+    return _allgather_regions(settled, part.numel, transport, packer)
 
 
 class SsarSplitAllgather(SparcmlCollective):
@@ -207,29 +153,72 @@ class SsarSplitAllgather(SparcmlCollective):
     combine_parts = staticmethod(ssar_split_allgather)
 
 
-# MERGED collectives.dsar_split_allgather
-# DSAR_Split_allgather: reduce sparse regions at their owners, then gather dense regions.
-#
-# Source: SparCML (see sparcml.py), section 5.3.3; quantisation of the dense phase, section 6.
-#
-# Steps: as in ssar_split_allgather.py, but what the owners send is dense. A wire that quantises dense
-# parts (QSGD) makes the second phase cheaper by as much; the owner of a region keeps its error.
-#
-# Cost: (P-1 + log P) α + [0, k] β_s + (P-1)/P · N β_d. It is for results that fill up.
+# -- DSAR_Split_allgather (section 5.3.3) ----------------------------------------------------------
 
 
 def dsar_split_allgather(
     part: Part, transport: Transport, packer: Packer, operation: Operation = SUM
 ) -> list[Part]:
-    """Combine the ranks' parts of one vector; arguments as `ssar_recursive_double` takes them."""
-    region = split_and_reduce(part, transport, packer, operation)
+    """The same, but the owners send dense regions: for results that fill up.
+
+    Cost: (P-1 + log P) α + [0, k] β_s + (P-1)/P · N β_d. A wire that quantises dense parts (QSGD,
+    section 6) makes the second phase cheaper; the owner of a region keeps its error.
+    """
+    region = _split_and_reduce(part, transport, packer, operation)
     if region.indices is not None:
         transport.worked(Work(0, region.nnz, region.numel))
         region = region.to_dense(operation)
-    return allgather_regions(region, part.numel, transport, packer)
+    return _allgather_regions(region, part.numel, transport, packer)
 
 
 class DsarSplitAllgather(SparcmlCollective):
     """A sum by `dsar_split_allgather`."""
 
     combine_parts = staticmethod(dsar_split_allgather)
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
+def _split_and_reduce(
+    part: Part, transport: Transport, packer: Packer, operation: Operation
+) -> Part:
+    """Rank i gets region i of all ranks, N/P elements give or take one, and combines them."""
+    P, rank = transport.world_size, transport.rank
+    regions = [
+        packer.settled(part.slice(start, stop), operation)
+        for start, stop in uniform_regions(part.numel, P)
+    ]
+    payloads = [() if i == rank else packer.pack(region)[0] for i, region in enumerate(regions)]
+    own = regions[rank]
+    messages = transport.all_to_all(payloads, channel="sparcml.split")
+    parts = [
+        own if source == rank else packer.unpack(message, own.start, own.stop)
+        for source, message in enumerate(messages)
+    ]
+    return _combine_on(transport, parts, operation)
+
+
+def _allgather_regions(
+    region: Part, numel: int, transport: Transport, packer: Packer
+) -> list[Part]:
+    """Every rank's region, in order, as all ranks read them."""
+    payload, own = packer.pack(region)
+    messages = transport.allgather(payload, channel="sparcml.gather")
+    spans = uniform_regions(numel, transport.world_size)
+    return [
+        own if source == transport.rank else packer.unpack(message, *span)
+        for source, (message, span) in enumerate(zip(messages, spans, strict=True))
+    ]
+
+
+def _combine_on(transport: Transport, parts: Sequence[Part], operation: Operation) -> Part:
+    """Combines parts of the same stretch, in their order; the transport is told of the work."""
+    total = combine(parts, operation)
+    entries = sum(part.nnz for part in parts if part.indices is not None)
+    if total.indices is not None:
+        transport.worked(Work(entries))
+    else:
+        dense = sum(part.indices is None for part in parts)
+        transport.worked(Work(0, entries, total.numel * max(1, dense)))
+    return total

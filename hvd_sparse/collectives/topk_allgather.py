@@ -11,7 +11,7 @@ Cost: α log P + 2k(P-1) β. It has no fill-in on the wire and the lowest latenc
 with P, so it is for two or three ranks, or for small k.
 
 Where the transport connects devices, streams and their sum stay on them, with the wire's plain
-form (device_allgather.py). The merge and its order, and so the bits, are the host's.
+form (`DeviceAllgather`). The merge and its order, and so the bits, are the host's.
 
 Departure: on devices a message has a fixed room. It holds what selectors take that hold to k, and
 follows the others. The step in which a stream outgrows it returns the smallest entries.
@@ -24,26 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.cost_model import Work
 from hvd_sparse.errors import MessageError
-from hvd_sparse.streams import Part, SparseStream
+from hvd_sparse.streams import Part, SparseStream, merge
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
-
-# MERGED collectives.device_allgather
-# The ranks' streams gathered from device to device, in one exchange.
-#
-# Every rank sends one message of the same size: a header, then room for as many indices, then for as
-# many values. The header has the entries sent and the entries that there were to send. What lies
-# behind the entries is anything.
-#
-# NCCL's messages have no sizes, and asking for counts would be a round of its own, for which the host
-# waits. So the room follows from what all ranks know: k, and the longest stream of the last exchange,
-# of which the headers tell. It is that of the larger of the two, with some slack. Where a stream is
-# longer still, its largest entries are sent, and the next step has room for as many.
 
 HEADER_WORDS = 2
 HEADER_BYTES = 4 * HEADER_WORDS
@@ -53,13 +41,70 @@ SLACK_ENTRIES = 64
 """So many more: a message is as quick with them, and a few entries vary more."""
 
 
-def room_for(entries: int, numel: int) -> int:
-    """Entries that a message has room for where so many are expected; never more than n."""
-    return min(numel, entries + entries // SLACK_PARTS + SLACK_ENTRIES)
+class TopkAllgather(Collective):
+    """TopkA. What goes in is applied, and what rounding loses is returned.
+
+    On devices, entries that a message has no room for are returned, too.
+    """
+
+    def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
+        super().__init__(transport, numel, k, wire=wire)
+        self._on_devices = DeviceAllgather(transport, numel)
+
+    @property
+    @override
+    def device(self) -> torch.device | None:
+        return self.transport.device if self.wire is PLAIN else None
+
+    @override
+    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
+        if self.device is not None and stream.indices.device.type == self.device.type:
+            return self._reduce_on_devices(stream)
+        packer = self.packer()
+        payload, own = packer.pack(Part.of(stream))
+        messages = self.transport.allgather(payload, channel="topk_allgather")
+        self.step += 1
+        streams = [
+            own.to_stream(self.numel)
+            if source == self.transport.rank
+            else packer.unpack(message, 0, self.numel).to_stream(self.numel)
+            for source, message in enumerate(messages)
+        ]
+        self.transport.worked(Work(sum(part.nnz for part in streams)))
+        return Reduction(merge(streams, self.numel), packer.lost(self.numel))
+
+    def _reduce_on_devices(self, stream: SparseStream) -> Reduction:
+        parts, rest = self._on_devices.gather(stream, self.k)
+        self.step += 1
+        entries = sum(part.nnz for part in parts)
+        if entries == 0:
+            return Reduction(SparseStream.empty(self.numel), rest)
+        self.transport.worked(Work(entries))
+        return Reduction(merge(parts, self.numel), rest)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """On devices, the longest stream decides what is sent next."""
+        return {**super().state_dict(), "longest": self._on_devices.longest}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._on_devices.longest = int(state.get("longest", 0))
 
 
 class DeviceAllgather:
-    """Gathers the streams of one bucket; all ranks make the same calls in the same order.
+    """Gathers the streams of one bucket from device to device, in one exchange.
+
+    Every rank sends one message of the same size: a header, then room for as many indices, then for
+    as many values. The header has the number of entries sent, and how many there were to send.
+
+    NCCL's messages have no sizes, and asking for counts would be a round of its own, for which the
+    host waits. So the room follows from what all ranks know: k, and the longest stream of the last
+    exchange, which its headers tell. The room is that of the larger of the two, with some slack.
+    Where a stream is longer still, its largest entries are sent, and the next step has room for it.
+
+    All ranks make the same calls in the same order.
 
     Args:
         transport: One that has a device.
@@ -76,9 +121,7 @@ class DeviceAllgather:
         self._kept: Tensor | None = None
         self.longest = 0
 
-    def gather(
-        self, stream: SparseStream, k: int
-    ) -> tuple[list[tuple[Tensor, Tensor]], SparseStream]:
+    def gather(self, stream: SparseStream, k: int) -> tuple[list[SparseStream], SparseStream]:
         """Bring the ranks' entries to all of them; waits once.
 
         Of a stream that is too long the largest magnitudes are sent, ties to the lower index. Error
@@ -90,7 +133,7 @@ class DeviceAllgather:
             k: Entries expected of each rank; the same on all ranks.
 
         Returns:
-            The indices and values that each rank sent, on the device; and what this rank did not
+            What each rank sent, on the device; and what this rank did not
             send.
 
         Raises:
@@ -109,7 +152,7 @@ class DeviceAllgather:
         self.longest = max(0, *lengths)
         entries = arrived.view(torch.int32)[:, HEADER_WORDS:].view(len(counts), 2, room)
         parts = [
-            (indices[:count], values[:count].view(torch.float32))
+            SparseStream(indices[:count], values[:count].view(torch.float32), self._numel)
             for (indices, values), count in zip(entries, counts, strict=True)
         ]
         return parts, rest
@@ -128,53 +171,6 @@ class DeviceAllgather:
         return message
 
 
-class TopkAllgather(Collective):
-    """TopkA. What goes in is applied, and what rounding loses is returned.
-
-    On devices, entries that a message has no room for are returned, too.
-    """
-
-    def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
-        super().__init__(transport, numel, k, wire=wire)
-        self._on_devices = DeviceAllgather(transport, numel)
-
-    @property
-    def device(self) -> torch.device | None:
-        """See `Collective.device`."""
-        return self.transport.device if self.wire is PLAIN else None
-
-    def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        """See `Collective.reduce`."""
-        if self.device is not None and stream.indices.device.type == self.device.type:
-            return self._reduce_on_devices(stream)
-        packer = self.packer()
-        payload, own = packer.pack(Part.of(stream))
-        messages = self.transport.allgather(payload, channel="topk_allgather")
-        self.step += 1
-        streams = [
-            own.to_stream(self.numel)
-            if source == self.transport.rank
-            else packer.unpack(message, 0, self.numel).to_stream(self.numel)
-            for source, message in enumerate(messages)
-        ]
-        self.transport.worked(Work(sum(part.nnz for part in streams)))
-        total = ops.merge_sum([part.payload() for part in streams], self.numel)
-        return Reduction(SparseStream(*total, self.numel), packer.lost(self.numel))
-
-    def _reduce_on_devices(self, stream: SparseStream) -> Reduction:
-        parts, rest = self._on_devices.gather(stream, self.k)
-        self.step += 1
-        entries = sum(indices.numel() for indices, _ in parts)
-        if entries == 0:
-            return Reduction(SparseStream.empty(self.numel), rest)
-        self.transport.worked(Work(entries))
-        return Reduction(SparseStream(*ops.merge_sum(parts, self.numel), self.numel), rest)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Collective.state_dict`; on devices, the longest stream decides what is sent next."""
-        return {**super().state_dict(), "longest": self._on_devices.longest}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Collective.load_state_dict`."""
-        super().load_state_dict(state)
-        self._on_devices.longest = int(state.get("longest", 0))
+def room_for(entries: int, numel: int) -> int:
+    """Entries that a message has room for where so many are expected; never more than n."""
+    return min(numel, entries + entries // SLACK_PARTS + SLACK_ENTRIES)

@@ -81,7 +81,7 @@ class Levels:
 
     @property
     def world_size(self) -> int:
-        """P."""
+        """P, the ranks of all hosts."""
         return self.hosts * self.local_size
 
 

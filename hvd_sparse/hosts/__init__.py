@@ -1,14 +1,44 @@
-"""Two levels: what the ranks of a host do among themselves, densely, before hosts exchange."""
+"""Two levels: the ranks of a host sum their gradients densely before the hosts exchange.
 
-from hvd_sparse.hosts.hosts import Grid, Hosts, Place, grid_of
+The L ranks of a host cut a bucket's vector into L shards, at multiples of 16 elements.
+
+```text
+grad ─► reduce_scatter in the host ─► accumulate into the shard's residual ─► select ─► collective
+                                                                                       across hosts
+p.grad ◄─ decode all shards ◄──────────────────────────── gather in the host ◄────────────┘
+```
+
+* `Grid` says which rank is on which host (hosts.py). A `GroupTransport` connects the ranks of a
+  host (`Hosts.inside`), another one the ranks with the same local rank (`Hosts.across`). A group
+  numbers its own calls; failures, the watch and `traffic` are the whole transport's. So
+  collectives, memories, selectors and wires run unchanged over H ranks.
+* `InsideHost` is the exchange inside the host: `reduce_scatter(gradients)` and `gather(sum)`. Sums
+  are float32, in the order of the local ranks. All ranks of a host decode the same bytes.
+  `SharedHost` (shared.py) uses shared memory, with two posted numbers per bucket and rank, and no
+  further barrier. `OverTransport` (inside.py) sends messages. `OverDevices` (inside.py) sends
+  gradients from device to device over NCCL, where the ranks of a host have a device each.
+* Waiting in shared memory is no message, so the second thread may select ahead there as well. The
+  thread that exchanges takes the buckets in order, and itself does what nobody has begun: each rank
+  comes to each bucket. The transport notes the wait (`awaited_beside`), and its watch ends the wait
+  where a peer fails.
+* A segment is made by `memfd_create` and opened through `/proc`. It never has a name, so a killed
+  rank leaves nothing behind.
+* A state has whole tensors, zero outside the shard, so that the sum over all ranks is as with one
+  level. `Bucket.load` adds up what the ranks of a host bring, and keeps the shard. The states of
+  selectors and collectives belong to the shard.
+* Each rank clips its own gradients before the host sums them. With one host everything is applied,
+  since there is no other host to send to.
+"""
+
+from hvd_sparse.hosts.hosts import Grid, Hosts, Slot, grid_of
 from hvd_sparse.hosts.inside import InsideHost, ShardedSum, shard_bounds
 
 __all__ = [
     "Grid",
     "Hosts",
     "InsideHost",
-    "Place",
     "ShardedSum",
+    "Slot",
     "grid_of",
     "shard_bounds",
 ]

@@ -1,4 +1,9 @@
-"""A world of two levels: its groups of ranks, and what connects those of a host."""
+"""A world of two levels: H hosts with L ranks each, and what connects them.
+
+`grid_of` finds the grid from what the launcher says of each rank. It does not rely on one rank
+alone: a world has two levels only where the slots of all ranks together fill a grid. `Hosts` makes
+the groups of ranks, and the exchange inside a host.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +15,23 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.hosts.devices import OverDevices
-from hvd_sparse.hosts.inside import SHARDS, InsideHost, OverTransport, scattered
+from hvd_sparse.hosts.inside import SHARDS, InsideHost, OverDevices, OverTransport, scattered
 from hvd_sparse.hosts.shared import SharedHost, share
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.nccl import NcclTransport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 
-# MERGED hosts.grid
-# The shape of a world: H hosts with L ranks each, told from what the launcher says of each rank.
-#
-# Nothing is believed of one rank alone: a world has two levels only where the places of all ranks
-# together fill a grid.
+ACROSS, INSIDE = 1, 2
 
 
-class Place(NamedTuple):
-    """Where the launcher has put a rank.
+class Slot(NamedTuple):
+    """Where Horovod's launcher has put a rank, in its words.
 
     Attributes:
         local_rank: Its number among the ranks of its host.
-        local_size: How many these are.
-        cross_rank: The number of its host.
-        cross_size: How many hosts there are.
+        local_size: Number of ranks of its host.
+        cross_rank: Number of its host.
+        cross_size: Number of hosts.
     """
 
     local_rank: int
@@ -42,12 +42,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Which rank is where, as one of them sees it.
+    """Which rank is on which host, as one rank sees it.
 
     Attributes:
         ranks: `ranks[host][local rank]`: H rows of L ranks.
-        host: The row of this rank.
-        local_rank: Its column.
+        host: This rank's row.
+        local_rank: This rank's column.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -56,12 +56,12 @@ class Grid:
 
     @property
     def hosts(self) -> int:
-        """H."""
+        """H, the number of hosts."""
         return len(self.ranks)
 
     @property
     def local_size(self) -> int:
-        """L."""
+        """L, the ranks of each host."""
         return len(self.ranks[0])
 
     @property
@@ -75,41 +75,36 @@ class Grid:
         return tuple(row[self.local_rank] for row in self.ranks)
 
     def __str__(self) -> str:
-        """As messages say it."""
         return f"{self.hosts} hosts x {self.local_size} workers"
 
     @staticmethod
     def regular(hosts: int, local_size: int, rank: int) -> Grid:
-        """A grid whose ranks count through one host after the other."""
+        """A grid whose ranks are numbered host by host."""
         rows = tuple(
             tuple(range(host * local_size, (host + 1) * local_size)) for host in range(hosts)
         )
         return Grid(rows, *divmod(rank, local_size))
 
 
-def grid_of(places: Sequence[Place], rank: int) -> Grid:
-    """The grid that ranks fill.
-
-    Args:
-        places: Of the ranks in their order.
-        rank: This rank.
+def grid_of(slots: Sequence[Slot], rank: int) -> Grid:
+    """The grid that the ranks fill, from their slots in order, as seen from `rank`.
 
     Raises:
-        ConfigError: They fill none; the message says who is missing or too many.
+        ConfigError: They fill no grid; the message says who is missing or too many.
     """
-    sizes = {place.local_size for place in places}
+    sizes = {slot.local_size for slot in slots}
     if len(sizes) > 1:
-        told = ", ".join(f"rank {r} {place.local_size}" for r, place in enumerate(places))
+        told = ", ".join(f"rank {r} {slot.local_size}" for r, slot in enumerate(slots))
         raise ConfigError(f"every host must have as many workers as each other, got {told}")
     rows: dict[int, dict[int, int]] = {}
-    for r, place in enumerate(places):
-        row = rows.setdefault(place.cross_rank, {})
-        if place.local_rank in row:
+    for r, slot in enumerate(slots):
+        row = rows.setdefault(slot.cross_rank, {})
+        if slot.local_rank in row:
             raise ConfigError(
-                f"local rank {place.local_rank} of host {place.cross_rank} must be one rank, got "
-                f"ranks {row[place.local_rank]} and {r}"
+                f"local rank {slot.local_rank} of host {slot.cross_rank} must be one rank, got "
+                f"ranks {row[slot.local_rank]} and {r}"
             )
-        row[place.local_rank] = r
+        row[slot.local_rank] = r
     (local_size,) = sizes
     for host, row in rows.items():
         if sorted(row) != list(range(local_size)):
@@ -119,20 +114,17 @@ def grid_of(places: Sequence[Place], rank: int) -> Grid:
             )
     ordered = [rows[host] for host in sorted(rows)]
     ranks = tuple(tuple(row[local] for local in range(local_size)) for row in ordered)
-    return Grid(ranks, sorted(rows).index(places[rank].cross_rank), places[rank].local_rank)
-
-
-ACROSS, INSIDE = 1, 2
+    return Grid(ranks, sorted(rows).index(slots[rank].cross_rank), slots[rank].local_rank)
 
 
 class Hosts:
-    """What an engine needs to know of two levels.
+    """What an engine needs for two levels.
 
     Args:
         transport: Connects all ranks.
         grid: Where they are.
-        shares_memory: Whether the ranks of a host exchange through memory that they share; else
-            they send each other messages.
+        shares_memory: Whether the ranks of a host exchange through shared memory, or else by
+            messages.
 
     Attributes:
         grid: Where the ranks are.
@@ -150,21 +142,18 @@ class Hosts:
         self._shares_memory = shares_memory
 
     def problem(self) -> str:
-        """Why the ranks of this host cannot share memory, or nothing; all of them ask together."""
+        """Why the ranks of this host cannot share memory, or ""; collective over the host."""
         return share(self.inside, 0)[1] if self._shares_memory else ""
 
     @property
     def kind(self) -> str:
-        """What state that is bound to a place is bound to."""
+        """A name for this rank's shard, to which location-bound state belongs."""
         return f"shard {self.grid.local_rank} of {self.grid.local_size}"
 
     def exchange_of(self, numel: int, dtype: str, device: torch.device) -> InsideHost:
-        """A bucket's exchange inside this host; all of its ranks call this together.
+        """The exchange inside this host of a bucket of `numel` elements; collective over the host.
 
-        Args:
-            numel: n.
-            dtype: The gradients' type, as `torch.float32` is spelled.
-            device: Where they are.
+        `dtype` is the gradients' type, such as "torch.float32", and `device` where they are.
 
         Raises:
             TransportError: A peer is gone, or memory cannot be shared.
@@ -177,10 +166,5 @@ class Hosts:
         return OverTransport(self.inside, numel)
 
     def shard_of(self, whole: Tensor, exchange: InsideHost) -> Tensor:
-        """The sum over the host's ranks of this rank's shard of vectors, between steps.
-
-        Args:
-            whole: float32 `(n,)`.
-            exchange: Of the bucket.
-        """
+        """The sum over the host's ranks of this rank's shard of a float32 vector, between steps."""
         return scattered(self.inside, whole, exchange.bounds, SHARDS)

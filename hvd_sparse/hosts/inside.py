@@ -18,58 +18,23 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.streams import Part, Sum, join, sum_of_parts
 from hvd_sparse.transports import Payload, Transport
+from hvd_sparse.transports.group import GroupTransport
+from hvd_sparse.transports.nccl import NcclTransport
 from hvd_sparse.wire import PLAIN
-
-# MERGED hosts.sharded_sum
-# A vector that the ranks of a host share: cut into shards, and put together from their sums.
-
-SHARD_ALIGNMENT = 16
-"""Elements: shards of float32 begin on cache lines, so that no line is written by two ranks."""
-
-
-def shard_bounds(numel: int, local_size: int) -> list[int]:
-    """Where L shards of a vector begin and end: L + 1 ascending bounds; shards may be empty."""
-    ends = (numel * i // local_size for i in range(local_size))
-    aligned = [min(numel, -(-end // SHARD_ALIGNMENT) * SHARD_ALIGNMENT) for end in ends]
-    return [*aligned, numel]
-
-
-class ShardedSum:
-    """The sums of all shards of a vector, side by side.
-
-    Args:
-        shards: In the order of the shards.
-        bounds: See `shard_bounds`.
-    """
-
-    def __init__(self, shards: Sequence[Sum], bounds: Sequence[int]) -> None:
-        self.shards = tuple(shards)
-        self._bounds = tuple(bounds)
-
-    @property
-    def nnz(self) -> int:
-        """Entries that the shards hold."""
-        return sum(shard.nnz for shard in self.shards)
-
-    def isfinite(self) -> bool:
-        """Whether every value is finite."""
-        return all(shard.isfinite() for shard in self.shards)
-
-    def write(self, out: Tensor, scale: float) -> None:
-        """Write the vector times `scale`; see `SparseStream.write`."""
-        for shard, (start, stop) in zip(self.shards, pairwise(self._bounds), strict=True):
-            shard.write(out[start:stop], scale)
-
 
 SUMS, STREAMS, SHARDS = "host.sums", "host.streams", "host.shards"
 
+SHARD_ALIGNMENT = 16
+"""In elements: shards of float32 begin on cache lines, so that no two ranks write one line."""
+
 
 class InsideHost(ABC):
-    """One bucket's exchange inside its host. All ranks of the host call it alike, step by step.
+    """One bucket's exchange inside its host; all ranks of the host make the same calls.
 
     Args:
         local_rank: This rank, in `[0, local_size)`.
@@ -78,7 +43,8 @@ class InsideHost(ABC):
 
     Attributes:
         bounds: Where the shards begin and end.
-        needs_order: Whether buckets must be exchanged in one order on all ranks, and on one thread.
+        shard: This rank's shard.
+        needs_order: Whether all ranks must exchange buckets in one order, and on one thread.
     """
 
     needs_order: bool
@@ -100,7 +66,7 @@ class InsideHost(ABC):
             gradients: This rank's tensors, side by side over the bucket: one type, any strides.
 
         Returns:
-            float32 `(m,)` on the gradients' device, until the next call.
+            float32 `(m,)` on the gradients' device, valid until the next call.
 
         Raises:
             TransportError: A peer is gone or did not answer.
@@ -111,21 +77,21 @@ class InsideHost(ABC):
         """The reduced shards of all ranks; readable until the next `reduce_scatter`.
 
         Args:
-            own: That of this rank, over m elements.
+            own: This rank's reduced shard, over m elements.
 
         Raises:
             TransportError: A peer is gone or did not answer.
         """
 
     def _message(self, own: Sum) -> Payload:
-        """A reduced shard as the others read it: in the shorter form, at most m values long."""
+        """A reduced shard in the shorter form, at most m values long."""
         part = Part.of(own) if not hasattr(own, "parts") else join(own.parts)
         if part.indices is not None and PLAIN.is_filled_by(part):
             part = part.to_dense()
         return PLAIN.encode(part, 0)
 
     def _read(self, messages: Sequence[Tensor]) -> ShardedSum:
-        """All ranks read the same bytes, and so come to the same bits."""
+        """Decodes the ranks' messages: all ranks read the same bytes, so they get the same bits."""
         shards = []
         for message, (start, stop) in zip(messages, pairwise(self.bounds), strict=True):
             part = PLAIN.decode(message, 0, stop - start)
@@ -134,12 +100,7 @@ class InsideHost(ABC):
 
 
 class OverTransport(InsideHost):
-    """By messages between the ranks of the host.
-
-    Args:
-        transport: Connects these, and no others.
-        numel: n.
-    """
+    """The exchange by messages; `transport` connects the ranks of the host, and no others."""
 
     needs_order = True
 
@@ -147,30 +108,86 @@ class OverTransport(InsideHost):
         super().__init__(transport.rank, transport.world_size, numel)
         self._transport = transport
 
+    @override
     def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See `InsideHost.reduce_scatter`."""
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         return scattered(self._transport, flat, self.bounds, SUMS)
 
+    @override
     def gather(self, own: Sum) -> ShardedSum:
-        """See `InsideHost.gather`."""
         return self._read(self._transport.allgather(self._message(own), channel=STREAMS))
 
 
+class OverDevices(OverTransport):
+    """The exchange where the ranks of a host have a device each.
+
+    Gradients are cut into shards on the device, and go to the other devices over NCCL, all to all.
+    Each rank adds its shards up there. That is as many bytes as NCCL's own reduce-scatter sends,
+    but the order of the sum is ours: it has the same bits as through shared memory. Reduced
+    streams, which are on the host, go by messages. `transport` connects the devices of all ranks.
+    """
+
+    def __init__(self, transport: NcclTransport, inside: GroupTransport, numel: int) -> None:
+        super().__init__(inside, numel)
+        self._devices, self._ranks = transport, inside.ranks
+
+    @override
+    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        sizes = [stop - start for start, stop in pairwise(self.bounds)]
+        shards = dict(zip(self._ranks, flat.split(sizes), strict=True))
+        by_rank = sorted(shards)  # the order of an all-to-all's parts
+        if by_rank != list(shards):
+            flat = torch.cat([shards[rank] for rank in by_rank])
+        arrived = self._devices.exchange_on_devices(
+            flat.view(torch.uint8),
+            {rank: shards[rank].nbytes for rank in by_rank},
+            dict.fromkeys(by_rank, self.shard_numel * flat.itemsize),
+        )
+        vectors = dict(zip(by_rank, arrived.view(flat.dtype).chunk(len(by_rank)), strict=True))
+        first, *others = (vectors[rank] for rank in self._ranks)
+        total = first.to(torch.float32, copy=True)
+        for vector in others:
+            total += vector
+        return total
+
+
 def scattered(inside: Transport, flat: Tensor, bounds: Sequence[int], channel: str) -> Tensor:
-    """The sum over a host's ranks of this rank's shard of vectors.
+    """The sum over a host's ranks of this rank's shard of a vector.
 
-    Args:
-        inside: Connects the ranks of the host.
-        flat: `(n,)`, of a gradient's type, on any device.
-        bounds: Of the shards.
-        channel: Purpose of the messages.
-
-    Returns:
-        float32 `(m,)` on the same device.
+    `flat` is `(n,)`, of a gradient's type, on any device; the sum is float32 `(m,)` on the same.
     """
     mine = flat.cpu().split([stop - start for start, stop in pairwise(bounds)])
     arrived = inside.all_to_all([(shard,) for shard in mine], channel=channel)
     total = torch.empty(mine[inside.rank].numel(), dtype=torch.float32)
     ops.sum_vectors(total, [message.view(flat.dtype) for message in arrived])
     return total.to(flat.device)
+
+
+def shard_bounds(numel: int, local_size: int) -> list[int]:
+    """The bounds of a vector's L shards: L + 1, ascending; shards may be empty."""
+    ends = (numel * i // local_size for i in range(local_size))
+    aligned = [min(numel, -(-end // SHARD_ALIGNMENT) * SHARD_ALIGNMENT) for end in ends]
+    return [*aligned, numel]
+
+
+class ShardedSum:
+    """The sums of all shards of a vector, in order, between their `shard_bounds`."""
+
+    def __init__(self, shards: Sequence[Sum], bounds: Sequence[int]) -> None:
+        self.shards = tuple(shards)
+        self._bounds = tuple(bounds)
+
+    @property
+    def nnz(self) -> int:
+        """Entries that the shards hold."""
+        return sum(shard.nnz for shard in self.shards)
+
+    def isfinite(self) -> bool:
+        """Whether every value is finite."""
+        return all(shard.isfinite() for shard in self.shards)
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """Writes the vector times `scale`, as `SparseStream.write` does."""
+        for shard, (start, stop) in zip(self.shards, pairwise(self._bounds), strict=True):
+            shard.write(out[start:stop], scale)

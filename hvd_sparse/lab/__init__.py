@@ -1,1 +1,4 @@
-"""What is never imported by a training: simulator, report page, plots, plans without a run."""
+"""Tools that a training never imports: simulator, report, plots, plans without a training.
+
+Their user is the command `hvd-sparse`; scripts may import them, too.
+"""

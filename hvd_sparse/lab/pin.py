@@ -1,4 +1,4 @@
-"""A plan as a policy: the same tensors by the same methods in the same buckets, for good."""
+"""Writes a plan as a policy: the same tensors, methods and buckets, without a planner."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import Policy, collectives_of
 
 DROPPED = ("profile", "plan_cache")
-"""Keys that only a planner reads."""
+"""Keys of a policy that only a planner reads."""
 OF_RULE = ("match", "compress", "bucket")
-"""Keys of a rule that do not say how to compress."""
+"""Keys of a rule that do not describe its methods."""
 
 
 def pinned(
@@ -25,16 +25,16 @@ def pinned(
     specs: Sequence[TensorSpec],
     placements: Mapping[str, Placement],
 ) -> dict[str, Any]:
-    """The policy that a plan makes of one with `compress: auto`, as plain data.
+    """A policy with a plan in the place of its rules with `compress: auto`, as plain data.
 
     Args:
-        policy: Left tensors to a planner.
+        policy: The policy that left tensors to the planner.
         rules: Its assignment for the model.
         specs: The model's tensors.
-        placements: Of those that the planner compresses, by name.
+        placements: The plan: the tensors that it compresses, by name.
 
     Raises:
-        ConfigError: A tensor is placed by a method that its rule does not have.
+        ConfigError: The plan uses a method that the tensor's rule does not have.
     """
     data = policy.document.data
     buckets: dict[tuple[int, MethodId, str], list[str]] = {}
@@ -63,7 +63,7 @@ def pinned(
 def _settings(
     policy: Policy, rules: PolicyAssignment, place: int, method: MethodId
 ) -> dict[str, Any]:
-    """How a rule's method compresses, as keys; a collective is the one of just this method."""
+    """The keys of a rule that describe one of its methods, with this method's collective."""
     rule = policy.document.data["rules"][place]
     settings = {key: value for key, value in rule.items() if key not in OF_RULE}
     methods = [each.id for each in rules.rules[place].methods]

@@ -1,4 +1,4 @@
-"""A predicted step as a timeline: what backward hides, and what is waited for."""
+"""Plots: simulated exchanges over the number of ranks, and a predicted step as a timeline."""
 
 from __future__ import annotations
 
@@ -9,29 +9,20 @@ from typing import Any
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import replacing
 from hvd_sparse.lab.predicted import Span, schedule
-from hvd_sparse.lab.simulator.simulation import Outcome
+from hvd_sparse.lab.simulator.simulation import SimulatedOutcome
 from hvd_sparse.planner.choose import Placement, TimedTensor, jobs_of
 from hvd_sparse.planner.costs import Profile
 
-# MERGED simulator.plots
-# Curves over the number of ranks.
-
-CURVES: tuple[tuple[str, bool, Callable[[Outcome], float | None]], ...] = (
-    ("seconds of an exchange", True, lambda o: o.exchange_s),
-    ("words received by the worst rank", True, lambda o: o.received_words.worst),
-    ("parallel efficiency, weak scaling", False, lambda o: o.efficiency),
-)
-
 
 def load_pyplot(path: Path | str | None = None) -> Any:
-    """Matplotlib's pyplot, drawing to files.
+    """Load matplotlib's pyplot for drawing to files.
 
     Args:
-        path: Where a plot is to go; its suffix says in which format, none: PNG.
+        path: The plot's file, which is checked here. Its suffix gives the format; none: PNG.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the format, or there is no such
-            folder.
+        ConfigError: matplotlib is not installed or does not know the format, or the folder does
+            not exist.
     """
     try:
         import matplotlib as mpl
@@ -49,11 +40,30 @@ def load_pyplot(path: Path | str | None = None) -> Any:
     return pyplot
 
 
-def plot_outcomes(outcomes: Sequence[Outcome], title: str, path: Path | str) -> None:
-    """Draw time, volume and efficiency against the number of ranks, a curve per algorithm.
+def _save(figure: Any, path: Path | str) -> None:
+    """Write a figure, with room for a legend below its axes, and close it."""
+    from matplotlib import pyplot
+
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=120, format=partial.suffix[1:] or "png")
+    pyplot.close(figure)
+
+
+# -- simulated exchanges ---------------------------------------------------------------------------
+
+CURVES: tuple[tuple[str, bool, Callable[[SimulatedOutcome], float | None]], ...] = (
+    ("seconds of an exchange", True, lambda o: o.exchange_s),
+    ("words received by the worst rank", True, lambda o: o.received_words.worst),
+    ("parallel efficiency, weak scaling", False, lambda o: o.efficiency),
+)
+
+
+def plot_outcomes(outcomes: Sequence[SimulatedOutcome], title: str, path: Path | str) -> None:
+    """Draw time, volume and efficiency over the number of ranks, with one curve per algorithm.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the path's format.
+        ConfigError: As from `load_pyplot`.
     """
     pyplot = load_pyplot(path)
     figure, every = pyplot.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4))
@@ -74,11 +84,10 @@ def plot_outcomes(outcomes: Sequence[Outcome], title: str, path: Path | str) -> 
     curves, names = every[0].get_legend_handles_labels()
     figure.legend(curves, names, loc="lower center", ncols=len(names), fontsize="small")
     figure.suptitle(title)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    with replacing(path) as partial:
-        figure.savefig(partial, dpi=120, format=partial.suffix[1:] or "png")
-    pyplot.close(figure)
+    _save(figure, path)
 
+
+# -- a predicted step ------------------------------------------------------------------------------
 
 LANES = ("backward", "dense", "sparse", "waiting")
 COLORS = {
@@ -94,7 +103,7 @@ COLORS = {
 def timeline(
     profile: Profile, tensors: Sequence[TimedTensor], placements: Mapping[str, Placement]
 ) -> dict[str, list[tuple[str, float, float]]]:
-    """What happens in a step by lane: kind, start and stop in seconds from the first gradient."""
+    """The spans of a step by lane: kind, start and stop in seconds from the first gradient."""
     spans = list(schedule(jobs_of(profile, tensors, placements)))
     backward_s = max((tensor.ready_s for tensor in tensors), default=0.0)
     lanes: dict[str, list[tuple[str, float, float]]] = {name: [] for name in LANES}
@@ -114,10 +123,10 @@ def plot_timelines(
     placements: Mapping[str, Placement],
     path: Path | str,
 ) -> None:
-    """Draw the dense step above the planned one, over the same seconds.
+    """Draw the dense step above the planned one, on the same axis of time.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the path's format.
+        ConfigError: As from `load_pyplot`.
     """
     pyplot = load_pyplot(path)
     figure, every = pyplot.subplots(2, 1, figsize=(9, 5), sharex=True)
@@ -128,10 +137,7 @@ def plot_timelines(
     every[1].set_xlabel("ms from the first gradient")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     figure.legend(handles, COLORS, loc="lower center", ncols=len(COLORS), fontsize="small")
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    with replacing(path) as partial:
-        figure.savefig(partial, dpi=120, format=partial.suffix[1:] or "png")
-    pyplot.close(figure)
+    _save(figure, path)
 
 
 def _draw(axes: Any, title: str, lanes: dict[str, list[tuple[str, float, float]]]) -> None:
@@ -151,7 +157,7 @@ def _draw(axes: Any, title: str, lanes: dict[str, list[tuple[str, float, float]]
 
 
 def _parts(span: Span) -> list[tuple[str, float, float]]:
-    """A job's parts one after the other; a dense one is one part."""
+    """The spans of a job's parts, one after the other; a dense job is one part."""
     parts, at_s = [], span.start_s
     for kind, seconds in span.job.parts or (("dense", span.job.seconds),):
         parts.append((kind, at_s, at_s + seconds))

@@ -1,21 +1,38 @@
 """One function per kernel: a torch reference, C++ for CPU tensors, and CUDA.
 
-Streams are pairs of `indices`, int32 `(nnz,)` strictly ascending, and `values`, float32 `(nnz,)`.
-Magnitudes are compared as integers, `bits(x) & 0x7fffffff`: NaN > inf > finite, and zeros of either
-sign are never selected. Arguments are checked here, once: an `Accumulation` when it is made, others
-by the operation. The order of a stream's indices is a precondition.
+Every operation takes and gives:
 
-CPU tensors go to the native library, CUDA tensors to the kernels where CuPy is installed, and all
-others to the torch reference. Without the library or CuPy, or with `HVD_SPARSE_NATIVE=0` in the
-environment, the reference does everything, with the same results. On CUDA an index out of range
-is no exception: it stops the device, as in torch.
+* an `Accumulation(residual, gradients, momentum, before)`: gradients, laid side by side over a
+  float32 residual `(n,)`, that the operation adds in its one pass over memory;
+* streams: `indices`, int32 `(nnz,)` strictly ascending, and `values`, float32 `(nnz,)`;
+* magnitudes, compared as the integers `bits(x) & 0x7fffffff`: NaN > inf > finite. A threshold `t`
+  selects `key(x) >= max(1, key(t))`, so never an exact zero of either sign, and always what is
+  not finite.
 
-A family of operations is a module here (what they promise, and their checks), one of the same name
-in `reference`, `native` and `cuda`, and its part of the interface in `_interface`.
-"""
+| family | operations |
+|---|---|
+| selection | `accumulate_select`, `accumulate_topk`, `accumulate_group_topk`, `partition_select`, `hash_select` |
+| estimation | `kth_magnitude`, `sample_accumulator` |
+| streams | `merge_sum`, `difference`, `unapplied`, `threshold_stream`, `scatter_add`, `decode`, `take_at`, `zero_at` |
+| wire | `gap_encode`, `gap_decode`, `qsgd_quantize`, `qsgd_dequantize` |
+| shared memory | `sum_vectors`, `post`, `posted`; on the CPU only |
 
-from hvd_sparse.ops._arguments import GAP_BLOCK
-from hvd_sparse.ops._dispatch import backend
+A family is a module here, which documents its operations and checks their arguments, a section of
+`reference.py` and of `native.py`, `csrc/cpu/api_<family>.cpp` and `cuda/launch_<family>.py`. All
+implementations give the same bits. CPU tensors go to the native library, CUDA tensors to the
+kernels where CuPy is installed, all others to the torch reference. Without the library or CuPy, or
+with `HVD_SPARSE_NATIVE=0` in the environment, the reference does everything. `backend()` tells.
+
+Arguments are checked once: an `Accumulation` when it is made, other tensors by the function that
+gets them (type, shape, device, contiguity). The order of a stream's indices is a precondition. An
+index out of range raises ValueError. On CUDA the kernel leaves the entry out, and the next
+operation that waits for the device raises. The package's own streams were checked when they were
+made or read from a message: `streams/` and `wire/` hand them to `unchecked(device)`, which has the
+same operations without the checks.
+"""  # noqa: E501
+
+from hvd_sparse.ops._arguments import GAP_BLOCK, Entries
+from hvd_sparse.ops._dispatch import Ops, backend, unchecked
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
 from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
 from hvd_sparse.ops.pages import new_vector, zero_vector
@@ -43,7 +60,9 @@ __all__ = [
     "GAP_BLOCK",
     "Accumulation",
     "Before",
+    "Entries",
     "Momentum",
+    "Ops",
     "accumulate_group_topk",
     "accumulate_select",
     "accumulate_topk",
@@ -67,6 +86,7 @@ __all__ = [
     "take_at",
     "threshold_stream",
     "unapplied",
+    "unchecked",
     "zero_at",
     "zero_vector",
 ]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# MERGED ops._layout
-# What Python and csrc must agree on.
+Entries = tuple[Tensor, Tensor]
+"""Indices and values of a stream."""
 
+# What Python and csrc must agree on:
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """What a gradient may be made of, and its `Dtype` in csrc."""
 GRADIENT_DTYPES = tuple(DTYPE_CODES)

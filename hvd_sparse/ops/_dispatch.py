@@ -4,14 +4,80 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from functools import cache
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from hvd_sparse.ops import reference
-from hvd_sparse.ops._interface import HostOps, Ops
+from hvd_sparse.ops._arguments import Entries
+from hvd_sparse.ops.accumulation import Accumulation
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
 from hvd_sparse.ops.native import NativeOps
+
+
+class Ops(Protocol):
+    """What each implementation has; `hvd_sparse.ops` documents it and checks the arguments."""
+
+    def accumulate_select(self, accumulation: Accumulation, threshold: float) -> Entries: ...
+
+    def accumulate_topk(
+        self, accumulation: Accumulation, k: int, pivot: float = 0.0
+    ) -> tuple[Tensor, Tensor, float]: ...
+
+    def accumulate_group_topk(
+        self, accumulation: Accumulation, k: int, group_numel: int = 512
+    ) -> Entries: ...
+
+    def partition_select(
+        self, accumulation: Accumulation, threshold: float, start: int, stop: int
+    ) -> Entries: ...
+
+    def hash_select(
+        self,
+        accumulation: Accumulation,
+        threshold: float,
+        slots: int,
+        slots_per_bucket: int,
+        a: int,
+        b: int,
+    ) -> Entries: ...
+
+    def kth_magnitude(self, x: Tensor, k: int) -> float: ...
+
+    def sample_accumulator(
+        self, accumulation: Accumulation, start: int, stride: int, run: int = 1
+    ) -> Tensor: ...
+
+    def merge_sum(self, streams: Sequence[Entries], numel: int) -> Entries: ...
+
+    def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries: ...
+
+    def unapplied(self, sent: Entries, lost: Entries, applied: Tensor) -> Entries: ...
+
+    def threshold_stream(self, indices: Tensor, values: Tensor, threshold: float) -> Entries: ...
+
+    def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None: ...
+
+    def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None: ...
+
+    def take_at(self, x: Tensor, indices: Tensor) -> Tensor: ...
+
+    def zero_at(self, x: Tensor, indices: Tensor) -> None: ...
+
+    def gap_encode(self, indices: Tensor, start: int) -> Tensor: ...
+
+    def gap_decode(self, code: Tensor, nnz: int, start: int, stop: int) -> Tensor: ...
+
+    def qsgd_quantize(
+        self, x: Tensor, bits: int, bucket_numel: int, seed: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def qsgd_dequantize(
+        self, codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
+    ) -> Tensor: ...
 
 
 def load() -> NativeOps | None:
@@ -41,24 +107,23 @@ def backend(device: torch.device | str = "cpu") -> str:
     Returns:
         `"native-avx512"`, `"native-avx2"`, `"native-portable"`, `"cuda"` or `"reference"`.
     """
-    serving = implementation(torch.device(device))
+    serving = unchecked(torch.device(device))
     if isinstance(serving, NativeOps):
         return f"native-{serving.isa}"
     return "reference" if serving is reference else "cuda"
 
 
-def implementation(device: torch.device) -> Ops:
-    """The operations for tensors on `device`."""
+def unchecked(device: torch.device) -> Ops:
+    """The operations for tensors on a device, without the checks of their arguments.
+
+    For streams that this package made or read from a checked message: everything else goes through
+    the functions of `hvd_sparse.ops`. A tensor of another type would be read as what it is not.
+    """
     if _native is not None and device.type == "cpu":
         return _native
     if device.type == "cuda" and os.environ.get("HVD_SPARSE_NATIVE") != "0":
         return _on_cuda(device.index)
     return reference
-
-
-def on_the_host() -> HostOps:
-    """The operations that are for the host alone."""
-    return reference if _native is None else _native
 
 
 @cache

@@ -1,4 +1,8 @@
-"""What a threshold is estimated from; nothing here changes its arguments."""
+"""What a threshold is estimated from; nothing here changes its arguments.
+
+Every operation raises TypeError for a tensor or a number of another type, and ValueError where `x`
+is not contiguous or a number is out of its range.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
 from hvd_sparse.ops._arguments import MAX_NUMEL
-from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._dispatch import unchecked
 from hvd_sparse.ops.accumulation import Accumulation
 
 
@@ -16,14 +20,10 @@ def kth_magnitude(x: Tensor, k: int) -> float:
     Args:
         x: float32 `(n,)`.
         k: Rank in `[1, n]`.
-
-    Raises:
-        TypeError: `x` has another dtype, or `k` is not an int.
-        ValueError: `x` is not contiguous, or `k` is out of its range.
     """
     device = checks.vector("x", x).device
     checks.integer("k", k, 1, x.numel())
-    return implementation(device).kth_magnitude(x, k)
+    return unchecked(device).kth_magnitude(x, k)
 
 
 def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
@@ -39,13 +39,8 @@ def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run:
 
     Returns:
         float32 `(m,)`, in the order of the elements; the last run may be cut short by the end.
-
-    Raises:
-        TypeError: A number is not an int.
-        ValueError: A number is out of its range.
     """
     checks.integer("stride", stride, 1, MAX_NUMEL)
     checks.integer("start", start, 0, stride - 1)
     checks.integer("run", run, 1, stride)
-    ops = implementation(accumulation.device)
-    return ops.sample_accumulator(accumulation, start, stride, run)
+    return unchecked(accumulation.device).sample_accumulator(accumulation, start, stride, run)

@@ -42,5 +42,5 @@ def ask_for_large_pages(vector: Tensor) -> None:
 
 
 def zero_vector(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same, all zero."""
+    """A `new_vector` of zeros."""
     return new_vector(numel, dtype, device).zero_()

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys, threshold_key
-from hvd_sparse.ops._arguments import GAP_BLOCK, MAX_NUMEL, bad_index
+from hvd_sparse.ops._arguments import GAP_BLOCK, MAX_NUMEL, Entries, bad_index
 from hvd_sparse.ops.accumulation import Accumulation
 
-# MERGED ops.reference._sums
-# The sums of an accumulation, from which entries move out.
+WORD_MASK = 0xFFFFFFFF
+MOST_SCALE_KEY = 0x7F7FFF00
+"""A scale above this could make the top level infinite when it is multiplied out."""
+
+# -- selection -------------------------------------------------------------------------------------
 
 
 class Sums:
@@ -45,7 +48,7 @@ class Sums:
                 self.acc = residual + self._u
         self.keys = magnitude_keys(self.acc)
 
-    def move_out(self, selected: Tensor) -> tuple[Tensor, Tensor]:
+    def move_out(self, selected: Tensor) -> Entries:
         """Leaves in the residual what is not selected, and returns what is.
 
         Where a sum is not finite, the old value stays, be it selected or not.
@@ -69,49 +72,32 @@ def _update(x: Tensor, updated: Tensor, spoiled: Tensor) -> None:
     x.copy_(torch.where(spoiled, before, updated))
 
 
-# MERGED ops.reference.estimation
-# What a threshold is estimated from.
-
-
-def kth_magnitude(x: Tensor, k: int) -> float:
-    """The k-th largest magnitude."""
-    kth_key = torch.sort(magnitude_keys(x), descending=True).values[k - 1]
-    return float(kth_key.view(torch.float32))
-
-
-def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
-    """Magnitudes of some of the sums."""
-    keys = Sums(accumulation).keys
-    runs = torch.arange(start, max(start, keys.numel()), stride, device=keys.device)
-    sampled = (runs.view(-1, 1) + torch.arange(run, device=keys.device)).flatten()
-    return keys[sampled[sampled < keys.numel()]].view(torch.float32)
-
-
-# MERGED ops.reference.selection
-# Accumulation and selection: gradients are added, and what is selected moves out.
-
-
-def accumulate_select(accumulation: Accumulation, threshold: float) -> tuple[Tensor, Tensor]:
-    """Moves out what reaches the threshold."""
+def accumulate_select(accumulation: Accumulation, threshold: float) -> Entries:
     sums = Sums(accumulation)
     return sums.move_out(_where(sums.keys >= threshold_key(threshold)))
+
+
+def partition_select(
+    accumulation: Accumulation, threshold: float, start: int, stop: int
+) -> Entries:
+    sums = Sums(accumulation)
+    selected = sums.keys >= INFINITE_KEY
+    selected[start:stop] = sums.keys[start:stop] >= threshold_key(threshold)
+    return sums.move_out(_where(selected))
 
 
 def accumulate_topk(
     accumulation: Accumulation, k: int, pivot: float = 0.0
 ) -> tuple[Tensor, Tensor, float]:
-    """Moves out the k largest magnitudes."""
     del pivot  # it could only save time
     sums = Sums(accumulation)
-    acc = sums.acc
+    acc, keys = sums.acc, sums.keys
     threshold = math.inf if k == 0 else kth_magnitude(acc, k) if k <= acc.numel() else 0.0
-    return *sums.move_out(_largest(sums.keys, k)), threshold
+    order = torch.sort(keys, descending=True, stable=True).indices[:k]  # ties: the lower index
+    return *sums.move_out(order[keys[order] > 0].sort().values), threshold
 
 
-def accumulate_group_topk(
-    accumulation: Accumulation, k: int, group_numel: int = 512
-) -> tuple[Tensor, Tensor]:
-    """Moves out the k largest magnitudes of each group."""
+def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int = 512) -> Entries:
     sums = Sums(accumulation)
     keys = sums.keys
     short = -keys.numel() % group_numel
@@ -123,20 +109,9 @@ def accumulate_group_topk(
     return sums.move_out(candidates[keys[candidates] > 0].sort().values)
 
 
-def partition_select(
-    accumulation: Accumulation, threshold: float, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """Moves out what reaches the threshold in `[start, stop)`."""
-    sums = Sums(accumulation)
-    selected = sums.keys >= INFINITE_KEY
-    selected[start:stop] = sums.keys[start:stop] >= threshold_key(threshold)
-    return sums.move_out(_where(selected))
-
-
 def hash_select(
     accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, a: int, b: int
-) -> tuple[Tensor, Tensor]:
-    """Moves out what reaches the threshold and wins a slot."""
+) -> Entries:
     sums = Sums(accumulation)
     finite = sums.keys < INFINITE_KEY
     selected = _where((sums.keys >= threshold_key(threshold)) & finite)
@@ -154,15 +129,9 @@ def _where(mask: Tensor) -> Tensor:
     return torch.nonzero(mask).view(-1)
 
 
-def _largest(keys: Tensor, k: int) -> Tensor:
-    """Indices of the k largest keys above 0, ascending; of equal keys, the lower indices."""
-    order = torch.sort(keys, descending=True, stable=True).indices[:k]
-    return order[keys[order] > 0].sort().values
-
-
 def _bucket_of(indices: Tensor, buckets: int, a: int, b: int) -> Tensor:
     """H = ((a·i + b) mod 2**64) >> 32, scaled to `[0, buckets)`: (h · buckets) >> 32."""
-    h = (_signed(a) * indices + _signed(b)) >> 32 & 0xFFFFFFFF  # int64 wraps modulo 2**64
+    h = (_signed(a) * indices + _signed(b)) >> 32 & WORD_MASK  # int64 wraps modulo 2**64
     return h * buckets >> 32
 
 
@@ -171,12 +140,25 @@ def _signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-# MERGED ops.reference.streams
-# Streams, and their way back to a dense vector.
+# -- estimation ------------------------------------------------------------------------------------
 
 
-def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
-    """The sum of streams, in the order of the list."""
+def kth_magnitude(x: Tensor, k: int) -> float:
+    kth_key = torch.sort(magnitude_keys(x), descending=True).values[k - 1]
+    return float(kth_key.view(torch.float32))
+
+
+def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
+    keys = Sums(accumulation).keys
+    runs = torch.arange(start, max(start, keys.numel()), stride, device=keys.device)
+    sampled = (runs.view(-1, 1) + torch.arange(run, device=keys.device)).flatten()
+    return keys[sampled[sampled < keys.numel()]].view(torch.float32)
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def merge_sum(streams: Sequence[Entries], numel: int) -> Entries:
     for i, (indices, _) in enumerate(streams):
         _check_range(f"streams[{i}] indices", indices, numel)
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
@@ -187,43 +169,35 @@ def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Ten
     return union, total
 
 
-def difference(indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries whose index is not in `other`."""
+def difference(indices: Tensor, values: Tensor, other: Tensor) -> Entries:
     kept = ~torch.isin(indices, other)
     return indices[kept], values[kept]
 
 
-def unapplied(
-    sent: tuple[Tensor, Tensor], lost: tuple[Tensor, Tensor], applied: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What an exchange leaves with its sender."""
+def unapplied(sent: Entries, lost: Entries, applied: Tensor) -> Entries:
     kept = torch.isin(lost[0], applied)
     parts = [difference(*sent, applied), (lost[0][kept], lost[1][kept])]
     indices, order = torch.cat([indices for indices, _ in parts]).sort()
     return indices, torch.cat([values for _, values in parts])[order]
 
 
-def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """The entries that reach the threshold."""
+def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> Entries:
     kept = magnitude_keys(values) >= threshold_key(threshold)
     return indices[kept], values[kept]
 
 
 def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Adds a stream to a vector."""
     _check_range("indices", indices, x.numel())
     x[indices] += values
 
 
 def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Writes a stream as a dense vector."""
     _check_range("indices", indices, out.numel())
     out.zero_()
     out[indices] = values.to(out.dtype)
 
 
 def take_at(x: Tensor, indices: Tensor) -> Tensor:
-    """Moves entries out of a vector."""
     _check_range("indices", indices, x.numel())
     values = x[indices]
     x[indices] = 0.0
@@ -231,7 +205,6 @@ def take_at(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def zero_at(x: Tensor, indices: Tensor) -> None:
-    """Zeroes entries of a vector."""
     _check_range("indices", indices, x.numel())
     x[indices] = 0.0
 
@@ -244,16 +217,10 @@ def _check_range(what: str, indices: Tensor, numel: int) -> None:
         raise bad_index(what, numel)
 
 
-# MERGED ops.reference.wire
-# What goes over the wire.
-
-WORD_MASK = 0xFFFFFFFF
-MOST_SCALE_KEY = 0x7F7FFF00
-"""A scale above this could make the top level infinite when it is multiplied out."""
+# -- wire ------------------------------------------------------------------------------------------
 
 
 def gap_encode(indices: Tensor, start: int) -> Tensor:
-    """Packs ascending indices."""
     if indices.numel() == 0:
         return indices.to(torch.uint8)
     before = torch.cat([indices.new_tensor([start], dtype=torch.int64) - 1, indices[:-1].long()])
@@ -267,7 +234,6 @@ def gap_encode(indices: Tensor, start: int) -> Tensor:
 
 
 def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
-    """Reads packed indices."""
     what = f"the {nnz} indices of a code"
     count = -(-nnz // GAP_BLOCK)
     if code.numel() < count:
@@ -290,8 +256,20 @@ def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
     return indices.to(torch.int32)
 
 
+def _pack_bits(gaps: Tensor, width: int) -> Tensor:
+    """The gaps' bits side by side, from the lowest up."""
+    bits = gaps[:, None] >> torch.arange(width, device=gaps.device) & 1
+    weights = 1 << torch.arange(8, device=gaps.device)
+    return (_rows(bits.reshape(-1), 8) * weights).sum(1).to(torch.uint8)
+
+
+def _unpack_bits(packed: Tensor, length: int, width: int) -> Tensor:
+    bits = packed.long()[:, None] >> torch.arange(8, device=packed.device) & 1
+    rows = bits.reshape(-1)[: length * width].view(length, width)
+    return (rows << torch.arange(width, device=packed.device)).sum(1)
+
+
 def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Rounds to levels."""
     levels = (1 << (bits - 1)) - 1
     buckets = _rows(x, bucket_numel)
     largest = magnitude_keys(buckets).amax(1)
@@ -318,7 +296,6 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
 def qsgd_dequantize(
     codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
 ) -> Tensor:
-    """The values of levels."""
     levels = (1 << (bits - 1)) - 1
     shifts = torch.arange(8 // bits, device=codes.device) * bits
     unpacked = (codes.long()[:, None] >> shifts & ((1 << bits) - 1)).view(-1)[:numel]
@@ -343,35 +320,18 @@ def _rows(x: Tensor, length: int) -> Tensor:
     return padded.view(rows, length)
 
 
-def _pack_bits(gaps: Tensor, width: int) -> Tensor:
-    """The gaps' bits side by side, from the lowest up."""
-    bits = gaps[:, None] >> torch.arange(width, device=gaps.device) & 1
-    weights = 1 << torch.arange(8, device=gaps.device)
-    return (_rows(bits.reshape(-1), 8) * weights).sum(1).to(torch.uint8)
-
-
-def _unpack_bits(packed: Tensor, length: int, width: int) -> Tensor:
-    bits = packed.long()[:, None] >> torch.arange(8, device=packed.device) & 1
-    rows = bits.reshape(-1)[: length * width].view(length, width)
-    return (rows << torch.arange(width, device=packed.device)).sum(1)
-
-
-# MERGED ops.reference.hosts
-# What the ranks of one host do in memory that they share.
+# -- hosts -----------------------------------------------------------------------------------------
 
 
 def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
-    """Sums vectors in the order of the list, in float32."""
     out.zero_()
     for vector in vectors:
         out.add_(vector)  # widened before it is added
 
 
 def post(place: Tensor, number: int) -> None:
-    """Writes a number; x86-64 keeps the order of what is written, other processors may not."""
-    place.fill_(number)
+    place.fill_(number)  # x86-64 keeps the order of what is written, other processors may not
 
 
 def posted(places: Sequence[Tensor], number: int) -> bool:
-    """Whether all places have a number of at least `number`."""
     return all(int(place) >= number for place in places)

@@ -1,6 +1,7 @@
 """Accumulation and selection: gradients are added, and what is selected moves out.
 
-One pass over the vectors each.
+One pass over the vectors each. Every operation raises TypeError where a number is not an int, and
+ValueError where one is out of its range.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
-from hvd_sparse.ops._arguments import MAX_NUMEL
-from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._arguments import MAX_NUMEL, Entries
+from hvd_sparse.ops._dispatch import unchecked
 from hvd_sparse.ops.accumulation import Accumulation
 
 _UINT64_MAX = 2**64 - 1
 
 
-def accumulate_select(accumulation: Accumulation, threshold: float) -> tuple[Tensor, Tensor]:
+def accumulate_select(accumulation: Accumulation, threshold: float) -> Entries:
     """Adds gradients to the residual and moves out what reaches a threshold, in one pass.
 
     An entry that becomes non-finite is moved out too, while the residual keeps what it held before
@@ -28,12 +29,9 @@ def accumulate_select(accumulation: Accumulation, threshold: float) -> tuple[Ten
 
     Returns:
         `(indices, values)`, a stream `(nnz,)`.
-
-    Raises:
-        ValueError: The threshold is negative.
     """
     checks.threshold(threshold)
-    return implementation(accumulation.device).accumulate_select(accumulation, threshold)
+    return unchecked(accumulation.device).accumulate_select(accumulation, threshold)
 
 
 def accumulate_topk(
@@ -54,18 +52,12 @@ def accumulate_topk(
     Returns:
         `(indices, values, threshold)`: a stream, and the k-th largest magnitude (0.0 with fewer
         than k nonzeros, inf for k = 0).
-
-    Raises:
-        TypeError: `k` is not an int.
-        ValueError: `k` is negative.
     """
     checks.integer("k", k, 0)
-    return implementation(accumulation.device).accumulate_topk(accumulation, k, pivot)
+    return unchecked(accumulation.device).accumulate_topk(accumulation, k, pivot)
 
 
-def accumulate_group_topk(
-    accumulation: Accumulation, k: int, group_numel: int = 512
-) -> tuple[Tensor, Tensor]:
+def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int = 512) -> Entries:
     """Adds gradients and moves out the k largest magnitudes of every group of consecutive elements.
 
     Source: Renggli et al., "SparCML" (SC '19), section 8: k out of every 512 elements.
@@ -78,20 +70,15 @@ def accumulate_group_topk(
 
     Returns:
         `(indices, values)`, a stream.
-
-    Raises:
-        TypeError: A number is not an int.
-        ValueError: A number is out of its range.
     """
     checks.integer("group_numel", group_numel, 1, MAX_NUMEL)
     checks.integer("k", k, 1, group_numel)
-    ops = implementation(accumulation.device)
-    return ops.accumulate_group_topk(accumulation, k, group_numel)
+    return unchecked(accumulation.device).accumulate_group_topk(accumulation, k, group_numel)
 
 
 def partition_select(
     accumulation: Accumulation, threshold: float, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
+) -> Entries:
     """Adds gradients everywhere, and moves out what reaches a threshold within a partition.
 
     Source: Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable
@@ -106,21 +93,16 @@ def partition_select(
 
     Returns:
         `(indices, values)`, a stream.
-
-    Raises:
-        TypeError: A bound is not an int.
-        ValueError: The threshold is negative, or a bound is out of its range.
     """
     checks.threshold(threshold)
     checks.integer("start", start, 0, accumulation.numel)
     checks.integer("stop", stop, start, accumulation.numel)
-    ops = implementation(accumulation.device)
-    return ops.partition_select(accumulation, threshold, start, stop)
+    return unchecked(accumulation.device).partition_select(accumulation, threshold, start, stop)
 
 
 def hash_select(
     accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, a: int, b: int
-) -> tuple[Tensor, Tensor]:
+) -> Entries:
     """Adds gradients, and moves out what reaches a threshold and wins a slot by its hash.
 
     Index i hashes to h = ((a·i + b) mod 2**64) >> 32, and to bucket (h · buckets) >> 32. A bucket
@@ -139,10 +121,6 @@ def hash_select(
 
     Returns:
         `(indices, values)`, a stream of at most `slots` finite entries.
-
-    Raises:
-        TypeError: A number is not an int.
-        ValueError: A number is out of its range.
     """
     checks.threshold(threshold)
     checks.integer("slots_per_bucket", slots_per_bucket, 1, 255)
@@ -155,5 +133,6 @@ def hash_select(
     if a % 2 == 0:
         raise ValueError(f"a must be odd, got {a}")
     checks.integer("b", b, 0, _UINT64_MAX)
-    ops = implementation(accumulation.device)
-    return ops.hash_select(accumulation, threshold, slots, slots_per_bucket, a, b)
+    return unchecked(accumulation.device).hash_select(
+        accumulation, threshold, slots, slots_per_bucket, a, b
+    )

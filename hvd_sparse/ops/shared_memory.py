@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
+from hvd_sparse.ops import _dispatch, reference
 from hvd_sparse.ops._arguments import GRADIENT_DTYPES
-from hvd_sparse.ops._dispatch import on_the_host
 
 CPU = torch.device("cpu")
 
@@ -39,22 +39,22 @@ def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
                 f"vectors[{i}] must have {out.numel()} elements of {vectors[0].dtype}, got "
                 f"{vector.numel()} of {vector.dtype}"
             )
-    on_the_host().sum_vectors(out, vectors)
+    (_dispatch._native or reference).sum_vectors(out, vectors)
 
 
 def post(place: Tensor, number: int) -> None:
-    """Writes a number that other processes wait for; who sees it sees all that was written before.
+    """Writes a number that other processes wait for: with it they see all that was written before.
 
     Args:
         place: int64 `(1,)`, in shared memory.
         number: Larger than what is there.
     """
     checks.tensor("place", place, (torch.int64,), CPU)
-    on_the_host().post(place, number)
+    (_dispatch._native or reference).post(place, number)
 
 
 def posted(places: Sequence[Tensor], number: int) -> bool:
     """Whether all of some places, int64 `(1,)` each, have a number of at least `number`."""
     for i, place in enumerate(places):
         checks.tensor(f"places[{i}]", place, (torch.int64,), CPU)
-    return on_the_host().posted(places, number)
+    return (_dispatch._native or reference).posted(places, number)

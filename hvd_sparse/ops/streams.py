@@ -1,4 +1,9 @@
-"""Streams, and their way back to a dense vector."""
+"""Streams, and their way back to a dense vector.
+
+Every operation raises TypeError where a tensor has another dtype, and ValueError where lengths do
+not match, a tensor is not contiguous or on another device, a number is out of its range, or an
+index is found out of `[0, n)`. Some entries may be written by then.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,11 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
-from hvd_sparse.ops._arguments import GRADIENT_DTYPES, MAX_NUMEL
-from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._arguments import GRADIENT_DTYPES, MAX_NUMEL, Entries
+from hvd_sparse.ops._dispatch import unchecked
 
 
-def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
+def merge_sum(streams: Sequence[Entries], numel: int) -> Entries:
     """The sum of streams; at one index, values are added in the order of the list.
 
     Args:
@@ -21,11 +26,6 @@ def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Ten
 
     Returns:
         `(indices, values)`, one entry per index that occurs.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: There is no stream, lengths do not match, a tensor is not contiguous or on
-            another device, or an index is found out of `[0, numel)`.
     """
     if len(streams) == 0:
         raise ValueError("streams must have at least one stream, got none")
@@ -33,10 +33,10 @@ def merge_sum(streams: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Ten
     device = checks.device_of(streams[0][0])
     for i, (indices, values) in enumerate(streams):
         checks.stream(indices, values, device, f"streams[{i}]")
-    return implementation(device).merge_sum(streams, numel)
+    return unchecked(device).merge_sum(streams, numel)
 
 
-def difference(indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def difference(indices: Tensor, values: Tensor, other: Tensor) -> Entries:
     """The entries of a stream whose index is not in `other`.
 
     Args:
@@ -46,20 +46,14 @@ def difference(indices: Tensor, values: Tensor, other: Tensor) -> tuple[Tensor, 
 
     Returns:
         `(indices, values)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, or a tensor is not contiguous or on another device.
     """
     device = checks.device_of(indices)
     checks.stream(indices, values, device)
     checks.tensor("other", other, (torch.int32,), device)
-    return implementation(device).difference(indices, values, other)
+    return unchecked(device).difference(indices, values, other)
 
 
-def unapplied(
-    sent: tuple[Tensor, Tensor], lost: tuple[Tensor, Tensor], applied: Tensor
-) -> tuple[Tensor, Tensor]:
+def unapplied(sent: Entries, lost: Entries, applied: Tensor) -> Entries:
     """What an exchange leaves with its sender: what had no part in it, and what rounding lost.
 
     Args:
@@ -69,19 +63,15 @@ def unapplied(
 
     Returns:
         `(indices, values)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, or a tensor is not contiguous or on another device.
     """
     device = checks.device_of(sent[0])
     checks.stream(*sent, device)
     checks.stream(*lost, device)
     checks.tensor("applied", applied, (torch.int32,), device)
-    return implementation(device).unapplied(sent, lost, applied)
+    return unchecked(device).unapplied(sent, lost, applied)
 
 
-def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> Entries:
     """The entries of a stream that reach a threshold, as `accumulate_select` understands it.
 
     Args:
@@ -91,16 +81,11 @@ def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> tuple
 
     Returns:
         `(indices, values)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, a tensor is not contiguous or on another device, or the
-            threshold is negative.
     """
     device = checks.device_of(indices)
     checks.stream(indices, values, device)
     checks.threshold(threshold)
-    return implementation(device).threshold_stream(indices, values, threshold)
+    return unchecked(device).threshold_stream(indices, values, threshold)
 
 
 def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -110,15 +95,10 @@ def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
         x: float32 `(n,)`, changed in place.
         indices: The stream's, `(nnz,)`.
         values: The stream's, `(nnz,)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, a tensor is not contiguous or on another device, or an
-            index is out of `[0, n)` (some entries may have been added then).
     """
     device = checks.vector("x", x).device
     checks.stream(indices, values, device)
-    implementation(device).scatter_add(x, indices, values)
+    unchecked(device).scatter_add(x, indices, values)
 
 
 def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -128,16 +108,11 @@ def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
         out: float32, float16 or bfloat16 `(n,)`, overwritten; values are rounded to nearest even.
         indices: The stream's, `(nnz,)`.
         values: The stream's, `(nnz,)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, a tensor is not contiguous or on another device, or an
-            index is found out of `[0, n)` (`out` is undefined then).
     """
     device = checks.device_of(out)
     checks.tensor("out", out, GRADIENT_DTYPES, device)
     checks.stream(indices, values, device)
-    implementation(device).decode(out, indices, values)
+    unchecked(device).decode(out, indices, values)
 
 
 def take_at(x: Tensor, indices: Tensor) -> Tensor:
@@ -149,15 +124,10 @@ def take_at(x: Tensor, indices: Tensor) -> Tensor:
 
     Returns:
         float32 `(nnz,)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: A tensor is not contiguous or on another device, or an index is out of `[0, n)`
-            (some entries may be zeroed then).
     """
     device = checks.vector("x", x).device
     checks.tensor("indices", indices, (torch.int32,), device)
-    return implementation(device).take_at(x, indices)
+    return unchecked(device).take_at(x, indices)
 
 
 def zero_at(x: Tensor, indices: Tensor) -> None:
@@ -166,12 +136,7 @@ def zero_at(x: Tensor, indices: Tensor) -> None:
     Args:
         x: float32 `(n,)`, changed in place.
         indices: int32 `(nnz,)`, in any order.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: A tensor is not contiguous or on another device, or an index is out of `[0, n)`
-            (some entries may be zeroed then).
     """
     device = checks.vector("x", x).device
     checks.tensor("indices", indices, (torch.int32,), device)
-    implementation(device).zero_at(x, indices)
+    unchecked(device).zero_at(x, indices)

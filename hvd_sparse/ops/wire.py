@@ -1,4 +1,8 @@
-"""What goes over the wire: indices as bit-packed gaps, values as a few bits each."""
+"""What goes over the wire: indices as bit-packed gaps, values as a few bits each.
+
+Every operation raises TypeError where a tensor has another dtype, and ValueError where one is not
+contiguous, lengths do not match, or a number is out of its range.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
 from hvd_sparse.ops._arguments import MAX_NUMEL
-from hvd_sparse.ops._dispatch import implementation
+from hvd_sparse.ops._dispatch import unchecked
 
 QSGD_BITS = (2, 4, 8)
 QSGD_BUCKETS = (512, 1024)
@@ -21,20 +25,16 @@ def gap_encode(indices: Tensor, start: int) -> Tensor:
     each, then the blocks' bits from the lowest up, each from a new byte on.
 
     Args:
-        indices: int32 `(nnz,)`, strictly ascending from `start` on.
+        indices: int32 `(nnz,)`, strictly ascending from `start` on; refused if not.
         start: What the first index is counted from, in `[0, 2**31)`.
 
     Returns:
         uint8 `(bytes,)`.
-
-    Raises:
-        TypeError: `indices` has another dtype.
-        ValueError: It is not contiguous or out of order, or `start` is out of range.
     """
     device = checks.device_of(indices)
     checks.tensor("indices", indices, (torch.int32,), device)
     checks.integer("start", start, 0, MAX_NUMEL)
-    return implementation(device).gap_encode(indices, start)
+    return unchecked(device).gap_encode(indices, start)
 
 
 def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
@@ -50,7 +50,6 @@ def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
         int32 `(nnz,)`.
 
     Raises:
-        TypeError: `code` has another dtype.
         ValueError: The code is not one of `nnz` indices in `[start, stop)`.
     """
     device = checks.device_of(code)
@@ -58,7 +57,7 @@ def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
     checks.integer("nnz", nnz, 0, MAX_NUMEL)
     checks.integer("start", start, 0, MAX_NUMEL)
     checks.integer("stop", stop, start, MAX_NUMEL)
-    return implementation(device).gap_decode(code, nnz, start, stop)
+    return unchecked(device).gap_decode(code, nnz, start, stop)
 
 
 def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -80,15 +79,11 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
     Returns:
         `(codes, scales)`: uint8 `(ceil(n * bits / 8),)` and float32 `(ceil(n / bucket_numel),)`. A
         bucket with a non-finite value has scale NaN; one that is too small for its levels, 0.
-
-    Raises:
-        TypeError: `x` has another dtype.
-        ValueError: It is not contiguous, or a number is out of range.
     """
     device = checks.vector("x", x).device
     _check_form(bits, bucket_numel)
     checks.integer("seed", seed, 0, 2**64 - 1)
-    return implementation(device).qsgd_quantize(x, bits, bucket_numel, seed)
+    return unchecked(device).qsgd_quantize(x, bits, bucket_numel, seed)
 
 
 def qsgd_dequantize(
@@ -105,10 +100,6 @@ def qsgd_dequantize(
 
     Returns:
         float32 `(n,)`.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: Lengths do not match, a tensor is not contiguous, or a number is out of range.
     """
     device = checks.device_of(codes)
     checks.tensor("codes", codes, (torch.uint8,), device)
@@ -121,7 +112,7 @@ def qsgd_dequantize(
             f"codes and scales of {numel} values must have {sizes} elements, "
             f"got {(codes.numel(), scales.numel())}"
         )
-    return implementation(device).qsgd_dequantize(codes, scales, numel, bits, bucket_numel)
+    return unchecked(device).qsgd_dequantize(codes, scales, numel, bits, bucket_numel)
 
 
 def _check_form(bits: int, bucket_numel: int) -> None:

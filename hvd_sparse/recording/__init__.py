@@ -1,4 +1,4 @@
-"""Recordings of a run: written by `Recorder`, read by `hvd-sparse report` and `trace`."""
+"""Recordings of runs. `Recorder` writes them; `hvd-sparse report`, `top` and `trace` read them."""
 
 from hvd_sparse.recording.recorder import Recorder
 

@@ -1,6 +1,6 @@
-"""Writes down what happened, for at most one percent of the time.
+"""Writes down what happened in a run, in at most one percent of the time.
 
-A recording is a file of JSON lines, each with its `kind`:
+A recording is a file of JSON lines. Each line has the `id` of its run and a `kind`:
 
 | kind | when | holds |
 |---|---|---|
@@ -12,9 +12,9 @@ A recording is a file of JSON lines, each with its `kind`:
 | `trial` | when a planner has decided | the plans that it tried, what they took, the chosen one |
 
 All times are seconds since the start of the run. A file may hold several runs, one after the other
-or at the same time: every line has the `id` of its run. A process that is started again, and one
-whose ranks have met anew, adds a run to the file. A plan without buckets has dense tensors only:
-Horovod reduces them, and nobody knows what it sends.
+or interleaved. A process that is restarted adds a run to the file, and so does one whose ranks have
+connected anew. A plan without buckets has dense tensors only: Horovod reduces them, and what it
+sends is not known.
 """
 
 from __future__ import annotations
@@ -36,165 +36,52 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_share
-from hvd_sparse.engine.account import COMPARED_PHASES, warn
+from hvd_sparse.engine.account import COMPARED_PHASES, Observer, warn
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import FIGURES
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.transports import Transport
 
-# MERGED recording.lines
-# A file that lines of JSON are added to.
-
-
-class LineFile:
-    """Adds lines to the end of a file; missing folders are made.
-
-    Every line is one unbuffered write, so nothing waits in memory for a flush that may fail, and
-    processes that add to one file do not cut each other's lines. A pipe without a reader, or whose
-    reader is slow, is an error and no wait.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: It cannot be opened for writing.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
-        self._file = os.open(path, flags, 0o666)
-        self._closing = weakref.finalize(self, os.close, self._file)
-        status = os.fstat(self._file)
-        self._has_content = S_ISREG(status.st_mode) and status.st_size > 0
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Add one line.
-
-        Raises:
-            OSError: It could not be written whole; a part of it may be in the file.
-        """
-        text = json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n"
-        if self._has_content:  # whose last line a killed process may have left without its end
-            text, self._has_content = "\n" + text, False
-        rest = memoryview(text.encode())
-        while rest:
-            rest = rest[os.write(self._file, rest) :]
-
-    def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: The system found only now that something could not be written.
-        """
-        if self._closing.detach():
-            os.close(self._file)
-
-
-# MERGED recording.budget
-# Time that may be spent, as a share of the time that passes.
-
-SAVED_S = 0.1
-"""Most that is put by, so that a pause is not followed by a burst."""
-
-
-class Budget:
-    """Earns a share of the time that passes, and says what it can pay for.
-
-    Args:
-        share: Of the time, in (0, 1).
-        clock: Seconds, from any start.
-    """
-
-    def __init__(self, share: float, clock: Callable[[], float] = perf_counter) -> None:
-        self.share = share
-        self.spent_s = 0.0
-        self._clock = clock
-        self._balance_s = 0.0
-        self._last = clock()
-
-    def covers(self, cost_s: float) -> bool:
-        """Whether something of that cost can be paid for now."""
-        now = self._clock()
-        self._balance_s = min(SAVED_S, self._balance_s + self.share * (now - self._last))
-        self._last = now
-        return self._balance_s >= min(cost_s, SAVED_S)
-
-    @contextmanager
-    def paying(self) -> Iterator[None]:
-        """Pay for what a block takes, whatever it is: the balance may fall below zero."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            cost_s = self._clock() - start
-            self._balance_s -= cost_s
-            self.spent_s += cost_s
-
-
-# MERGED recording.thinning
-# What is written ever more rarely, so that a file grows with the logarithm of the run.
-
-ENTRIES_BEFORE_THINNING = 20_000
-"""So many entries are written one step after the other, as many in every second step, as many in
-every fourth, and so on. An entry is what a line says of one bucket or rank: up to 300 bytes."""
-
-
-class Thinning:
-    """Says whether a kind of line is due.
-
-    Args:
-        step: Steps done.
-    """
-
-    def __init__(self, step: int) -> None:
-        self._entries = 0
-        self._last_step = step
-
-    def is_due(self, step: int) -> bool:
-        """Whether enough steps have passed since the last line."""
-        return step - self._last_step >= 1 << (self._entries // ENTRIES_BEFORE_THINNING)
-
-    def wrote(self, step: int, entries: int) -> None:
-        """Note a line with so many entries."""
-        self._last_step = step
-        self._entries += entries
-
-
 VERSION = 3
-"""Of the file's format: it rises when a key of a line changes its name or its meaning."""
+"""The version of the file's format. It rises when a key of a line changes its name or meaning."""
 READ_BYTES_PER_S = 4e9
-"""A guess at memory bandwidth, for the cost of the first norm."""
+"""A guess at the memory bandwidth, for the cost of the first norm."""
+SAVED_S = 0.1
+"""Most time that a budget saves up, so that a pause is not followed by a burst of lines."""
+ENTRIES_BEFORE_THINNING = 20_000
+"""This many entries are written one step after the other, then as many in every second step, as
+many in every fourth, and so on: the file grows with the logarithm of the run. An entry is what a
+line says about one bucket or rank, in up to 300 bytes."""
 
 
 class ScalarWriter(Protocol):
-    """What is used of torch.utils.tensorboard's `SummaryWriter`."""
+    """The part of torch.utils.tensorboard's `SummaryWriter` that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Note one value."""
+        """Add one value."""
 
 
-class Recorder:
+class Recorder(Observer):
     """Records a compression's run: `Compression.topk(…, record=Recorder("run.jsonl"))`.
 
-    What it costs is bounded by construction: it measures itself, and leaves steps out while it is
-    over its budget; their figures are in the next line's sums. It never ends training: where the
-    disk is full, or anything else fails, the engine's `Guard` warns once and records no more.
+    The recorder measures its own cost. While it is over its budget it skips steps, whose figures
+    are part of the next line's sums. It never ends training: where the disk is full, or anything
+    else fails, the engine warns once and stops recording.
 
     Args:
-        path: Where the lines are written. With `{rank}` in its name every rank writes its own file,
-            without only rank 0 does. What is in the file stays, folders that are missing are made.
-            None writes no file.
-        tensorboard: A `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`;
-            rank 0 gives it density, bytes, seconds, thresholds and residual norms.
-        share: Most that recording may take of the time, in (0, 1]; half a percent is for lines, as
-            much for residual norms.
+        path: The file. With `{rank}` in its name every rank writes its own file; otherwise only
+            rank 0 writes. Lines are appended, and missing folders are created. None writes no file.
+        tensorboard: A `torch.utils.tensorboard.SummaryWriter`, or any object with its `add_scalar`.
+            Rank 0 gives it density, bytes, seconds, thresholds and residual norms.
+        share: Largest share of the time that recording may take, in (0, 1]: one half of it for
+            lines, the other for residual norms.
 
     Raises:
-        ConfigError: An argument is none of these. The file is opened in the first step, not here.
+        ConfigError: An argument is invalid. The file is opened in the first step, not here.
     """
 
     def __init__(
@@ -219,7 +106,7 @@ class Recorder:
         self._at_exit = _LastLine(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled as its arguments; the copy begins a recording of its own."""
+        """The arguments only: a copy begins a recording of its own."""
         return {"path": self.path, "share": self.share}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -231,13 +118,13 @@ class Recorder:
 
     @property
     def spent_s(self) -> float:
-        """What recording has cost so far, in seconds of the training thread."""
+        """Seconds of the training thread that recording has taken so far."""
         return sum(budget.spent_s for budget in self._budgets or ())
 
     # -- what the engine calls ---------------------------------------------------------------------
 
+    @override
     def planned(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
-        """See `Observer.planned`."""
         if self._transport() is not transport:
             self._begin(transport)
         else:
@@ -257,8 +144,8 @@ class Recorder:
         ]
         self._write({"kind": "plan", "step": self._step, "buckets": described})
 
+    @override
     def stepped(self, buckets: Sequence[Bucket]) -> None:
-        """See `Observer.stepped`."""
         if buckets is not self._buckets and (buckets or self._buckets):
             raise ConfigError("a Recorder serves one compression, and a second one uses it")
         self._step += 1
@@ -275,41 +162,30 @@ class Recorder:
             with self._for_norms.paying():
                 self._write_norm(place, buckets[place])
 
+    @override
     def compared(self, seconds: Tensor) -> None:
-        """See `Observer.compared`."""
         steps, self._compared = self._step + 1 - self._compared, self._step + 1
         if self._target is None or not self._due["ranks"].is_due(self._step):
             return
-        columns = zip(COMPARED_PHASES, seconds.T.tolist(), strict=True)
+        line = {"kind": "ranks", "step": self._step + 1, "steps": steps}
         with self._for_lines.paying():
-            self._write(
-                {
-                    "kind": "ranks",
-                    "step": self._step + 1,
-                    "steps": steps,
-                    **{name: rounded(c) for name, c in columns},
-                }
-            )
+            columns = map(rounded, seconds.T.tolist())
+            self._write({**line, **dict(zip(COMPARED_PHASES, columns, strict=True))})
         self._due["ranks"].wrote(self._step, len(seconds))
 
+    @override
     def ended(self) -> None:
-        """See `Observer.ended`."""
         self._write_rest()
         atexit.unregister(self._at_exit)
 
     def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
-        """A planner has decided; told between two steps.
-
-        Args:
-            transport: Connects the ranks.
-            trial: `tried` plans, which of them was `chosen`, and whether that was `recalled`.
-        """
+        """Write a planner's decision, between two steps."""
         if self._transport() is not transport:
             self._begin(transport)
         self._write({"kind": "trial", "step": self._step, **trial})
 
     def close(self) -> None:
-        """Close the file; a later step opens it again and appends."""
+        """Close the file. A later step opens it again and appends to it."""
         file, self._file = self._file, None
         try:
             if file is not None:
@@ -320,7 +196,7 @@ class Recorder:
     # -- lines -------------------------------------------------------------------------------------
 
     def _begin(self, transport: Transport) -> None:
-        """Begin a run: the first one, or that of a world which has met anew."""
+        """Begin a run: the first one, or the next one after the ranks have connected anew."""
         self.close()
         self._transport = weakref.ref(transport)
         self._rank = transport.rank
@@ -366,7 +242,7 @@ class Recorder:
         self._file.write({**line, "id": self._id})
 
     def _write_rest(self) -> None:
-        """Write the last steps of a plan, which the budget may have left out."""
+        """Write the last steps of a plan that the budget has left out."""
         if self._target is not None and self._step > self._counted:
             with self._for_lines.paying():
                 self._write_steps()
@@ -391,7 +267,7 @@ class Recorder:
             "imbalance": [b.stats.imbalance for b in buckets],
             "spans": [self._spans_of_last_step(b) for b in buckets],
         }
-        # First, so that what fails is not tried again at the end.
+        # Set before writing, so that a failure is not repeated at the end of the run.
         self._totals, self._counted, self._last_s = totals, self._step, now_s
         self._write(line)
         self._to_tensorboard(line, buckets)
@@ -433,7 +309,7 @@ class Recorder:
 
 
 class _LastLine:
-    """What a process does at its end for a recorder that is still there."""
+    """Writes a recorder's last line at the end of the process, if the recorder still exists."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = weakref.ref(recorder)
@@ -448,8 +324,108 @@ class _LastLine:
             warn(f"{recorder} could not be ended: {type(error).__name__}: {error}")
 
 
+class LineFile:
+    """Appends lines of JSON to a file; missing folders are created.
+
+    Every line is one unbuffered write. So nothing waits in memory for a flush that may fail, and
+    processes that append to one file do not cut each other's lines. A pipe whose reader is missing
+    or slow is an error; writing never blocks.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: It cannot be opened for writing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+        self._file = os.open(path, flags, 0o666)
+        self._closing = weakref.finalize(self, os.close, self._file)
+        status = os.fstat(self._file)
+        self._has_content = S_ISREG(status.st_mode) and status.st_size > 0
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line.
+
+        Raises:
+            OSError: It could not be written whole; a part of it may be in the file.
+        """
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n"
+        if self._has_content:  # a killed process may have left the last line without its end
+            text, self._has_content = "\n" + text, False
+        rest = memoryview(text.encode())
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
+
+    def close(self) -> None:
+        """Close the file.
+
+        Raises:
+            OSError: An earlier write has failed, and the system reports it only now.
+        """
+        if self._closing.detach():
+            os.close(self._file)
+
+
+class Budget:
+    """Grants a share of the time that passes.
+
+    Args:
+        share: The share, in (0, 1).
+        clock: Gives seconds, from any start.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = perf_counter) -> None:
+        self.share = share
+        self.spent_s = 0.0
+        self._clock = clock
+        self._balance_s = 0.0
+        self._last = clock()
+
+    def covers(self, cost_s: float) -> bool:
+        """Whether the time saved so far covers a cost."""
+        now = self._clock()
+        self._balance_s = min(SAVED_S, self._balance_s + self.share * (now - self._last))
+        self._last = now
+        return self._balance_s >= min(cost_s, SAVED_S)
+
+    @contextmanager
+    def paying(self) -> Iterator[None]:
+        """Charge the time that a block takes; the balance may become negative."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            cost_s = self._clock() - start
+            self._balance_s -= cost_s
+            self.spent_s += cost_s
+
+
+class Thinning:
+    """Decides when the next line of a kind is due; see `ENTRIES_BEFORE_THINNING`.
+
+    Args:
+        step: Steps done so far.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._entries = 0
+        self._last_step = step
+
+    def is_due(self, step: int) -> bool:
+        """Whether the next line is due after this step."""
+        return step - self._last_step >= 1 << (self._entries // ENTRIES_BEFORE_THINNING)
+
+    def wrote(self, step: int, entries: int) -> None:
+        """Count the entries of a line that was written after this step."""
+        self._last_step = step
+        self._entries += entries
+
+
 def check_path(path: Any) -> str:
-    """A path that a file can have."""
+    """Check that a file can have this path, and return it as text."""
     text: Any = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"path must be a non-empty text or a Path, got {path!r}")
@@ -457,10 +433,10 @@ def check_path(path: Any) -> str:
 
 
 def rounded(column: Any) -> list[float]:
-    """Counts as they are, seconds to the microsecond."""
+    """Round seconds to the microsecond; counts stay as they are."""
     return [round(value, 6) if isinstance(value, float) else value for value in column]
 
 
 def finite_or_none(value: float) -> float | None:
-    """JSON has no infinity."""
+    """A number, or None in the place of an infinity or NaN, which JSON does not have."""
     return value if math.isfinite(value) else None

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_sparse import ops
+from typing_extensions import override
+
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.correction import keep_largest, take_more
 from hvd_sparse.selectors.sampled import SampledThreshold
@@ -53,8 +54,8 @@ class BisectionTopK(Selector):
         self.threshold = 0.0
         self._loose = SampledThreshold(sample_share, seed)
 
+    @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """See `Selector.select`."""
         wanted = own_k(accumulator, k)
         if wanted == 0:
             return accumulator.accumulate()
@@ -86,14 +87,13 @@ class BisectionTopK(Selector):
         else:
             return keep_largest(accumulator, stream, wanted)
         kept = stream.where(magnitudes >= threshold)
-        others = ops.difference(stream.indices, stream.values, kept.indices)
-        accumulator.put_back(SparseStream(*others, stream.numel))
+        accumulator.put_back(stream.without(kept.indices))
         return kept, threshold
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
         return self._loose.state_dict()
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
         self._loose.load_state_dict(state)

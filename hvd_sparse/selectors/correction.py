@@ -1,4 +1,4 @@
-"""Putting a selection right in the same step, where its threshold was off.
+"""Corrects a selection in the same step, where its threshold was off.
 
 DGC calls the first one hierarchical selection (Lin et al., arXiv 1712.01887). Both are
 exact, so that no part of the tensor is favoured: a stream cut in the order of its indices would
@@ -12,7 +12,7 @@ import math
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.exact import PIVOT_MARGIN
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.streams import SparseStream, merge
 
 MOST_TIMES_K = 4
 """No rank sends more than this many times k entries in a step, whatever its selector takes."""
@@ -31,10 +31,10 @@ def keep_largest(
     rest = ops.Accumulation(stream.values.clone())
     order, values, threshold = ops.accumulate_topk(rest, k)
     # What is kept left a zero there, and so did what is not finite.
-    left = stream.indices, rest.residual
+    left = SparseStream(stream.indices, rest.residual, stream.numel)
     if ops.backend(stream.indices.device) != "cuda":  # there it costs a wait for their number
-        left = ops.threshold_stream(*left, 0.0)
-    ops.scatter_add(accumulator.residual, *left)
+        left = left.reaching(0.0)
+    ops.unchecked(left.indices.device).scatter_add(accumulator.residual, *left.payload())
     return SparseStream(stream.indices[order.long()], values, stream.numel), threshold
 
 
@@ -54,8 +54,7 @@ def take_more(
     """
     pivot = PIVOT_MARGIN * threshold if math.isfinite(threshold) else 0.0
     more, threshold = accumulator.topk(k - stream.nnz, pivot=pivot)
-    merged = ops.merge_sum([stream.payload(), more.payload()], stream.numel)
-    return SparseStream(*merged, stream.numel), threshold
+    return merge([stream, more], stream.numel), threshold
 
 
 def hold_back(accumulator: Accumulator, stream: SparseStream, k: int) -> SparseStream:

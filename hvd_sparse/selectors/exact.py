@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
+
+from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.selector import Selector, own_k
@@ -22,11 +23,14 @@ class ExactTopK(Selector):
         threshold: The k-th magnitude of the last step; 0.0 before the first.
     """
 
+    kept: ClassVar[tuple[str, ...]] = ("threshold",)
+
     def __init__(self) -> None:
         self.threshold = 0.0
 
+    @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """See `Selector.select`; takes `min(k, nonzeros)` entries."""
+        """Takes `min(k, nonzeros)` entries."""
         wanted = own_k(accumulator, k)
         if wanted == 0:
             return accumulator.accumulate()
@@ -34,11 +38,3 @@ class ExactTopK(Selector):
         if math.isfinite(threshold):
             self.threshold = threshold
         return stream
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
-        return {"threshold": self.threshold}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
-        self.threshold = float(state["threshold"])

@@ -14,48 +14,31 @@ all elements, and the normal distribution's mean, next to nothing beside its dev
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
 from statistics import NormalDist
-from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.sampled import Sampler
-from hvd_sparse.selectors.thresholded import Estimator
+from hvd_sparse.selectors.sampled import SamplingEstimator
 
 ADJUSTMENTS = 3
 FIRST_STAGE = 0.25
 """SIDCo's δ₁: the part of the elements that each stage but the last lets through."""
 
 
-class FittedThreshold(Estimator):
-    """A threshold that is computed from a sample.
+class FittedThreshold(SamplingEstimator):
+    """A threshold that is computed from a sample."""
 
-    Args:
-        sample_share: Part of the elements to look at, in (0, 1].
-        seed: Of the sample's random start.
-    """
-
-    def __init__(self, sample_share: float = 0.01, seed: int = 0) -> None:
-        self.sampler = Sampler(sample_share, seed)
-
+    @override
     def estimate(self, accumulator: Accumulator, k: int) -> float:
-        """See `Estimator.estimate`."""
-        values = self.sampler.sample(accumulator)
+        values = self.sample(accumulator)
         return self._fit(values, k / accumulator.numel) if values.numel() else 0.0
 
+    @abstractmethod
     def _fit(self, values: Tensor, density: float) -> float:
         """The threshold for a sample, float32 `(s,)`, s > 0."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
-        return {"step": self.sampler.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
-        self.sampler.step = int(state["step"])
 
 
 class GaussianThreshold(FittedThreshold):
@@ -65,6 +48,7 @@ class GaussianThreshold(FittedThreshold):
     paper and Ok-Topk's section 5.2 show both.
     """
 
+    @override
     def _fit(self, values: Tensor, density: float) -> float:
         # Of magnitudes: the mean of what has signs is taken to be 0.
         deviation = math.sqrt(float(values.double().square().mean()))
@@ -92,6 +76,7 @@ class SidcoThreshold(FittedThreshold):
     counts of the last steps demand; here a count that is off is put right in the same step.
     """
 
+    @override
     def _fit(self, values: Tensor, density: float) -> float:
         exceedances, threshold, left = values.abs().double(), 0.0, density
         while True:

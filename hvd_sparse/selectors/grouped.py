@@ -9,6 +9,8 @@ Departure: a group is as long as makes the density right. At density 0.01 it is 
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.correction import keep_largest
 from hvd_sparse.selectors.selector import Selector, own_k
@@ -25,8 +27,9 @@ class GroupedTopK(Selector):
     def __init__(self, group_numel: int = 512) -> None:
         self.group_numel = group_numel
 
+    @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """See `Selector.select`; groups with fewer nonzeros than their part take fewer.
+        """Groups with fewer nonzeros than their part take fewer.
 
         The last group is short. Where that makes too many of a short vector's, the smallest stay.
         """

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+from typing_extensions import override
+
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.selector import Selector
 from hvd_sparse.streams import SparseStream
@@ -25,8 +27,9 @@ class HardThreshold(Selector):
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
 
+    @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """See `Selector.select`; `k` says nothing here, but that 1 and n mean none and all."""
+        """`k` is not used, except that density 1 (k = n) takes everything."""
         if accumulator.width == 0 or accumulator.scope.share == 0.0:
             return accumulator.accumulate()
         if k == accumulator.numel:

@@ -15,7 +15,7 @@ The sparse decode of section 4.3 (concatenate P streams, then one scatter-add) i
 
 Departures:
   * The largest magnitudes win, whatever the order in which entries come: no part of the tensor is
-    favoured, and who loses is small.
+    favoured, and what loses is small.
   * With `slots_per_bucket` 8 an entry takes any free slot of its bucket. At m = 3l 0.01 to
     0.06 % of what passes loses its slot, measured at densities 0.01 and 0.001 of 1 and 25 million
     elements: up to 0.08 % in any tenth of the tensor, 0.35 % in any tenth of the magnitudes. The
@@ -27,8 +27,8 @@ Departures:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+
+from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.selector import mixed
@@ -47,6 +47,8 @@ class HashedExtraction(Extraction):
         seed: Of the hash functions.
     """
 
+    kept = ("step",)
+
     def __init__(
         self, slots_per_entry: float = 3.0, slots_per_bucket: int = 8, seed: int = 0
     ) -> None:
@@ -55,8 +57,8 @@ class HashedExtraction(Extraction):
         self.seed = seed
         self.step = 0
 
+    @override
     def extract(self, accumulator: Accumulator, threshold: float, expected: float) -> SparseStream:
-        """See `Extraction.extract`."""
         buckets = math.ceil(self.slots_per_entry * expected / self.slots_per_bucket)
         a = mixed(self.seed, 2 * self.step) | 1
         b = mixed(self.seed, 2 * self.step + 1)
@@ -64,11 +66,3 @@ class HashedExtraction(Extraction):
         return accumulator.hash_select(
             threshold, buckets * self.slots_per_bucket, self.slots_per_bucket, a, b
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
-        self.step = int(state["step"])

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.exact import PIVOT_MARGIN
 from hvd_sparse.selectors.sampled import SampledThreshold
@@ -32,8 +34,9 @@ class OnlineThreshold(Selector):
     def __init__(self, seed: int = 0) -> None:
         self._sampled = SampledThreshold(seed=seed)
 
+    @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """See `Selector.select`; takes as many as reach the threshold, not a part of k."""
+        """Takes as many as reach the threshold, not a part of k."""
         if accumulator.width == 0 or k == 0:
             return accumulator.accumulate()
         if k == accumulator.numel:
@@ -43,10 +46,10 @@ class OnlineThreshold(Selector):
             return accumulator.select(PIVOT_MARGIN * agreed)
         return accumulator.select(self._sampled.estimate(accumulator, k))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
         return self._sampled.state_dict()
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
         self._sampled.load_state_dict(state)

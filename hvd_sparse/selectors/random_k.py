@@ -9,10 +9,8 @@ the same indices, so that nothing builds up in the sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
+from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.selector import Selector, mixed, own_k
@@ -27,13 +25,15 @@ class RandomK(Selector):
     """
 
     is_common = True
+    kept = ("step",)
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.step = 0
 
+    @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """See `Selector.select`; zeros are taken as any other entry."""
+        """Zeros are taken as any other entry."""
         wanted, width = own_k(accumulator, k), accumulator.width
         generator = torch.Generator().manual_seed(mixed(self.seed, self.step) >> 1)
         self.step += 1
@@ -44,11 +44,3 @@ class RandomK(Selector):
         indices = (edges[:-1] + offsets + accumulator.scope.start).int()
         taken = accumulator.take_at(indices.to(accumulator.residual.device))
         return accumulator.joined(taken, spoiled)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
-        self.step = int(state["step"])

@@ -11,45 +11,44 @@ within the tolerance while residuals grow or the gradient's scale jumps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+
+from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.correction import keep_largest, take_more
 from hvd_sparse.selectors.exact import ExactTopK
-from hvd_sparse.selectors.selector import Selector, own_k
+from hvd_sparse.selectors.selector import own_k
 from hvd_sparse.selectors.thresholded import TOLERANCE
 from hvd_sparse.streams import SparseStream
 
 
-class ReusedThreshold(Selector):
+class ReusedThreshold(ExactTopK):
     """Selects by a threshold that is evaluated exactly every `interval` steps.
 
     Attributes:
         interval: τ′, steps from one exact threshold to the next, at least 1.
         tolerance: How far nnz may be from k, as a share of k, before the threshold is put right.
         step: Steps done.
+        threshold: `local_threshold`, the magnitude from which entries are selected.
     """
 
+    kept = ("step", "threshold")
+
     def __init__(self, interval: int = 32, tolerance: float = TOLERANCE) -> None:
+        super().__init__()
         self.interval = interval
         self.tolerance = tolerance
         self.step = 0
-        self._exact = ExactTopK()
 
-    @property
-    def threshold(self) -> float:
-        """`local_threshold`: the magnitude from which entries are selected."""
-        return self._exact.threshold
-
+    @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """See `Selector.select`; nnz is within `k (1 ± tolerance)`, nonzeros permitting."""
+        """The number of entries is within `k (1 ± tolerance)`, nonzeros permitting."""
         wanted = own_k(accumulator, k)
         everything = wanted == accumulator.width  # no threshold may leave anything behind then
         due = everything or self.step % self.interval == 0 or self.threshold == 0.0
         self.step += 1
         if due or wanted == 0:
-            return self._exact.select(accumulator, k)
+            return super().select(accumulator, k)
 
         stream, threshold = accumulator.select(self.threshold), self.threshold
         if stream.nnz > wanted * (1 + self.tolerance):
@@ -57,14 +56,5 @@ class ReusedThreshold(Selector):
         elif stream.nnz < wanted * (1 - self.tolerance) and stream.isfinite():
             stream, threshold = take_more(accumulator, stream, wanted, threshold)
         if math.isfinite(threshold):
-            self._exact.threshold = threshold
+            self.threshold = threshold
         return stream
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
-        return {"step": self.step, **self._exact.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
-        self.step = int(state["step"])
-        self._exact.load_state_dict(state)

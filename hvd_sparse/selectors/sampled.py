@@ -18,11 +18,10 @@ Departures:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator
@@ -36,23 +35,25 @@ RUN = 32
 """Neighbours that are looked at together: memory is read by the cache line, and by the page."""
 
 
-class Sampler:
-    """Strided samples of an accumulator's magnitudes, from another start in each step.
+class SamplingEstimator(Estimator):
+    """Estimates from strided samples, with another start in each step.
 
     Args:
-        share: Part of the elements to look at, in (0, 1].
-        seed: Of the starts.
+        sample_share: Part of the elements to look at, in (0, 1].
+        seed: Of the sample's random start.
     """
 
-    def __init__(self, share: float = SAMPLE_SHARE, seed: int = 0) -> None:
-        self.share = share
+    kept = ("step",)
+
+    def __init__(self, sample_share: float = SAMPLE_SHARE, seed: int = 0) -> None:
+        self.share = sample_share
         self.seed = seed
         self.step = 0
 
     def sample(self, accumulator: Accumulator) -> Tensor:
         """Magnitudes of some thousand elements at least, or of all; float32 `(s,)`.
 
-        What is not finite counts as zero, so that nobody has to wait for how many are.
+        What is not finite counts as zero, so that nothing waits for their number.
         """
         stride = sample_stride(accumulator.numel, self.share)
         start = mixed(self.seed, self.step) % stride
@@ -66,6 +67,27 @@ class Sampler:
         return max(1, numel * min(RUN, stride) // stride)
 
 
+class SampledThreshold(SamplingEstimator):
+    """The threshold that a sample suggests, somewhat below the k-th magnitude."""
+
+    @override
+    def estimate(self, accumulator: Accumulator, k: int) -> float:
+        sample = self.sample(accumulator)
+        if sample.numel() == 0:
+            return 0.0
+        return ops.kth_magnitude(sample, deep_rank(sample.numel(), accumulator.numel, k))
+
+    @override
+    def most_passing(self, numel: int, k: int) -> float:
+        """Two standard deviations above the expected count.
+
+        Of a sample, r reach the threshold, and so do n r/s of all, give or take n √r/s.
+        """
+        sampled = self.sampled(numel)
+        rank = deep_rank(sampled, numel, k)
+        return numel / sampled * (rank + 2 * math.sqrt(rank))
+
+
 def sample_stride(numel: int, share: float) -> int:
     """From one run to the next, where about a share of the elements is looked at; odd."""
     wanted = min(max(round(share * numel), LEAST_SAMPLE), MOST_SAMPLE)
@@ -76,39 +98,3 @@ def deep_rank(sampled: int, numel: int, k: int) -> int:
     """The rank in a sample that lies two standard deviations below the k-th magnitude."""
     expected = sampled * k / numel
     return min(sampled, math.ceil(expected + 2 * math.sqrt(expected) + 1))
-
-
-class SampledThreshold(Estimator):
-    """The threshold that a sample suggests, somewhat below the k-th magnitude.
-
-    Args:
-        sample_share: Part of the elements to look at, in (0, 1].
-        seed: Of the sample's random start.
-    """
-
-    def __init__(self, sample_share: float = SAMPLE_SHARE, seed: int = 0) -> None:
-        self.sampler = Sampler(sample_share, seed)
-
-    def estimate(self, accumulator: Accumulator, k: int) -> float:
-        """See `Estimator.estimate`."""
-        sample = self.sampler.sample(accumulator)
-        if sample.numel() == 0:
-            return 0.0
-        return ops.kth_magnitude(sample, deep_rank(sample.numel(), accumulator.numel, k))
-
-    def most_passing(self, numel: int, k: int) -> float:
-        """See `Estimator.most_passing`: two standard deviations above the expected count.
-
-        Of a sample, r reach the threshold, and so do n r/s of all, give or take n √r/s.
-        """
-        sampled = self.sampler.sampled(numel)
-        rank = deep_rank(sampled, numel, k)
-        return numel / sampled * (rank + 2 * math.sqrt(rank))
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
-        return {"step": self.sampler.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
-        self.sampler.step = int(state["step"])

@@ -1,4 +1,4 @@
-"""What a selector is."""
+"""The interface of a selector, and what selectors share."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.streams import SparseStream
 
-# MERGED selectors.mixing
-# Random numbers that depend on a seed and a step, and on nothing else.
-
 MASK = (1 << 64) - 1
 
 
-def mixed(seed: int, step: int) -> int:
-    """64 well-mixed bits (splitmix64: Steele, Lea and Flood, OOPSLA 2014)."""
-    x = (seed + (step + 1) * 0x9E3779B97F4A7C15) & MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
+class Stateful:
+    """What goes on from step to step, and so has a part in the state of a training.
+
+    Attributes:
+        kept: The attributes, numbers, that `state_dict` holds.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart for the next selection to be the same, bit for bit."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        if state and not self.kept:
+            raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
+        for name in self.kept:
+            setattr(self, name, type(getattr(self, name))(state[name]))
 
 
-class Selector(ABC):
+class Selector(Stateful, ABC):
     """Takes the entries that are to be sent out of an accumulator.
 
     A selector belongs to one bucket and remembers its thresholds between steps.
@@ -49,16 +59,18 @@ class Selector(ABC):
             The taken entries; non-finite ones are among them wherever they were.
         """
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart for the next selection to be the same, bit for bit."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        if state:
-            raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
-
 
 def own_k(accumulator: Accumulator, k: int) -> int:
     """This rank's part of `k`, at most as many as its scope has elements."""
     return min(accumulator.width, round(accumulator.scope.share * k))
+
+
+def mixed(seed: int, step: int) -> int:
+    """64 well-mixed bits that depend on a seed and a step, and on nothing else.
+
+    Source: splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    x = (seed + (step + 1) * 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)

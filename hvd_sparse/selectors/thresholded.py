@@ -10,17 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.errors import ConfigError
 from hvd_sparse.selectors.correction import keep_largest, take_more
-from hvd_sparse.selectors.selector import Selector, own_k
+from hvd_sparse.selectors.selector import Selector, Stateful, own_k
 from hvd_sparse.streams import SparseStream
 
 TOLERANCE = 0.1
 """How far nnz may be from k, as a share of k."""
 
 
-class Estimator(ABC):
+class Estimator(Stateful, ABC):
     """Estimates the k-th largest magnitude of an accumulator, before anything is taken."""
 
     @abstractmethod
@@ -32,32 +33,14 @@ class Estimator(ABC):
         del numel
         return k
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
-        if state:
-            raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
-
-
-class Extraction:
+class Extraction(Stateful):
     """Ordered compaction: everything that reaches the threshold is taken."""
 
     def extract(self, accumulator: Accumulator, threshold: float, expected: float) -> SparseStream:
         """Take what reaches the threshold; at most about `expected` entries are to be expected."""
         del expected
         return accumulator.select(threshold)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
-        if state:
-            raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
 
 class ThresholdSelector(Selector):
@@ -84,8 +67,9 @@ class ThresholdSelector(Selector):
         self.tolerance = tolerance
         self.threshold = 0.0
 
+    @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        """See `Selector.select`; nnz is within `k (1 ± tolerance)`, nonzeros permitting."""
+        """The number of entries is within `k (1 ± tolerance)`, nonzeros permitting."""
         wanted = own_k(accumulator, k)
         if wanted == 0:
             return accumulator.accumulate()
@@ -102,14 +86,14 @@ class ThresholdSelector(Selector):
         self.threshold = threshold
         return stream
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Selector.state_dict`."""
         return {
             "estimator": self.estimator.state_dict(),
             "extraction": self.extraction.state_dict(),
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Selector.load_state_dict`."""
         self.estimator.load_state_dict(state["estimator"])
         self.extraction.load_state_dict(state["extraction"])

@@ -21,9 +21,6 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.streams.stream import SparseStream
 
-# MERGED streams.operation
-# Element-wise operations that a reduction may use.
-
 
 @dataclass(frozen=True)
 class Operation:
@@ -108,7 +105,8 @@ class Part:
         """The same in dense form, with the neutral element where there are no entries."""
         if self.indices is None:
             return self
-        values = _neutral_values(self, operation)
+        shape = (self.numel, *self.values.shape[1:])
+        values = self.values.new_full(shape, operation.neutral(self.values.dtype))
         values[self.indices.long() - self.start] = self.values
         return Part(None, values, self.start, self.stop)
 
@@ -199,7 +197,8 @@ def _merge(parts: Sequence[Part], operation: Operation) -> Part:
     first = parts[0]
     streams = [(part.indices, part.values) for part in parts if part.indices is not None]
     if operation is SUM and first.values.dtype == torch.float32 and first.values.dim() == 1:
-        return Part(*ops.merge_sum(streams, first.stop), first.start, first.stop)
+        merged = ops.unchecked(first.values.device).merge_sum(streams, first.stop)
+        return Part(*merged, first.start, first.stop)
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
     shape = (union.numel(), *first.values.shape[1:])
     values = first.values.new_full(shape, operation.neutral(first.values.dtype))
@@ -209,24 +208,15 @@ def _merge(parts: Sequence[Part], operation: Operation) -> Part:
     return Part(union, values, first.start, first.stop)
 
 
-def _neutral_values(part: Part, operation: Operation) -> Tensor:
-    shape = (part.numel, *part.values.shape[1:])
-    return part.values.new_full(shape, operation.neutral(part.values.dtype))
-
-
-# MERGED streams.dense_sum
-# A sum that came in dense form: it is written as it is, and never becomes a stream by the way.
-
-
 @dataclass(frozen=True)
 class DenseSum:
-    """A float32 vector as adjacent parts that cover it, of which some may be sparse.
+    """A sum that came in dense form: adjacent parts that cover it, of which some may be sparse.
 
-    It has the attributes of a `SparseStream`. `indices` and `values` cost a pass over the vector,
-    when first asked for.
+    It is written as it is, without becoming a stream. It has a stream's attributes; `indices` and
+    `values` cost a pass over the vector, when first asked for.
 
     Attributes:
-        parts: In order; nobody may change them.
+        parts: In order; not to be changed.
         numel: Length of the vector.
     """
 
@@ -253,7 +243,7 @@ class DenseSum:
         return join(self.parts).to_stream(self.numel)
 
     def as_stream(self) -> SparseStream:
-        """The same as a stream."""
+        """The same vector as a stream."""
         return self._stream
 
     def isfinite(self) -> bool:
@@ -266,18 +256,19 @@ class DenseSum:
         return True
 
     def write(self, out: Tensor, scale: float) -> None:
-        """Write the vector times `scale`; see `SparseStream.write`."""
+        """Write the vector times `scale`; as `SparseStream.write` does."""
         for part in self.parts:
             place = out[part.start : part.stop]
             if part.indices is None:
                 torch.mul(part.values.to(out.device), scale, out=place)
             else:
                 indices = (part.indices - part.start).to(out.device)
-                ops.decode(place, indices, part.values.to(out.device) * scale)
+                values = part.values.to(out.device) * scale
+                ops.unchecked(out.device).decode(place, indices, values)
 
 
 Sum = SparseStream | DenseSum
-"""What a reduction gives."""
+"""The result of a reduction."""
 
 
 def sum_of_parts(parts: Sequence[Part], numel: int) -> Sum:

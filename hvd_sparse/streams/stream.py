@@ -1,4 +1,7 @@
-"""Sparse streams: what selectors give and collectives exchange."""
+"""Sparse streams: what selectors give and collectives exchange.
+
+Whoever makes a `SparseStream` answers for its tensors. Operations on it are not checked again.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,10 @@ class SparseStream:
         """Number of entries held."""
         return self.indices.numel()
 
+    @property
+    def _ops(self) -> ops.Ops:
+        return ops.unchecked(self.indices.device)
+
     def slice(self, start: int, stop: int) -> SparseStream:
         """Entries number `start` up to `stop`, as views."""
         return SparseStream(self.indices[start:stop], self.values[start:stop], self.numel)
@@ -65,12 +72,21 @@ class SparseStream:
         return SparseStream(self.indices[order.long()], values, self.numel)
 
     def split_largest(self, count: int) -> tuple[SparseStream, SparseStream]:
-        """The same, and the rest."""
+        """The `largest` entries, and the rest."""
         if self.nnz <= count:
             return self, SparseStream.empty(self.numel)
         kept = self.largest(count)
-        rest = ops.difference(*self.payload(), kept.indices)
-        return kept, SparseStream(*rest, self.numel)
+        return kept, self.without(kept.indices)
+
+    def without(self, indices: Tensor) -> SparseStream:
+        """The entries whose index is not among others, int32 `(m,)` strictly ascending."""
+        rest = self._ops.difference(*self.payload(), indices)
+        return SparseStream(*rest, self.numel)
+
+    def reaching(self, threshold: float) -> SparseStream:
+        """The entries that reach a threshold, as `ops.accumulate_select` understands it."""
+        passing = self._ops.threshold_stream(*self.payload(), threshold)
+        return SparseStream(*passing, self.numel)
 
     def to(self, device: torch.device | str) -> SparseStream:
         """The same stream on a device; itself, where it is there.
@@ -94,7 +110,7 @@ class SparseStream:
         return SparseStream(indices, values, self.numel)
 
     def as_stream(self) -> SparseStream:
-        """Itself; see `DenseSum.as_stream`."""
+        """This stream; a `DenseSum` becomes one."""
         return self
 
     def write(self, out: Tensor, scale: float) -> None:
@@ -106,7 +122,7 @@ class SparseStream:
             scale: What each value is multiplied by.
         """
         scaled = self.times(scale).to(out.device)
-        ops.decode(out, scaled.indices, scaled.values)
+        ops.unchecked(out.device).decode(out, *scaled.payload())
 
     def times(self, factor: float) -> SparseStream:
         """Every value multiplied by a factor."""
@@ -134,7 +150,14 @@ def sum_of(streams: Sequence[SparseStream], numel: int) -> SparseStream:
         return SparseStream.empty(numel)
     if len(filled) == 1:
         return SparseStream(*filled[0].payload(), numel)
-    return SparseStream(*ops.merge_sum([stream.payload() for stream in filled], numel), numel)
+    return merge(filled, numel)
+
+
+def merge(streams: Sequence[SparseStream], numel: int) -> SparseStream:
+    """The sum of at least one stream, in the order of the list and in memory of its own."""
+    entries = [stream.payload() for stream in streams]
+    merged = ops.unchecked(entries[0][0].device).merge_sum(entries, numel)
+    return SparseStream(*merged, numel)
 
 
 def unapplied(
@@ -148,5 +171,6 @@ def unapplied(
             that were applied; elsewhere the entries go back whole to whoever brought them.
         applied: The sum.
     """
-    rest = sum_of(lost, sent.numel).payload()
-    return SparseStream(*ops.unapplied(sent.payload(), rest, applied.indices), sent.numel)
+    rest, unchecked = sum_of(lost, sent.numel), ops.unchecked(sent.indices.device)
+    left = unchecked.unapplied(sent.payload(), rest.payload(), applied.indices)
+    return SparseStream(*left, sent.numel)

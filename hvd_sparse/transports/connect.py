@@ -1,7 +1,14 @@
-"""Which transport a world uses.
+"""How the ranks of a Horovod world connect.
 
-All ranks first gather what each of them wants and can do, and then decide by a pure function of
-that: no rank can come to another choice than its peers, or raise where they do not.
+`create_transport` tells the story, from the top:
+
+1. *Who am I?* `HorovodBootstrap` says which ranks there are; it gathers objects over Horovod.
+2. *What do we agree on?* `greet` compares releases, and `decide` picks one transport. Each rank
+   first tells what it wants and can do. `decide` is a pure function of what all ranks told, so all
+   ranks choose alike, or all raise.
+3. *Over which addresses?* `choose_addresses` (see `meeting`), again from what all ranks told.
+4. *What do we share?* `introduce` gathers a secret token, and where the ranks' watches listen.
+5. `_connect` makes the transport, and a `Watch` goes with it.
 """
 
 from __future__ import annotations
@@ -13,9 +20,9 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,20 +34,94 @@ from hvd_sparse.errors import (
     TransportError,
     TransportTimeout,
 )
+from hvd_sparse.transports.gloo import GlooTransport
+from hvd_sparse.transports.horovod import HorovodTransport
 from hvd_sparse.transports.horovod_handles import outcome_of, wait_for
-from hvd_sparse.transports.meeting import Endpoint, HostReport, choose_endpoints, describe_host
+from hvd_sparse.transports.local import LocalWorld
+from hvd_sparse.transports.meeting import (
+    HostReport,
+    MeetingStore,
+    choose_addresses,
+    describe_host,
+    dist,
+    join_store,
+    listen,
+    serve_store,
+)
+from hvd_sparse.transports.mpi import MpiTransport, problem_with_mpi
+from hvd_sparse.transports.nccl import NcclTransport, problem_with_nccl
 from hvd_sparse.transports.supervised import SupervisedTransport
 from hvd_sparse.transports.transport import Transport
+from hvd_sparse.transports.watch import Watch
 
-# MERGED transports.horovod_bootstrap
-# A world that is known through Horovod.
+TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl", "horovod")
+VARIABLE = "HVD_SPARSE_TRANSPORT"
+
+PROTOCOL = 1
+"""The version of the wire format; raised with each change to it."""
+
+logger = logging.getLogger("hvd_sparse")
+
+
+def create_transport(
+    name: str,
+    world: HorovodBootstrap,
+    timeout_s: float,
+    device: torch.device | None = None,
+    *,
+    busy_timeout_s: float | None = None,
+) -> Transport:
+    """Makes the transport of this rank; collective over the world.
+
+    Args:
+        name: One of `TRANSPORT_NAMES`; HVD_SPARSE_TRANSPORT may override `auto`. `auto` takes MPI
+            where MPI started the processes and all of them can import mpi4py, else gloo. A world of
+            one needs neither. NCCL has to be asked for.
+        world: The ranks.
+        timeout_s: Seconds of silence after which a peer counts as dead. Also the limit for
+            connecting. A peer that is alive is waited for, with a warning every `timeout_s`.
+        device: Where this rank has the tensors that it will exchange; for `nccl`, the current CUDA
+            device otherwise.
+        busy_timeout_s: Seconds after which even a peer that is alive is given up; None: never.
+
+    Raises:
+        ConfigError: The choice is impossible here; the same on all ranks.
+        PlanError: Ranks run different releases of this package; on all of them.
+        TransportError: The ranks could not be connected, or not all of them came.
+    """
+    every = greet(world, describe_capability(name, world, device), timeout_s)
+    chosen = decide(every)
+    if chosen == "local":
+        return LocalWorld(1, timeout_s).transport(0)
+    hosts = _addresses_for(chosen, [capability.host for capability in every])
+    with ExitStack() as undo:
+        listener, port = _listener_on(hosts[world.rank] if world.size > 1 else None)
+        if listener is not None:
+            undo.enter_context(listener)
+        token, ports = introduce(world, port, timeout_s)
+        transport = _connect(chosen, world, timeout_s, device, hosts, token)
+        undo.pop_all()
+    if listener is not None:
+        watched = [
+            (host, port) if host and port else None for host, port in zip(hosts, ports, strict=True)
+        ]
+        watch = Watch(transport, listener, watched, bytes.fromhex(token), busy_timeout_s)
+        transport.supervise(watch)
+    return transport
 
 
 class HorovodBootstrap:
-    """The ranks of one of Horovod's process sets; see `choose.Bootstrap`.
+    """The ranks of one of Horovod's process sets, before they have a transport.
 
     Args:
-        process_set: of Horovod's; all of its processes by default.
+        process_set: One of Horovod's; all ranks by default.
+
+    Attributes:
+        rank: This rank in the process set.
+        size: P.
+        ranks: Horovod's global rank of each of the process set's ranks.
+        mpi_enabled: Whether MPI started the processes.
+        process_set: Horovod's.
 
     Raises:
         ConfigError: Horovod is not initialised, or this process is not in the process set.
@@ -58,20 +139,22 @@ class HorovodBootstrap:
             self.ranks = list(range(hvd.size()))
         else:
             self.ranks = list(self.process_set.ranks)
-        self.global_rank: int = hvd.rank()
-        if self.global_rank not in self.ranks:
-            raise ConfigError(f"rank {self.global_rank} is not in the process set {self.ranks}")
-        self.rank = self.ranks.index(self.global_rank)
+        global_rank: int = hvd.rank()
+        if global_rank not in self.ranks:
+            raise ConfigError(f"rank {global_rank} is not in the process set {self.ranks}")
+        self.rank = self.ranks.index(global_rank)
         self.size = len(self.ranks)
         self.mpi_enabled = bool(hvd.mpi_enabled())
 
     def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
-        """Every rank's object, in the order of the ranks (Horovod's own takes no process set).
+        """Every rank's object, by rank; collective (Horovod's own function takes no process set).
 
         Raises:
-            TransportTimeout: Not all ranks took part within `timeout_s`. Horovod knows which, and
-                says so in its own warning after HOROVOD_STALL_CHECK_TIME_SECONDS, 60 by default.
+            TransportTimeout: Not all ranks came within `timeout_s`. Horovod knows which are
+                missing, and warns of them after HOROVOD_STALL_CHECK_TIME_SECONDS, 60 by default.
         """
+        if self.size == 1:
+            return [obj]
         import horovod.torch as hvd
 
         # Never empty: Horovod treats tensors without elements differently on some backends.
@@ -82,7 +165,7 @@ class HorovodBootstrap:
             for what, part in (("size", size), ("data", data))
         ]
         deadline = time.monotonic() + timeout_s
-        if not wait_for(gathering, deadline):
+        if not wait_for(gathering, lambda: time.monotonic() >= deadline):
             raise TransportTimeout(
                 f"rank {self.rank} has waited {timeout_s:g} s for the other {self.size - 1} ranks "
                 f"to connect ({name}), and not all have come: each rank must give its optimizer a "
@@ -92,57 +175,30 @@ class HorovodBootstrap:
         return [pickle.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
 
 
-# MERGED transports.handshake
-# The first thing that ranks tell each other: which release of this package they run.
-#
-# It goes over Horovod, as a tuple of plain values in front of everything else, so that any two
-# releases from this one on can read each other's. A rank that never sends it, as its optimizer was
-# given no compression, ends the wait of the others by their `timeout_s`.
-
-PROTOCOL = 1
-"""Goes up with each change of what goes over the wire."""
+# -- what the ranks agree on -----------------------------------------------------------------------
 
 
-class Gatherer(Protocol):
-    """The part of `choose.Bootstrap` that a handshake needs."""
+def greet(world: HorovodBootstrap, obj: Any, timeout_s: float) -> list[Any]:
+    """Every rank's object, once all ranks are known to run the same release; collective.
 
-    rank: int
-    size: int
-
-    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
-        """Every rank's object, in order; collective."""
-
-
-def package_version() -> str:
-    """The release of this package that this rank runs."""
-    return __version__
-
-
-def greet(world: Gatherer, obj: Any, timeout_s: float) -> list[Any]:
-    """Every rank's object, once all are known to run the same release; collective.
-
-    Args:
-        world: The ranks.
-        obj: What this rank has to say; unpickled only where the releases are the same.
-        timeout_s: Seconds until the ranks that have not come are given up.
+    The greeting is a tuple of plain values, sent before anything else, so that any two releases
+    can read each other's. `obj` is unpickled only where the releases are the same.
 
     Raises:
         PlanError: Ranks run different releases; on all of them.
-        TransportTimeout: Not all ranks came.
+        TransportTimeout: Not all ranks came: one whose optimizer has no compression never does.
     """
-    hello = (PROTOCOL, package_version(), pickle.dumps(obj))
-    every = (
-        [hello] if world.size == 1 else world.allgather_object(hello, "hvd_sparse.hello", timeout_s)
-    )
+    hello = (PROTOCOL, __version__, pickle.dumps(obj))
+    every = world.allgather_object(hello, "hvd_sparse.hello", timeout_s)
     check_releases([(protocol, version) for protocol, version, *_ in every])
     return [pickle.loads(said) for _, _, said in every]
 
 
 def check_releases(releases: Sequence[tuple[int, str]]) -> None:
-    """Compares what the ranks run, in their order.
+    """Compares the ranks' releases.
 
     Raises:
-        PlanError: They run different releases.
+        PlanError: They differ.
     """
     ranks_of: dict[tuple[int, str], list[int]] = {}
     for rank, release in enumerate(releases):
@@ -160,127 +216,17 @@ def _some(ranks: Sequence[int]) -> str:
     return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
 
 
-# MERGED transports.introduction
-# What ranks tell each other before they connect: a token, and where their watches are asked.
-
-logger = logging.getLogger("hvd_sparse")
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What ranks must know of each other before they connect.
-
-    Attributes:
-        token: 16 random bytes in hexadecimal, another one for each transport. Not a counter: in an
-            elastic job, the ranks have made different numbers of transports.
-        listener: Where this rank's watch is asked, or None where there is none.
-        addresses: Where the ranks' watches are asked, in order.
-    """
-
-    token: str
-    listener: socket.socket | None
-    addresses: list[tuple[str, int] | None]
-
-    def close(self) -> None:
-        """Stops to listen."""
-        if self.listener is not None:
-            self.listener.close()
-
-
-def endpoints_of(chosen: str, hosts: Sequence[HostReport]) -> list[Endpoint] | None:
-    """The ranks' addresses; None where they share no network, and the transport needs none."""
-    try:
-        return choose_endpoints(hosts)
-    except TransportError as error:
-        if chosen in ("gloo", "nccl"):
-            raise
-        logger.warning("peers that stop will end waits only by timeout_s: %s", error)
-        return None
-
-
-def introduce(world: Gatherer, endpoints: list[Endpoint] | None, timeout_s: float) -> Introduction:
-    """Begins to listen, and gathers where the others do; collective.
-
-    Args:
-        world: The ranks.
-        endpoints: Their addresses, or None where there will be no watch.
-        timeout_s: Seconds until the ranks that have not come are given up.
-
-    Raises:
-        TransportError: A rank cannot listen; on all of them.
-    """
-    listener, port = None, None
-    if endpoints is not None and world.size > 1:
-        from hvd_sparse.transports.meeting import listen
-
-        try:
-            listener = listen(endpoints[world.rank].address)
-            port = listener.getsockname()[1]
-        except TransportError as error:  # the peers wait for word of it
-            port = str(error)
-    mine = (secrets.token_hex(16), port)
-    try:
-        every = gather(world, "hvd_sparse.introduction", timeout_s, mine)
-        for rank, (_, theirs) in enumerate(every):
-            if isinstance(theirs, str):
-                raise TransportError(f"rank {rank} cannot show signs of life: {theirs}")
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
-    addresses = [
-        None if endpoints is None or theirs is None else (endpoints[rank].address, theirs)
-        for rank, (_, theirs) in enumerate(every)
-    ]
-    return Introduction(every[0][0], listener, addresses)
-
-
-def gather(world: Gatherer, name: str, timeout_s: float, obj: Any) -> list[Any]:
-    """Every rank's object; a world of one needs no word."""
-    return [obj] if world.size == 1 else world.allgather_object(obj, name, timeout_s)
-
-
-TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl", "horovod")
-VARIABLE = "HVD_SPARSE_TRANSPORT"
-
-
-class Bootstrap(Protocol):
-    """What is known of a world before it has a transport.
-
-    Attributes:
-        rank: this rank in the world.
-        size: P.
-        ranks: the launcher's global rank of each of the world's ranks.
-        mpi_enabled: whether MPI started the processes.
-        process_set: Horovod's name for the world, or None.
-    """
-
-    rank: int
-    size: int
-    ranks: list[int]
-    mpi_enabled: bool
-    process_set: Any
-
-    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
-        """Every rank's object, in order; collective.
-
-        Raises:
-            TransportTimeout: Not all ranks came within `timeout_s`.
-        """
-
-
 @dataclass(frozen=True)
 class Capability:
     """What one rank wants and can do.
 
     Attributes:
-        requested: name of a transport, as the argument or the variable says.
-        source: where that name comes from.
-        mpi_problem: why MPI cannot be used here, or None.
-        host: its network.
-        nccl_problem: why NCCL cannot be used here, or None.
-        device: identity of the CUDA device that NCCL's messages would go through, unlike that of
-            any other device on any host; None where NCCL cannot be used.
+        requested: Name of a transport, from the argument or the variable.
+        source: Where that name comes from.
+        mpi_problem: Why MPI cannot be used here, or None.
+        host: Its network.
+        nccl_problem: Why NCCL cannot be used here, or None.
+        device: UUID of this rank's CUDA device, unique among all hosts; None without NCCL.
     """
 
     requested: str
@@ -291,154 +237,30 @@ class Capability:
     device: str | None
 
 
-def create_transport(
-    name: str,
-    world: Bootstrap,
-    timeout_s: float,
-    device: torch.device | None = None,
-    *,
-    busy_timeout_s: float | None = None,
-) -> Transport:
-    """Makes the transport of this rank; collective over the world.
-
-    Args:
-        name: one of `TRANSPORT_NAMES`; `auto` may be overridden by HVD_SPARSE_TRANSPORT. `auto`
-            takes MPI where it started the processes and mpi4py can be imported on all of them, else
-            gloo; a world of one needs none. NCCL has to be asked for.
-        world: the ranks.
-        timeout_s: seconds after which connecting gives up, and after which a peer that shows no
-            sign of life is given up. A peer that is alive is waited for, with a warning every
-            `timeout_s`.
-        device: where this rank has the tensors that it will exchange; for `nccl`, the current CUDA
-            device otherwise.
-        busy_timeout_s: seconds after which a wait for a peer that is alive gives up, too; None for
-            as long as it takes.
-
-    Raises:
-        ConfigError: The choice is impossible here; the same on all ranks.
-        PlanError: Ranks run different releases of this package; on all of them.
-        TransportError: The ranks could not be connected, or not all of them came.
-    """
-    every = greet(world, describe_capability(name, world, device), timeout_s)
-    chosen = decide(every)
-    if chosen == "local":
-        from hvd_sparse.transports.local import LocalWorld
-
-        return LocalWorld(1, timeout_s).transport(0)
-    endpoints = endpoints_of(chosen, [capability.host for capability in every])
-    introduction = introduce(world, endpoints, timeout_s)
-    try:
-        transport = _connect(chosen, world, timeout_s, device, endpoints, introduction)
-    except BaseException:
-        introduction.close()
-        raise
-    if introduction.listener is None:
-        return transport
-    from hvd_sparse.transports.watch import Watch
-
-    transport.supervise(
-        Watch(
-            transport,
-            introduction.listener,
-            introduction.addresses,
-            bytes.fromhex(introduction.token),
-            busy_timeout_s,
-        )
-    )
-    return transport
-
-
-def _connect(
-    chosen: str,
-    world: Bootstrap,
-    timeout_s: float,
-    device: torch.device | None,
-    endpoints: list[Endpoint] | None,
-    introduction: Introduction,
-) -> SupervisedTransport:
-    if chosen == "mpi":
-        from hvd_sparse.transports.mpi import MpiTransport
-
-        return MpiTransport(world.ranks, timeout_s=timeout_s)
-    if chosen == "horovod":
-        from hvd_sparse.transports.horovod import HorovodTransport
-
-        return HorovodTransport(
-            world.rank,
-            world.size,
-            process_set=world.process_set,
-            timeout_s=timeout_s,
-            label=introduction.token[:8],
-        )
-    assert endpoints is not None
-    host = endpoints[world.rank].address
-    if chosen == "nccl":
-        from hvd_sparse.transports.nccl import NcclTransport
-
-        store = _shared_store(world, endpoints[0].address, introduction.token, timeout_s)
-        return NcclTransport(
-            world.rank,
-            world.size,
-            store,
-            host=host,
-            timeout_s=timeout_s,
-            device=_cuda_device(device),
-        )
-    from hvd_sparse.transports.gloo import GlooTransport
-    from hvd_sparse.transports.meeting import MeetingStore
-
-    meeting = MeetingStore(partial(gather, world, "hvd_sparse.addresses", timeout_s))
-    return GlooTransport(world.rank, world.size, meeting, host=host, timeout_s=timeout_s)
-
-
 def describe_capability(
-    name: str, world: Bootstrap, device: torch.device | None = None
+    name: str, world: HorovodBootstrap, device: torch.device | None = None
 ) -> Capability:
     """This rank's part in the decision."""
     requested, source = name, "transport"
     if name == "auto" and os.environ.get(VARIABLE):
         requested, source = os.environ[VARIABLE], VARIABLE
+    # mpi4py is not even imported without mpirun: it would quietly be a world of one.
+    mpi_problem: str | None = "the processes were not started by MPI (horovodrun --mpi)"
     if world.mpi_enabled:
-        from hvd_sparse.transports.mpi import problem_with_mpi
-
         mpi_problem = problem_with_mpi(world.ranks[world.rank])
-    else:
-        # Not imported at all: without mpirun, mpi4py would quietly be a world of one.
-        mpi_problem = "the processes were not started by MPI (horovodrun --mpi)"
-    nccl_problem = _problem_with_nccl(requested)
-    identity = None
+    nccl_problem: str | None = "it was not asked for"
+    if requested == "nccl":
+        nccl_problem = problem_with_nccl()
+    uuid = None
     if nccl_problem is None:
-        identity = str(torch.cuda.get_device_properties(_cuda_device(device)).uuid)
-    return Capability(requested, source, mpi_problem, describe_host(), nccl_problem, identity)
-
-
-def _problem_with_nccl(requested: str) -> str | None:
-    if requested != "nccl":
-        return "it was not asked for"
-    from hvd_sparse.transports.nccl import problem_with_nccl
-
-    return problem_with_nccl()
+        uuid = str(torch.cuda.get_device_properties(_cuda_device(device)).uuid)
+    return Capability(requested, source, mpi_problem, describe_host(), nccl_problem, uuid)
 
 
 def _cuda_device(device: torch.device | None) -> torch.device:
     if device is None or device.type != "cuda" or device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _problem_with_devices(every: Sequence[Capability]) -> str | None:
-    """Why NCCL cannot connect these ranks, or None."""
-    owners: dict[str | None, int] = {}
-    for rank, capability in enumerate(every):
-        if capability.nccl_problem is not None:
-            return f"on rank {rank}, {capability.nccl_problem}"
-        owner = owners.setdefault(capability.device, rank)
-        if owner != rank:
-            return (
-                f"ranks {owner} and {rank} share the CUDA device {capability.device}: each needs "
-                "its own (torch.cuda.set_device(hvd.local_rank()))"
-            )
-    return None
 
 
 def decide(every: Sequence[Capability]) -> str:
@@ -475,20 +297,117 @@ def decide(every: Sequence[Capability]) -> str:
     return "gloo" if problems else "mpi"
 
 
-def _shared_store(world: Bootstrap, address: str, token: str, timeout_s: float) -> Any:
-    """A store that rank 0 serves at its address; who does not know the token finds no key."""
-    from hvd_sparse.transports.meeting import dist, join_store, serve_store
+def _problem_with_devices(every: Sequence[Capability]) -> str | None:
+    """Why NCCL cannot connect these ranks, or None."""
+    owners: dict[str | None, int] = {}
+    for rank, capability in enumerate(every):
+        if capability.nccl_problem is not None:
+            return f"on rank {rank}, {capability.nccl_problem}"
+        owner = owners.setdefault(capability.device, rank)
+        if owner != rank:
+            return (
+                f"ranks {owner} and {rank} share the CUDA device {capability.device}: each needs "
+                "its own (torch.cuda.set_device(hvd.local_rank()))"
+            )
+    return None
 
+
+# -- addresses, and what the ranks share -----------------------------------------------------------
+
+
+def _addresses_for(chosen: str, reports: Sequence[HostReport]) -> Sequence[str | None]:
+    """The ranks' addresses; None where they share no network, and the transport needs none."""
+    try:
+        return choose_addresses(reports)
+    except TransportError as error:
+        if chosen in ("gloo", "nccl"):
+            raise
+        logger.warning("peers that stop will end waits only by timeout_s: %s", error)
+        return [None] * len(reports)
+
+
+def _listener_on(host: str | None) -> tuple[socket.socket | None, int | str | None]:
+    """Where this rank's watch will be asked; with it the port, or why this rank cannot listen."""
+    if host is None:
+        return None, None
+    try:
+        listener = listen(host)
+    except TransportError as error:  # the peers wait for word of it
+        return None, str(error)
+    return listener, listener.getsockname()[1]
+
+
+def introduce(
+    world: HorovodBootstrap, port: int | str | None, timeout_s: float
+) -> tuple[str, list[int | None]]:
+    """Gathers a common token and the ports of the ranks' watches; collective.
+
+    The token is 16 random bytes of rank 0's in hexadecimal, new for each transport. A counter would
+    not do: in an elastic job, the ranks have made different numbers of transports. In place of this
+    rank's port, words say why it has none, and None says that there will be no watch.
+
+    Raises:
+        TransportError: A rank cannot listen; on all of them.
+    """
+    mine = (secrets.token_hex(16), port)
+    every = world.allgather_object(mine, "hvd_sparse.introduction", timeout_s)
+    for rank, (_, theirs) in enumerate(every):
+        if isinstance(theirs, str):
+            raise TransportError(f"rank {rank} cannot show signs of life: {theirs}")
+    return every[0][0], [theirs for _, theirs in every]
+
+
+# -- the connection itself -------------------------------------------------------------------------
+
+
+def _connect(
+    chosen: str,
+    world: HorovodBootstrap,
+    timeout_s: float,
+    device: torch.device | None,
+    hosts: Sequence[str | None],
+    token: str,
+) -> SupervisedTransport:
+    if chosen == "mpi":
+        return MpiTransport(world.ranks, timeout_s=timeout_s)
+    if chosen == "horovod":
+        return HorovodTransport(
+            world.rank,
+            world.size,
+            process_set=world.process_set,
+            timeout_s=timeout_s,
+            label=token[:8],
+        )
+    first, host = hosts[0], hosts[world.rank]
+    assert first is not None
+    assert host is not None
+    if chosen == "nccl":
+        return NcclTransport(
+            world.rank,
+            world.size,
+            _shared_store(world, first, token, timeout_s),
+            host=host,
+            timeout_s=timeout_s,
+            device=_cuda_device(device),
+        )
+    meeting = MeetingStore(
+        lambda entries: world.allgather_object(entries, "hvd_sparse.addresses", timeout_s)
+    )
+    return GlooTransport(world.rank, world.size, meeting, host=host, timeout_s=timeout_s)
+
+
+def _shared_store(world: HorovodBootstrap, address: str, token: str, timeout_s: float) -> Any:
+    """A store that rank 0 serves at its address; without the token, no key is found in it."""
     store: Any = None
-    meeting: int | str | None = None
+    port: int | str | None = None
     if world.rank == 0:
         try:
-            store, meeting = serve_store(address, timeout_s)
+            store, port = serve_store(address, timeout_s)
         except (RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
-            meeting = str(error)
-    meeting = gather(world, "hvd_sparse.store", timeout_s, meeting)[0]
-    if not isinstance(meeting, int):
-        raise TransportError(f"rank 0 cannot serve the store where the ranks meet: {meeting}")
+            port = str(error)
+    port = world.allgather_object(port, "hvd_sparse.store", timeout_s)[0]
+    if not isinstance(port, int):
+        raise TransportError(f"rank 0 cannot serve the store where the ranks meet: {port}")
     if store is None:
-        store = join_store(address, meeting, timeout_s)
+        store = join_store(address, port, timeout_s)
     return dist.PrefixStore(token, store)

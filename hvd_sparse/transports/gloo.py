@@ -1,10 +1,10 @@
-"""Messages over a gloo group of torch.distributed that belongs to this package alone.
+"""Messages over a gloo group of torch.distributed that only this package uses.
 
-No global process group is touched. The ranks learn each other's addresses by `meeting`, which also
-says what listens.
+It touches no global process group. `meeting` describes how the ranks learn each other's addresses,
+and what listens.
 
 Gloo accepts a message shorter than the posted buffer, but ends the whole process on a longer one.
-The tags that `framing` describes keep a message from a buffer that is shorter than its capacity.
+The tags (see `framing`) keep a message from meeting a buffer shorter than its capacity.
 """
 
 from __future__ import annotations
@@ -12,32 +12,30 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports.meeting import dist
 from hvd_sparse.transports.point_to_point import PointToPointTransport, Request
 
-_ABORT_TAG = (1 << 31) - 1  # above all tags of messages
+_ABORT_TAG = (1 << 31) - 1  # above the tags of all messages
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes 0 for its own default
 LONGEST_WAIT = timedelta(days=3650)
 
 CONNECTING_S = 5.0
-"""What ranks have at least to connect in: on a busy host one may begin seconds after another."""
+"""Connecting may take at least this long: on a busy host, ranks begin seconds apart."""
 
 
 class GlooTransport(PointToPointTransport):
     """One rank of a gloo group.
 
-    Args:
-        rank: this rank.
-        world_size: P.
-        store: the `torch.distributed.Store` where the ranks meet.
-        host: IPv4 address of this rank's interface, by which the others reach it.
-        timeout_s: seconds after which a wait gives up.
+    The ranks meet in `store`, a `torch.distributed.Store`. `host` is the IPv4 address where the
+    others reach this rank.
 
     Raises:
         TransportError: Not all ranks connected within the timeout, or within `CONNECTING_S` where
@@ -65,8 +63,8 @@ class GlooTransport(PointToPointTransport):
                 f"rank {rank} could not connect the {world_size} ranks over {host}: {error}"
             ) from error
 
+    @override
     def close(self) -> None:
-        """Closes the connections; if exchanges are pending, as `abort` does."""
         if self._open:
             self.abort()
         super().close()
@@ -98,7 +96,7 @@ class GlooTransport(PointToPointTransport):
                     group.recv([scratch], peer, _ABORT_TAG).wait(_SHORTEST_WAIT)
 
     def error_of(self, error: RuntimeError, peer: int) -> TransportError:
-        """What a failure in gloo means; it tells failures apart by their text only."""
+        """What a failure in gloo means; only its text tells failures apart."""
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]
         if "imed out" in reason:
             return TransportTimeout(
@@ -107,18 +105,14 @@ class GlooTransport(PointToPointTransport):
         return PeerLostError(f"rank {self.rank} lost the connection to rank {peer}: {reason}")
 
 
+@dataclass(eq=False, slots=True)
 class _Pending:
-    """A send or a receive of gloo's; holds the receive's buffer (gloo holds the send's)."""
+    """One of gloo's sends or receives; holds the receive's buffer (gloo holds the send's)."""
 
-    __slots__ = ("_buffer", "_peer", "_transport", "_work")
-
-    def __init__(
-        self, transport: GlooTransport, peer: int, buffer: torch.Tensor | None, work: Any
-    ) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._buffer = buffer
-        self._work = work
+    _transport: GlooTransport
+    _peer: int
+    _buffer: torch.Tensor | None
+    _work: Any
 
     def wait(self, deadline: float) -> torch.Tensor | None:
         remaining = LONGEST_WAIT

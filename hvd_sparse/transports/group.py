@@ -1,53 +1,46 @@
 """Some ranks of a transport as a world of their own.
 
-A group's calls have numbers of their own, since another group may make more of them or fewer: the
-ranks of a group make the same calls in the same order, and so do all ranks in what they call
-together. Two groups of one kind are disjoint, and groups of two kinds share one rank at most, so
-that no two messages are taken for each other.
+A group numbers its own calls, since other groups may make more or fewer. The ranks of a group make
+the same calls in the same order, and so do all ranks in what they call together. Two groups of one
+kind are disjoint, and groups of two kinds share at most one rank, so that no two messages are
+mistaken for each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from hvd_sparse.cost_model import Work
 from hvd_sparse.errors import HvdSparseError
-from hvd_sparse.transports.framing import NUMBER_BITS, Context, Payload
+from hvd_sparse.transports.framing import Context, Payload
 from hvd_sparse.transports.point_to_point import PointToPointTransport
-from hvd_sparse.transports.transport import Handle, Traffic, Transport, check_peers
+from hvd_sparse.transports.supervised import NUMBER_BITS
+from hvd_sparse.transports.transport import Handle, Transport, check_peers
 
 
 class GroupTransport(Transport):
-    """A view of a transport: its ranks are places in the group, and it has nothing else of its own.
+    """A view of a transport in which ranks are places in the group.
 
-    Traffic, context, timeouts and failures are the transport's, and errors name its ranks.
+    Traffic, context, timeouts and failures are the whole transport's; errors name its ranks.
 
     Args:
-        transport: Has more ranks.
-        ranks: Those of the group in their order, this rank among them.
-        kind: Place of the kind of groups, from 1; a rank is in one group of each.
+        transport: Connects the group's ranks, and others.
+        ranks: The group's ranks in their order, including this one.
+        kind: Number of the kind of groups, from 1; a rank is in one group of each.
     """
 
     def __init__(self, transport: PointToPointTransport, ranks: Sequence[int], kind: int) -> None:
         self._whole = transport
         super().__init__(ranks.index(transport.rank), len(ranks), transport.timeout_s)
-        self.name = transport.name
+        self.name, self.traffic = transport.name, transport.traffic
         self.ranks = tuple(ranks)
         self._buffers = transport._buffers
         self._calls = kind << NUMBER_BITS
 
     @property
-    def traffic(self) -> Traffic:
-        """That of the whole transport."""
-        return self._whole.traffic
-
-    @traffic.setter
-    def traffic(self, traffic: Traffic) -> None:
-        del traffic  # the whole transport has its own
-
-    @property
     def context(self) -> Context:
-        """That of the whole transport."""
         return self._whole.context
 
     @context.setter
@@ -56,13 +49,12 @@ class GroupTransport(Transport):
 
     @property
     def failure(self) -> HvdSparseError | None:  # type: ignore[override]
-        """That of the whole transport."""
         return self._whole.failure
 
+    @override
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
     ) -> Handle:
-        """See `Transport.exchange`."""
         check_peers(self.rank, self.world_size, payload, dst, src)
         to, of = (None if peer is None else self.ranks[peer] for peer in (dst, src))
         theirs = self._whole.renumber(self._calls)
@@ -71,17 +63,19 @@ class GroupTransport(Transport):
         finally:
             self._calls = self._whole.renumber(theirs)
 
+    @override
     def expect(self, nbytes: int, *, channel: str) -> None:
-        """See `Transport.expect`."""
         self._whole.expect(nbytes, channel=channel)
 
+    @override
     def worked(self, work: Work) -> None:
-        """See `Transport.worked`."""
         self._whole.worked(work)
 
+    @override
     def abort(self, reason: object = None) -> None:
-        """See `Transport.abort`: of all ranks, in the group or not."""
+        """`Transport.abort` of all ranks, inside the group or not."""
         self._whole.abort(reason)
 
+    @override
     def close(self) -> None:
-        """Does nothing: who has made the whole transport closes it."""
+        """Does nothing: the owner of the whole transport closes it."""

@@ -1,24 +1,26 @@
-"""Messages by Horovod's own operations: nothing but Horovod is needed, at the price of its latency.
+"""Messages over Horovod's own operations: this needs nothing but Horovod, and has its latency.
 
-An exchange is an alltoall in which each rank has one non-empty split at most. Horovod tells the
+An exchange is an alltoall in which each rank has at most one non-empty split. Horovod tells the
 sizes of what arrives, so these messages have no header and need no capacity.
 
-Horovod negotiates each operation by its name, and remembers shapes by name in a cache that the
-dense gradients need too. Names therefore repeat after `NAMES` operations, and do not fill it.
+Horovod negotiates each operation by its name, and remembers shapes by name in a cache that dense
+gradients need too. Names repeat after `NAMES` operations, so that they do not fill it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from hvd_sparse.errors import PeerLostError, PlanError, TransportError, TransportTimeout
-from hvd_sparse.transports.framing import Awaiting, Call, Payload, flatten, payload_nbytes
+from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
 from hvd_sparse.transports.horovod_handles import Pauses
-from hvd_sparse.transports.supervised import SupervisedTransport
+from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
 from hvd_sparse.transports.transport import (
     ALIGNMENT,
     SUMMABLE,
@@ -29,25 +31,20 @@ from hvd_sparse.transports.transport import (
 )
 
 NAMES = 32
-"""Names per kind of operation, and so the operations of a kind that can be in flight."""
+"""Names per kind of operation, and so the most operations of a kind in flight."""
 
 SPIN_S = 50e-6
-"""How long a wait does not sleep; Horovod looks for work once in a millisecond."""
+"""Spin this long before sleeping; Horovod looks for work once a millisecond."""
 
 
 class HorovodTransport(SupervisedTransport):
     """One rank of a Horovod process set.
 
-    `traffic` counts payloads as if they went straight to each peer; what Horovod's negotiation and
-    the inner steps of its collectives send is not known here.
+    `traffic` counts payloads as if they went straight to each peer. What Horovod's negotiation and
+    the inner steps of its collectives send is unknown here.
 
-    Args:
-        rank: this rank in the process set.
-        world_size: P.
-        process_set: of Horovod's.
-        timeout_s: seconds after which a wait gives up. The operation stays with Horovod, whose
-            `shutdown` ends it.
-        label: part of the operations' names, the same on all ranks, another for each transport.
+    A wait gives up after `timeout_s`; the operation stays with Horovod, whose `shutdown` ends it.
+    `label` is a part of the operations' names: the same on all ranks, new for each transport.
     """
 
     name = "horovod"
@@ -69,7 +66,7 @@ class HorovodTransport(SupervisedTransport):
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
     ) -> Handle:
-        """See `Transport.exchange`; an operation of Horovod's even for a rank that does neither."""
+        """`Transport.exchange`; even a rank that neither sends nor receives takes part."""
         nbytes = check_peers(self.rank, self.world_size, payload, dst, src)
         own = (
             flatten(payload, self._buffers) if dst is not None and payload is not None else _empty()
@@ -87,7 +84,7 @@ class HorovodTransport(SupervisedTransport):
         return _Exchange(self, operation, src, own if src == self.rank else None)
 
     def all_to_all(self, payloads: Sequence[Payload], *, channel: str) -> list[torch.Tensor]:
-        """See `Transport.all_to_all`; one operation."""
+        """`Transport.all_to_all`, in one operation."""
         P, r = self.world_size, self.rank
         if len(payloads) != P:
             raise ValueError(f"all_to_all takes a payload per rank, {P}, got {len(payloads)}")
@@ -108,7 +105,7 @@ class HorovodTransport(SupervisedTransport):
         return received
 
     def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
-        """See `Transport.allgather`; one operation.
+        """`Transport.allgather`, in one operation.
 
         Horovod joins the blocks without telling their sizes, so each begins with its own.
         """
@@ -135,7 +132,7 @@ class HorovodTransport(SupervisedTransport):
         return received
 
     def allreduce_sum(self, tensor: torch.Tensor, *, channel: str) -> torch.Tensor:
-        """See `Transport.allreduce_sum`; an allgather, added up in the order of the ranks."""
+        """`Transport.allreduce_sum`: an allgather, added up in the order of the ranks."""
         if tensor.dtype not in SUMMABLE:
             raise TypeError(f"allreduce_sum takes {SUMMABLE}, got {tensor.dtype}")
         parts = self.allgather((tensor.detach().contiguous(),), channel=channel)
@@ -149,7 +146,7 @@ class HorovodTransport(SupervisedTransport):
         return total
 
     def broadcast(self, payload: Payload | None, root: int, *, channel: str) -> torch.Tensor:
-        """See `Transport.broadcast`; an allgather of which only the root's block has content."""
+        """`Transport.broadcast`: an allgather where only the root's block has content."""
         if not 0 <= root < self.world_size:
             raise ValueError(f"root must be in [0, {self.world_size}), got {root}")
         if self.rank != root:
@@ -158,30 +155,29 @@ class HorovodTransport(SupervisedTransport):
             raise TypeError("broadcast needs a payload on its root")
         return self.allgather(payload, channel=channel)[root]
 
+    @override
     def close(self) -> None:
-        """See `Transport.close`."""
         super().close()
         self._named.clear()
 
+    @override
     def awaiting(self) -> Awaiting | None:
-        """See `SupervisedTransport.awaiting`; an operation of Horovod's needs all ranks."""
         awaited = self.awaited
         if awaited is None:
             return None
         name, since = awaited
         return Awaiting(self._others, since, f"all ranks to come to {name} ({self.context})")
 
+    @override
     def call_made(self, number: int) -> Call | None:
-        """Horovod compares what the ranks do in its operations."""
-        del number
-        return None
+        return None  # Horovod itself compares what the ranks do in its operations
 
+    @override
     def calls_made(self) -> int:
-        """How many operations this rank has begun."""
         return sum(self._started.values())
 
     def _abort_connections(self) -> None:
-        """Horovod has no way to end an operation: the waits here look at the failure."""
+        """Does nothing: Horovod cannot end an operation, and the waits here look at `failure`."""
 
     def _alltoall(self, data: torch.Tensor, splits: list[int]) -> _Operation:
         return self._start("alltoall", data, torch.tensor(splits, dtype=torch.int32))
@@ -203,7 +199,7 @@ class HorovodTransport(SupervisedTransport):
         return operation
 
     def finished(self, operation: _Operation) -> None:
-        """Lets go of an operation whose outcome is known."""
+        """Forgets an operation whose outcome is known."""
         if self._named.get(operation.name) is operation:
             del self._named[operation.name]
 
@@ -212,17 +208,17 @@ class HorovodTransport(SupervisedTransport):
         return PeerLostError(f"rank {self.rank}: Horovod failed: {error}")
 
 
+@dataclass(eq=False)
 class _Operation:
-    """One of Horovod's handles, and its outcome."""
+    """One of Horovod's handles, until its outcome is known."""
 
-    def __init__(self, transport: HorovodTransport, handle: int, name: str) -> None:
-        self._transport = transport
-        self._handle: int | None = handle
-        self._outcome: Any = None
-        self.name = name
+    _transport: HorovodTransport
+    _handle: int | None
+    name: str
+    _outcome: Any = None
 
     def wait(self) -> Any:
-        """What Horovod's synchronize returns, within the transport's timeout."""
+        """What Horovod's `synchronize` returns, within the transport's timeout."""
         if self._handle is not None:
             try:
                 self._poll(self._handle)
@@ -255,20 +251,14 @@ class _Operation:
             pauses.pause()
 
 
+@dataclass(eq=False)
 class _Exchange(Handle):
     """What an exchange receives from one rank."""
 
-    def __init__(
-        self,
-        transport: HorovodTransport,
-        operation: _Operation,
-        src: int | None,
-        own: torch.Tensor | None,
-    ) -> None:
-        self._transport = transport
-        self._operation: _Operation | None = operation
-        self._src = src
-        self._arrived = own
+    _transport: HorovodTransport
+    _operation: _Operation | None
+    _src: int | None
+    _arrived: torch.Tensor | None
 
     def wait(self) -> torch.Tensor | None:
         if self._operation is not None:

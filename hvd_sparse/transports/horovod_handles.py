@@ -1,38 +1,35 @@
-"""Waiting for Horovod without taking the processor that it needs.
+"""Waiting without taking the processor that the awaited thing needs.
 
-Horovod's `synchronize` looks for its result without a pause, for as long as the slowest rank takes,
-and every look takes a lock that the thread needs which is to bring the result. Where ranks are more
-than cores, or data loaders share them, that costs more than the exchange: steps of four ranks on
+Horovod's `synchronize` polls for its result without a pause, for as long as the slowest rank takes.
+Every poll takes a lock that Horovod's own thread needs to bring the result. With more ranks than
+cores, or with data loaders beside them, that costs more than the exchange: steps of four ranks on
 two cores take up to three times as long as when they sleep instead.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-# MERGED transports.pauses
-# Pauses between two looks at something that has not come yet.
+SPIN_S = 0.2e-3
+"""Spin this long before sleeping. Meanwhile Python's lock is held, which the engine needs, too."""
 
 SLEPT_SHARE = 0.02
-"""Of the time waited so far: what a sleep may add to a wait is a share of it."""
+"""How long a sleep is, as a share of the time waited so far: a sleep adds no more than that."""
 
 SHORTEST_SLEEP_S = 20e-6
 LONGEST_SLEEP_S = 0.5e-3
 
 
 class Pauses:
-    """The pauses of one wait: at first only for who else can run, then asleep, ever longer.
-
-    The peer that is waited for may need this processor.
+    """The pauses of one wait: it first yields the processor, then sleeps, longer and longer.
 
     Args:
-        spin_s: How long the wait does not sleep: longer than what is soon there takes.
+        spin_s: How long to spin before sleeping: longer than what is soon there takes.
         slept_share: How long a sleep is, as a share of the time waited so far.
-        longest_sleep_s: How long it is at most.
+        longest_sleep_s: The longest sleep.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class Pauses:
         self._began_at = time.monotonic()
 
     def pause(self) -> bool:
-        """Pause once; returns whether that was a sleep."""
+        """Pauses once; returns whether that was a sleep."""
         waited_s = time.monotonic() - self._began_at
         if waited_s < self._spin_s:
             os.sched_yield()  # a sleep of 0 s would take 50 µs, too
@@ -56,15 +53,11 @@ class Pauses:
         return True
 
 
-SPIN_S = 0.2e-3
-"""How long a wait does not sleep. It holds Python's lock so long, which the engine needs, too."""
-
-
 class HorovodWait:
-    """Since when this process has waited for Horovod, for a thread that peers ask.
+    """Since when this process has waited for Horovod; the watch's thread tells peers that ask.
 
     Attributes:
-        since: A value of `time.monotonic()`, or None where it does not wait.
+        since: A value of `time.monotonic()`; None while it does not wait.
     """
 
     def __init__(self) -> None:
@@ -83,28 +76,32 @@ class HorovodWait:
 
 
 WAITING = HorovodWait()
-"""This process's: Horovod, too, is one for the whole process."""
+"""One for the whole process, as Horovod is."""
 
 
-def wait_for(handles: Iterable[int], deadline: float = math.inf) -> bool:
-    """Wait until Horovod's `synchronize` would return at once for every one of the handles.
+def wait_for(
+    handles: Iterable[int],
+    gives_up: Callable[[], object] = lambda: False,
+    pauses: Pauses | None = None,
+) -> bool:
+    """Waits until Horovod's `synchronize` would return at once for every one of the handles.
 
     Args:
         handles: Horovod's.
-        deadline: When to give up, a value of `time.monotonic()`.
+        gives_up: Asked after each sleep whether to end the wait; may raise.
+        pauses: How to sleep.
 
     Returns:
-        Whether it would, at the deadline at the latest.
+        Whether it would; False where the wait was given up.
     """
     import horovod.torch as hvd
 
-    pauses = Pauses(SPIN_S)
+    pauses = pauses or Pauses(SPIN_S)
     with WAITING:
         for handle in handles:
             while not hvd.poll(handle):
-                if time.monotonic() >= deadline:
+                if pauses.pause() and gives_up():
                     return False
-                pauses.pause()
     return True
 
 

@@ -1,10 +1,11 @@
-"""Ranks as threads of one process: for tests, and to simulate large worlds."""
+"""Ranks as threads of one process: for tests and simulations."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,12 +17,12 @@ Result = TypeVar("Result")
 
 
 class _Mailbox:
-    """The messages that have come for one rank, by sender and tag."""
+    """The messages that have arrived for one rank, by sender and tag."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._messages: dict[tuple[int, int], list[torch.Tensor]] = {}
-        # One held lock per thread that waits: whoever brings its message releases it, and only it.
+        # One held lock per waiting thread; the sender of its message releases it, and only it.
         self._waiting: dict[tuple[int, int], threading.Lock] = {}
         self._closed: str | None = None
 
@@ -54,7 +55,7 @@ class _Mailbox:
                     raise TransportTimeout(f"no message from rank {key[0]} in time")
 
     def close(self, reason: str) -> None:
-        """Lets all waits fail, and those to come; messages that are here can still be taken."""
+        """Lets all pending and future waits fail; messages that have arrived can still be taken."""
         with self._lock:
             if self._closed is None:
                 self._closed = reason
@@ -68,7 +69,7 @@ class LocalWorld:
 
     Args:
         world_size: P.
-        timeout_s: seconds after which a wait gives up.
+        timeout_s: Seconds after which a wait gives up.
     """
 
     def __init__(self, world_size: int, timeout_s: float = 30.0) -> None:
@@ -113,7 +114,7 @@ class LocalTransport(PointToPointTransport):
 
 
 class _Sent:
-    """A send that is complete: the message, a private copy, lies in the receiver's mailbox."""
+    """A complete send: the message, a private copy, lies in the receiver's mailbox."""
 
     def wait(self, deadline: float) -> None:
         return None
@@ -122,12 +123,10 @@ class _Sent:
 _SENT = _Sent()
 
 
+@dataclass(eq=False, slots=True)
 class _Receive:
-    __slots__ = ("_key", "_mailbox")
-
-    def __init__(self, mailbox: _Mailbox, key: tuple[int, int]) -> None:
-        self._mailbox = mailbox
-        self._key = key
+    _mailbox: _Mailbox
+    _key: tuple[int, int]
 
     def wait(self, deadline: float) -> torch.Tensor:
         return self._mailbox.take(self._key, deadline)
@@ -144,17 +143,17 @@ def run_ranks(
 
     Args:
         world_size: P.
-        fn: what each rank does.
-        timeout_s: seconds after which a wait of a transport gives up.
-        limit_s: seconds after which the whole run does.
+        fn: What each rank does.
+        timeout_s: Seconds after which a wait of a transport gives up.
+        limit_s: Seconds after which the whole run gives up.
 
     Returns:
-        The ranks' results, in order.
+        The ranks' results, by rank.
 
     Raises:
-        TransportTimeout: Some ranks were still running after `limit_s`; their threads stay behind.
-        BaseException: What the first rank to fail raised; the `PeerLostError`s that its failure
-            brought upon the others are passed over.
+        TransportTimeout: Some ranks were still running after `limit_s`; their threads remain.
+        BaseException: What the first rank to fail raised, not the `PeerLostError`s that its failure
+            caused on the others.
     """
     world = LocalWorld(world_size, timeout_s)
     results: dict[int, Result] = {}

@@ -1,13 +1,15 @@
-"""How the ranks of a gloo or NCCL group learn each other's addresses, and what listens meanwhile.
+"""How the ranks of several hosts find each other's addresses, and what listens meanwhile.
 
-Gloo needs no server. Each rank puts one entry into a store, its addresses, and then reads everyone
-else's. `MeetingStore` does that by one allgather over Horovod: nothing listens for it, and nothing
-is left of it once the group is connected. What listens is gloo itself: one TCP port per rank and
-group, bound to the rank's chosen address (`network`; on one host, 127.0.0.1), until `close`. It
-gives a connection to a pair of ranks only while they connect; a stranger who connects later costs
-one descriptor and is heard no further.
+Each rank describes its host (`describe_host`). `choose_addresses` picks the
+address where each rank listens: a pure function of all descriptions, so all ranks choose alike.
 
-NCCL asks a store for as long as the group lives, and not all ranks ask alike. So it gets a
+Gloo needs no server. Each rank puts its addresses into a store, and then reads everyone else's.
+`MeetingStore` does that by one allgather over Horovod. Nothing listens for it, and nothing of it
+remains once the group is connected. What listens is gloo itself: one TCP port per rank and group,
+bound to the rank's chosen address, until `close`. Gloo gives a connection to a pair of ranks only
+while they connect; a stranger who connects later costs one descriptor and is not heard.
+
+NCCL asks a store as long as the group lives, and ranks ask at different times. So it gets a
 `TCPStore`, which rank 0 binds to its chosen address, until `close`. A stranger on that network who
 finds the port can write to the store, but has to guess the prefix of its keys, 16 random bytes that
 went over Horovod.
@@ -29,11 +31,7 @@ import torch.distributed
 
 from hvd_sparse.errors import ConfigError, TransportError
 
-# MERGED transports.network
-# Over which interface and address the ranks of several hosts can reach each other.
-#
-# Every rank describes its host; the choice is a pure function of all descriptions, so all ranks that
-# have them come to the same one.
+dist: Any = torch.distributed  # its type hints leave out what is used here
 
 OWN_VARIABLE = "HVD_SPARSE_IFACE"
 HOROVOD_VARIABLE = "HOROVOD_GLOO_IFACE"
@@ -42,13 +40,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Interface:
-    """An IPv4 address of a network interface that is up.
-
-    Attributes:
-        name: as in `eth0`.
-        address: as in `10.0.0.7`.
-        netmask: as in `255.255.255.0`.
-    """
+    """An IPv4 address of a network interface that is up: `eth0`, `10.0.0.7`, `255.255.255.0`."""
 
     name: str
     address: str
@@ -73,29 +65,16 @@ class HostReport:
     """What one rank knows of its host.
 
     Attributes:
-        host: the same for two ranks exactly if they share a loopback interface.
-        interfaces: those that are up, loopback included.
-        own_choice: the interface that the user named for this package, or None.
-        horovod_choice: the interface that Horovod's launcher uses, or None.
+        host: The same for two ranks exactly if they share a loopback interface.
+        interfaces: Those that are up, including loopback.
+        own_choice: The interface that the user named for this package, or None.
+        horovod_choice: The interface that Horovod's launcher uses, or None.
     """
 
     host: str
     interfaces: tuple[Interface, ...]
     own_choice: str | None = None
     horovod_choice: str | None = None
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where one rank listens.
-
-    Attributes:
-        interface: name of its interface.
-        address: IPv4 address on it.
-    """
-
-    interface: str
-    address: str
 
 
 def describe_host(environment: Mapping[str, str] | None = None) -> HostReport:
@@ -109,23 +88,19 @@ def describe_host(environment: Mapping[str, str] | None = None) -> HostReport:
     )
 
 
-def choose_endpoints(reports: Sequence[HostReport]) -> list[Endpoint]:
-    """Chooses an endpoint for every rank; rank 0's is where the others meet it.
+def choose_addresses(reports: Sequence[HostReport]) -> list[str]:
+    """The IPv4 address where each rank listens, from the ranks' reports in order.
 
-    On one host that is the loopback interface. On several it is, in this order: the interface
-    named by HVD_SPARSE_IFACE; the one named by HOROVOD_GLOO_IFACE, if every host has it; an
-    interface on a subnet that all hosts share.
-
-    Args:
-        reports: one per rank, in order.
+    On one host, that is the loopback interface's. On several hosts it is the address of, in this
+    order: the interface named by HVD_SPARSE_IFACE; the one named by HOROVOD_GLOO_IFACE, if every
+    host has it; an interface on a subnet that all hosts share.
 
     Raises:
         ConfigError: HVD_SPARSE_IFACE names an interface that some host cannot use.
         TransportError: The hosts share no subnet.
     """
     if len({report.host for report in reports}) == 1:
-        loopback = next((i.name for i in reports[0].interfaces if i.is_loopback), "lo")
-        return [Endpoint(loopback, LOOPBACK_ADDRESS)] * len(reports)
+        return [LOOPBACK_ADDRESS] * len(reports)
     if any(report.own_choice for report in reports):
         named = [_named(report, report.own_choice) for report in reports]
         missing = [rank for rank, interface in enumerate(named) if interface is None]
@@ -135,11 +110,11 @@ def choose_endpoints(reports: Sequence[HostReport]) -> list[Endpoint]:
                 f"address and is not loopback; it does not on ranks {missing}: "
                 + _seen(reports, missing)
             )
-        return _endpoints(named)
+        return _addresses(named)
     named = [_named(report, report.horovod_choice) for report in reports]
     if None not in named:
-        return _endpoints(named)
-    return _endpoints(_on_shared_subnet(reports))
+        return _addresses(named)
+    return _addresses(_on_shared_subnet(reports))
 
 
 def _named(report: HostReport, name: str | None) -> Interface | None:
@@ -158,8 +133,8 @@ def _on_shared_subnet(reports: Sequence[HostReport]) -> list[Interface | None]:
         chosen = [
             next((i for i in report.interfaces if i.network == network), None) for report in reports
         ]
-        # Where two hosts have the same address, as on the bridges that container engines make, the
-        # subnet is not one network but a private one on each.
+        # Where two hosts have the same address, as on container engines' bridges, the subnet is not
+        # one network but a private one on each host.
         hosts_of: dict[str, set[str]] = {}
         for report, interface in zip(reports, chosen, strict=True):
             if interface is not None:
@@ -172,12 +147,12 @@ def _on_shared_subnet(reports: Sequence[HostReport]) -> list[Interface | None]:
     )
 
 
-def _endpoints(interfaces: Sequence[Interface | None]) -> list[Endpoint]:
-    return [Endpoint(i.name, i.address) for i in interfaces if i is not None]
+def _addresses(interfaces: Sequence[Interface | None]) -> list[str]:
+    return [interface.address for interface in interfaces if interface is not None]
 
 
 def _seen(reports: Sequence[HostReport], ranks: Sequence[int]) -> str:
-    """What the hosts of these ranks have, each host once."""
+    """The interfaces of these ranks' hosts, in words, each host once."""
     lines: dict[str, str] = {}
     for rank in ranks:
         report = reports[rank]
@@ -212,21 +187,19 @@ def _interfaces() -> tuple[Interface, ...]:
     return tuple(found)
 
 
-dist: Any = torch.distributed  # its type hints leave out what is used here
-
 BACKLOG = 1024
-"""Connections that may wait to be accepted: more than the ranks of one group in practice."""
+"""Connections that may wait to be accepted: more than one group's ranks in practice."""
 
 ROUNDS = 4
-"""Allgathers that one key may take; gloo needs one."""
+"""Allgathers after which a key counts as unwritten; gloo needs one."""
 
 
 class MeetingStore(dist.Store):  # type: ignore[misc]
-    """A store whose entries go to all ranks by allgather, as soon as one is asked for.
+    """A store that gives its entries to all ranks by allgather, once one is asked for.
 
-    Every rank writes what it has to tell, and then asks for what the others wrote: the first
-    question for a key that is not there starts an allgather of all that was written since the last.
-    All ranks therefore have to take turns in the same way, as they do in gloo's full mesh.
+    Every rank writes its entries, and then asks for the others'. The first question for a missing
+    key starts an allgather of everything written since the last one. So all ranks have to take
+    turns in the same way, as they do in gloo's full mesh.
 
     Args:
         allgather: Gives every rank's object to every rank, in order; collective.
@@ -243,19 +216,19 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         self._new[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """An entry of any rank; collective where it is not here yet."""
+        """An entry of any rank; collective where it has not arrived yet."""
         self.wait([key])
         return self._entries[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether the entries are here."""
+        """Whether the entries have arrived."""
         return all(key in self._entries for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Fetches the entries; the allgather has a timeout of its own.
+        """Fetches the entries; the allgather has its own timeout.
 
         Raises:
-            TransportError: Nobody wrote them.
+            TransportError: No rank has written them.
         """
         for _ in range(ROUNDS):
             if self.check(keys):
@@ -269,7 +242,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
 
 
 def listen(address: str) -> socket.socket:
-    """A TCP socket that listens on some port of one address.
+    """A TCP socket that listens on a free port of one address.
 
     Raises:
         TransportError: The address cannot be bound.
@@ -281,21 +254,17 @@ def listen(address: str) -> socket.socket:
 
 
 def serve_store(address: str, timeout_s: float) -> tuple[Any, int]:
-    """Starts a `TCPStore` that listens on one address only, on rank 0.
-
-    Args:
-        address: IPv4 address of the interface to listen on.
-        timeout_s: Seconds after which a question to the store gives up.
+    """Starts a `TCPStore` on rank 0 that listens on one IPv4 address only.
 
     Returns:
-        The store, and the port that it listens on.
+        The store, whose questions give up after `timeout_s`, and its port.
 
     Raises:
         TransportError: The address cannot be bound.
     """
     listener = listen(address)
     port: int = listener.getsockname()[1]
-    descriptor = listener.detach()  # the store's from here on: it closes it
+    descriptor = listener.detach()  # the store owns and closes it from here on
     store = dist.TCPStore(
         address,
         port,

@@ -1,8 +1,8 @@
-"""Messages over MPI, through mpi4py, on a communicator that belongs to this package alone.
+"""Messages over MPI, through mpi4py, on a communicator that only this package uses.
 
-Horovod ends MPI on all ranks, from a thread of its own, as soon as one rank shuts down: also where
-a rank is still at its last exchange. MPI first calls back on each rank, and there this transport
-holds it until the rank is through (`MpiTransport.hold_finalize`).
+As soon as one rank shuts down, Horovod ends MPI on all ranks, from a thread of its own, even where
+a rank is still in its last exchange. MPI first calls back on each rank. There this transport holds
+it until the rank has finished (`MpiTransport.hold_finalize`).
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.point_to_point import Exchange, PointToPointTransport, Request
 
 SPIN_S = 50e-6
-"""How long a wait does not sleep: longer than a small message takes between two cores."""
+"""Spin this long before sleeping: longer than a small message takes between two cores."""
 
 SPIN_S_PER_BYTE = 1e-9
-"""As much longer for a large message: MPI moves it piece by piece, in the calls of both ends."""
+"""Spin longer for a large message: MPI moves it piece by piece, in the calls of both ends."""
 
 GRACE_S = 1.0
-"""How long MPI's end is held for a rank that makes no progress."""
+"""MPI's end waits this long for a rank that makes no progress."""
 
 _ABORT_TAG = 0
-_GROUP_TAG = 7711  # tells the making of this communicator from others made at the same time
+_GROUP_TAG = 7711  # distinguishes this communicator from others made at the same time
 
 
 def problem_with_mpi(global_rank: int) -> str | None:
@@ -49,13 +51,12 @@ def problem_with_mpi(global_rank: int) -> str | None:
 
 
 class MpiTransport(PointToPointTransport):
-    """One rank of a group of MPI processes.
+    """One rank of a group of MPI processes; making it is collective over the group.
 
     Args:
-        ranks: the group's ranks in `comm`, this one's among them, the same on all of them.
-        timeout_s: seconds after which a wait gives up.
-        comm: the mpi4py communicator to derive one from; COMM_WORLD by default. Only the ranks of
-            the group have to take part.
+        ranks: The group's ranks in `comm`, including this one; the same on all of them.
+        timeout_s: Seconds after which a wait gives up.
+        comm: The mpi4py communicator to derive one from; COMM_WORLD by default.
 
     Raises:
         ConfigError: This process is not one of `ranks`.
@@ -86,10 +87,11 @@ class MpiTransport(PointToPointTransport):
         self._exit_hook = _exit_hook(weakref.ref(self))
         atexit.register(self._exit_hook)
 
+    @override
     def close(self) -> None:
-        """Ends this transport; if exchanges are pending, as `abort` does.
+        """Ends this transport; with exchanges pending, aborts.
 
-        The communicators stay until MPI ends: freeing them, or taking the callback back, would race
+        The communicators stay until MPI ends: freeing them, or removing the callback, would race
         with an end that another thread has already begun.
         """
         if self._open:
@@ -99,7 +101,7 @@ class MpiTransport(PointToPointTransport):
         atexit.unregister(self._exit_hook)
 
     def end(self) -> None:
-        """Waits for the call into MPI that is under way, and lets none begin from now on."""
+        """Waits for the call into MPI that is under way; none can begin afterwards."""
         with self._gate:
             self._ended = True
 
@@ -118,10 +120,10 @@ class MpiTransport(PointToPointTransport):
                 raise self.error_of(error, peer) from error
 
     def hold_finalize(self) -> None:
-        """Waits, at MPI's end, until this rank has finished what it is at, then ends for good.
+        """At MPI's end, waits until this rank has finished its exchanges, then ends.
 
-        A rank that is only behind its peers gets through. One that waits for a message that never
-        comes, as its sender has shut down, gets a `PeerLostError` after `GRACE_S`.
+        A rank that is only behind its peers finishes. A rank whose sender has shut down gets a
+        `PeerLostError` after `GRACE_S`.
         """
         finished, give_up = self._finished, time.monotonic() + GRACE_S
         while not self._ended and time.monotonic() < give_up:
@@ -132,24 +134,24 @@ class MpiTransport(PointToPointTransport):
             self.fail(PeerLostError(f"rank {self.rank}: Horovod was shut down by a peer"))
         self.end()
 
+    @override
     def forget(self, handle: Exchange) -> None:
-        """Drops a handle that has nothing more to wait for."""
         super().forget(handle)
         self._finished += 1
 
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
         buffer = [message.numpy(), self.mpi.BYTE]
         request = self.call(self._comm.Isend, buffer, peer, tag, peer=peer)
-        return _Pending(self, peer, message, request, keep=False)
+        return _Pending(self, peer, message, request, False)
 
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
         message = self._buffers.take(capacity)
         buffer = [message.numpy(), self.mpi.BYTE]
         request = self.call(self._comm.Irecv, buffer, peer, tag, peer=peer)
-        return _Pending(self, peer, message, request, keep=True)
+        return _Pending(self, peer, message, request, True)
 
     def _abort_connections(self) -> None:
-        # MPI has no way to close a connection: the peers look for this message while they wait.
+        # MPI cannot close a connection: the peers look for this message while they wait.
         with self._gate:
             if self._ended or self.mpi.Is_finalized():
                 return
@@ -159,10 +161,10 @@ class MpiTransport(PointToPointTransport):
                         self._control.Isend([b"", self.mpi.BYTE], peer, _ABORT_TAG).Free()
 
     def check_peers(self) -> None:
-        """Raises if a peer has given the transport up.
+        """Looks whether a peer has given the transport up.
 
         Raises:
-            PeerLostError: A peer did, or another thread of this rank.
+            PeerLostError: A peer has, or another thread of this rank.
         """
         status = self.mpi.Status()
         if self.call(self._control.Iprobe, self.mpi.ANY_SOURCE, _ABORT_TAG, status, peer=self.rank):
@@ -175,30 +177,25 @@ class MpiTransport(PointToPointTransport):
         return PeerLostError(f"rank {self.rank} cannot reach rank {peer} over MPI: {error}")
 
 
+@dataclass(eq=False, slots=True)
 class _Pending:
-    """A send or a receive of MPI's, and its buffer, which must live as long."""
+    """One of MPI's sends or receives, and its buffer, which must live as long."""
 
-    __slots__ = ("_buffer", "_keep", "_peer", "_request", "_transport")
-
-    def __init__(
-        self, transport: MpiTransport, peer: int, buffer: torch.Tensor, request: Any, *, keep: bool
-    ) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._buffer = buffer
-        self._request = request
-        self._keep = keep
+    _transport: MpiTransport
+    _peer: int
+    _buffer: torch.Tensor
+    _request: Any
+    _receives: bool
 
     def wait(self, deadline: float) -> torch.Tensor | None:
         if not self._test():
             self._wait_long(deadline)
-        return self._buffer if self._keep else None
+        return self._buffer if self._receives else None
 
     def _test(self) -> bool:
         return bool(self._transport.call(self._request.Test, peer=self._peer))
 
     def _wait_long(self, deadline: float) -> None:
-        """Spins for a moment, then sleeps between looks: the peer may need this processor."""
         transport = self._transport
         pauses = Pauses(SPIN_S + SPIN_S_PER_BYTE * self._buffer.numel())
         while not self._test():
@@ -212,14 +209,14 @@ class _Pending:
 
 
 def _finalize_hook(comm: Any, keyval: int, transport: Any) -> None:
-    """What MPI calls, when it ends, for each transport that there was."""
+    """MPI calls this when it ends, for each transport ever made."""
     alive = transport()
     if alive is not None:
         alive.hold_finalize()
 
 
 def _exit_hook(transport: Callable[[], MpiTransport | None]) -> Callable[[], None]:
-    """What Python calls when the process ends; a transport that is not closed is not kept alive."""
+    """What Python calls when the process ends; it does not keep an open transport alive."""
 
     def end() -> None:
         alive = transport()

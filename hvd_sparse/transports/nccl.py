@@ -1,27 +1,27 @@
-"""Large messages from device to device over NCCL; small ones, beside them, over gloo.
+"""Large messages from device to device over NCCL, and small ones over gloo.
 
-Messages are made on the host. A large message goes through pinned memory to the
-device, over NCCL to the peer's device, and through pinned memory to its host. All of that is queued
-on the device when the exchange starts; the host only looks, in `wait`, whether it is through.
+Messages are made on the host. A large one goes through pinned memory to the device, over NCCL to
+the peer's device, and through pinned memory to its host. The exchange queues all of that on the
+device when it starts (`DeviceGroup`). The host only checks, in `wait`, whether it has finished.
 
-**Sizes.** NCCL's messages have no sizes: both ends must name the same one beforehand. They have
-such a size in the capacity, which follows from what last went the same way (`framing`). A message
-with a capacity above `direct_bytes` goes over NCCL, padded to the capacity: at most a quarter more
-bytes on NCCL's wire (`traffic` does not count them), but no round for sizes, and no wait of the
-host. What outgrows the capacity goes over gloo.
+**Sizes.** NCCL's messages have no sizes: both ends must name the same one beforehand. They share
+one in the capacity, which follows from what last went the same way (`framing`). A message with a
+capacity above `direct_bytes` goes over NCCL, padded to the capacity. That is at most a quarter more
+bytes on NCCL's wire (`traffic` does not count them), but takes no round for sizes, and no wait of
+the host. What outgrows the capacity goes over gloo.
 
-**Order.** NCCL's messages have no tags either: they are matched in the order in which they are
-started. The messages of one exchange, a send, a receive or both, are one group, started when the
-call is made; groups run one after the other, in the order of the calls. Group i waits for none but
-its peers' groups up to i, and all ranks make the same calls: no circle of waits can arise.
+**Order.** NCCL's messages have no tags either: they match in the order in which they start. The
+messages of one exchange (a send, a receive or both) are one group, started when the call is made.
+Groups run one after the other, in the order of the calls. Group i waits only for its peers' groups
+up to i, and all ranks make the same calls: no circle of waits can arise.
 
-**Without the host.** What is on the devices can stay there (`exchange_on_devices`,
-`allgather_on_devices`): the sizes are then known to both ends, and nothing is padded here. What the
-host is to read of it follows on the same stream, and one wait is for both.
+**Without the host.** Data on the devices can stay there (`exchange_on_devices`,
+`allgather_on_devices`): both ends then know the sizes, and nothing is padded here. What the host
+needs of it follows on the same stream, so one wait is enough for both.
 
-**Ends.** NCCL cannot give up a wait by itself, and does not tell the peers of a failure. Waits
-here look whether the group is through, until their deadline, and now and then whether a peer has
-left a note in the store that it gave up.
+**Ends.** NCCL cannot give up a wait by itself, and does not tell the peers of a failure. Waits here
+check whether the group has finished, until their deadline, and now and then whether a peer left a
+note in the store that it gave up.
 """
 
 from __future__ import annotations
@@ -31,35 +31,37 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import override
 
 from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
-from hvd_sparse.transports.device_group import DeviceGroup, Transfer
-from hvd_sparse.transports.framing import POOLED_BYTES, Awaiting, Payload, PinnedPool
+from hvd_sparse.transports.framing import POOLED_BYTES, Payload, PinnedPool
 from hvd_sparse.transports.gloo import LONGEST_WAIT, GlooTransport
 from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.meeting import dist
 from hvd_sparse.transports.point_to_point import Request
+from hvd_sparse.transports.supervised import Awaiting
 from hvd_sparse.transports.transport import Handle
 
 DIRECT_BYTES = POOLED_BYTES
-"""Up to this capacity gloo is quicker: NCCL has two copies and a launch to make first."""
+"""Up to this capacity gloo is quicker: NCCL needs two copies and a launch first."""
 
 SPIN_S = 50e-6
-"""How long a wait does not sleep."""
+"""Spin this long before sleeping."""
 
 LOOK_S = 0.1
-"""From one look for a peer's note to the next; each is a message to rank 0 and back."""
+"""Interval of looking for a peer's note, which costs a message to rank 0 and back."""
 
 GRACE_S = 5.0
-"""What NCCL may take to end."""
+"""NCCL may take this long to end."""
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""By default the watchdog ends the process for an error of NCCL's, too, which the waits here turn
-into an exception."""
+"""By default torch's watchdog ends the process when NCCL fails; here, the waits raise instead."""
 
 _NOTE = "gave up"
 
@@ -78,19 +80,14 @@ def problem_with_nccl() -> str | None:
 
 
 def connect_nccl(store: Any, rank: int, world_size: int, device: torch.device) -> Any:
-    """A group of NCCL's; blocks until all ranks have come.
+    """Makes an NCCL process group; blocks until all ranks have come.
 
     Every pair exchanges a message: a pair's first one sets its connection up, and may block past
     any timeout.
-
-    Args:
-        store: where the ranks meet.
-        rank: this rank.
-        world_size: P.
-        device: this rank's, which no other rank has.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = LONGEST_WAIT  # torch's watchdog would end the process; waits here end alone
+    # torch's watchdog would end the process on a timeout; the waits here end themselves.
+    options._timeout = LONGEST_WAIT
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"  # the constructor reads it
     try:
@@ -110,17 +107,13 @@ def connect_nccl(store: Any, rank: int, world_size: int, device: torch.device) -
 
 
 class NcclTransport(GlooTransport):
-    """One rank of a gloo group that has a device each.
+    """One rank of a gloo group whose ranks have a device each.
 
     Args:
-        rank: this rank.
-        world_size: P.
-        store: where the ranks meet; see `GlooTransport`.
-        host: IPv4 address of this rank's interface.
-        timeout_s: seconds after which connecting, and each wait, gives up.
-        device: this rank's, which no other rank has.
-        connect: makes the group of the devices, with the arguments of `connect_nccl`.
-        direct_bytes: messages of this capacity at most go over gloo; the same on all ranks.
+        rank, world_size, store, host, timeout_s: As in `GlooTransport`.
+        device: This rank's own device.
+        connect: Makes the group of the devices, with the arguments of `connect_nccl`.
+        direct_bytes: Messages up to this capacity go over gloo; the same on all ranks.
 
     Raises:
         TransportError: Not all ranks connected within the timeout.
@@ -153,10 +146,10 @@ class NcclTransport(GlooTransport):
         group = self._connected(connect, dist.PrefixStore("nccl", store))
         self._devices = DeviceGroup(group, world_size, device)
 
+    @override
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
     ) -> Handle:
-        """See `Transport.exchange`."""
         handle = super().exchange(payload, dst, src, channel=channel)
         outgoing, incoming = self._outgoing, self._incoming
         self._outgoing = self._incoming = None
@@ -167,17 +160,14 @@ class NcclTransport(GlooTransport):
     def exchange_on_devices(
         self, sent: torch.Tensor, to_peers: Mapping[int, int], from_peers: Mapping[int, int]
     ) -> torch.Tensor:
-        """Brings bytes from device to device; waits for them, since NCCL would for good.
+        """Brings bytes from device to device, and waits for them (NCCL would wait forever).
 
         The ranks that exchange something call this together, between the same other calls.
 
         Args:
-            sent: uint8 `(n,)` on this rank's device, n above 0, what goes to the lowest rank first.
-            to_peers: How many bytes of it go to a rank; 0 to a rank that is not named.
-            from_peers: How many bytes come from a rank.
-
-        Returns:
-            uint8 on this rank's device, what comes from the lowest rank first.
+            sent: uint8 `(n,)` on this rank's device, n above 0, in the order of the ranks.
+            to_peers: How many bytes of it go to each rank; 0 to a rank that is not named.
+            from_peers: How many bytes come from each rank, and are returned in their order.
 
         Raises:
             TransportError: A peer is gone or did not answer.
@@ -190,10 +180,10 @@ class NcclTransport(GlooTransport):
         )
         return self._brought(partial(self._devices.all_to_all, sent, to, of), peers)
 
+    @override
     def allgather_on_devices(
         self, sent: torch.Tensor, header_bytes: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Transport.allgather_on_devices`; waits for the bytes, since NCCL would for good."""
         assert self._devices is not None
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
         arrived = self._brought(partial(self._devices.allgather, sent, header_bytes), peers)
@@ -204,7 +194,7 @@ class NcclTransport(GlooTransport):
     def _brought(
         self, start: Callable[[], tuple[Brought, Transfer]], peers: Sequence[int]
     ) -> Brought:
-        """What an exchange among the devices brings, once it is there."""
+        """What an exchange among the devices brings, once it has arrived."""
         self._raise_failure()
         began, told = time.monotonic(), f"devices of ranks {', '.join(map(str, peers))}"
         self.awaited_beside[id(start)] = Awaiting(tuple(peers), began, told)
@@ -220,8 +210,8 @@ class NcclTransport(GlooTransport):
             del self.awaited_beside[id(start)]
         return arrived
 
+    @override
     def close(self) -> None:
-        """Closes the connections; if exchanges are pending, as `abort` does."""
         if self._open:
             self.abort()
         devices, self._devices = self._devices, None
@@ -234,7 +224,7 @@ class NcclTransport(GlooTransport):
         super().close()
 
     def _connected(self, connect: Callable[..., Any], store: Any) -> Any:
-        """The devices' group. Making it may block for good, so a thread does."""
+        """The devices' group, made by a thread because that may block forever."""
         outcome: list[Any] = []
 
         def run() -> None:
@@ -325,19 +315,15 @@ class NcclTransport(GlooTransport):
             raise PeerLostError(f"rank {self.rank}: {note}")
 
 
+@dataclass(eq=False, slots=True)
 class _Half:
-    """What one exchange sends over NCCL, or what it receives."""
+    """What one exchange sends over NCCL, or receives."""
 
-    __slots__ = ("_transport", "buffer", "capacity", "peer", "transfer")
-
-    def __init__(
-        self, transport: NcclTransport, peer: int, buffer: torch.Tensor, capacity: int
-    ) -> None:
-        self._transport = transport
-        self.peer = peer
-        self.buffer = buffer
-        self.capacity = capacity
-        self.transfer: Transfer | None = None
+    _transport: NcclTransport
+    peer: int
+    buffer: torch.Tensor
+    capacity: int
+    transfer: Transfer | None = None
 
     def wait(self, deadline: float) -> torch.Tensor:
         transfer = self.transfer
@@ -351,8 +337,154 @@ class _Half:
         return self.buffer
 
 
+class DeviceGroup:
+    """Messages between the ranks' devices that begin and end in host memory.
+
+    An exchange is an all-to-all with at most one split: NCCL makes one group of its send and its
+    receive, in one launch, and leaves out what is empty. A rank that has neither need not call.
+
+    Args:
+        group: The backend, `ProcessGroupNCCL` or one that behaves like it: calls run in their
+            order, and a send waits for the peer's receive of the same size.
+        world_size: P.
+        device: This rank's own device.
+    """
+
+    def __init__(self, group: Any, world_size: int, device: torch.device) -> None:
+        self._group = group
+        self._world_size = world_size
+        self._device = device
+        # Two streams, so that no message on its way up waits for one on its way down.
+        on_device = device.type == "cuda"
+        self._up = torch.cuda.Stream(device) if on_device else None
+        self._down = torch.cuda.Stream(device) if on_device else None
+
+    def start(
+        self,
+        outgoing: tuple[int, torch.Tensor, int] | None,
+        incoming: tuple[int, torch.Tensor] | None,
+    ) -> Transfer:
+        """Queues a send, a receive, or both at once; the host does not wait.
+
+        Args:
+            outgoing: The peer, a message in host memory that nobody changes any more, and how many
+                bytes to send: the message, padded with anything.
+            incoming: The peer, and a `host_buffer` of as many bytes as it sends.
+        """
+        to_peers, from_peers = [0] * self._world_size, [0] * self._world_size
+        with _in(self._up):
+            if outgoing is None:
+                sent = self._empty(0)
+            else:
+                dst, message, sent_bytes = outgoing
+                to_peers[dst] = sent_bytes
+                sent = self._empty(sent_bytes)
+                sent[: message.numel()].copy_(message, non_blocking=True)
+            if incoming is None:
+                arrived = self._empty(0)
+            else:
+                src, buffer = incoming
+                from_peers[src] = buffer.numel()
+                arrived = buffer if self._up is None else self._empty(buffer.numel())
+            work = self._group.alltoall_base(arrived, sent, from_peers, to_peers)
+        end = None
+        if self._down is not None:
+            with _in(self._down):
+                work.wait()  # of the stream, not of the host
+                if incoming is not None:
+                    incoming[1].copy_(arrived, non_blocking=True)
+                end = self._down.record_event()
+        return Transfer(work, end, (sent, arrived, outgoing, incoming))
+
+    def all_to_all(
+        self, sent: torch.Tensor, to_peers: list[int], from_peers: list[int]
+    ) -> tuple[torch.Tensor, Transfer]:
+        """Queues an exchange of data on the devices behind the current stream's work.
+
+        `sent` has `to_peers` bytes for each rank, at least one above 0, in the order of the ranks.
+        The current stream waits for the received data, `from_peers` bytes of each rank.
+        """
+        arrived = self._empty(sum(from_peers))
+        work = self._group.alltoall_base(arrived, sent, from_peers, to_peers)
+        self._let_stream_wait(work)
+        return arrived, self._transfer(work, sent, arrived)
+
+    def allgather(
+        self, sent: torch.Tensor, header_bytes: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], Transfer]:
+        """Queues an allgather of equally many bytes; otherwise like `all_to_all`.
+
+        Args:
+            sent: uint8 `(n,)` on the device, n above 0.
+            header_bytes: How many of the first bytes go on to the host, behind the exchange.
+
+        Returns:
+            The received data, `(P, n)`, and in host memory its first bytes, `(P, header_bytes)`;
+            the transfer is through when both have arrived.
+        """
+        P = self._world_size
+        arrived = self._empty(P * sent.numel())
+        work = self._group._allgather_base(arrived, sent)
+        self._let_stream_wait(work)
+        arrived = arrived.view(P, -1)
+        headers = arrived[:, :header_bytes]
+        if self._up is not None:
+            on_host = self.host_buffer(P * header_bytes).view(P, header_bytes)
+            headers = on_host.copy_(headers, non_blocking=True)
+        return (arrived, headers), self._transfer(work, sent, arrived, headers)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8 `(nbytes,)`, pinned so that a device copies asynchronously."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._down is not None)
+
+    def abort(self) -> None:
+        """Ends what is under way on this rank, but not the peers' parts of it."""
+        self._group.abort()
+
+    def shutdown(self) -> None:
+        """Ends the connections in order; may wait for the peers to do the same."""
+        self._group.shutdown()
+
+    def _let_stream_wait(self, work: Any) -> None:
+        """Lets the current stream wait for an exchange; the host does not."""
+        if self._up is not None:
+            work.wait()
+
+    def _transfer(self, work: Any, *kept: torch.Tensor) -> Transfer:
+        """An exchange, and what the current stream has queued behind it."""
+        end = None
+        if self._up is not None:
+            end = torch.cuda.current_stream(self._device).record_event()
+        return Transfer(work, end, kept)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """An exchange under way; keeps its memory alive."""
+
+    _work: Any
+    _end: torch.cuda.Event | None
+    _kept: object
+
+    def is_through(self) -> bool:
+        """Whether the data has arrived, and the sent memory may be reused.
+
+        Raises:
+            RuntimeError: The backend, or the device, has failed.
+        """
+        through = self._work.is_completed() if self._end is None else self._end.query()
+        return bool(through)
+
+
+def _in(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 def _background(call: Callable[[], None]) -> threading.Thread:
-    """Runs a call that may block for good, and whose failure changes nothing."""
+    """Runs a call that may block forever, and whose failure changes nothing."""
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):

@@ -1,26 +1,28 @@
-"""The part that transports with tagged sends and receives have in common."""
+"""What transports with tagged sends and receives have in common."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.transports import framing
-from hvd_sparse.transports.framing import HEADER_BYTES, Awaiting, Call, Context, Payload
-from hvd_sparse.transports.supervised import SupervisedTransport
+from hvd_sparse.transports.framing import HEADER_BYTES, Context, Payload
+from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
 from hvd_sparse.transports.transport import Done, Handle, check_peers
 
 REMEMBERED_CALLS = 256
-"""Calls of which a rank can tell a peer what it did in them."""
+"""A rank remembers so many of its last calls, to tell peers what it did in them."""
 
 Way = tuple[str, str, int]
-"""Channel, bucket and peer: messages of one way are of similar sizes."""
+"""Channel, bucket and peer: messages that go the same way have similar sizes."""
 
 
 class Request(Protocol):
@@ -41,14 +43,14 @@ class Request(Protocol):
 class PointToPointTransport(SupervisedTransport):
     """Exchanges over `_isend` and `_irecv`.
 
-    The tag of a message is, from its lowest bit: whether it is the rest of a payload that outgrew
-    its capacity; the place of the call in the sequence of calls, which is the same on all ranks;
-    the code of the capacity. Places start again from 0 when the tags are used up: messages of one
-    tag keep their order.
+    The tag of a message holds, from its lowest bit: whether it is the rest of a payload that
+    outgrew its capacity; the place of the call in the sequence of calls, which is the same on all
+    ranks; the code of the capacity. Places start again from 0 when the tags are used up, since
+    messages of one tag keep their order.
     """
 
     tag_limit = 1 << 30
-    """Tags stay below."""
+    """All tags are smaller than this."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         super().__init__(rank, world_size, timeout_s)
@@ -57,8 +59,8 @@ class PointToPointTransport(SupervisedTransport):
         self._receive_capacity: dict[Way, int] = {}
         self._codes: dict[str, int] = {}
         self._first_tags: dict[int, int] = {}
-        # Started and not yet waited for: their buffers must live, and the next receive of the same
-        # way needs to know the size of this one.
+        # Started and not yet waited for: their buffers must live, and the next receive on the same
+        # way needs the size of this one.
         self._open: dict[int, Exchange] = {}
         self._arriving: dict[Way, Exchange] = {}
         self._shared: SharedFrame | None = None
@@ -67,14 +69,14 @@ class PointToPointTransport(SupervisedTransport):
 
     @abstractmethod
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
-        """Starts to send all bytes of `message`, uint8; nobody changes it any more."""
+        """Starts to send all bytes of `message`, uint8, which nobody changes any more."""
 
     @abstractmethod
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
         """Starts to receive a message of at most `capacity` bytes."""
 
     def _isend_first(self, peer: int, message: torch.Tensor, capacity: int, tag: int) -> Request:
-        """Like `_isend`, for the message for which the peer has made room of `capacity` bytes."""
+        """Like `_isend`, for a message for which the peer has made room of `capacity` bytes."""
         del capacity
         return self._isend(peer, message, tag)
 
@@ -82,10 +84,10 @@ class PointToPointTransport(SupervisedTransport):
         """Like `_irecv`, where the peer knows the capacity too."""
         return self._irecv(peer, capacity, tag)
 
+    @override
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
     ) -> Handle:
-        """See `Transport.exchange`."""
         nbytes = check_peers(self.rank, self.world_size, payload, dst, src)
         self._raise_failure()
         number = self._calls
@@ -95,9 +97,8 @@ class PointToPointTransport(SupervisedTransport):
             self._made.append(Call(number, channel, context, dst, src))
             arrived = None if dst is None else framing.flatten(payload or (), self._buffers)
             return Done(arrived)
-        handle = Exchange(self, channel, context, src, number)
-        if self._shared is not None:
-            handle.stamped = self._shared.number
+        stamped = number if self._shared is None else self._shared.number
+        handle = Exchange(self, channel, context, src, number, stamped)
         sends_up_to = 0
         try:
             # The receive goes first: a message that finds its buffer posted is not copied again.
@@ -112,8 +113,8 @@ class PointToPointTransport(SupervisedTransport):
         self._open[number] = handle
         return handle
 
+    @override
     def expect(self, nbytes: int, *, channel: str) -> None:
-        """See `Transport.expect`."""
         for arriving in [h for way, h in self._arriving.items() if way[0] == channel]:
             arriving.receive()  # or its size would count instead
         capacity = framing.next_capacity(nbytes)
@@ -121,8 +122,9 @@ class PointToPointTransport(SupervisedTransport):
             way = (channel, self.context.bucket, peer)
             self._send_capacity[way] = self._receive_capacity[way] = capacity
 
+    @override
     def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
-        """See `Transport.allgather`; what goes to all others as it is, is framed once."""
+        """`Transport.allgather`; a payload that goes directly to all others is framed once."""
         P, r = self.world_size, self.rank
         if not 1 < P <= DIRECT_ALLGATHER_RANKS:
             return super().allgather(payload, channel=channel)
@@ -136,43 +138,38 @@ class PointToPointTransport(SupervisedTransport):
         own = shared.message[HEADER_BYTES:]
         return [own if i == r else received[(r - i) % P - 1] for i in range(P)]
 
+    @override
     def close(self) -> None:
-        """See `Transport.close`."""
         super().close()
         self._open.clear()
         self._arriving.clear()
 
+    @override
     def awaiting(self) -> Awaiting | None:
-        """See `SupervisedTransport.awaiting`."""
         awaited = self.awaited
         if awaited is None:
             return None
         handle, peer, receives, since = awaited
         return Awaiting((peer,), since, _in_words(awaited), handle.call, receives)
 
-    def story_of(self, wait: Wait) -> str:
-        """What was waited for, and how long."""
-        return f"it has waited {time.monotonic() - wait[3]:.2f} s for {_in_words(wait)}"
-
     def renumber(self, number: int) -> int:
-        """Goes on with another number of calls, those of a group; returns the one until now."""
+        """Continues with another number of calls, that of a group; returns the one until now."""
         number, self._calls = self._calls, number
         return number
 
+    @override
     def call_made(self, number: int) -> Call | None:
-        """What this rank did in a call; None for one that it has not come to, or forgotten."""
         return next((call for call in list(self._made) if call.number == number), None)
 
+    @override
     def calls_made(self) -> int:
-        """How many calls this rank has begun."""
         return self._calls
 
     def code(self, name: str) -> int:
         """A channel's or a bucket's code in headers."""
-        code = self._codes.get(name)
-        if code is None:
-            code = self._codes[name] = framing.name_code(name)
-        return code
+        if name not in self._codes:
+            self._codes[name] = framing.name_code(name)
+        return self._codes[name]
 
     def _tag(self, number: int, capacity: int) -> int:
         places = self.tag_limit >> (framing.CAPACITY_CODE_BITS + 1)
@@ -183,7 +180,7 @@ class PointToPointTransport(SupervisedTransport):
 
     def _start_receive(self, handle: Exchange, src: int) -> None:
         way = (handle.channel, handle.context.bucket, src)
-        # The sender's capacity counts with the message before this one. Waiting for it here cannot
+        # The sender's capacity follows from the message before this one. Waiting for that cannot
         # deadlock: the peer started to send it before its own counterpart of this call.
         before = self._arriving.get(way)
         if before is not None:
@@ -194,7 +191,7 @@ class PointToPointTransport(SupervisedTransport):
         self._arriving[way] = handle
 
     def _start_send(self, handle: Exchange, payload: Payload, nbytes: int, dst: int) -> int:
-        """Returns the capacity."""
+        """Starts to send; returns the capacity of the first message."""
         context = handle.context
         way = (handle.channel, context.bucket, dst)
         capacity = self._send_capacity.get(way, framing.MIN_CAPACITY_BYTES)
@@ -213,7 +210,7 @@ class PointToPointTransport(SupervisedTransport):
         return capacity
 
     def _frame(self, handle: Exchange, payload: Payload, nbytes: int) -> torch.Tensor:
-        """The message of a payload; where several share one, it is made for the first of them."""
+        """The message of a payload; calls that share one make it once."""
         shared = self._shared
         if shared is not None and shared.message is not None:
             return shared.message
@@ -228,7 +225,7 @@ class PointToPointTransport(SupervisedTransport):
         return framing.stamp(handle.stamped, context.step, self.code(context.bucket))
 
     def finish_receive(self, handle: Exchange, src: int, deadline: float) -> torch.Tensor:
-        """Waits for what `handle` receives, the second message included if there is one."""
+        """Waits for what `handle` receives, including the second message if there is one."""
         assert handle.receiving is not None
         buffer = handle.receiving.wait(deadline)
         assert buffer is not None
@@ -257,7 +254,7 @@ class PointToPointTransport(SupervisedTransport):
         return arrived
 
     def _differences(self, handle: Exchange, code: int, stamp: int) -> str:
-        """How the message that came is not the one that was expected."""
+        """How the received message differs from the expected one."""
         call, step, bucket = framing.read_stamp(stamp)
         context = handle.context
         differences = []
@@ -272,104 +269,78 @@ class PointToPointTransport(SupervisedTransport):
         return ", ".join(differences)
 
     def forget(self, handle: Exchange) -> None:
-        """Drops a handle that has nothing more to wait for."""
+        """Drops a handle that has nothing left to wait for."""
         self._open.pop(handle.number, None)
 
 
+@dataclass
 class SharedFrame:
-    """One message that goes to several ranks, in calls that follow one another.
+    """One message that goes to several ranks, in successive calls.
 
     Attributes:
-        number: The first of these calls, which all of the messages name.
-        message: Made by that call; nobody changes it any more.
+        number: The first of these calls; all the messages carry its number.
+        message: Made by that call; nobody changes it afterwards.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.message: torch.Tensor | None = None
+    number: int
+    message: torch.Tensor | None = None
 
 
+@dataclass(eq=False)
 class Exchange(Handle):
     """The requests of one exchange, and its outcome."""
 
-    __slots__ = (
-        "_arrived",
-        "_transport",
-        "call",
-        "capacity",
-        "channel",
-        "context",
-        "dst",
-        "number",
-        "receiving",
-        "sending",
-        "src",
-        "stamped",
-    )
+    _transport: PointToPointTransport
+    channel: str
+    context: Context
+    src: int | None
+    number: int
+    stamped: int
+    """The number in its header: its own, or that of the first call that shares its message."""
+    dst: int | None = None
+    call: Call | None = None
+    capacity: int = 0
+    receiving: Request | None = None
+    sending: list[Request] = field(default_factory=list)
+    _arrived: torch.Tensor | None = None
 
-    def __init__(
-        self,
-        transport: PointToPointTransport,
-        channel: str,
-        context: Context,
-        src: int | None,
-        number: int,
-    ) -> None:
-        self._transport = transport
-        self._arrived: torch.Tensor | None = None
-        self.call: Call | None = None
-        self.channel = channel
-        self.context = context
-        self.dst: int | None = None
-        self.src = src
-        self.number = self.stamped = number
-        self.capacity = 0
-        self.receiving: Request | None = None
-        self.sending: list[Request] = []
-
+    @override
     def wait(self) -> torch.Tensor | None:
-        """See `Handle.wait`."""
         if self.receiving is not None or self.sending:
             self.receive()
             if self.sending:
-                self._send()
+                self._wait_for(self.dst, receives=False)
+                self.sending = []
             self._transport.forget(self)
         return self._arrived
 
     def receive(self) -> None:
         """Waits for the incoming half only."""
-        if self.receiving is None:
-            return
-        transport, src = self._transport, self.src
-        assert src is not None
-        now = time.monotonic()
-        awaiting = transport.awaited = (self, src, True, now)
-        try:
-            self._arrived = transport.finish_receive(self, src, transport.deadline_from(now))
-        except HvdSparseError as error:
-            transport.raise_first(error, src, transport.story_of(awaiting))
-        finally:
-            transport.awaited = None
-        self.receiving = None
+        if self.receiving is not None:
+            self._wait_for(self.src, receives=True)
+            self.receiving = None
 
-    def _send(self) -> None:
-        """Waits for the outgoing half only."""
-        transport, dst = self._transport, self.dst
-        assert dst is not None
-        now = time.monotonic()
-        awaiting = transport.awaited = (self, dst, False, now)
+    def _wait_for(self, peer: int | None, *, receives: bool) -> None:
+        """Waits for one half of the exchange."""
+        assert peer is not None
+        transport, now = self._transport, time.monotonic()
+        awaiting = transport.awaited = (self, peer, receives, now)
+        deadline = transport.deadline_from(now)
         try:
-            for request in self.sending:
-                request.wait(transport.deadline_from(now))
+            if receives:
+                self._arrived = transport.finish_receive(self, peer, deadline)
+            else:
+                for request in self.sending:
+                    request.wait(deadline)
         except HvdSparseError as error:
-            transport.raise_first(error, dst, transport.story_of(awaiting))
+            story = f"it has waited {time.monotonic() - now:.2f} s for {_in_words(awaiting)}"
+            transport.raise_first(error, peer, story)
         finally:
             transport.awaited = None
-        self.sending = []
 
 
 Wait = tuple[Exchange, int, bool, float]
-"""What is waited for: the peer, whether to receive from it, and since when."""
+"""The exchange that waits, the peer, whether to receive from it, and since when."""
 
 
 def _in_words(wait: Wait) -> str:

@@ -1,7 +1,7 @@
 """Short questions and answers over TCP, many at once on one thread.
 
-A question is a token and a line of JSON, an answer a line of JSON; each has a connection of its
-own. Who does not know the token gets no answer.
+A question is a token and a line of JSON; an answer is a line of JSON. Each question has its own
+connection. Without the right token there is no answer.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ LIMIT_BYTES = 16 << 10
 """The longest question or answer."""
 
 INCOMING = 1024
-"""Connections that are served at once; more are closed."""
+"""Connections served at once; others are closed."""
 
 INCOMING_S = 5.0
-"""How long a question may take to come."""
+"""A question may take this long to arrive."""
 
 Address = tuple[str, int]
 Message = dict[str, Any]
 Heard = Callable[[Message | None, bool], None]
-"""Is given the answer, or None where none will come, and whether the connection was refused."""
+"""Called with the answer (None: none will come) and whether the connection was refused."""
 
 
 class Questions:
-    """Connections that are looked after by whoever calls `serve`, from one thread.
+    """Connections that `serve` looks after; one thread calls it.
 
     Args:
-        token: What both ends know.
-        listener: Where questions arrive, or None; belongs to this object from now on.
+        token: A secret that both ends know.
+        listener: Where questions arrive, or None; this object owns it from now on.
         answer: Makes the answer to a question.
     """
 
@@ -62,7 +62,7 @@ class Questions:
 
     @property
     def open(self) -> int:
-        """Questions that have no answer yet."""
+        """The number of questions without an answer."""
         return len(self._outgoing)
 
     def ask(
@@ -72,14 +72,7 @@ class Questions:
         heard: Heard | None,
         patience_s: float = float("inf"),
     ) -> None:
-        """Begins to ask.
-
-        Args:
-            address: Whom.
-            question: What.
-            heard: Is called from `serve`. Without it nobody waits for an answer.
-            patience_s: Seconds after which none is waited for any more.
-        """
+        """Begins to ask; `serve` calls `heard`, unless it is None, within `patience_s`."""
         request = self._token + json.dumps(question).encode() + b"\n"
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         connection.setblocking(False)
@@ -92,7 +85,7 @@ class Questions:
         self._selector.register(connection, selectors.EVENT_WRITE)
 
     def serve(self, for_s: float) -> None:
-        """Waits until something happens, for at most so long, and deals with it."""
+        """Waits until something happens, for at most `for_s` seconds, and handles it."""
         for key, _ in self._selector.select(max(0.0, for_s)):
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
@@ -113,7 +106,7 @@ class Questions:
                 self._end(connection, None, refused=False)
 
     def wake(self) -> None:
-        """Makes `serve` return; from any thread."""
+        """Makes `serve` return; may be called from any thread."""
         try:
             self._bell.send(b"!")
         except OSError:  # it has been rung already, or is closed
@@ -159,7 +152,7 @@ class Questions:
             try:
                 answer = self._answer(json.loads(said[TOKEN_BYTES:]))
                 connection.send(json.dumps(answer).encode() + b"\n")
-            except (OSError, ValueError, LookupError, TypeError):  # it asks nothing that we know
+            except (OSError, ValueError, LookupError, TypeError):  # not a question that we know
                 known = False
         if not part or not known or complete or len(said) > LIMIT_BYTES:
             self._drop(connection)
@@ -172,7 +165,7 @@ class Questions:
                 if status:
                     self._end(connection, None, refused=status == errno.ECONNREFUSED)
                     return
-                connection.send(request)  # less than a new connection has room for
+                connection.send(request)  # it fits a new connection's buffer
                 if heard is None:
                     self._end(connection, None, refused=False)
                 else:
@@ -209,17 +202,10 @@ class Questions:
 def ask_at_once(
     token: bytes, addresses: Iterable[Address], question: Message, limit_s: float, *, answers: bool
 ) -> list[tuple[Message | None, bool]]:
-    """Asks, and waits for the answers here.
+    """Asks several peers, and waits here for at most `limit_s` seconds.
 
-    Args:
-        token: What both ends know.
-        addresses: Whom to ask.
-        question: What to ask them.
-        limit_s: Seconds that this may take.
-        answers: Whether to wait for answers, or only until the question is sent.
-
-    Returns:
-        The answers that came, each with whether the connection was refused.
+    With `answers` it waits for their answers, and else until the questions are sent. Returns the
+    answers that came, each with whether the connection was refused.
     """
     heard: list[tuple[Message | None, bool]] = []
     questions = Questions(token)

@@ -1,39 +1,86 @@
-"""Transports whose peers can fail: what fails first, on any rank, is what every rank reports.
+"""Transports whose peers can fail: every rank reports what failed first, on whichever rank.
 
-The first failure is kept: every later call and wait ends with it. Where a `Watch` has been
-attached, it tells the peers of the failure, and a rank that lost a connection asks why.
+A transport keeps its first failure, and every later call and wait ends with it. An attached `Watch`
+tells the peers of the failure. A rank that lost a connection asks its peer why.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from typing import NoReturn, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn, Protocol
+
+from typing_extensions import override
 
 from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError, TransportError
-from hvd_sparse.transports.framing import Awaiting, Call
+from hvd_sparse.transports.framing import Context
 from hvd_sparse.transports.transport import Transport
+
+NUMBER_BITS = 40
+"""Bits of a call's number that count; those above them tell the kind of a group (`group`)."""
+
+
+class Call(NamedTuple):
+    """One call of `exchange`, as a rank made it.
+
+    Attributes:
+        number: Its place in the sequence of calls, which is the same on all ranks.
+        channel: The purpose of its messages.
+        context: The bucket and step.
+        dst: The rank that it sends to, or None.
+        src: The rank that it receives from, or None.
+        sends_up_to: Capacity of its first message, in bytes; both ends must agree on it.
+        takes_up_to: Capacity of the message that it receives.
+    """
+
+    number: int
+    channel: str
+    context: Context
+    dst: int | None
+    src: int | None
+    sends_up_to: int = 0
+    takes_up_to: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"call {self.number % (1 << NUMBER_BITS)} on channel {self.channel!r} ({self.context})"
+        )
+
+
+@dataclass(frozen=True)
+class Awaiting:
+    """What a rank waits for.
+
+    Attributes:
+        peers: The ranks that it waits for.
+        since: When the wait began, a value of `time.monotonic()`.
+        what: What it waits for, in words.
+        call: The call that waits; None where the medium has no calls of its own.
+        receives: Whether it waits for a message, or else for room for its own.
+    """
+
+    peers: tuple[int, ...]
+    since: float
+    what: str
+    call: Call | None = None
+    receives: bool = True
 
 
 class Supervisor(Protocol):
-    """What watches the peers of a transport; see `watch.Watch`."""
+    """The part of a `watch.Watch` that a transport calls; that module imports this one."""
 
-    def tell(self, kind: str, cause: str) -> None:
-        """Tells the peers of the first failure; must not raise, and takes a second at most."""
-
-    def reason_of(self, peer: int) -> tuple[str, str] | str:
-        """Why the connection to a peer may be gone: its failure's kind and cause, or words."""
-
-    def close(self) -> None:
-        """Ends the watch."""
+    def tell(self, kind: str, cause: str) -> None: ...
+    def reason_of(self, peer: int) -> tuple[str, str] | str: ...
+    def close(self) -> None: ...
 
 
 class SupervisedTransport(Transport):
     """Keeps the first failure, and hands it on.
 
     Attributes:
-        awaited_beside: What this rank waits for without a message, by any key; any thread may
-            note something here.
+        awaited_beside: What this rank waits for without a message, under any key. Any thread may
+            write here.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -46,11 +93,11 @@ class SupervisedTransport(Transport):
 
     @abstractmethod
     def _abort_connections(self) -> None:
-        """Makes pending waits of this rank fail, and the peers' where it can; must not raise."""
+        """Makes this rank's pending waits fail, and the peers' where possible; never raises."""
 
     @abstractmethod
     def awaiting(self) -> Awaiting | None:
-        """What this rank waits for; called by another thread."""
+        """The message that this rank waits for, if any; called by another thread."""
 
     def awaits(self) -> Awaiting | None:
         """What this rank waits for, with a message or without."""
@@ -58,33 +105,33 @@ class SupervisedTransport(Transport):
 
     @abstractmethod
     def call_made(self, number: int) -> Call | None:
-        """What this rank did in a call; None for one that it has not come to, or forgotten."""
+        """What this rank did in a call; None if it has not come to it, or has forgotten it."""
 
     @abstractmethod
     def calls_made(self) -> int:
         """How many calls this rank has begun."""
 
     def supervise(self, watch: Supervisor) -> None:
-        """Leaves it to a watch to end waits: from now on they have no deadline of their own."""
+        """Lets a watch end the waits, which have no deadline of their own from now on."""
         self._watch = watch
 
     @property
     def is_watched(self) -> bool:
-        """Whether a watch ends waits for peers that fail."""
+        """Whether a watch ends the waits for peers that fail."""
         return self._watch is not None
 
     def deadline_from(self, now: float) -> float:
         """When a wait that begins now gives up by itself; a value of `time.monotonic()`."""
         return now + self.timeout_s if self._watch is None else float("inf")
 
+    @override
     def abort(self, reason: object = None) -> None:
-        """See `Transport.abort`."""
         kind = PlanError if isinstance(reason, PlanError) else PeerLostError
         because = "no reason was given" if reason is None else _told(reason)
         self.fail(kind(f"rank {self.rank} aborted the transport: {because}"))
 
+    @override
     def close(self) -> None:
-        """See `Transport.close`."""
         with self._failing:
             if self.failure is None:
                 self.failure = TransportError(f"the transport of rank {self.rank} is closed")
@@ -93,14 +140,9 @@ class SupervisedTransport(Transport):
             watch.close()
 
     def fail(self, error: HvdSparseError, cause: tuple[str, str] | None = None) -> HvdSparseError:
-        """Keeps the first failure for all calls and waits, and tells the peers.
+        """Keeps the first failure, `error` or an earlier one; tells the peers, and returns it.
 
-        Args:
-            error: What this rank raises.
-            cause: Kind and words of the failure of another rank that has led to it.
-
-        Returns:
-            The first failure, which may be an earlier one.
+        `cause` is the kind and the words of another rank's failure that led to `error`.
         """
         with self._failing:
             if self.failure is not None:
@@ -115,25 +157,19 @@ class SupervisedTransport(Transport):
         return error
 
     def cause(self) -> tuple[str, str] | None:
-        """Kind and words of the first failure, where it happened; None where there is none.
-
-        An end in good order is none.
-        """
+        """Kind and words of the first failure; None without one. An orderly end is none."""
         return None if self.failure is None or not self._cause[0] else self._cause
 
     def told(self, peer: int, cause: tuple[str, str]) -> HvdSparseError:
-        """Fails by the failure of a peer; returns the first failure."""
+        """Fails because a peer failed; returns the first failure."""
         kind, words = cause
         error_type = PlanError if kind == "plan" else PeerLostError
         return self.fail(error_type(f"rank {self.rank}: rank {peer} gave up: {words}"), cause)
 
     def raise_first(self, error: HvdSparseError, peer: int | None, story: str) -> NoReturn:
-        """Raises what failed first: `error`, or what has led to it, here or at the peer.
+        """Raises what failed first: `error`, or its cause, here or at the peer it concerns.
 
-        Args:
-            error: What a wait or a call ended with.
-            peer: The rank that it was about, or None.
-            story: What this rank was at.
+        `story` says what this rank was doing.
         """
         watch = self._watch
         reason: tuple[str, str] | str = ""

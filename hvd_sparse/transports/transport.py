@@ -1,4 +1,4 @@
-"""What the sparse data plane asks of a transport, and the collectives written over one exchange.
+"""The interface of a transport, and the collectives that it builds from one exchange.
 
 Symbols: P ranks, r this rank, L the bytes of a payload, α the cost of a message, β that of a byte.
 
@@ -10,22 +10,24 @@ Symbols: P ranks, r this rank, L the bytes of a payload, α the cost of a messag
 | allreduce_sum (recursive doubling) | floor(log2 P), or 2 more | at most as steps | L a message |
 | broadcast (binomial tree) | ceil(log2 P) | at most ceil(log2 P) | L a message |
 
-The two more steps of allreduce_sum are for worlds whose size is no power of two.
+The 2 additional steps of allreduce_sum are for worlds whose size is no power of two.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from typing_extensions import override
 
 from hvd_sparse.cost_model import Link, Work
 from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
 from hvd_sparse.transports.framing import (
-    NO_CONTEXT,
     BufferPool,
     Context,
     Payload,
@@ -39,9 +41,9 @@ SUMMABLE = (torch.int64, torch.float32, torch.float64)
 
 @dataclass(slots=True)
 class Traffic:
-    """What one rank put on the wire and took from it, headers included.
+    """What one rank sent and received, headers included.
 
-    Only the thread that uses the transport writes; any thread may read, and `snapshot` between two
+    Only the thread that uses the transport writes. Any thread may read; a `snapshot` between two
     calls is exact.
     """
 
@@ -65,7 +67,7 @@ class Traffic:
         return replace(self)
 
     def since(self, earlier: Traffic) -> Traffic:
-        """What was counted after `earlier`, a snapshot of these counters."""
+        """The counts since `earlier`, a snapshot of these counters."""
         return Traffic(
             self.messages_sent - earlier.messages_sent,
             self.bytes_sent - earlier.bytes_sent,
@@ -75,24 +77,23 @@ class Traffic:
 
 
 class Handle(ABC):
-    """An exchange on its way."""
+    """An exchange under way."""
 
     @abstractmethod
     def wait(self) -> torch.Tensor | None:
-        """Waits until the payload is sent and the other one is here; may be called again.
+        """Waits until the payload is sent and the other one is received; may be called again.
 
         Returns:
-            The received bytes, uint8 and 8-byte aligned, the caller's to keep; None if there was no
-            source.
+            The received bytes, uint8 and 8-byte aligned, the caller's to keep; None without source.
 
         Raises:
             TransportTimeout: A peer did not answer within the transport's timeout.
             PeerLostError: A peer's connection is gone.
-            PlanError: The peer is at another call than this rank.
+            PlanError: The peer makes another call than this rank.
         """
 
     def received(self) -> torch.Tensor:
-        """Waits like `wait`, for an exchange that has a source."""
+        """What `wait` returns, for an exchange that has a source."""
         return _there(self.wait())
 
 
@@ -102,8 +103,8 @@ class Done(Handle):
     def __init__(self, result: torch.Tensor | None) -> None:
         self._result = result
 
+    @override
     def wait(self) -> torch.Tensor | None:
-        """Returns at once."""
         return self._result
 
 
@@ -111,27 +112,27 @@ class Transport(ABC):
     """Messages of variable size among P ranks.
 
     Every call is collective: all ranks make the same calls in the same order, each from one thread
-    at a time (`abort` may come from any). `channel` names a purpose, the same on all ranks;
-    capacities are remembered for each channel, so names should come from a small set.
+    at a time (`abort` may come from any). `channel` names a purpose, the same on all ranks. A
+    transport remembers capacities for each channel, so names should come from a small set.
 
-    After a `TransportError` a transport is of no more use, on any rank: build another.
+    After a `TransportError` a transport is useless, on every rank: build another.
 
     Attributes:
-        name: what this transport is called in settings.
+        name: Its name in settings.
         rank: r, this rank in `[0, world_size)`.
         world_size: P.
-        timeout_s: seconds after which a wait gives up.
-        traffic: counters of this rank.
-        link: what a message costs, the same on all ranks, where somebody has measured or given it.
-        context: what the caller is at, the same on all ranks; messages and errors carry it.
-        failure: what this transport has failed by, here or at a peer; None where it has not.
-        device: from whose memory `allgather_on_devices` sends to the peers'; None: there is none.
+        timeout_s: Seconds after which a wait gives up.
+        traffic: Counters of this rank.
+        link: What a message costs, the same on all ranks; None if nobody measured or gave it.
+        context: The bucket and step, the same on all ranks; messages and errors carry it.
+        failure: The first failure, here or at a peer; None without one.
+        device: Whose memory `allgather_on_devices` sends from; None: there is no device.
     """
 
     name: str = "abstract"
     device: torch.device | None = None
     link: Link | None = None
-    context: Context = NO_CONTEXT
+    context: Context = Context()
     failure: HvdSparseError | None = None
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -152,56 +153,42 @@ class Transport(ABC):
         """Starts to send `payload` to `dst` and to receive from `src`.
 
         Args:
-            payload: what to send; its tensors may be changed as soon as this returns. Ignored
+            payload: What to send; its tensors may be changed as soon as this returns. Ignored
                 without `dst`.
-            dst: rank to send to, or None.
-            src: rank to receive from, or None. This rank itself may only be both, or neither.
-            channel: purpose of the message, equal at both ends.
+            dst: Rank to send to, or None.
+            src: Rank to receive from, or None. This rank itself may only be both, or neither.
+            channel: Purpose of the message, equal at both ends.
 
         Returns:
-            A handle that must be waited for. Exchanges of different channels or pairs are in flight
-            together; one on the same channel from the same rank first waits for the last arrival.
+            A handle that must be waited for. Exchanges on different channels or between different
+            pairs are in flight together; one on the same channel from the same rank first waits
+            for the last arrival.
         """
 
     def expect(self, nbytes: int, *, channel: str) -> None:
-        """Makes room for payloads of so many bytes in a channel's next message to every rank.
+        """Makes room for payloads of `nbytes` in a channel's next message to every rank.
 
-        Where nobody has said so, the room follows from the last message, and a payload that
-        outgrows it is sent in two.
-
-        Args:
-            nbytes: the same on all ranks.
-            channel: purpose of the messages.
+        Without this call, the room follows from the last message, and a payload that outgrows it
+        is sent in two. `nbytes` is the same on all ranks.
         """
         del nbytes, channel
 
     def worked(self, work: Work) -> None:
-        """Takes note of what a collective has computed; where time is simulated, it takes some."""
+        """Notes what a collective has computed; in the simulator this takes virtual time."""
         del work
 
     @abstractmethod
     def abort(self, reason: object = None) -> None:
-        """Makes all waits fail, pending and to come; on the peers too, where they can be told.
-
-        Args:
-            reason: an error or words, which the peers report.
-        """
+        """Makes all pending and future waits fail, on the peers too, which report the reason."""
 
     @abstractmethod
     def close(self) -> None:
         """Releases connections and memory; may be called again."""
 
     def all_to_all(self, payloads: Sequence[Payload], *, channel: str) -> list[torch.Tensor]:
-        """Sends `payloads[i]` to rank i.
+        """Sends `payloads[i]` to rank i; returns what each rank had for this one, uint8, by rank.
 
         Step s sends to r + s and receives from r - s: in no step do two ranks send to the same one.
-
-        Args:
-            payloads: P payloads, this rank's own included.
-            channel: purpose of the messages.
-
-        Returns:
-            P uint8 tensors: what each rank had for this one.
         """
         P, r = self.world_size, self.rank
         if len(payloads) != P:
@@ -218,13 +205,13 @@ class Transport(ABC):
     def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
         """Gives every rank's payload to every rank; sizes may differ.
 
-        In a small world every rank sends its own to each other one, all at once. In a larger one,
+        In a small world, every rank sends its own to all others at once. In a larger one, this is
         Bruck's concatenation (Bruck et al., IEEE TPDS 8(11), 1997): before round j a rank holds the
         blocks of 2**j ranks, from itself onward, and gets those of the next 2**j. A message is a
         table of its blocks' sizes, then the blocks, each padded to 8 bytes.
 
         Returns:
-            P uint8 tensors, in the order of the ranks; nobody may change them.
+            P uint8 tensors, by rank; nobody may change them.
         """
         P, r = self.world_size, self.rank
         if P <= DIRECT_ALLGATHER_RANKS:
@@ -256,12 +243,12 @@ class Transport(ABC):
     def allgather_on_devices(
         self, sent: torch.Tensor, header_bytes: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Brings every rank's bytes to every rank, from device to device; waits until they are.
+        """Gives every rank's bytes to every rank, from device to device; waits for them.
 
         Args:
             sent: uint8 `(m,)` on `device`, m above 0 and the same on all ranks.
-            header_bytes: How many of a message's first bytes the host is to have, too; at most m,
-                and the same on all ranks.
+            header_bytes: How many of a message's first bytes the host needs, too; at most m, and
+                the same on all ranks.
 
         Returns:
             uint8 `(P, m)` on `device`, and uint8 `(P, header_bytes)` on the host; by rank.
@@ -275,17 +262,14 @@ class Transport(ABC):
         """Sums a small tensor over all ranks; every rank gets the same bits.
 
         Recursive doubling. Where P is no power of two, the surplus ranks first hand theirs to a
-        neighbour, and get the sum from it in the end. Operands are added in the order of the ranks.
+        neighbour, and get the sum from it at the end. Operands are added in the order of the ranks.
 
         Args:
             tensor: int64, float32 or float64, of the same shape on all ranks; not changed.
-            channel: purpose of the messages.
-
-        Returns:
-            The sum, as a new tensor.
+            channel: Purpose of the messages.
 
         Raises:
-            TypeError: The tensor's type is none of those.
+            TypeError: The tensor has another type.
             PlanError: A peer's tensor has another size.
         """
         if tensor.dtype not in SUMMABLE:
@@ -308,16 +292,7 @@ class Transport(ABC):
         return total
 
     def broadcast(self, payload: Payload | None, root: int, *, channel: str) -> torch.Tensor:
-        """Gives the root's payload to every rank, along a binomial tree.
-
-        Args:
-            payload: what to send; looked at on the root only.
-            root: the rank that has it.
-            channel: purpose of the messages.
-
-        Returns:
-            The root's bytes, uint8, on every rank.
-        """
+        """Gives the root's payload to every rank, as uint8, along a binomial tree."""
         P = self.world_size
         if not 0 <= root < P:
             raise ValueError(f"root must be in [0, {P}), got {root}")
@@ -350,7 +325,7 @@ class Transport(ABC):
     def _swap_sums(
         self, total: torch.Tensor, dst: int | None, src: int | None, channel: str
     ) -> torch.Tensor | None:
-        """One exchange of partial sums; what came has the shape and type of `total`."""
+        """One exchange of partial sums; the received one has the shape and type of `total`."""
         arrived = self.exchange([total], dst, src, channel=channel).wait()
         if arrived is None:
             return None
@@ -360,6 +335,13 @@ class Transport(ABC):
                 f"rank {src} has {arrived.numel()}"
             )
         return arrived.view(total.dtype).view(total.shape)
+
+
+def gather_json(transport: Transport, mine: object, channel: str) -> list[Any]:
+    """What each rank says, by rank, as JSON; collective."""
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    messages = transport.allgather((text,), channel=channel)
+    return [json.loads(bytes(message.numpy())) for message in messages]
 
 
 def check_peers(

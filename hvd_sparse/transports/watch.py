@@ -1,23 +1,23 @@
-"""A watch over the peers that a rank waits for: busy ones are waited for, dead ones are not.
+"""A watch over the peers that a rank waits for: it waits for busy ones, and gives dead ones up.
 
-Each transport has one thread of it, and a TCP port that is bound to the rank's chosen address for
-as long as the transport is open (`network`; on one host, 127.0.0.1). A rank that has waited for a
-peer for longer than a period asks the peer's thread, again and again, a period apart: a fifth of
-`timeout_s`, one second at most. The peer tells what it is at.
+Each transport has one watch thread, and a TCP port that is bound to the rank's chosen address
+(127.0.0.1 on one host) while the transport is open. Once a rank has waited for a peer for longer
+than a period, it asks the peer's watch what the peer is doing, and again each period. A period is a
+fifth of `timeout_s`, one second at most.
 
-* **It answers.** It is alive, however long it stays away: the wait goes on, and a warning names it
+* **The peer answers.** It is alive, however busy: the wait goes on, and a warning names the peer
   every `timeout_s`. `busy_timeout_s` bounds this; by default nothing does, as in Horovod.
-* **It has failed**, or a rank that it knows of has: this rank fails by the same cause.
-* **It did something else in the same call**: the ranks disagree, and this rank fails with a
-  `PlanError`. So it does where the peer has waited for Horovod for `timeout_s`, and exchanged
-  nothing meanwhile: it has given Horovod a tensor that not all ranks have.
-* **It does not answer for `timeout_s`.** It is stopped, or its host is gone: this rank gives up.
-  So it does where a thread of the peer keeps Python's lock as long; torch's operations let it go.
-* **Its port is closed** for `REFUSED_S`: its process has ended.
+* **The peer has failed**, or knows of a rank that has: this rank fails with the same cause.
+* **The peer did something else in the same call**: the ranks disagree, and this rank fails with a
+  `PlanError`. It does so, too, where the peer has waited for Horovod for `timeout_s`, and exchanged
+  nothing meanwhile: the peer has given Horovod a tensor that not all ranks have.
+* **The peer is silent for `timeout_s`.** It is stopped, or its host is gone: this rank gives up.
+  The same happens where a thread of the peer keeps Python's lock that long; torch releases it.
+* **The peer's port is closed** for `REFUSED_S`: its process has ended.
 
-Who fails tells the ranks at distances 1, 2, 4, … in both directions, and these tell on: 2 log2 P
-short messages a rank. While nobody waits, nothing is sent. Questions carry a token of 16 random
-bytes that went over Horovod; nothing else is answered. What comes is never unpickled.
+A rank that fails tells the ranks at distances 1, 2, 4, … in both directions, and these pass it on:
+2 log2 P short messages a rank. While nobody waits, nothing is sent. Questions carry a token of 16
+random bytes that went over Horovod; nothing else is answered. What arrives is never unpickled.
 """
 
 from __future__ import annotations
@@ -36,34 +36,26 @@ from hvd_sparse.errors import (
     TransportError,
     TransportTimeout,
 )
-from hvd_sparse.transports.framing import (
-    NOTHING,
-    Awaiting,
-    Call,
-    Context,
-    disagreement,
-    in_words,
-    stuck_s,
-)
+from hvd_sparse.transports.framing import Context
 from hvd_sparse.transports.horovod_handles import WAITING
 from hvd_sparse.transports.questions import Address, Message, Questions, ask_at_once
-from hvd_sparse.transports.supervised import SupervisedTransport
+from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
 
 logger = logging.getLogger("hvd_sparse")
 
 LONGEST_PERIOD_S = 1.0
 PERIODS = 5
-"""Questions within `timeout_s`."""
+"""Questions to a peer within `timeout_s`."""
 
 PATIENCE_PERIODS = 2
-"""Without an answer a question is asked anew after so many, then after twice as long, and so on: it
-may be lost where a network is gone for a while, or its answer."""
+"""An unanswered question is asked again after so many periods, then after twice as long, and so on:
+the question or its answer may be lost while a network is down."""
 
 REFUSED_S = 5.0
-"""How long a closed port may mean that the last message is still on its way."""
+"""So long, a closed port may still mean that the last message is on its way."""
 
 ASKED_AT_ONCE = 16
-"""Peers that are asked at a time, where one waits for all."""
+"""Peers that are asked at a time by a rank that waits for all."""
 
 TELL_S = 0.5
 REASON_S = 1.0
@@ -74,10 +66,10 @@ class Watch:
     """Watches over the peers of one transport, and answers them.
 
     Args:
-        transport: Whom to watch for; it is not kept alive.
+        transport: The transport whose waits to watch; it is not kept alive.
         listener: Where the peers ask.
         addresses: Where to ask them, by rank; None for one that cannot be asked.
-        token: The same on all ranks of the transport, and known to no other.
+        token: The same on all ranks of the transport, and secret.
         busy_timeout_s: Seconds after which a wait ends though the peer answers, or None.
     """
 
@@ -99,8 +91,8 @@ class Watch:
         now = time.monotonic()
         self._looked_at = self._still_since = self._warned_at = now
         self._position = (0, False)
-        # Of the wait under way: the seconds for which a peer that was asked has been silent, those
-        # that have been refused among them, and what the others said.
+        # Of the wait under way, by peer that was asked: seconds of silence, seconds since its port
+        # was found closed, and what it said.
         self._wait_since: float | None = None
         self._silent_s: dict[int, float] = {}
         self._refused_s: dict[int, float] = {}
@@ -111,7 +103,7 @@ class Watch:
         self._thread.start()
 
     def tell(self, kind: str, cause: str) -> None:
-        """See `supervised.Supervisor`."""
+        """Tells the peers of the first failure; never raises, and takes `TELL_S` at most."""
         P, r = self._world_size, self._rank
         distances = [1 << j for j in range(P.bit_length()) if 1 << j < P]
         peers = {(r + sign * distance) % P for distance in distances for sign in (1, -1)}
@@ -123,7 +115,7 @@ class Watch:
             logger.warning("rank %d cannot tell its peers of its failure: %s", r, error)
 
     def reason_of(self, peer: int) -> tuple[str, str] | str:
-        """See `supervised.Supervisor`."""
+        """Why the connection to a peer may be gone: its failure's kind and cause, or words."""
         address = self._addresses[peer]
         if address is None:
             return ""
@@ -142,7 +134,7 @@ class Watch:
         return f"rank {peer} does not answer"
 
     def close(self) -> None:
-        """See `supervised.Supervisor`."""
+        """Ends the watch."""
         self._ended.set()
         self._questions.wake()
         if threading.current_thread() is not self._thread:
@@ -163,7 +155,7 @@ class Watch:
                         return
                     self._look(transport, now)
                     del transport
-        except Exception as error:  # nobody else would end the waits
+        except Exception as error:  # or the waits would never end
             transport = self._transport()
             if transport is not None and not self._ended.is_set():
                 logger.exception("rank %d: the watch over its peers has failed", self._rank)
@@ -175,7 +167,7 @@ class Watch:
 
     def _look(self, transport: SupervisedTransport, now: float) -> None:
         """Looks at what the transport is at; asks, warns, or gives up."""
-        # Not more than two periods: who was stopped itself has not waited for an answer.
+        # Not more than two periods: a rank that was stopped itself has not waited for an answer.
         elapsed_s = min(now - self._looked_at, 2 * self._period_s)
         self._looked_at = now
         awaiting = transport.awaits()
@@ -211,7 +203,7 @@ class Watch:
             )
 
     def _choose_whom_to_ask(self, awaiting: Awaiting) -> None:
-        """Those who have not answered yet, and as many of the next as there is room for."""
+        """Keeps those that have not answered, and adds the next ones up to `ASKED_AT_ONCE`."""
         peers = awaiting.peers
         for _ in range(min(len(peers), ASKED_AT_ONCE) - len(self._silent_s)):
             self._silent_s.setdefault(peers[self._next % len(peers)], 0.0)
@@ -291,10 +283,14 @@ class Watch:
                 )
 
     def _answer(self, question: Message) -> Message:
-        """What this rank is at, or an acknowledgement of a peer's failure."""
+        """What this rank is doing, or an acknowledgement of a peer's failure.
+
+        An answer holds this rank's failure; what it awaits, and for how many seconds; the seconds
+        that it has waited for Horovod; and its call of the number that was asked.
+        """
         transport = self._transport()
-        if transport is None:  # it was let go without an end; so is this thread, soon
-            return {**NOTHING}
+        if transport is None:  # dropped without `close`: this thread ends soon, too
+            return {"failure": None, "awaits": None, "for_s": 0.0, "horovod_s": 0.0, "did": None}
         if "tell" in question:
             kind, cause = question["tell"]
             transport.told(int(question["from"]), (str(kind), str(cause)))
@@ -310,3 +306,52 @@ class Watch:
             "horovod_s": WAITING.seconds(),
             "did": None if number is None else transport.call_made(number),
         }
+
+
+def stuck_s(answer: Message, waited_s: float) -> float:
+    """How long a rank has waited for one that waits for Horovod, and exchanges nothing.
+
+    A rank waiting for Horovod has started every exchange its peers have, since they came past the
+    same operations of Horovod's. So it does not wait for what the others wait for.
+    """
+    if answer["awaits"] is not None:
+        return 0.0
+    return min(waited_s, float(answer["for_s"]), float(answer["horovod_s"]))
+
+
+def in_words(peer: int, answer: Message) -> str:
+    """What a peer is doing."""
+    if answer["awaits"] is not None:
+        return f"rank {peer} waits itself, {answer['for_s']:.1f} s for {answer['awaits']}"
+    if answer["horovod_s"] > 0:
+        return f"rank {peer} waits for Horovod, {answer['horovod_s']:.1f} s"
+    return f"rank {peer} is alive, and busy elsewhere for {answer['for_s']:.1f} s"
+
+
+def disagreement(rank: int, awaiting: Awaiting, peer: int, theirs: Call) -> str | None:
+    """Why a peer's call of the same number will never end a wait; None where it will."""
+    mine = awaiting.call
+    assert mine is not None
+    if (theirs.channel, theirs.context) != (mine.channel, mine.context):
+        reason = f"rank {peer} made {theirs}"
+    elif awaiting.receives and theirs.dst != rank:
+        reason = f"rank {peer} sent its message of that call to {_name(theirs.dst)}"
+    elif not awaiting.receives and theirs.src != rank:
+        reason = f"rank {peer} awaits a message from {_name(theirs.src)} in that call"
+    elif awaiting.receives and theirs.sends_up_to != mine.takes_up_to:
+        reason = (
+            f"rank {peer} sends up to {theirs.sends_up_to} bytes in that call, where this rank has "
+            f"made room for {mine.takes_up_to}"
+        )
+    elif not awaiting.receives and theirs.takes_up_to != mine.sends_up_to:
+        reason = (
+            f"rank {peer} has made room for {theirs.takes_up_to} bytes in that call, where this "
+            f"rank sends up to {mine.sends_up_to}"
+        )
+    else:
+        return None
+    return reason
+
+
+def _name(rank: int | None) -> str:
+    return "no rank" if rank is None else f"rank {rank}"

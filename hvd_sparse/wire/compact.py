@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
@@ -23,6 +24,8 @@ from hvd_sparse.wire.messages import (
 from hvd_sparse.wire.plain import PLAIN
 from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec
 
+CPU = torch.device("cpu")
+"""Where messages are made and read."""
 INDEX_BITS = 31
 """Indices are below 2**31."""
 
@@ -53,12 +56,13 @@ class CompactWire(Wire):
         self._has_gaps = indices == "gap"
         self.is_lossless = self._values.is_lossless and self._dense_values.is_lossless
 
+    @override
     def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
-        """See `Wire.encode`."""
         return self._message(part, self._codec_of(part).encode(part.values, seed))
 
+    @override
     def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
-        """See `Wire.encode_and_read`; indices are not read again."""
+        """Encodes values once and reads them alone; indices are not read again."""
         if self.is_lossless:
             return self.encode(part, seed), part
         codec = self._codec_of(part)
@@ -73,12 +77,12 @@ class CompactWire(Wire):
         if part.indices is None:
             return (header(DENSE), *values)
         if self._has_gaps:
-            code = ops.gap_encode(part.indices.contiguous(), part.start)
+            code = ops.unchecked(CPU).gap_encode(part.indices.contiguous(), part.start)
             return (header(part.nnz), *values, code)
         return (header(part.nnz), part.indices.contiguous(), *values)
 
+    @override
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
-        """See `Wire.decode`."""
         count = entry_count(self.name, message, start, stop)
         body = message[HEADER_BYTES:]
         if count == DENSE:
@@ -96,8 +100,9 @@ class CompactWire(Wire):
         check_ascending(self.name, indices, start, stop)
         return Part(indices, self._values.decode(body[cut:], count), start, stop)
 
+    @override
     def expected_bytes(self, numel: int, k: int) -> WireBytes:
-        """See `Wire.expected_bytes`; a sum of several ranks' entries has shorter gaps."""
+        """A sum of several ranks' entries has shorter gaps."""
         k, numel = max(1, k), max(1, numel)
         return WireBytes(
             gap_index_bytes(k / numel) if self._has_gaps else INDEX_BYTES,
@@ -105,14 +110,15 @@ class CompactWire(Wire):
             self._dense_values.nbytes(numel) / numel,
         )
 
+    @override
     def encode_indices(self, indices: Tensor, numel: int) -> tuple[Tensor, ...]:
-        """See `Wire.encode_indices`; gaps come after their number (int64)."""
+        """Gaps come after their number (int64)."""
         if not self._has_gaps:
             return super().encode_indices(indices, numel)
-        return (header(indices.numel()), ops.gap_encode(indices.contiguous(), 0))
+        return (header(indices.numel()), ops.unchecked(CPU).gap_encode(indices.contiguous(), 0))
 
+    @override
     def decode_indices(self, message: Tensor, numel: int) -> Tensor:
-        """See `Wire.decode_indices`."""
         if not self._has_gaps:
             return super().decode_indices(message, numel)
         count = entry_count(self.name, message, 0, numel)
@@ -121,19 +127,13 @@ class CompactWire(Wire):
         return self._read_gaps(message[HEADER_BYTES:], count, 0, numel)
 
     def _read_gaps(self, code: Tensor, count: int, start: int, stop: int) -> Tensor:
-        """Gap-coded indices. A code begins with a byte per block of them."""
-        if code.numel() >= -(-count // ops.GAP_BLOCK):
-            try:
-                return ops.gap_decode(code, count, start, stop)
-            except ValueError as error:
-                raise self._no_code(code, count, start, stop) from error
-        raise self._no_code(code, count, start, stop)
-
-    def _no_code(self, code: Tensor, count: int, start: int, stop: int) -> MessageError:
-        return MessageError(
-            f"{code.numel()} bytes in a message of wire {self.name!r} are no code of {count} "
-            f"strictly ascending indices in [{start}, {stop})"
-        )
+        try:
+            return ops.unchecked(CPU).gap_decode(code, count, start, stop)
+        except ValueError as error:
+            raise MessageError(
+                f"{code.numel()} bytes in a message of wire {self.name!r} are no code of {count} "
+                f"strictly ascending indices in [{start}, {stop})"
+            ) from error
 
 
 def gap_index_bytes(density: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.streams import INDEX_BYTES, Part
@@ -36,16 +37,17 @@ class PlainWire(Wire):
         self.block = tuple(block)
         self._value_bytes = dtype.itemsize * torch.Size(block).numel()
 
+    @override
     def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
-        """See `Wire.encode`."""
         del seed  # nothing is rounded
         if part.indices is None:
             return (header(DENSE), part.values.contiguous())
         # Values first: they may need an alignment of 8 bytes.
         return (header(part.nnz), part.values.contiguous(), part.indices.contiguous())
 
+    @override
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
-        """See `Wire.decode`; the part views the message."""
+        """The part views the message."""
         nnz = entry_count(self.name, message, start, stop)
         body = message[HEADER_BYTES:]
         if nnz == DENSE:
@@ -58,8 +60,8 @@ class PlainWire(Wire):
         check_ascending(self.name, indices, start, stop)
         return Part(indices, self._values(values), start, stop)
 
+    @override
     def expected_bytes(self, numel: int, k: int) -> WireBytes:
-        """See `Wire.expected_bytes`."""
         del numel, k
         value = self._value_bytes
         return WireBytes(INDEX_BYTES, value, value, value)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys
 
+CPU = torch.device("cpu")
 SCALE_BYTES = 4
 TOP = 15
 """Exponent that the largest of 16-bit values is brought to: float16 ends at 2**16."""
@@ -61,22 +63,22 @@ class Float32Values(ValueCodec):
 
     is_lossless = True
 
+    @override
     def nbytes(self, count: int) -> int:
-        """See `ValueCodec.nbytes`."""
         return 4 * count
 
+    @override
     def encode(self, values: Tensor, seed: int) -> tuple[Tensor, ...]:
-        """See `ValueCodec.encode`."""
         del seed
         return (values.contiguous(),)
 
+    @override
     def decode(self, data: Tensor, count: int) -> Tensor:
-        """See `ValueCodec.decode`; a view."""
         del count
         return data.view(torch.float32)
 
+    @override
     def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
-        """See `ValueCodec.read`."""
         del count
         return encoded[0]
 
@@ -94,12 +96,12 @@ class HalfValues(ValueCodec):
 
     dtype: torch.dtype
 
+    @override
     def nbytes(self, count: int) -> int:
-        """See `ValueCodec.nbytes`."""
         return SCALE_BYTES + 2 * count
 
+    @override
     def encode(self, values: Tensor, seed: int) -> tuple[Tensor, ...]:
-        """See `ValueCodec.encode`."""
         del seed  # it rounds to nearest
         top = _exponent(values)
         shift = max(-MOST_SHIFT, min(MOST_SHIFT, TOP - top))
@@ -109,14 +111,14 @@ class HalfValues(ValueCodec):
             scaled = torch.where(values.isfinite(), scaled.clamp(-below, below), scaled)
         return (torch.full((1,), 2.0**-shift, dtype=torch.float32), scaled.to(self.dtype))
 
+    @override
     def decode(self, data: Tensor, count: int) -> Tensor:
-        """See `ValueCodec.decode`."""
         del count
         scale = c_float.from_address(data.data_ptr()).value
         return data[SCALE_BYTES:].view(self.dtype).float().mul_(scale)
 
+    @override
     def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
-        """See `ValueCodec.read`."""
         del count
         scale, values = encoded
         return values.float().mul_(c_float.from_address(scale.data_ptr()).value)
@@ -146,25 +148,32 @@ class QsgdValues(ValueCodec):
     bits: int
     bucket_numel: int = 512
 
+    @override
     def nbytes(self, count: int) -> int:
-        """See `ValueCodec.nbytes`."""
         return self._scales_bytes(count) + -(-count * self.bits // 8)
 
+    @override
     def encode(self, values: Tensor, seed: int) -> tuple[Tensor, ...]:
-        """See `ValueCodec.encode`; one non-finite value makes its bucket NaN."""
-        codes, scales = ops.qsgd_quantize(values.contiguous(), self.bits, self.bucket_numel, seed)
+        """One non-finite value makes its bucket NaN."""
+        codes, scales = ops.unchecked(CPU).qsgd_quantize(
+            values.contiguous(), self.bits, self.bucket_numel, seed
+        )
         return (scales, codes)
 
+    @override
     def decode(self, data: Tensor, count: int) -> Tensor:
-        """See `ValueCodec.decode`."""
         cut = self._scales_bytes(count)
         scales = data[:cut].view(torch.float32)
-        return ops.qsgd_dequantize(data[cut:], scales, count, self.bits, self.bucket_numel)
+        return ops.unchecked(CPU).qsgd_dequantize(
+            data[cut:], scales, count, self.bits, self.bucket_numel
+        )
 
+    @override
     def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
-        """See `ValueCodec.read`."""
         scales, codes = encoded
-        return ops.qsgd_dequantize(codes, scales, count, self.bits, self.bucket_numel)
+        return ops.unchecked(CPU).qsgd_dequantize(
+            codes, scales, count, self.bits, self.bucket_numel
+        )
 
     def _scales_bytes(self, count: int) -> int:
         return SCALE_BYTES * -(-count // self.bucket_numel)

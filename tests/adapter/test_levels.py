@@ -14,7 +14,7 @@ from hvd_sparse.adapter.levels import agree_on_levels
 from hvd_sparse.cost_model import ORDINARY_LINK, Link, Pace
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.hosts import Place
+from hvd_sparse.hosts import Slot
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import Planner
 from hvd_sparse.policy import assign, load_policy
@@ -25,15 +25,15 @@ FREE = Link(0.0, 0.0, pace=Pace(added_values=1e-8))  # but adding dense vectors 
 SPECS = [TensorSpec("w", (1 << 22,), "torch.float32")]
 
 
-def places(*hosts: int) -> list[Place]:
+def places(*hosts: int) -> list[Slot]:
     return [
-        Place(local, size, host, len(hosts))
+        Slot(local, size, host, len(hosts))
         for host, size in enumerate(hosts)
         for local in range(size)
     ]
 
 
-def decided(requested: Any, where: list[Place], link: Any = SLOW, **changes: Any) -> list[Any]:
+def decided(requested: Any, where: list[Slot], link: Any = SLOW, **changes: Any) -> list[Any]:
     """What each rank is told: the number of hosts and workers, None, or an error's words."""
     assignment = changes.get("assignment", METHODS["topk"](density=0.01).make())
 
@@ -69,7 +69,7 @@ def test_what_is_asked_for_and_possible() -> None:
     ],
 )
 def test_auto_takes_one_level_and_says_why(
-    where: list[Place], link: Any, reason: str, caplog: pytest.LogCaptureFixture
+    where: list[Slot], link: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "hvd_sparse"):
         assert decided("auto", where, link) == [None] * len(where)

@@ -1,4 +1,4 @@
-"""`hvd-sparse top`: it follows a file that grows, and shows how the run is doing."""
+"""`hvd-sparse top`: it shows how a run is doing, from its recording."""
 
 from __future__ import annotations
 
@@ -13,73 +13,13 @@ import pytest
 
 from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.cli.top import watch
-from hvd_sparse.engine.account import COMPARED_PHASES
-from hvd_sparse.engine.stats import FIGURES
-from hvd_sparse.lab.report.follow import Follower, present
-from hvd_sparse.recording.recorder import VERSION
-
-NAMES: dict[str, Any] = {"hvd_sparse": "0", "torch": "2", "host": "h", "transport": "gloo"}
-NAMES |= {"pid": 1, "start_unix_s": 1.7e9}
-RUN = {
-    "kind": "run",
-    "version": VERSION,
-    "rank": 0,
-    "world_size": 2,
-    "start_unix_s": 1.7e9,
-    **NAMES,
-}
-BUCKET = {"names": ["a"], "numel": 1000, "k": 10, "density": 0.01, "dtype": "float32"}
-PLAN = {"kind": "plan", "step": 0, "buckets": [{**BUCKET, "compressor": "topk", "wire": "float32"}]}
-
-
-def steps(last: int, count: int, step_s: float = 0.2, nbytes: int = 100) -> dict[str, Any]:
-    figures = {name: [0] for name in FIGURES} | {"bytes_sent": [count * nbytes]}
-    figures |= {"wait_s": [count * step_s / 4], "nnz_applied": [20 * count]}
-    figures |= {"nnz_wanted": [10 * count]}
-    more = {"collective": ["oktopk"], "threshold": [0.5], "imbalance": [0.0], "spans": [{}]}
-    at = {"at_s": last * step_s, "seconds": count * step_s}
-    return {"kind": "steps", "step": last, "steps": count, **at, **figures, **more}
-
-
-def ranks(*exchange_s: float) -> dict[str, Any]:
-    phases = {name: list(exchange_s) for name in COMPARED_PHASES}
-    return {"kind": "ranks", "step": 64, "steps": 64, **phases}
-
-
-def text_of(*lines: dict[str, Any], run: str = "x") -> str:
-    return "".join(json.dumps({**line, "id": run}) + "\n" for line in lines)
+from hvd_sparse.lab.report.follow import Follower
+from tests.recordings import PLAN, RUN, ranks, steps, text_of
 
 
 def append(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)
-
-
-def test_it_follows_a_file_that_grows(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    follower = Follower(path)
-    assert follower.poll() == []  # the job has not begun
-    append(path, text_of(RUN, PLAN))
-    (recording,) = follower.poll()
-    assert present(recording) is None
-    line = text_of(steps(1, 1))
-    append(path, line[:40])
-    assert follower.poll()[0].steps == []  # half a line is no line yet
-    append(path, line[40:] + text_of(steps(50, 49)))
-    shown = present(follower.poll()[0])
-    assert shown is not None
-    assert (shown.steps, shown.sent_bytes, shown.dense_bytes) == (50, 100, 4000)
-    assert (shown.density, shown.wanted, shown.target) == (0.02, 0.01, 0.01)
-    assert (shown.step_ms, shown.wait_ms) == pytest.approx((200, 50))
-    append(path, text_of(steps(150, 100, step_s=0.1, nbytes=10), ranks(6.4, 1.28)))
-    shown = present(follower.poll()[0])
-    assert shown is not None  # the present is the last 100 steps
-    assert (shown.steps, shown.sent_bytes, shown.exchange_ms) == (150, 10, (100, 20))
-    assert shown.slowest_rank == 1
-    append(path, text_of(RUN, PLAN, steps(1, 1), run="y"))
-    assert [len(each.steps) for each in follower.poll()] == [3, 1]
-    path.write_text(text_of(RUN, PLAN, run="z"))
-    assert [each.run["id"] for each in follower.poll()] == ["z"]  # begun anew
 
 
 def test_each_look_is_drawn(tmp_path: Path) -> None:

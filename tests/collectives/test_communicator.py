@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvd_sparse import functional
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.errors import ConfigError, PeerLostError, PlanError, UnsupportedError
-from hvd_sparse.functional import api
 from hvd_sparse.functional.communicator import ALGORITHMS, Communicator
 from hvd_sparse.streams import Operation, SparseStream
 from hvd_sparse.transports import Transport, run_ranks
@@ -193,11 +193,13 @@ def test_a_connection_lives_as_long_as_horovod(monkeypatch: pytest.MonkeyPatch) 
     """However many process sets have one: a rank that connects anew alone waits in vain."""
     from horovod.torch import mpi_ops
 
-    monkeypatch.setattr(api, "_connected", lambda _: Communicator(LocalWorld(1).transport(0)))
-    every = [api.communicator(process_set) for process_set in range(20)]
-    assert [api.communicator(process_set) for process_set in range(20)] == every
+    monkeypatch.setattr(
+        functional, "_connected", lambda _: Communicator(LocalWorld(1).transport(0))
+    )
+    every = [functional.communicator_of(process_set) for process_set in range(20)]
+    assert [functional.communicator_of(process_set) for process_set in range(20)] == every
     monkeypatch.setattr(mpi_ops, "_handle_map", {})  # as hvd.init() does
-    assert api.communicator(0) is not every[0]
+    assert functional.communicator_of(0) is not every[0]
 
 
 def test_calls_overlap() -> None:

@@ -63,23 +63,23 @@ class FakeCupy(ModuleType):
 def test_without_cupy_a_warning_names_the_extra_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.warns(RuntimeWarning, match=r"pip install 'hvd-sparse\[cuda13\]'"):
-        assert _dispatch.implementation(DEVICE) is reference
+        assert _dispatch.unchecked(DEVICE) is reference
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _dispatch.implementation(torch.device("cuda", 1)) is reference
+        assert _dispatch.unchecked(torch.device("cuda", 1)) is reference
         assert _dispatch.backend(DEVICE) == "reference"
 
 
 @pytest.mark.usefixtures("torch_for_cuda")
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVD_SPARSE_NATIVE", "0")
-    assert _dispatch.implementation(DEVICE) is reference
+    assert _dispatch.unchecked(DEVICE) is reference
 
 
 @pytest.mark.usefixtures("torch_for_cuda")
 def test_with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
-    assert isinstance(_dispatch.implementation(DEVICE), CudaOps)
+    assert isinstance(_dispatch.unchecked(DEVICE), CudaOps)
     assert _dispatch.backend(DEVICE) == "cuda"
 
 

@@ -238,5 +238,13 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert_same(work(NativeOps(), 0), work(NativeOps(threads=1), 0))
+    asked: list[int] = []
+
+    def three() -> int:
+        asked.append(3)
+        return 3
+
+    expected = work(NativeOps(threads=1), 0)
+    monkeypatch.setattr(torch, "get_num_threads", three)
+    assert_same(work(NativeOps(), 0), expected)
+    assert asked

@@ -17,47 +17,25 @@ FORMS = (False, True)
 @pytest.mark.parametrize("nesterov", FORMS)
 @pytest.mark.parametrize("numel", NUMELS)
 def test_select(native: NativeOps, numel: int, nesterov: bool) -> None:
-    buffer = torch.randn(numel, generator=generator(1))
+    momentum = {"buffer": torch.randn(numel, generator=generator(1)), "nesterov": nesterov}
     for name, residual, gradient in vectors(numel):
         for threshold in (0.0, 2.5, INF):
             same_as_reference(
-                native,
-                "accumulate_select",
-                residual,
-                [gradient],
-                threshold,
-                buffer=buffer,
-                nesterov=nesterov,
-                what=name,
+                native, "accumulate_select", residual, [gradient], threshold, **momentum, what=name
             )
         same_as_reference(
-            native,
-            "accumulate_select",
-            residual,
-            cut(gradient, 7),
-            1.5,
-            buffer=buffer,
-            nesterov=nesterov,
-            what=name,
+            native, "accumulate_select", residual, cut(gradient, 7), 1.5, **momentum, what=name
         )
 
 
 @pytest.mark.parametrize("nesterov", FORMS)
 @pytest.mark.parametrize("numel", NUMELS)
 def test_topk(native: NativeOps, numel: int, nesterov: bool) -> None:
-    buffer = torch.randn(numel, generator=generator(1))
+    momentum = {"buffer": torch.randn(numel, generator=generator(1)), "nesterov": nesterov}
     for name, residual, gradient in vectors(numel):
         for k, pivot in ((0, 0.0), (17, 0.0), (17, 2.0), (numel, 0.0)):
             same_as_reference(
-                native,
-                "accumulate_topk",
-                residual,
-                [gradient],
-                k,
-                pivot,
-                buffer=buffer,
-                nesterov=nesterov,
-                what=name,
+                native, "accumulate_topk", residual, [gradient], k, pivot, **momentum, what=name
             )
 
 

@@ -1,4 +1,4 @@
-"""Headers, capacities, and what happens where ranks make different calls."""
+"""Headers, capacities, pooled memory, and ranks that make different calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError
 from hvd_sparse.transports import Transport, framing, run_ranks
-from hvd_sparse.transports.framing import BufferPool, Context
-from tests.transports.test_choose import over_gloo
+from hvd_sparse.transports.framing import POOLED_BYTES, BufferPool, Context
+from tests.transports.test_connect import over_gloo
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -126,3 +126,70 @@ def test_a_reason_reaches_the_peers() -> None:
 
     with pytest.raises(PeerLostError, match=r"rank 0 aborted the transport: ValueError\('of mine'"):
         run_ranks(2, rank, timeout_s=10.0)
+
+
+# -- memory that is used again only when nobody holds it
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, POOLED_BYTES - 1, POOLED_BYTES, 100_001, 1 << 20])
+def test_sizes_and_alignment(nbytes: int) -> None:
+    taken = BufferPool().take(nbytes)
+    assert taken.dtype == torch.uint8
+    assert taken.numel() == nbytes
+    assert taken.data_ptr() % 16 == 0
+
+
+def test_memory_returns_when_the_last_view_is_gone() -> None:
+    pool = BufferPool()
+    first = pool.take(100_000)
+    address = first.data_ptr()
+    view = first[8:].view(torch.float64)[3:5]
+    del first
+    second = pool.take(100_000)
+    assert second.data_ptr() != address
+    del view
+    assert pool.take(90_000).data_ptr() == address
+
+
+def test_other_ways_of_holding_count_too() -> None:
+    pool = BufferPool()
+    for hold in (
+        lambda t: t.numpy(),
+        lambda t: t.untyped_storage(),
+        lambda t: t.view(torch.int32).split(10),
+        lambda t: t.detach(),
+        lambda t: memoryview(t.numpy()),
+    ):
+        first = pool.take(POOLED_BYTES)
+        address = first.data_ptr()
+        held = hold(first)
+        del first
+        assert pool.take(POOLED_BYTES).data_ptr() != address
+        del held
+        assert pool.take(POOLED_BYTES).data_ptr() == address
+
+
+def test_held_content_is_never_overwritten() -> None:
+    pool = BufferPool()
+    held = []
+    for number in range(50):
+        taken = pool.take(POOLED_BYTES + 1_000 * number)
+        taken.fill_(number)
+        if number % 3 == 0:
+            held.append((number, taken[number:]))
+    for number, view in held:
+        assert torch.equal(view, torch.full_like(view, number))
+
+
+def test_what_is_kept_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "LIMIT_BYTES", 4 * POOLED_BYTES)
+    pool = BufferPool()
+    held = [pool.take(POOLED_BYTES) for _ in range(4)]
+    over = pool.take(POOLED_BYTES)  # not the pool's own
+    assert len({t.data_ptr() for t in [*held, over]}) == 5
+    held.clear()
+    large = pool.take(4 * POOLED_BYTES)  # takes the place of the four
+    address = large.data_ptr()
+    del large
+    assert pool.take(4 * POOLED_BYTES).data_ptr() == address
+    assert pool._kept_bytes == 4 * POOLED_BYTES

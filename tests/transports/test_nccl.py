@@ -15,16 +15,21 @@ import torch
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports import LocalTransport, Transport, nccl, run_ranks
 from hvd_sparse.transports.connect import create_transport
-from hvd_sparse.transports.device_group import DeviceGroup
 from hvd_sparse.transports.framing import next_capacity
 from hvd_sparse.transports.meeting import dist, join_store, serve_store
-from hvd_sparse.transports.nccl import DIRECT_BYTES, NcclTransport, connect_nccl
+from hvd_sparse.transports.nccl import (
+    DIRECT_BYTES,
+    DeviceGroup,
+    NcclTransport,
+    Transfer,
+    connect_nccl,
+)
 from tests.transports.failures import (
     aborts_from_another_thread,
     times_out_and_tells_the_others,
 )
 from tests.transports.rendezvous import RendezvousGroup, RendezvousWorld
-from tests.transports.test_choose import ThreadBootstrap
+from tests.transports.test_connect import ThreadBootstrap
 from tests.workers.transport_scenarios import SCENARIOS, ring
 
 pytestmark = pytest.mark.timeout(60)
@@ -233,6 +238,13 @@ def test_pending_exchanges_are_aborted_by_the_end() -> None:
     over_nccl(2, rank)
 
 
+def let_through(transfer: Transfer) -> None:
+    deadline = time.monotonic() + 20.0
+    while not transfer.is_through():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_a_device_group_over_a_backend_of_torch() -> None:
     def rank(local: LocalTransport) -> None:
         backend = dist.ProcessGroupGloo(store_of(local), local.rank, 3)
@@ -241,18 +253,11 @@ def test_a_device_group_over_a_backend_of_torch() -> None:
             dst, src = ring(local, step)
             message = torch.full((100,), local.rank, dtype=torch.uint8)
             buffer = group.host_buffer(150)
-            transfer = group.start((dst, message, 150), (src, buffer))
-            deadline = time.monotonic() + 10.0
-            while not transfer.is_through():
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            let_through(group.start((dst, message, 150), (src, buffer)))
             assert torch.equal(buffer[:100], torch.full((100,), src, dtype=torch.uint8))
         for header_bytes in (0, 8, 100):
             (arrived, headers), transfer = group.allgather(message, header_bytes)
-            deadline = time.monotonic() + 10.0
-            while not transfer.is_through():
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            let_through(transfer)
             assert arrived.tolist() == [[rank] * 100 for rank in range(3)]
             assert headers.tolist() == [[rank] * header_bytes for rank in range(3)]
         local.allreduce_sum(torch.zeros(1), channel="end")
@@ -330,10 +335,8 @@ def test_messages_through_one_device() -> None:
         assert buffer.is_pinned()
         transfer = group.start((0, message, buffer.numel()), (0, buffer))
         transfers.append((message.clone(), buffer, transfer))
-    deadline = time.monotonic() + 20.0
     for message, buffer, transfer in reversed(transfers):
-        while not transfer.is_through():
-            assert time.monotonic() < deadline
+        let_through(transfer)
         assert torch.equal(buffer[: message.numel()], message)
     group.shutdown()
 
@@ -349,9 +352,7 @@ def test_headers_of_what_stays_on_one_device_are_on_the_host() -> None:
         for number in range(8):
             message.fill_(number)
             (arrived, headers), transfer = group.allgather(message, 8)
-            deadline = time.monotonic() + 20.0
-            while not transfer.is_through():
-                assert time.monotonic() < deadline
+            let_through(transfer)
             assert headers.is_pinned()
             assert headers.tolist() == [[number] * 8]
             assert torch.equal(arrived[0], message)

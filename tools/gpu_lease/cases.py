@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops import Accumulation, Momentum
-from hvd_sparse.ops._interface import Ops
+from hvd_sparse.ops._dispatch import Ops
 
 NUMELS = (1, 257, 5000, 100_003)
 HASH_A, HASH_B = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03

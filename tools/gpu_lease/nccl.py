@@ -8,9 +8,8 @@ import time
 import torch
 
 from hvd_sparse.collectives.topk_allgather import HEADER_BYTES
-from hvd_sparse.transports.device_group import DeviceGroup
 from hvd_sparse.transports.meeting import serve_store
-from hvd_sparse.transports.nccl import connect_nccl
+from hvd_sparse.transports.nccl import DeviceGroup, connect_nccl
 from tools.gpu_lease.results import Results
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)

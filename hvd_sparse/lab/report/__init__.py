@@ -1,1 +1,1 @@
-"""What is made of a recording: summary, page, trace, and the live view."""
+"""Reads recordings: `log` parses them, and the others make a page, a trace or a live view."""

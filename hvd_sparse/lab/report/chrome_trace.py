@@ -1,12 +1,12 @@
-"""A Chrome trace of a recording, alone or merged into Horovod's timeline.
+"""Makes a Chrome trace of a recording, alone or merged into Horovod's timeline.
 
-Horovod's timeline (HOROVOD_TIMELINE) names the moment of its start in its first event, in
-microseconds since 1970; a recording does so in its first line. That puts both on one axis, which
-starts with the earlier of the two.
+Horovod's timeline (HOROVOD_TIMELINE) gives the time of its start in its first event, in
+microseconds since 1970. A recording gives its own in its first line. Both are therefore put on one
+axis, which starts with the earlier of the two.
 
-A viewer stacks the events of a row by their nesting, and cannot show two that overlap otherwise. So
-each row has phases one after the other: while one bucket is exchanged, others are selected from, by
-up to two threads.
+A viewer stacks the events of a row by their nesting, and cannot show events that overlap without
+nesting. Up to two threads select from buckets while another bucket is exchanged. So phases that
+overlap get rows of their own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from reprlib import repr
 from typing import Any
 
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.lab.report.format import is_number
-from hvd_sparse.lab.report.log import Recording, spans_of
+from hvd_sparse.lab.report.log import Recording, is_number, spans_of
 from hvd_sparse.tables import tensors
 
 START_KEY = "start_time_since_epoch_in_micros"
 FIRST_PID = 1 << 20
-"""Above the numbers that Horovod's timeline gives to tensors."""
+"""Larger than the process numbers that Horovod's timeline gives to tensors."""
 ROWS = {
     "stage_s": "select",
     "accumulate_select_s": "select",
@@ -34,16 +33,16 @@ ROWS = {
     "decode_s": "exchange",
     "wait_s": "training thread waits",
 }
-"""The row on which a phase stands."""
+"""The row of each phase."""
 ROUNDING_US = 2.0
-"""By so much a phase may seem to end after the next one's start: recordings round."""
+"""A phase may seem to end this long after the start of the next one, because recordings round."""
 
 
 def chrome_trace(recording: Recording, timeline: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """The trace as Chrome, Perfetto and Horovod's users read it: one row per phase's thread.
+    """The trace in the Trace Event Format, which Chrome and Perfetto read.
 
     Args:
-        recording: What to draw.
+        recording: The run to draw.
         timeline: Events of Horovod's timeline, or None.
     """
     start_us = ours_us = recording.run["start_unix_s"] * 1e6
@@ -82,7 +81,7 @@ def chrome_trace(recording: Recording, timeline: list[dict[str, Any]] | None) ->
 
 
 def number_rows(phases: Sequence[dict[str, Any]]) -> list[str]:
-    """Give each phase a row's number for its name, in place, so that none overlap on a row.
+    """Replace each phase's row name by a row number, so that no two overlap on a row.
 
     Returns:
         The rows' names, in the order of their numbers.
@@ -110,11 +109,12 @@ def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def read_timeline(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Horovod's timeline, whose end is missing where the job was killed.
+    """Read Horovod's timeline; the end of the file may be missing, as after a kill.
 
     Raises:
         ConfigError: The file holds no list of events.
     """
+    name = os.fspath(path)
     text = Path(path).read_text(encoding="utf-8", errors="replace").strip()
     try:
         events = json.loads(text)
@@ -122,22 +122,20 @@ def read_timeline(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         try:
             events = json.loads(text[: text.rfind("}") + 1] + "]")
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{os.fspath(path)}: no timeline of Horovod's: {error}") from None
+            raise ConfigError(f"{name}: no timeline of Horovod's: {error}") from None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ConfigError(f"{os.fspath(path)}: no timeline of Horovod's: not a list of events")
+        raise ConfigError(f"{name}: no timeline of Horovod's: not a list of events")
     for event in events:
         if "ts" in event and not is_number(event["ts"]):
-            raise ConfigError(
-                f"{os.fspath(path)}: no timeline of Horovod's: ts cannot be {repr(event['ts'])}"
-            )
+            raise ConfigError(f"{name}: no timeline of Horovod's: ts cannot be {repr(event['ts'])}")
     return events
 
 
 def timeline_start_us(timeline: list[dict[str, Any]]) -> float:
-    """When a timeline of Horovod's began, in microseconds since 1970.
+    """The start of Horovod's timeline, in microseconds since 1970.
 
     Raises:
-        ConfigError: It does not say so.
+        ConfigError: The timeline does not have it.
     """
     for event in timeline:
         arguments = event.get("args")

@@ -1,4 +1,4 @@
-"""The report's pictures, as SVG text."""
+"""The figures of the report, as SVG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_sparse.lab.report.log import Plan, Recording
 from hvd_sparse.lab.report.summary import Curves, Floats, bucket_curve, bucket_means, rank_ms
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f6a00", "#999999")
-"""Okabe and Ito's, which colour-blind readers can tell apart."""
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
 PHASES = {
     "stage_s": "copy",
     "accumulate_select_s": "accumulate and select",
@@ -23,7 +23,7 @@ PHASES = {
 GREY = "#6b7280"
 MOST_CURVES = len(COLOURS)
 FEW_POINTS = 40
-"""So many points of a curve are shown as points, too."""
+"""A curve with fewer points shows each of them by a marker."""
 MOST_LEGEND_COLUMNS = 4
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -41,11 +41,15 @@ STYLE: dict[Any, Any] = {
     "xtick.color": GREY,
     "ytick.color": GREY,
 }
-Draw = Callable[[Any], None]
 
 
-def svg(draw: Draw, name: str, height_in: float = 2.3) -> str:
-    """What `draw` puts on a pair of axes, as an `<svg>` element.
+def svg(name: str, draw: Callable[..., None], *data: Any) -> str:
+    """A figure as an `<svg>` element.
+
+    Args:
+        name: Makes the identifiers in the figure unique on a page.
+        draw: Called with matplotlib's axes and the data.
+        *data: What to draw.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -58,9 +62,9 @@ def svg(draw: Draw, name: str, height_in: float = 2.3) -> str:
             "a report needs matplotlib: pip install 'hvd-sparse[report]'"
         ) from error
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(5.2, height_in), layout="constrained")
+        figure = Figure(figsize=(5.2, 2.3), layout="constrained")
         axes = figure.add_subplot()
-        draw(axes)
+        draw(axes, *data)
         out = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(out, format="svg", metadata=nothing, transparent=True)
@@ -68,121 +72,91 @@ def svg(draw: Draw, name: str, height_in: float = 2.3) -> str:
     return text[text.index("<svg") :]
 
 
-def phases(curves: Curves) -> Draw:
+def phases(axes: Any, curves: Curves) -> None:
     """Time per phase, stacked."""
-
-    def draw(axes: Any) -> None:
-        at, stack = stairs(curves, *(1e3 * curves.figures[name] for name in PHASES))
-        axes.stackplot(at, *stack, labels=PHASES.values(), colors=COLOURS, alpha=0.85, lw=0)
-        _finish(axes, "ms per step", legend=True)
-
-    return draw
+    at, stack = stairs(curves, *(1e3 * curves.figures[name] for name in PHASES))
+    axes.stackplot(at, *stack, labels=PHASES.values(), colors=COLOURS, alpha=0.85, lw=0)
+    _finish(axes, "ms per step", legend=True)
 
 
-def step_time(curves: Curves) -> Draw:
-    """The step, and the part of it spent waiting for buckets."""
-
-    def draw(axes: Any) -> None:
-        at, (step_ms, wait_ms) = stairs(curves, 1e3 * curves.step_s, 1e3 * curves.figures["wait_s"])
-        axes.plot(at, step_ms, color=COLOURS[0], label="whole step")
-        axes.fill_between(
-            at, wait_ms, color=COLOURS[1], alpha=0.85, lw=0, label="waiting for buckets"
-        )
-        _finish(axes, "ms per step", legend=True)
-
-    return draw
+def step_time(axes: Any, curves: Curves) -> None:
+    """Time per step, and the part of it spent waiting for buckets."""
+    at, (step_ms, wait_ms) = stairs(curves, 1e3 * curves.step_s, 1e3 * curves.figures["wait_s"])
+    axes.plot(at, step_ms, color=COLOURS[0], label="whole step")
+    axes.fill_between(at, wait_ms, color=COLOURS[1], alpha=0.85, lw=0, label="waiting for buckets")
+    _finish(axes, "ms per step", legend=True)
 
 
-def sent_bytes(curves: Curves) -> Draw:
-    """Bytes sent, against those of a dense ring allreduce."""
-
-    def draw(axes: Any) -> None:
-        at, (sent, dense) = stairs(
-            curves, curves.figures["bytes_sent"] / 1e6, curves.dense_bytes / 1e6
-        )
-        axes.plot(at, sent, color=COLOURS[0], label="sent")
-        if np.nansum(dense):
-            axes.plot(at, dense, color=GREY, linestyle="--", label="dense ring allreduce")
-        is_log = bool(np.nansum(sent))
-        if is_log:
-            axes.set_yscale("log")
-        _finish(axes, "MB per step and rank", legend=True, from_zero=not is_log)
-
-    return draw
-
-
-def density(plan: Plan) -> Draw:
-    """Density selected and applied, against what was wanted and the target, per bucket."""
-
-    def draw(axes: Any) -> None:
-        numel = np.array([max(1, bucket["numel"]) for bucket in plan.buckets])
-        target = np.array([bucket["k"] for bucket in plan.buckets]) / numel
-        means = bucket_means(plan)
-        wanted = means["nnz_wanted"] / numel
-        at = np.arange(len(numel))
-        marker = 5 if len(numel) <= 40 else 3
-        axes.hlines(target, at - 0.4, at + 0.4, color=GREY, label="target k/n")
-        if not np.allclose(wanted, target, rtol=0.02, atol=0):
-            axes.hlines(
-                wanted, at - 0.4, at + 0.4, color=GREY, ls=":", label="wanted, with warm-up"
-            )
-        for name, shape, colour in (("selected", "o", COLOURS[0]), ("applied", "D", COLOURS[5])):
-            reached = means[f"nnz_{name}"] / numel
-            axes.plot(at, reached, shape, mfc="none", mec=colour, ms=marker, label=name)
+def sent_bytes(axes: Any, curves: Curves) -> None:
+    """Bytes sent, and those of a dense ring allreduce."""
+    at, (sent, dense) = stairs(curves, curves.figures["bytes_sent"] / 1e6, curves.dense_bytes / 1e6)
+    axes.plot(at, sent, color=COLOURS[0], label="sent")
+    if np.nansum(dense):
+        axes.plot(at, dense, color=GREY, linestyle="--", label="dense ring allreduce")
+    is_log = bool(np.nansum(sent))
+    if is_log:
         axes.set_yscale("log")
-        axes.set_xlim(-0.6, max(len(numel) - 0.4, 0.6))
-        _finish(axes, "density", "bucket", legend=True, from_zero=False)
-
-    return draw
+    _finish(axes, "MB per step and rank", legend=True, from_zero=not is_log)
 
 
-def bucket_curves(plan: Plan, name: str, label: str) -> Draw:
-    """One curve per bucket; the largest ones are named."""
-
-    def draw(axes: Any) -> None:
-        by_numel = sorted(range(len(plan.buckets)), key=lambda b: -plan.buckets[b]["numel"])
-        for place, bucket in enumerate(by_numel):
-            steps, values = bucket_curve(plan, name, bucket)
-            if not steps:
-                continue
-            is_named = place < MOST_CURVES
-            axes.plot(
-                steps,
-                values,
-                color=COLOURS[place] if is_named else "#d1d5db",
-                lw=1.6 if is_named else 0.8,
-                zorder=3 if is_named else 1,
-                marker="." if len(steps) < FEW_POINTS else None,  # one between two holes is seen
-                label=f"bucket {bucket}" if is_named else None,
-            )
-        if axes.lines:
-            axes.set_yscale("log")
-        _finish(axes, label, legend=bool(axes.lines), from_zero=False)
-
-    return draw
+def density(axes: Any, plan: Plan) -> None:
+    """Density selected, applied, wanted and aimed at, by bucket."""
+    numel = np.array([max(1, bucket["numel"]) for bucket in plan.buckets])
+    target = np.array([bucket["k"] for bucket in plan.buckets]) / numel
+    means = bucket_means(plan)
+    wanted = means["nnz_wanted"] / numel
+    at = np.arange(len(numel))
+    marker = 5 if len(numel) <= 40 else 3
+    axes.hlines(target, at - 0.4, at + 0.4, color=GREY, label="target k/n")
+    if not np.allclose(wanted, target, rtol=0.02, atol=0):
+        axes.hlines(wanted, at - 0.4, at + 0.4, color=GREY, ls=":", label="wanted, with warm-up")
+    for name, shape, colour in (("selected", "o", COLOURS[0]), ("applied", "D", COLOURS[5])):
+        reached = means[f"nnz_{name}"] / numel
+        axes.plot(at, reached, shape, mfc="none", mec=colour, ms=marker, label=name)
+    axes.set_yscale("log")
+    axes.set_xlim(-0.6, max(len(numel) - 0.4, 0.6))
+    _finish(axes, "density", "bucket", legend=True, from_zero=False)
 
 
-def ranks(recording: Recording) -> Draw:
-    """What the phases took on every rank."""
+def bucket_curves(axes: Any, plan: Plan, name: str, label: str) -> None:
+    """One curve per bucket; the largest buckets are named."""
+    by_numel = sorted(range(len(plan.buckets)), key=lambda b: -plan.buckets[b]["numel"])
+    for place, bucket in enumerate(by_numel):
+        steps, values = bucket_curve(plan, name, bucket)
+        if not steps:
+            continue
+        is_named = place < MOST_CURVES
+        axes.plot(
+            steps,
+            values,
+            color=COLOURS[place] if is_named else "#d1d5db",
+            lw=1.6 if is_named else 0.8,
+            zorder=3 if is_named else 1,
+            marker="." if len(steps) < FEW_POINTS else None,  # shows a point between two holes
+            label=f"bucket {bucket}" if is_named else None,
+        )
+    if axes.lines:
+        axes.set_yscale("log")
+    _finish(axes, label, legend=bool(axes.lines), from_zero=False)
 
-    def draw(axes: Any) -> None:
-        at = np.arange(recording.run["world_size"])
-        bottom = np.zeros(len(at))
-        for (name, label), colour in zip(PHASES.items(), COLOURS, strict=False):
-            mean_ms = rank_ms(recording, name).mean(axis=0)
-            axes.bar(at, mean_ms, 0.7, bottom=bottom, color=colour, alpha=0.85, label=label)
-            bottom += mean_ms
-        axes.set_xlim(-0.6, max(len(at) - 0.4, 0.6))
-        _finish(axes, "ms per step", "rank", legend=True)
 
-    return draw
+def ranks(axes: Any, recording: Recording) -> None:
+    """Time per phase on every rank."""
+    at = np.arange(recording.run["world_size"])
+    bottom = np.zeros(len(at))
+    for (name, label), colour in zip(PHASES.items(), COLOURS, strict=False):
+        mean_ms = rank_ms(recording, name).mean(axis=0)
+        axes.bar(at, mean_ms, 0.7, bottom=bottom, color=colour, alpha=0.85, label=label)
+        bottom += mean_ms
+    axes.set_xlim(-0.6, max(len(at) - 0.4, 0.6))
+    _finish(axes, "ms per step", "rank", legend=True)
 
 
 def stairs(curves: Curves, *columns: Floats) -> tuple[Floats, list[Floats]]:
-    """Means as stairs: each as long as the steps that it is of, with holes where none was taken.
+    """Means as stairs: each spans its steps, with holes where no step was recorded.
 
     Returns:
-        Where the corners are, and every column's values there.
+        The steps at the corners, and every column's values there.
     """
     at: list[float] = []
     values: list[list[float]] = [[] for _ in columns]
@@ -209,7 +183,7 @@ def _finish(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if axes.get_yscale() == "log":
         low, high = axes.get_ylim()
-        if high < 20 * low:  # too few powers of ten: ticks as on a linear axis
+        if high < 20 * low:  # too few powers of ten: use linear ticks
             axes.yaxis.set_major_locator(MaxNLocator(4))
             axes.yaxis.set_minor_locator(NullLocator())
         elif high < 1000 * low:

@@ -1,4 +1,4 @@
-"""Reads a recording while it is written, and says how the run is doing now."""
+"""Follows a recording while it is written: the present state of the run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from hvd_sparse.lab.report.log import Reader, Recording
 from hvd_sparse.lab.report.summary import dense_bytes, kinds, rank_ms, slowest_rank, steps_of
 
 RECENT_STEPS = 100
-"""What is shown as the present: the last lines of so many steps, or the last one."""
+"""The present is a mean over the last lines, of this many steps at most, or over the last line."""
+SHOWN = ("wait_s", "bytes_sent", "nnz_applied", "nnz_wanted")
 
 
 class Follower:
-    """Reads what is added to a file of recordings; a file that is not there yet is an empty one.
+    """Reads the lines that are added to a file of recordings.
 
     Args:
-        path: The file.
+        path: The file. One that does not exist yet is taken for an empty file.
 
     Attributes:
-        path: The same, as text.
+        path: The file's name, as text.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -37,13 +38,13 @@ class Follower:
         self._rest = b""
 
     def poll(self) -> list[Recording]:
-        """All runs of the file so far, in the order of their beginnings.
+        """All runs of the file so far, in the order in which they began.
 
-        A last line without its end is still being written, and waits. Another file of that name,
-        or one that was cut, is read from its beginning.
+        A last line without its end is still being written; it is read when it is complete. A file
+        that was replaced or truncated is read from its beginning.
 
         Raises:
-            ConfigError: A line is not as it must be, or there is none of a recording.
+            ConfigError: A line is invalid, or the file is no recording.
             OSError: The file cannot be read.
         """
         try:
@@ -71,19 +72,20 @@ class Follower:
 
 @dataclass(frozen=True)
 class Present:
-    """How a run is doing, as of its last lines.
+    """The state of a run, as of its last lines.
 
     Attributes:
         steps: Steps of the run.
         step_ms: Milliseconds per step.
         wait_ms: Milliseconds per step for which the training thread waited for buckets.
-        sent_bytes: Bytes sent per step; 0.0 where all tensors are dense, of which nothing is known.
+        sent_bytes: Bytes sent per step. 0.0 where all tensors are dense, because nothing is known
+            about Horovod's bytes.
         dense_bytes: What a ring allreduce of the same tensors would send.
         density: Density applied.
-        wanted: Density wanted in these steps, by the warm-up.
-        target: Density after it.
+        wanted: Density wanted in these steps, which a warm-up may raise.
+        target: Density wanted after the warm-up.
         exchange_ms: Milliseconds per step in exchanges, by rank, in the last comparison.
-        slowest_rank: The rank that the others wait for; None: none is clearly slow.
+        slowest_rank: The rank that the others wait for; None: no rank is clearly slow.
         plan: How the tensors are compressed, in words; empty where all are dense.
         at_s: When the last line was written, in seconds since the start of the run.
     """
@@ -103,7 +105,7 @@ class Present:
 
 
 def present(recording: Recording) -> Present | None:
-    """How the run is doing; None before the first step."""
+    """The state of the run; None before its first step."""
     plan = next((plan for plan in reversed(recording.plans) if plan.steps), None)
     if plan is None:
         return None
@@ -131,6 +133,3 @@ def present(recording: Recording) -> Present | None:
         plan=tuple(kinds(plan)),
         at_s=lines[0]["at_s"],
     )
-
-
-SHOWN = ("wait_s", "bytes_sent", "nnz_applied", "nnz_wanted")

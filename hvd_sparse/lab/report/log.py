@@ -1,32 +1,36 @@
-"""Reads what a `Recorder` has written."""
+"""Reads the file that a `Recorder` has written, and checks every line of it.
+
+A recording may come from anywhere. The type and range of every value are checked before it is
+drawn, so that nothing else can reach the page.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as short_repr
 from typing import Any
 
 from hvd_sparse.engine.account import COMPARED_PHASES
 from hvd_sparse.engine.stats import FIGURES
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.lab.report.format import check_line, is_count
 from hvd_sparse.recording.recorder import VERSION
 
 
 @dataclass
 class Recording:
-    """The lines of a run, by kind, in the order in which they were written.
+    """The lines of one run, by kind, in the order in which they were written.
 
     Attributes:
         run: The first line.
-        plans: Plans; each holds its own `steps` and `residuals`, whose buckets are the plan's.
+        plans: The plans; each holds its own `steps` and `residuals`.
         ranks: Comparisons of the ranks.
         trials: What planners tried and chose.
-        torn_lines: Lines that were cut off, by a kill or a full disk, while this was the file's
-            last run; nothing of them is known.
+        torn_lines: How many lines were cut off, by a kill or a full disk, while this was the last
+            run of the file.
     """
 
     run: dict[str, Any]
@@ -37,13 +41,12 @@ class Recording:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The `steps` lines of all plans."""
         return [line for plan in self.plans for line in plan.steps]
 
 
 @dataclass
 class Plan:
-    """One plan and what happened under it.
+    """A plan, and the lines written under it.
 
     Attributes:
         step: Steps done before it.
@@ -59,18 +62,18 @@ class Plan:
 
 
 def read_runs(path: str | os.PathLike[str]) -> list[Recording]:
-    """Read all runs of a file, in the order of their beginnings.
+    """Read all runs of a file, in the order in which they began.
 
-    Lines that are cut off are left out and counted, runs of other versions are left out.
+    Lines that are cut off are skipped and counted. Runs of other versions are skipped.
 
     Raises:
-        ConfigError: A line is not as it must be, or there is no run; the message names the line.
+        ConfigError: A line is invalid, or there is no run; the message names the line.
         OSError: The file cannot be read.
     """
     reader = Reader(os.fspath(path))
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     for number, content in enumerate(text.split("\n"), 1):
-        if content.strip():  # an empty line parts the runs
+        if content.strip():  # empty lines separate runs
             reader.read(content, number)
     if not reader.runs:
         raise ConfigError(reader.refusal or f"{reader.path}:1: an empty file is no recording")
@@ -78,7 +81,7 @@ def read_runs(path: str | os.PathLike[str]) -> list[Recording]:
 
 
 def chosen_run(runs: list[Recording], number: int | None) -> Recording:
-    """A run by its number, from 1; None: the last one.
+    """Choose a run by its number, from 1; None: the last one.
 
     Raises:
         ConfigError: There is no such run.
@@ -90,15 +93,24 @@ def chosen_run(runs: list[Recording], number: int | None) -> Recording:
     return runs[number - 1]
 
 
+def spans_of(recording: Recording) -> Iterator[tuple[Plan, dict[str, Any], int, str, float, float]]:
+    """All recorded phases: plan, line, bucket, phase, start and seconds."""
+    for plan in recording.plans:
+        for line in plan.steps:
+            for bucket, spans in enumerate(line["spans"]):
+                for name, (start_s, seconds) in spans.items():
+                    yield plan, line, bucket, name, start_s, seconds
+
+
 class Reader:
-    """Puts lines together to runs, one after the other.
+    """Assembles runs from lines.
 
     Args:
         path: The file's name, for messages.
 
     Attributes:
         runs: By their ids.
-        refusal: What is wrong with the file if it proves to hold no run.
+        refusal: The error to report if the file turns out to hold no run.
     """
 
     def __init__(self, path: str) -> None:
@@ -109,7 +121,6 @@ class Reader:
         self._torn_lines = 0  # before the first run
 
     def read(self, content: str, number: int) -> None:
-        """Take in one line."""
         place = f"{self.path}:{number}"
         try:
             line = json.loads(content)
@@ -123,7 +134,7 @@ class Reader:
         if isinstance(line, dict) and _is_of_another_version(line):
             self.refusal = f"{place}: version must be {VERSION}, got {line['version']}"
         elif isinstance(line, dict) and self.refusal and not self._is_known(line):
-            pass  # its run's first line is of another version or torn
+            pass  # a line of a run whose first line was skipped
         else:
             self._add(check_line(line, place), place)
 
@@ -171,10 +182,146 @@ def _check_lengths(line: dict[str, Any], keys: Sequence[str], length: int, place
             raise ConfigError(f"{place}: {key} must have {length} entries, got {len(line[key])}")
 
 
-def spans_of(recording: Recording) -> Iterator[tuple[Plan, dict[str, Any], int, str, float, float]]:
-    """Every phase that was recorded: plan, line, bucket, phase, start and seconds."""
-    for plan in recording.plans:
-        for line in plan.steps:
-            for bucket, spans in enumerate(line["spans"]):
-                for name, (start_s, seconds) in spans.items():
-                    yield plan, line, bucket, name, start_s, seconds
+# -- what a line must hold -------------------------------------------------------------------------
+
+MOST = 1e50
+"""Largest number; sums of many such numbers are still finite."""
+MOST_UNIX_S = 253402300799
+"""The end of the year 9999, the last that can be shown."""
+
+Check = Callable[[Any], bool]
+
+
+def check_line(line: Any, place: str) -> dict[str, Any]:
+    """Check a line and return it.
+
+    Args:
+        line: What was read.
+        place: File and line, for the message.
+
+    Raises:
+        ConfigError: The line is invalid; the message names the key and the value.
+    """
+    kind = line.get("kind") if isinstance(line, dict) else None
+    if not isinstance(kind, str) or kind not in LINES:
+        raise ConfigError(f"{place}: kind must be one of {', '.join(LINES)}")
+    missing = [key for key in LINES[kind] if key not in line]
+    if missing:
+        raise ConfigError(f"{place}: a {kind!r} line without {', '.join(missing)}")
+    for key, check in LINES[kind].items():
+        if not check(line[key]):
+            raise ConfigError(
+                f"{place}: {key} of a {kind!r} line cannot be {short_repr(line[key])}"
+            )
+    checked: dict[str, Any] = line
+    return checked
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that is not negative."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number, not negative, that a float represents exactly."""
+    return isinstance(value, int) and is_number(value) and value <= 2**53
+
+
+def is_number_or_none(value: Any) -> bool:
+    """Whether a value is a number, or null, which stands for one that was not finite."""
+    return value is None or is_number(value)
+
+
+def is_moment(value: Any) -> bool:
+    """Whether a value is a time in seconds since 1970."""
+    return is_number(value) and value <= MOST_UNIX_S
+
+
+def is_spans(value: Any) -> bool:
+    """Whether a value maps phases to their starts and seconds."""
+    return isinstance(value, dict) and all(
+        list_of(is_number)(span) and len(span) == 2 for span in value.values()
+    )
+
+
+def above_zero(check: Check) -> Check:
+    return lambda value: check(value) and value > 0
+
+
+def instance_of(kind: type) -> Check:
+    return lambda value: isinstance(value, kind)
+
+
+def list_of(check: Check, least: int = 0) -> Check:
+    """Whether a value is a list of at least so many valid values."""
+    return lambda value: isinstance(value, list) and len(value) >= least and all(map(check, value))
+
+
+def object_of(checks: Mapping[str, Check]) -> Check:
+    return lambda value: (
+        isinstance(value, dict)
+        and all(key in value and check(value[key]) for key, check in checks.items())
+    )
+
+
+is_text, is_flag = instance_of(str), instance_of(bool)
+BUCKET: Mapping[str, Check] = {
+    "names": list_of(is_text, 1),
+    "numel": is_count,
+    "k": is_count,
+    "density": is_number,
+    "dtype": is_text,
+    "compressor": is_text,
+    "wire": is_text,
+}
+ATTEMPT: Mapping[str, Check] = {
+    "methods": list_of(is_text),
+    "sparse_tensors": is_count,
+    "buckets": is_count,
+    "predicted_s": is_number,
+    "step_s": above_zero(is_number),
+    "error_s": is_number,
+    "steps": is_count,
+}
+LINES: Mapping[str, Mapping[str, Check]] = {
+    "run": {
+        "id": is_text,
+        "version": is_count,
+        "hvd_sparse": is_text,
+        "torch": is_text,
+        "host": is_text,
+        "pid": is_count,
+        "rank": is_count,
+        "world_size": above_zero(is_count),
+        "transport": is_text,
+        "start_unix_s": is_moment,
+    },
+    "plan": {"id": is_text, "step": is_count, "buckets": list_of(object_of(BUCKET))},
+    "steps": {
+        "id": is_text,
+        "step": is_count,
+        "steps": above_zero(is_count),
+        "at_s": is_number,
+        "seconds": is_number,
+        "collective": list_of(is_text),
+        "threshold": list_of(is_number_or_none),
+        "imbalance": list_of(is_number),
+        "spans": list_of(is_spans),
+        **dict.fromkeys(FIGURES, list_of(is_number)),
+    },
+    "residual": {"id": is_text, "step": is_count, "bucket": is_count, "norm": is_number_or_none},
+    "trial": {
+        "id": is_text,
+        "step": is_count,
+        "tried": list_of(object_of(ATTEMPT), 1),
+        "chosen": is_count,
+        "recalled": is_flag,
+    },
+    "ranks": {
+        "id": is_text,
+        "step": is_count,
+        "steps": above_zero(is_count),
+        **dict.fromkeys(COMPARED_PHASES, list_of(is_number)),
+    },
+}
+"""What a line of each kind must hold."""

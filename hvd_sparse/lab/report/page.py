@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a recording."""
+"""Draws a recording as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.report import figures
-from hvd_sparse.lab.report.format import MOST_UNIX_S
-from hvd_sparse.lab.report.log import Plan, Recording
+from hvd_sparse.lab.report.log import MOST_UNIX_S, Plan, Recording
 from hvd_sparse.lab.report.summary import (
     Curves,
     bucket_means,
@@ -24,92 +23,37 @@ from hvd_sparse.lab.report.summary import (
     rank_ms,
     slowest_rank,
     steps_of,
-    trials_of,
 )
 from hvd_sparse.tables import nbytes, tensors
-
-# MERGED recording.html
-# Pieces of an HTML page; whatever is put into them is escaped.
-
-CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff;
-       max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .2rem; }
-p { margin: .2rem 0 .6rem; color: #4b5563; overflow-wrap: anywhere; }
-svg { width: 100%; max-width: 42rem; height: auto; display: block; }
-.tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: .6rem; margin: 1.2rem 0; }
-@media (max-width: 40rem) { .tiles { grid-template-columns: repeat(2, 1fr); } }
-.tiles div { border: 1px solid #e5e7eb; border-radius: 8px; padding: .5rem .8rem; }
-.tiles b { display: block; font-size: 1.25rem; } .tiles span { color: #6b7280; font-size: .85rem; }
-.warn { background: #fef3c7; border-radius: 6px; padding: .4rem .8rem; color: #78350f; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .8rem; width: 100%; }
-th, td { padding: .25rem .35rem; text-align: right; border-bottom: 1px solid #e5e7eb;
-         white-space: nowrap; vertical-align: top; }
-th { color: #6b7280; font-weight: 600; } td.text, th.text { text-align: left; }
-td.text { white-space: normal; }
-td.names { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }
-"""
-
-
-def document(title: str, parts: Iterable[str]) -> str:
-    """A page of finished parts, which needs nothing from elsewhere."""
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        '</title><meta name="viewport" content="width=device-width">'
-        f"<style>{CSS}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
-
-
-def section(title: str, text: str, body: str) -> str:
-    """A heading, a sentence and a picture or table."""
-    return f"<h2>{escape(title)}</h2>\n<p>{escape(text)}</p>\n{body}"
-
-
-def table(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> str:
-    """An HTML table that scrolls by itself where it is too wide.
-
-    Args:
-        columns: Titles, and the class of each column's cells.
-        rows: The cells; whatever is in them is escaped.
-    """
-    shown = [tagged("th", columns, columns), *(tagged("td", cells, columns) for cells in rows)]
-    return f'<div class="wide"><table>{"".join(shown)}</table></div>'
-
-
-def tagged(tag: str, cells: Iterable[object], columns: Mapping[str, str]) -> str:
-    """One row."""
-    pairs = zip(cells, columns.values(), strict=True)
-    inner = (f'<{tag} class="{kind}">{escape(str(cell))}</{tag}>' for cell, kind in pairs)
-    return f"<tr>{''.join(inner)}</tr>"
-
 
 REACHED = ("wanted", "selected", "applied")
 BUCKET_CURVES = {
     "residual": (
         "Residual norm",
         "residual norm",
-        "Euclidean, of what this rank has not sent yet; the largest buckets are named.",
+        "Euclidean norm of what this rank has not sent yet. The largest buckets are named.",
     ),
     "threshold": (
         "Threshold",
         "threshold",
-        "Magnitude from which entries were selected; the largest buckets are named.",
+        "Entries of at least this magnitude were selected. The largest buckets are named.",
     ),
     "imbalance": (
         "Balance of the partitions",
         "f(t)",
-        "P times the most entries that a rank selected, over all of them: 1 is even.",
+        "P times the most entries that one rank selected, divided by all selected entries. "
+        "1 means that the partitions are balanced.",
     ),
 }
 PHASES = ("accumulate_select_s", "exchange_s", "decode_s", "wait_s")
 
 
 def report_page(runs: Sequence[Recording], recording: Recording) -> str:
-    """The page.
+    """The whole page.
 
     Args:
         runs: All runs of the file.
-        recording: The one to show.
+        recording: The run to show.
 
     Raises:
         ConfigError: The recording holds no step.
@@ -125,52 +69,51 @@ def report_page(runs: Sequence[Recording], recording: Recording) -> str:
         tiles(recording),
         section(
             "Time per phase",
-            "Work of the background thread, added up over the buckets. It runs beside backward; "
-            "only what backward does not hide is waited for.",
-            figures.svg(figures.phases(of_run), "phases"),
+            "Work of the background thread, summed over the buckets. It overlaps with the backward "
+            "pass; training waits only for the part that backward does not hide.",
+            figures.svg("phases", figures.phases, of_run),
         ),
         section(
             "Step time",
-            "From the end of one step to the end of the next, and the part of it for which the "
+            "Time from the end of one step to the end of the next, and the part of it in which the "
             "training thread waited for the buckets' results.",
-            figures.svg(figures.step_time(of_run), "step"),
+            figures.svg("step", figures.step_time, of_run),
         ),
-        *bucket_sections(recording, of_run),
+        *bucket_figures(recording, of_run),
         ranks_section(recording),
-        *(section("Trial of plans", text, table(*cells)) for text, cells in trials_of(recording)),
+        *trials_sections(recording),
         plans_section(recording),
-        *buckets_sections(last_plan(recording)),
+        *bucket_tables(last_plan(recording)),
     ]
     title = f"hvd_sparse run, rank {recording.run['rank']} of {recording.run['world_size']}"
     return document(title, filter(None, parts))
 
 
-def bucket_sections(recording: Recording, of_run: Curves) -> Iterator[str]:
-    """What is known of the buckets; nothing where all tensors were dense."""
+def bucket_figures(recording: Recording, of_run: Curves) -> Iterator[str]:
+    """Figures of the buckets; none where all tensors were dense."""
     plan = last_plan(recording)
     if not plan.buckets:
         return
     yield section(
         "Bytes sent",
-        "By this rank, headers included, against a dense ring allreduce of the same tensors. What "
-        "Horovod sends is not in it.",
-        figures.svg(figures.sent_bytes(of_run), "bytes"),
+        "Bytes that this rank sent, headers included, and those of a dense ring allreduce of the "
+        "same tensors. Horovod's own traffic is not counted.",
+        figures.svg("bytes", figures.sent_bytes, of_run),
     )
     since = f" Since the last change of the plan, after step {plan.step}." if plan.step else ""
     yield section(
         "Density reached",
-        "Entries selected on this rank and entries applied, per element, against the target."
-        + since,
-        figures.svg(figures.density(plan), "density"),
+        "Entries selected on this rank and entries applied, per element, and the target." + since,
+        figures.svg("density", figures.density, plan),
     )
     for name, (title, label, text) in BUCKET_CURVES.items():
         if plan.residuals if name == "residual" else any(any(s[name]) for s in plan.steps):
-            drawn = figures.bucket_curves(plan, name, label)
-            yield section(title, text + since, figures.svg(drawn, name))
+            drawn = figures.svg(name, figures.bucket_curves, plan, name, label)
+            yield section(title, text + since, drawn)
 
 
 def heading(recording: Recording) -> str:
-    """What ran, where and when, and how it was compressed."""
+    """What ran, where and when, and how its gradients were compressed."""
     run, plan = recording.run, last_plan(recording)
     facts = (
         f"Rank {run['rank']} of {run['world_size']} on {run['host']}, process {run['pid']}, "
@@ -187,13 +130,13 @@ def heading(recording: Recording) -> str:
 
 
 def begun(recording: Recording, after_s: float = 0.0) -> str:
-    """When a run began, or some seconds later."""
+    """The date and time at which a run began, or of some seconds later."""
     at = min(recording.run["start_unix_s"] + after_s, MOST_UNIX_S)
     return f"{datetime.fromtimestamp(at, timezone.utc):%F %T} UTC"
 
 
-def beside(runs: Sequence[Recording], shown: Recording) -> list[int]:
-    """Numbers of the runs that the same process made at the same time: other compressions."""
+def other_compressions(runs: Sequence[Recording], shown: Recording) -> list[int]:
+    """Numbers of the runs of the same process at the same time, which are other compressions."""
 
     def span(run: Recording) -> tuple[float, float]:
         start = run.run["start_unix_s"]
@@ -228,10 +171,10 @@ def runs_section(runs: Sequence[Recording], shown: Recording) -> str:
     ]
     columns = {"run": "", "begun": "", "last line": "", "process": "", "ranks": "", "steps": ""}
     columns |= {"compressed by": "text"}
-    text = "The file holds several, as after a restart; --run chooses the one to show."
-    if others := beside(runs, shown):
+    text = "The file holds several runs, as after a restart; --run chooses the one to show."
+    if others := other_compressions(runs, shown):
         numbers = ", ".join(map(str, others))
-        text += f" Of the same time and process, so of another compression: run {numbers}."
+        text += f" Another compression of the same process at the same time: run {numbers}."
     return section("Runs", text, table(columns, rows))
 
 
@@ -275,7 +218,7 @@ def tiles(recording: Recording) -> str:
 
 
 def ranks_section(recording: Recording) -> str:
-    """Which rank the others wait for, if there is one."""
+    """The rank that the others wait for, if there is one."""
     if not recording.ranks or recording.run["world_size"] < 2:
         return ""
     exchange_ms = rank_ms(recording, "exchange_s").mean(axis=0)
@@ -291,11 +234,35 @@ def ranks_section(recording: Recording) -> str:
             f"The others wait for rank {slowest}: it spends {exchange_ms[slowest]:.3g} ms per step "
             f"in exchanges, the others {others_ms:.3g} ms (median)."
         )
-    return section("Ranks", text, figures.svg(figures.ranks(recording), "ranks"))
+    return section("Ranks", text, figures.svg("ranks", figures.ranks, recording))
+
+
+def trials_sections(recording: Recording) -> Iterator[str]:
+    """What each trial of a planner measured, and what was chosen."""
+    columns = {"plan": "text", "tensors": "", "buckets": "", "predicted": "", "took": ""}
+    for trial in recording.trials:
+        tried, chosen = trial["tried"], trial["chosen"]
+        gain = tried[0]["step_s"] / tried[chosen]["step_s"]
+        words = "The planner stayed dense" if chosen == 0 else f"The planner chose plan {chosen}"
+        when = "as an earlier run had found" if trial["recalled"] else f"at step {trial['step']}"
+        text = f"{words}, {when}: a step takes {1e3 * tried[chosen]['step_s']:.1f} ms"
+        text += f", {gain:.2f} times less than dense." if chosen else "."
+        rows = [
+            (
+                f"{place}: {' and '.join(each['methods']) or 'dense'}",
+                each["sparse_tensors"],
+                each["buckets"],
+                f"{1e3 * each['predicted_s']:.1f} ms",
+                f"{1e3 * each['step_s']:.1f} ± {1e3 * each['error_s']:.1f} ms",
+                each["steps"],
+            )
+            for place, each in enumerate(tried)
+        ]
+        yield section("Trial of plans", text, table({**columns, "steps": ""}, rows))
 
 
 def plans_section(recording: Recording) -> str:
-    """When the plan changed, and to what."""
+    """When the plan changed, and how each plan compressed."""
     rows = []
     for plan, following in pairwise([*recording.plans, None]):
         if plan is None or (following is not None and following.step == plan.step):
@@ -310,12 +277,12 @@ def plans_section(recording: Recording) -> str:
 
 
 def steps_end(recording: Recording) -> int:
-    """Number of the last step that is recorded."""
+    """Number of the last recorded step."""
     return int(recording.steps[-1]["step"]) if recording.steps else 0
 
 
-def buckets_sections(plan: Plan) -> list[str]:
-    """Every bucket of a plan: how it is compressed, and what that takes."""
+def bucket_tables(plan: Plan) -> list[str]:
+    """Tables of a plan's buckets: how each is compressed, and what it costs."""
     if not plan.buckets:
         return []
     means = bucket_means(plan)
@@ -341,15 +308,68 @@ def buckets_sections(plan: Plan) -> list[str]:
     columns = {"": "", "tensors": "text names", "n": "", "compressor, wire": "text"}
     columns |= {"collective": "text", "target": "", "wanted": "", "selected": "", "applied": ""}
     text = (
-        "Densities are means over the steps of the last plan that has buckets; the one wanted has "
-        "the warm-up in it. The threshold is the last one."
+        "Densities are means over the steps of the last plan that has buckets. The wanted density "
+        "includes the warm-up. The threshold is the last one."
     )
     titles = ("sent", "received", "select", "exchange", "decode", "wait")
     return [
         section("Buckets", text, table({**columns, "threshold": ""}, how)),
         section(
-            "What a bucket takes",
+            "Cost of each bucket",
             "Means per step under the same plan: bytes, and times in ms.",
             table({"": "", "tensors": "text names", **dict.fromkeys(titles, "")}, cost),
         ),
     ]
+
+
+# -- pieces of HTML, which escape their content ---------------------------------------------------
+
+CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff;
+       max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .2rem; }
+p { margin: .2rem 0 .6rem; color: #4b5563; overflow-wrap: anywhere; }
+svg { width: 100%; max-width: 42rem; height: auto; display: block; }
+.tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: .6rem; margin: 1.2rem 0; }
+@media (max-width: 40rem) { .tiles { grid-template-columns: repeat(2, 1fr); } }
+.tiles div { border: 1px solid #e5e7eb; border-radius: 8px; padding: .5rem .8rem; }
+.tiles b { display: block; font-size: 1.25rem; } .tiles span { color: #6b7280; font-size: .85rem; }
+.warn { background: #fef3c7; border-radius: 6px; padding: .4rem .8rem; color: #78350f; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .8rem; width: 100%; }
+th, td { padding: .25rem .35rem; text-align: right; border-bottom: 1px solid #e5e7eb;
+         white-space: nowrap; vertical-align: top; }
+th { color: #6b7280; font-weight: 600; } td.text, th.text { text-align: left; }
+td.text { white-space: normal; }
+td.names { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }
+"""
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A self-contained page of finished parts."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
+        '</title><meta name="viewport" content="width=device-width">'
+        f"<style>{CSS}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def section(title: str, text: str, body: str) -> str:
+    """A heading, a sentence, and a figure or table."""
+    return f"<h2>{escape(title)}</h2>\n<p>{escape(text)}</p>\n{body}"
+
+
+def table(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> str:
+    """A table that scrolls by itself where it is too wide for the page.
+
+    Args:
+        columns: Titles, and the CSS class of each column's cells.
+        rows: The cells.
+    """
+    shown = [tagged("th", columns, columns), *(tagged("td", cells, columns) for cells in rows)]
+    return f'<div class="wide"><table>{"".join(shown)}</table></div>'
+
+
+def tagged(tag: str, cells: Iterable[object], columns: Mapping[str, str]) -> str:
+    pairs = zip(cells, columns.values(), strict=True)
+    inner = (f'<{tag} class="{kind}">{escape(str(cell))}</{tag}>' for cell, kind in pairs)
+    return f"<tr>{''.join(inner)}</tr>"

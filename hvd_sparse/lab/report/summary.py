@@ -1,8 +1,8 @@
-"""What a report says of a planner's trials: what was tried, what it took, what was chosen."""
+"""Figures of a recording: for tables, and as arrays that can be drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +12,17 @@ from numpy.typing import NDArray
 from hvd_sparse.engine.stats import FIGURES
 from hvd_sparse.lab.report.log import Plan, Recording
 
-# MERGED recording.summary
-# Figures of a recording, as arrays that can be drawn.
-
 Floats = NDArray[np.float64]
 
 MOST_POINTS = 150
-"""Points of a curve: more cannot be told apart on a page."""
+"""Most points of a curve; more cannot be told apart on a page."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LONG_GAP = 4
-"""A curve has a hole where its points are so many times further apart than on either side."""
+"""A curve has a hole where two points are this many times further apart than their neighbours."""
 CLEARLY_LESS = 0.9
-"""What the slowest rank may spend in exchanges, at most, in terms of the others' median."""
+"""The slowest rank spends less time in exchanges than this share of the others' median."""
 MOSTLY = 2 / 3
-"""Share of the comparisons in which it must have spent the least."""
+"""Share of the comparisons in which the slowest rank must have spent the least time."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,9 @@ class Curves:
         start: Steps done before each stretch.
         step: Last step of each stretch.
         step_s: Seconds from step to step.
-        dense_bytes: What a ring allreduce of the same tensors would send; NaN where all tensors
-            were dense, of which nothing is known.
-        figures: By name, as `StepStats` has them; bytes are NaN there, too.
+        dense_bytes: What a ring allreduce of the same tensors would send. NaN where all tensors
+            were dense, because nothing is known about Horovod's bytes.
+        figures: By name, as in `StepStats`; bytes and messages are NaN in the same places.
     """
 
     start: Floats
@@ -49,13 +46,13 @@ class Curves:
 
 
 def dense_bytes(plan: Plan, world_size: int) -> float:
-    """Bytes that each rank of a ring allreduce would send: 2 (P-1)/P of the gradient."""
+    """Bytes that each rank of a ring allreduce would send: 2 (P-1)/P times the gradient's."""
     nbytes = sum(b["numel"] * ITEM_BYTES.get(b["dtype"], 4) for b in plan.buckets)
     return float(2 * (world_size - 1) / world_size * nbytes)
 
 
 def curves(recording: Recording) -> Curves:
-    """The whole run, in about `MOST_POINTS` stretches of lines; each is of one plan."""
+    """The whole run in about `MOST_POINTS` stretches, each under one plan."""
     total = max(1, len(recording.steps))
     stretches: list[tuple[Plan, list[dict[str, Any]]]] = []
     for plan in recording.plans:
@@ -85,13 +82,13 @@ def curves(recording: Recording) -> Curves:
 
 
 def last_plan(recording: Recording) -> Plan:
-    """The last plan under which something was exchanged; else the last one that has a step."""
+    """The last plan with buckets and steps; else the last plan with steps."""
     plans = [plan for plan in recording.plans if plan.steps]
     return next((plan for plan in reversed(plans) if plan.buckets), plans[-1])
 
 
 def steps_of(recording: Recording) -> int:
-    """Steps of the run: those of the same process before it are not counted."""
+    """Steps of the run, without those that the same process took before it."""
     first: int = recording.plans[0].step if recording.plans else 0
     last: int = recording.steps[-1]["step"] if recording.steps else first
     return max(0, last - first)
@@ -107,9 +104,9 @@ def bucket_means(plan: Plan) -> dict[str, Floats]:
 
 
 def bucket_curve(plan: Plan, name: str, bucket: int) -> tuple[list[float], list[float]]:
-    """Steps and values of a bucket's threshold, f(t) or residual norm, thinned.
+    """Steps and values of a bucket's threshold, imbalance or residual norm, thinned.
 
-    Where nothing was recorded for long, or there is no value, a NaN parts the curve.
+    A NaN interrupts the curve where a value is missing or where nothing was recorded for long.
     """
     points: list[tuple[int, Any]]
     if name != "residual":
@@ -125,7 +122,7 @@ def bucket_curve(plan: Plan, name: str, bucket: int) -> tuple[list[float], list[
 
 
 def with_holes(steps: list[float], values: list[float]) -> tuple[list[float], list[float]]:
-    """The same points with a NaN in every gap that is much longer than those beside it."""
+    """The same points, with a NaN in every gap that is much longer than its neighbours."""
     gaps = np.diff(steps)
     shown: tuple[list[float], list[float]] = ([], [])
     for i, (step, value) in enumerate(zip(steps, values, strict=True)):
@@ -140,14 +137,14 @@ def with_holes(steps: list[float], values: list[float]) -> tuple[list[float], li
 
 
 def collectives(plan: Plan, buckets: Sequence[int] | None = None) -> list[str]:
-    """The collectives by which some buckets were exchanged, in the order of their first use."""
+    """The collectives that exchanged some buckets, in the order of their first use."""
     places = range(len(plan.buckets)) if buckets is None else buckets
     used = [line["collective"][b] for line in plan.steps for b in places]
     return [name for name in dict.fromkeys(used) if name]
 
 
 def kinds(plan: Plan) -> list[str]:
-    """How a plan's buckets were compressed, each kind once."""
+    """How a plan's buckets were compressed, in words; each way once."""
     by_kind: dict[str, list[int]] = {}
     for place, bucket in enumerate(plan.buckets):
         words = f"{bucket['compressor']} at density {bucket['density']:.3g}, wire {bucket['wire']}"
@@ -166,9 +163,9 @@ def rank_ms(recording: Recording, name: str) -> Floats:
 
 
 def slowest_rank(recording: Recording) -> int | None:
-    """The rank that the others wait for: it spends clearly the least time in exchanges.
+    """The rank that the others wait for: it clearly spends the least time in exchanges.
 
-    None where no rank is so slow that its neighbours' figures, which vary, could not be its own.
+    None where no rank differs from the others by more than such figures vary.
     """
     if not recording.ranks or recording.run["world_size"] < 2:
         return None
@@ -178,32 +175,3 @@ def slowest_rank(recording: Recording) -> int | None:
     others_ms = float(np.median(np.delete(mean_ms, slowest)))
     mostly = float((exchange_ms.argmin(axis=1) == slowest).mean()) >= MOSTLY
     return slowest if mostly and mean_ms[slowest] < CLEARLY_LESS * others_ms else None
-
-
-COLUMNS = {"plan": "text", "tensors": "", "buckets": "", "predicted": "", "took": "", "steps": ""}
-
-
-Cells = tuple[Mapping[str, str], list[tuple[Any, ...]]]
-
-
-def trials_of(recording: Recording) -> Iterator[tuple[str, Cells]]:
-    """Of each trial a sentence, and its table: columns with their classes, and rows."""
-    for trial in recording.trials:
-        tried, chosen = trial["tried"], trial["chosen"]
-        gain = tried[0]["step_s"] / tried[chosen]["step_s"]
-        words = "The planner stayed dense" if chosen == 0 else f"The planner chose plan {chosen}"
-        when = "as an earlier run had found" if trial["recalled"] else f"at step {trial['step']}"
-        text = f"{words}, {when}: a step takes {1e3 * tried[chosen]['step_s']:.1f} ms"
-        text += f", {gain:.2f} times less than dense." if chosen else "."
-        rows = [
-            (
-                f"{place}: {' and '.join(each['methods']) or 'dense'}",
-                each["sparse_tensors"],
-                each["buckets"],
-                f"{1e3 * each['predicted_s']:.1f} ms",
-                f"{1e3 * each['step_s']:.1f} ± {1e3 * each['error_s']:.1f} ms",
-                each["steps"],
-            )
-            for place, each in enumerate(tried)
-        ]
-        yield text, (COLUMNS, rows)

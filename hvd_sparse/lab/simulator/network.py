@@ -1,15 +1,15 @@
-"""The network that is simulated, and one rank's clock in it.
+"""The simulated network, and the virtual clock of one rank in it.
 
-A LogGP model (Alexandrov et al., SPAA '95). A message of L bytes takes its sender's card, and then
-its receiver's, for g + Lβ each; its head needs α - g from one to the other. So alone it arrives
-α + Lβ after it was sent, as in the α-β model of the papers, and several messages through one card
-come one after the other: with g = α, the default, M of them take M α + Σ Lβ, which is how the
-papers count. What a rank computes takes γ, by what it is (work.py), while its card goes on with
-what is under way.
+This is a LogGP model (Alexandrov et al., SPAA '95). A message of L bytes occupies the sender's card
+and then the receiver's card, for g + Lβ each. Its first byte needs α - g from one card to the
+other. A message alone therefore arrives α + Lβ after it was sent, as in the papers' α-β model.
+Messages through one card follow one another: with g = α, the default, M of them take M α + Σ Lβ,
+as the papers count. Computing takes γ per unit of each kind of work (`Work`), and the card carries
+on meanwhile.
 
-A receiver's card takes messages as they come, into its first gap that is long enough. Which of
-them it is offered first follows from the order in which the rank waits for them, never from the
-order in which threads run: the clocks of one simulation always show the same.
+A receiver's card takes each message into its first gap that is long enough. Messages are offered
+to it in the order in which the rank waits for them, whatever the order in which threads run. So
+the clocks of a simulation always show the same times.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hvd_sparse.cost_model import Link, Work
 
 @dataclass(frozen=True)
 class Network:
-    """A network of equal hosts with a card each, with up to two levels and one slow rank.
+    """A network of equal hosts with one card each, with up to two levels and one slow rank.
 
     Attributes:
-        link: α, β, γ and g between any two hosts. A host's card serves its ranks at a fixed share
-            each, as ranks get that do the same at the same time: β is that of a share.
-        local_size: L, ranks of a host; they follow one another.
+        link: α, β, γ and g between any two hosts. Each rank of a host has a fixed share of the
+            host's card, and β is that of the share.
+        local_size: L, ranks per host. Ranks of a host have consecutive numbers.
         inside: α, β and g between ranks of one host; None: as between hosts. Its γ is not used.
         slow_rank: A rank whose card and processor take `slow_factor` times as long, or None.
         slow_factor: At least 1.
@@ -47,11 +47,9 @@ class Network:
             check_count("slow_rank", self.slow_rank, 0)
 
     def slowness(self, rank: int) -> float:
-        """How many times as long as usual a rank takes."""
         return self.slow_factor if rank == self.slow_rank else 1.0
 
     def is_inside(self, one: int, other: int) -> bool:
-        """Whether two ranks are on one host."""
         return one // self.local_size == other // self.local_size
 
     def between(self, one: int, other: int) -> tuple[float, float, float]:
@@ -64,11 +62,11 @@ class Network:
 
 @dataclass(frozen=True)
 class Departure:
-    """When a message left.
+    """The times of a message on its way.
 
     Attributes:
         head_s: When its first byte can reach the receiver's card.
-        tail_s: When its last byte can be there.
+        tail_s: When its last byte can reach the receiver's card.
         sent_s: When the sender's card is done with it.
     """
 
@@ -77,13 +75,13 @@ class Departure:
     sent_s: float
 
 
-class Clock:
-    """The virtual time of one rank: its processor's, and that of its card in both directions.
+class VirtualClock:
+    """The virtual times of one rank: of its processor, and of its card in both directions.
 
     Args:
         network: The network.
-        rank: Whose clock it is.
-        start_s: The processor's time at first.
+        rank: The rank.
+        start_s: The processor's first time.
 
     Attributes:
         now_s: The processor's time.
@@ -99,7 +97,7 @@ class Clock:
         self._ends: list[float] = []
 
     def send(self, nbytes: float, dst: int) -> Departure:
-        """Hand a message to the card; the processor goes on at once."""
+        """Hand a message to the card. The processor continues at once."""
         alpha_s, beta, gap_s = self._network.between(self._rank, dst)
         start_s = max(self.now_s, self._sending_until_s)
         self._sending_until_s = start_s + (gap_s + nbytes * beta) * self._slowness
@@ -107,21 +105,19 @@ class Clock:
         return Departure(head_s, self._sending_until_s + alpha_s - gap_s, self._sending_until_s)
 
     def receive(self, departure: Departure, nbytes: float, src: int) -> None:
-        """Wait until a message is here."""
+        """Wait until a message has arrived."""
         _, beta, gap_s = self._network.between(src, self._rank)
         here_s = self._take_card(departure.head_s, (gap_s + nbytes * beta) * self._slowness)
         self.wait_until(max(here_s, departure.tail_s))
 
     def work(self, work: Work) -> None:
-        """Compute."""
         self.now_s += self._network.link.computing.seconds(work) * self._slowness
 
     def wait_until(self, time_s: float) -> None:
-        """Let time pass, unless it is over."""
         self.now_s = max(self.now_s, time_s)
 
     def _take_card(self, earliest_s: float, length_s: float) -> float:
-        """Receive during the first gap that is long enough; returns when that ends."""
+        """Receive in the first gap that is long enough; returns the end of the reception."""
         starts, ends = self._starts, self._ends
         start_s = earliest_s
         i = bisect_right(ends, start_s)  # the first span that ends later
@@ -129,7 +125,7 @@ class Clock:
             start_s = max(start_s, ends[i])
             i += 1
         end_s = start_s + length_s
-        # Spans that touch are one: a card that never rests has a single span.
+        # Spans that touch become one, so a card that never rests has a single span.
         first = bisect_left(ends, start_s)
         last = bisect_right(starts, end_s)
         if first < last:

@@ -1,7 +1,7 @@
-"""Ranks that take turns: one thread each, of which exactly one runs.
+"""Lets ranks take turns: each rank is a thread, and exactly one of them runs.
 
-A thousand threads that all want the interpreter's lock would mostly fight over it. Here a rank runs
-until it has to wait for a message, and then hands over to one whose message has come.
+A thousand threads would spend most of their time competing for the interpreter's lock. Here a rank
+runs until it has to wait for a message, and then hands over to a rank whose message has arrived.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ STACK_BYTES = 1 << 20
 
 
 def first_come(count: int) -> int:
-    """Of `count` ranks that could go on, the one that has waited longest."""
+    """Pick the rank that has waited longest."""
     return 0
 
 
 class Scheduler:
     """Runs P ranks in turns.
 
-    All methods but `run` are called from the rank whose turn it is.
+    All methods except `run` are called by the rank whose turn it is.
 
     Args:
         world_size: P.
-        pick: Given how many ranks could go on, longest waiting first, which of them does.
+        pick: Gets the number of ranks that can continue, and returns the index of the next one.
+            Index 0 has waited longest.
     """
 
     def __init__(self, world_size: int, pick: Pick = first_come) -> None:
@@ -46,7 +47,7 @@ class Scheduler:
             turn.acquire()
 
     def wait(self, rank: int, reason: str) -> None:
-        """Let the others run until somebody calls `wake` for this rank.
+        """Let the other ranks run until one of them calls `wake` for this rank.
 
         Raises:
             PeerLostError: Another rank failed.
@@ -58,12 +59,12 @@ class Scheduler:
             raise PeerLostError(f"another rank failed: {self._failure!r}") from self._failure
 
     def wake(self, rank: int) -> None:
-        """A waiting rank can go on."""
+        """Let a waiting rank continue. A rank that does not wait is left alone."""
         if self._waiting.pop(rank, None) is not None:
             self._ready.append(rank)
 
     def fail(self, error: BaseException) -> None:
-        """Let all waits fail, those to come too."""
+        """Make all waits fail, present and future ones."""
         if self._failure is None:
             self._failure = error
             for rank in [*self._waiting, *self._ready]:
@@ -75,11 +76,11 @@ class Scheduler:
         """Run `fn(rank)` on every rank; may be called once.
 
         Returns:
-            The ranks' results, in order.
+            The ranks' results, in the order of the ranks.
 
         Raises:
             BaseException: What the first rank to fail raised.
-            PlanError: All ranks wait, and nobody is left to send.
+            PlanError: All ranks wait for messages, and no rank is left to send one.
         """
         results: dict[int, Result] = {}
 
@@ -94,7 +95,7 @@ class Scheduler:
             else:
                 self._hand_over()
 
-        with _one_thread_per_operation(), _small_stacks():
+        with _small_threads():
             threads = [
                 threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True)
                 for rank in range(len(self._turns))
@@ -124,19 +125,12 @@ class Scheduler:
 
 
 @contextmanager
-def _one_thread_per_operation() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def _small_threads() -> Iterator[None]:
+    """Small stacks, and operations of torch that take no further threads."""
+    threads, stack_bytes = torch.get_num_threads(), threading.stack_size(STACK_BYTES)
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _small_stacks() -> Iterator[None]:
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
+        threading.stack_size(stack_bytes)

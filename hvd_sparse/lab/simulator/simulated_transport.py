@@ -1,32 +1,31 @@
 """A transport whose messages take virtual time.
 
-It has the interface that all transports have, so collectives run on it as they are. Its traffic
-counts what the other transports would put on the wire, but for the second message of a payload that
-outgrew its receiver's guess.
+It has the interface of all transports, so collectives run on it unchanged. Its traffic counts what
+other transports would put on the wire, except the second message of a payload that outgrew its
+receiver's guess.
 
-A vector of a hundred million elements on each of a thousand ranks fits into no machine. So a
-simulation may `stretch` messages: vectors are shorter than those that are meant by this factor, and
-every byte of a message is counted, and takes time, as that many. What does not grow with the
-vectors counts as it is: headers, `allgather`'s tables, `allreduce_sum`, and what an algorithm sends
-for control.
+A vector of a hundred million elements on each of a thousand ranks fits into no machine. A
+simulation can therefore `stretch` messages: its vectors are shorter by this factor, and every byte
+of a message counts, and takes time, as that many. What does not grow with the vectors counts as it
+is: headers, the tables of `allgather`, `allreduce_sum`, and an algorithm's control messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from typing_extensions import override
 
 from hvd_sparse.checks import check_at_least
 from hvd_sparse.cost_model import Work
 from hvd_sparse.errors import PlanError
-from hvd_sparse.lab.simulator.network import Clock, Network
+from hvd_sparse.lab.simulator.network import Departure, Network, VirtualClock
 from hvd_sparse.lab.simulator.scheduler import Pick, Scheduler, first_come
-from hvd_sparse.lab.simulator.station import SimulatedExchange, Station
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS
-from hvd_sparse.transports.framing import Payload, flatten
+from hvd_sparse.transports.framing import HEADER_BYTES, Payload, flatten
 from hvd_sparse.transports.transport import (
     ALIGNMENT,
     Done,
@@ -40,15 +39,27 @@ from hvd_sparse.transports.transport import (
 Result = TypeVar("Result")
 
 
+def run_simulated(
+    world_size: int,
+    fn: Callable[[SimulatedTransport], Result],
+    network: Network,
+    *,
+    stretch: float = 1.0,
+    pick: Pick = first_come,
+) -> list[Result]:
+    """Run `fn(transport)` once per rank of a simulated network; see `SimulatedWorld`."""
+    return SimulatedWorld(world_size, network, stretch, pick).run(fn)
+
+
 class SimulatedWorld:
     """P ranks of a simulated network.
 
     Args:
         world_size: P.
-        network: What connects them.
+        network: Connects the ranks.
         stretch: How many bytes a byte of a vector stands for, at least 1.
-        pick: See `Scheduler`; it makes no difference to what is simulated.
-        control_bytes: Channels, and how much of each rank's payload there is not stretched.
+        pick: See `Scheduler`. It does not change the results.
+        control_bytes: By channel, the bytes of each rank's payload that are not stretched.
     """
 
     def __init__(
@@ -80,14 +91,14 @@ class SimulatedWorld:
 
 
 class SimulatedTransport(Transport):
-    """One rank of a `SimulatedWorld`, among all of its ranks or among a group of them.
+    """One rank of a `SimulatedWorld`, connected to all of its ranks or to a group of them.
 
     Args:
         world: The world.
         station: The rank.
         members: The ranks of the group, in order; None: all.
-        kind: What tells groups with this rank in common apart. A group's calls are counted by
-            themselves, since another group may make more of them.
+        kind: Tells apart the groups that have this rank in common. Each group counts its own
+            calls, because another group may make more of them.
     """
 
     name = "simulated"
@@ -112,40 +123,41 @@ class SimulatedTransport(Transport):
         self._counts_as_is = False
 
     @property
-    def clock(self) -> Clock:
-        """This rank's virtual time; put a new one in its place to begin a measurement."""
+    def clock(self) -> VirtualClock:
+        """This rank's virtual time. Assigning a new clock begins a measurement."""
         return self._station.clock
 
     @clock.setter
-    def clock(self, clock: Clock) -> None:
+    def clock(self, clock: VirtualClock) -> None:
         self._station.clock = clock
 
     @property
     def abroad(self) -> Traffic:
-        """What of this rank's traffic went through its host's card."""
+        """The part of this rank's traffic that went through its host's card."""
         return self._station.abroad
 
     def group(self, members: Sequence[int], kind: str) -> SimulatedTransport:
-        """This rank among some of the world's; see the class."""
+        """This rank's transport to a group; arguments as for the class."""
         return SimulatedTransport(self.world, self._station, members, kind)
 
     def pretend(self, nbytes: int, dst: int, src: int, *, channel: str) -> Handle:
-        """An exchange of so many bytes, of which nothing but their number is there."""
+        """Exchange messages without content, which only take the time of so many bytes."""
         check_peers(self.rank, self.world_size, (), dst, src)
         return self._exchange(None, self._stretched(nbytes, channel), dst, src, channel)
 
+    @override
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
     ) -> Handle:
-        """See `Transport.exchange`."""
         nbytes = check_peers(self.rank, self.world_size, payload, dst, src)
         content = None if dst is None else flatten(payload or (), self._buffers)
         if dst == self.rank:
             return Done(content)
         return self._exchange(content, self._stretched(nbytes, channel), dst, src, channel)
 
+    @override
     def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
-        """See `Transport.allgather`: its messages, without a copy of every block at every rank."""
+        """The same messages, without a copy of every block on every rank."""
         P, r = self.world_size, self.rank
         if P <= DIRECT_ALLGATHER_RANKS:
             return super().allgather(payload, channel=channel)
@@ -158,29 +170,31 @@ class SimulatedTransport(Transport):
             blocks += self._exchange(part, nbytes, *peers, channel).content()
         return [blocks[(i - r) % P] for i in range(P)]
 
+    @override
     def allreduce_sum(self, tensor: torch.Tensor, *, channel: str) -> torch.Tensor:
-        """See `Transport.allreduce_sum`."""
         self._counts_as_is = True
         try:
             return super().allreduce_sum(tensor, channel=channel)
         finally:
             self._counts_as_is = False
 
+    @override
     def worked(self, work: Work) -> None:
-        """See `Transport.worked`: on longer vectors it is as much more, and one rank has none."""
+        """Stretch the work as the vectors are; a single rank has none."""
         if self.world_size > 1:
             self.clock.work(work.times(self.world.stretch))
 
+    @override
     def abort(self, reason: object = None) -> None:
-        """See `Transport.abort`."""
         because = "no reason was given" if reason is None else reason
         self.world.scheduler.fail(PlanError(f"rank {self.rank} aborted the transport: {because}"))
 
+    @override
     def close(self) -> None:
-        """There is nothing to release."""
+        """Nothing has to be released."""
 
     def _stretched(self, nbytes: int, channel: str) -> float:
-        """What a payload of so many bytes stands for."""
+        """The bytes that a payload stands for."""
         if self._counts_as_is:
             return nbytes
         control = min(nbytes, self.world.control_bytes.get(channel, 0.0))
@@ -198,13 +212,110 @@ class SimulatedTransport(Transport):
         return SimulatedExchange(self._station, awaited, call, channel, sent_s)
 
 
-def run_simulated(
-    world_size: int,
-    fn: Callable[[SimulatedTransport], Result],
-    network: Network,
-    *,
-    stretch: float = 1.0,
-    pick: Pick = first_come,
-) -> list[Result]:
-    """Run `fn(transport)` once per rank of a simulated network; see `SimulatedWorld`."""
-    return SimulatedWorld(world_size, network, stretch, pick).run(fn)
+_Call = tuple[str, int]
+"""The kind of a group, and the number of a call in it."""
+_Key = tuple[int, _Call]
+"""A sender, and its call."""
+
+
+class Station:
+    """What all transports of one rank share: its clock, traffic and incoming messages.
+
+    Args:
+        rank: Its number in the world.
+        network: Connects the ranks.
+        scheduler: Lets the ranks take turns.
+        every: The stations of all ranks; filled while they are made.
+
+    Attributes:
+        clock: This rank's virtual time.
+        traffic: What it sent and received.
+        abroad: The part of the traffic that went through its host's card.
+    """
+
+    def __init__(
+        self, rank: int, network: Network, scheduler: Scheduler, every: list[Station]
+    ) -> None:
+        self.rank = rank
+        self.clock = VirtualClock(network, rank)
+        self.traffic = Traffic()
+        self.abroad = Traffic()
+        self._network = network
+        self._scheduler = scheduler
+        self._every = every
+        self._arrived: dict[_Key, _Message] = {}
+        self._awaited: _Key | None = None
+
+    def send(self, content: Any, nbytes: float, dst: int, call: _Call, channel: str) -> float:
+        """Hand a message to the card; returns the time at which the card is done with it."""
+        size = round(nbytes) + HEADER_BYTES
+        departure = self.clock.send(size, dst)
+        self.traffic.sent(size)
+        if not self._network.is_inside(self.rank, dst):
+            self.abroad.sent(size)
+        message = _Message(content, size, channel, departure)
+        self._every[dst].deliver((self.rank, call), message)
+        return departure.sent_s
+
+    def deliver(self, key: _Key, message: _Message) -> None:
+        """Take in a message for this rank; called by its sender."""
+        self._arrived[key] = message
+        if self._awaited == key:
+            self._awaited = None
+            self._scheduler.wake(self.rank)
+
+    def take(self, src: int, call: _Call, channel: str) -> Any:
+        """Wait for a message, in turns and by the clock; returns its content."""
+        key = (src, call)
+        if key not in self._arrived:
+            self._awaited = key
+            self._scheduler.wait(self.rank, f"channel {channel!r} from rank {src}")
+        message = self._arrived.pop(key)
+        if message.channel != channel:
+            raise PlanError(
+                f"rank {self.rank} expects a message on channel {channel!r} from rank {src}, which "
+                f"sent one on channel {message.channel!r}: the ranks make different calls"
+            )
+        self.clock.receive(message.departure, message.nbytes, src)
+        self.traffic.received(message.nbytes)
+        if not self._network.is_inside(self.rank, src):
+            self.abroad.received(message.nbytes)
+        return message.content
+
+
+class _Message(NamedTuple):
+    content: Any
+    nbytes: int
+    channel: str
+    departure: Departure
+
+
+class SimulatedExchange(Handle):
+    """A message that was sent, one that is awaited, or both."""
+
+    __slots__ = ("_call", "_channel", "_content", "_open", "_sent_s", "_src", "_station")
+
+    def __init__(
+        self, station: Station, src: int | None, call: _Call, channel: str, sent_s: float
+    ) -> None:
+        self._station = station
+        self._src = src
+        self._call = call
+        self._channel = channel
+        self._sent_s = sent_s
+        self._content: Any = None
+        self._open = True
+
+    def content(self) -> Any:
+        """The received message's content; None without a source."""
+        if self._open:
+            self._open = False
+            if self._src is not None:
+                self._content = self._station.take(self._src, self._call, self._channel)
+            self._station.clock.wait_until(self._sent_s)
+        return self._content
+
+    @override
+    def wait(self) -> torch.Tensor | None:
+        content: torch.Tensor | None = self.content()
+        return content

@@ -1,8 +1,16 @@
-"""One algorithm on one world: what each rank sends and receives, and when the last one is done."""
+"""Simulates one algorithm on one world: what each rank sends and receives, and how long it takes.
+
+Flat or in two levels, the real collectives run: over all ranks, or over one rank of each host. In
+two levels the dense sum inside a host is not computed, because nothing reads it. Its messages and
+additions take their time, and the stream that a rank selects from its shard is drawn at random, as
+in the flat form.
+"""
 
 from __future__ import annotations
 
 import os
+import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -10,29 +18,34 @@ from math import ceil
 from multiprocessing import get_context
 from typing import Any
 
+from torch import Tensor
+from typing_extensions import override
+
 from hvd_sparse.checks import check_at_least, check_choice, check_count
-from hvd_sparse.collectives.registry import BY_NAME, STREAMED, cost, names_of
-from hvd_sparse.collectives.two_levels import applied_entries
+from hvd_sparse.collectives.registry import BY_NAME, STREAMED, Algorithm, cost, names_of
+from hvd_sparse.collectives.two_levels import applied_entries, encoding
+from hvd_sparse.cost_model import VALUE_BYTES, Work
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.lab.simulator.forms import Flat, TwoLevels, check_hosts
-from hvd_sparse.lab.simulator.network import Clock, Network
+from hvd_sparse.lab.simulator.network import Network, VirtualClock
 from hvd_sparse.lab.simulator.scheduler import Pick, first_come
 from hvd_sparse.lab.simulator.simulated_transport import SimulatedTransport, SimulatedWorld
-from hvd_sparse.lab.simulator.workloads import StreamSource
+from hvd_sparse.lab.simulator.synthetic_streams import SyntheticStreams
+from hvd_sparse.streams import Part, SparseStream
+from hvd_sparse.topology import batches
 from hvd_sparse.transports import Traffic
-from hvd_sparse.wire import PLAIN, Wire
+from hvd_sparse.wire import PLAIN, Packer, Wire
 
 DISTINCT = STREAMED
-"""What can be simulated: what exchanges streams, with a formula that tells the memory it takes."""
+"""What can be simulated: algorithms that exchange streams and have a formula for their memory."""
 
 ALGORITHMS = names_of(lambda entry: entry.name in DISTINCT, aliases=True)
-"""The same by all their names."""
+"""The same algorithms, with aliases."""
 
 LARGE_WORLD = 64
-"""From so many ranks on, a simulation takes longer than starting a process for it."""
+"""With this many ranks or more, a simulation takes longer than starting a process for it."""
 
 WORLD_WORDS = 1 << 27
-"""Words that all ranks of a simulation may receive in a step: a few GiB of memory."""
+"""Most words that all ranks of a simulation receive in a step: a few GiB of memory."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class Workload:
         numel: n.
         k: Entries of a rank's stream, in `[0, numel]`.
         compute_s: Seconds that a rank computes before the exchange.
-        encodes: Whether what a rank computes to select its entries counts, too (`encoding`).
+        encodes: Whether selecting the entries takes time (`encoding`).
     """
 
     numel: int
@@ -60,15 +73,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over the ranks."""
+    """A figure's largest value and mean over the ranks."""
 
     worst: float
     mean: float
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One algorithm on one world; words, messages and seconds are those of one step.
+class SimulatedOutcome:
+    """One algorithm on one world. Words, messages and seconds are per step.
 
     Attributes:
         algorithm: Its name.
@@ -77,14 +90,14 @@ class Outcome:
         sent_words: Words of four bytes that a rank sends, headers included.
         received_words: Words that a rank receives.
         messages: Messages that a rank sends.
-        step_s: Until the last rank is done, computing included.
-        exchange_s: The same without the computing.
-        first_step_s: The first step, in which Ok-Topk finds its regions and threshold.
+        step_s: Seconds until the last rank is done, computing included.
+        exchange_s: The same without computing.
+        first_step_s: Seconds of the first step, in which Ok-Topk finds its regions and threshold.
         result_nnz: Entries of the sum.
         card_words: Words that a host's card receives, headers included.
         is_hierarchical: Whether the algorithm ran between hosts, on shards.
-        efficiency: Parallel efficiency in weak scaling, against the smallest world simulated with
-            the same algorithm; None before `with_efficiency`, and where that takes no time.
+        efficiency: Parallel efficiency in weak scaling, against the smallest simulated world of
+            the same algorithm. None before `with_efficiency`, and where that world takes no time.
     """
 
     algorithm: str
@@ -103,26 +116,8 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """What ran, in words."""
+        """The algorithm and its form, in words."""
         return f"{self.algorithm}, two levels" if self.is_hierarchical else self.algorithm
-
-
-def automatic_stretch(
-    algorithm: str, world_size: int, workload: Workload, shards: int = 1
-) -> float:
-    """The least stretch with which all that the ranks receive fits into memory.
-
-    Args:
-        algorithm: Its name.
-        world_size: P.
-        workload: What every rank brings.
-        shards: L for two levels: what the ranks of a host gather counts, too.
-    """
-    ranks, numel, k = world_size // shards, workload.numel // shards, workload.k // shards
-    words = cost(algorithm, ranks, numel, k).expected.words
-    words += 2 * (shards - 1) * min(numel / 2, applied_entries(algorithm, ranks, numel, k))
-    fitting = ceil(words * world_size / WORLD_WORDS)
-    return float(max(1, min(fitting, workload.numel)))
 
 
 def simulate(
@@ -130,14 +125,14 @@ def simulate(
     world_size: int,
     workload: Workload,
     network: Network,
-    streams: StreamSource,
+    streams: SyntheticStreams,
     *,
     steps: int = 2,
     stretch: float | None = None,
     wire: Wire = PLAIN,
     pick: Pick = first_come,
     hierarchical: bool = False,
-) -> Outcome:
+) -> SimulatedOutcome:
     """Run some steps of an algorithm, and measure the last one.
 
     All ranks begin every step at the same time.
@@ -146,16 +141,16 @@ def simulate(
         algorithm: One of `ALGORITHMS`.
         world_size: P, at least 1.
         workload: What every rank brings.
-        network: What connects the ranks.
+        network: Connects the ranks.
         streams: The entries that every rank brings.
-        steps: At least 1; 2 show what Ok-Topk does between exact thresholds. An algorithm that
-            keeps no state does the same in each, and runs once.
-        stretch: Simulate vectors that are shorter by this factor, and take every byte of them for
-            as many (see `SimulatedTransport`); None: the least that fits into memory.
+        steps: At least 1; with 2, Ok-Topk is measured between exact thresholds. An algorithm
+            without state does the same in every step, and runs once.
+        stretch: Simulate vectors that are shorter by this factor, and count each of their bytes as
+            that many (see `SimulatedTransport`). None: the smallest that fits into memory.
         wire: The form of the messages.
-        pick: See `Scheduler`; makes no difference.
-        hierarchical: In two levels: dense sums inside the network's hosts, the algorithm between
-            them on a shard for each local rank, a gather inside.
+        pick: See `Scheduler`. It does not change the results.
+        hierarchical: In two levels: dense sums inside the hosts, the algorithm between hosts on one
+            shard per local rank, and a gather inside the hosts.
 
     Raises:
         ConfigError: An argument is out of its range.
@@ -166,8 +161,11 @@ def simulate(
     check_count("steps", steps, 1)
     if network.slow_rank is not None and network.slow_rank >= world_size:
         raise ConfigError(f"slow_rank must be below {world_size}, got {network.slow_rank}")
-    if hierarchical:
-        check_hosts(world_size, network.local_size)
+    if hierarchical and world_size % network.local_size:
+        raise ConfigError(
+            f"two levels need whole hosts: world_size must be a multiple of {network.local_size}, "
+            f"got {world_size}"
+        )
     shards = network.local_size if hierarchical else 1
     if stretch is None:
         stretch = automatic_stretch(algorithm, world_size, workload, shards)
@@ -177,13 +175,14 @@ def simulate(
     k = max(k, min(1, workload.k))
 
     def one_rank(transport: SimulatedTransport) -> list[_Step]:
-        form = (TwoLevels if hierarchical else Flat)(transport, entry, numel, k, wire, streams)
+        kind = TwoLevelRank if hierarchical else FlatRank
+        rank = kind(transport, entry, numel, k, wire, streams)
         begin_s = workload.compute_s * network.slowness(transport.rank)
         done = []
         for step in range(steps if entry.keeps_state else 1):
-            transport.clock = Clock(network, transport.rank, begin_s)
+            transport.clock = VirtualClock(network, transport.rank, begin_s)
             before, abroad = transport.traffic.snapshot(), transport.abroad.snapshot()
-            nnz, digest = form.take_step(step, encodes=workload.encodes)
+            nnz, digest = rank.take_step(step, encodes=workload.encodes)
             spent = transport.traffic.since(before), transport.abroad.since(abroad)
             done.append(_Step(transport.clock.now_s, *spent, nnz, digest))
         return done
@@ -194,7 +193,7 @@ def simulate(
         raise AssertionError(f"{algorithm} on {world_size} ranks: they have different results")
     slowest_s = max(network.slowness(rank) for rank in range(world_size)) * workload.compute_s
     step_s = max(step.end_s for step in last)
-    return Outcome(
+    return SimulatedOutcome(
         algorithm,
         world_size,
         stretch,
@@ -215,27 +214,27 @@ def simulate_all(
     world_sizes: Sequence[int],
     workload: Workload,
     network: Network,
-    streams: StreamSource,
+    streams: SyntheticStreams,
     *,
     steps: int = 2,
     stretch: float | None = None,
     jobs: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
     hierarchical: Sequence[bool] = (False,),
-) -> list[Outcome]:
-    """Every algorithm on every world, with its parallel efficiency; arguments as in `simulate`.
+) -> list[SimulatedOutcome]:
+    """Simulate every algorithm on every world; the results have their parallel efficiency.
 
     Args:
         algorithms: Some of `ALGORITHMS`.
         world_sizes: Numbers of ranks.
-        workload: See `simulate`.
-        network: See `simulate`.
-        streams: See `simulate`.
-        steps: See `simulate`.
-        stretch: See `simulate`.
-        jobs: Simulations that run at a time, each in a process; None: one for each core where a
-            world is large, else one in this process. Makes no difference to what is simulated.
-        progress: Is told of each simulation that is done.
+        workload: As for `simulate`, as are `network`, `streams`, `steps` and `stretch`.
+        network: Connects the ranks.
+        streams: The entries that every rank brings.
+        steps: Steps of each simulation.
+        stretch: The factor by which vectors are shortened.
+        jobs: How many simulations run at a time, each in a process. None: one per core where a
+            world is large, else one, in this process. It does not change the results.
+        progress: Called with a line after each simulation.
         hierarchical: False for the flat form, True for two levels; or both.
     """
     if jobs is None:
@@ -247,7 +246,7 @@ def simulate_all(
         for levels in hierarchical
     ]
 
-    def finished(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    def finished(outcomes: Iterable[SimulatedOutcome]) -> Iterator[SimulatedOutcome]:
         for outcome in outcomes:
             progress(f"simulated {outcome.label} on {outcome.world_size} ranks")
             yield outcome
@@ -260,22 +259,142 @@ def simulate_all(
         return with_efficiency(list(finished(pool.map(_simulate_task, tasks))))
 
 
-def _simulate_task(task: tuple[Any, ...]) -> Outcome:
+def _simulate_task(task: tuple[Any, ...]) -> SimulatedOutcome:
     *arguments, steps, stretch, levels = task
     return simulate(*arguments, steps=steps, stretch=stretch, hierarchical=levels)
 
 
-def with_efficiency(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes with their parallel efficiency: the smallest world's time over theirs."""
+def with_efficiency(outcomes: Sequence[SimulatedOutcome]) -> list[SimulatedOutcome]:
+    """Add the parallel efficiency: the smallest world's time over the outcome's own time."""
     base_s: dict[str, float] = {}
-    for outcome in sorted(outcomes, key=lambda o: o.world_size):
-        base_s.setdefault(outcome.label, outcome.step_s)
+    for o in sorted(outcomes, key=lambda o: o.world_size):
+        base_s.setdefault(o.label, o.step_s)
     return [
-        replace(o, efficiency=base_s[o.label] / o.step_s)
-        if base_s[o.label] > 0
-        else replace(o, efficiency=None)
+        replace(o, efficiency=base_s[o.label] / o.step_s if base_s[o.label] > 0 else None)
         for o in outcomes
     ]
+
+
+def automatic_stretch(
+    algorithm: str, world_size: int, workload: Workload, shards: int = 1
+) -> float:
+    """The smallest stretch with which everything that the ranks receive fits into memory.
+
+    Args:
+        algorithm: Its name.
+        world_size: P.
+        workload: What every rank brings.
+        shards: L in two levels, where the gather inside a host counts, too; else 1.
+    """
+    ranks, numel, k = world_size // shards, workload.numel // shards, workload.k // shards
+    words = cost(algorithm, ranks, numel, k).expected.words
+    words += 2 * (shards - 1) * min(numel / 2, applied_entries(algorithm, ranks, numel, k))
+    fitting = ceil(words * world_size / WORLD_WORDS)
+    return float(max(1, min(fitting, workload.numel)))
+
+
+class SimulatedRank(ABC):
+    """What one rank does in a step.
+
+    Args:
+        transport: Connects all ranks of the world.
+        entry: The algorithm.
+        numel: n.
+        k: Entries of the whole vector.
+        wire: The form of the messages.
+        streams: The entries that every rank brings.
+    """
+
+    def __init__(
+        self,
+        transport: SimulatedTransport,
+        entry: Algorithm,
+        numel: int,
+        k: int,
+        wire: Wire,
+        streams: SyntheticStreams,
+    ) -> None:
+        self.transport = transport
+        self.streams = streams
+        self.numel, self.k, peers = self._share(numel, k)
+        self.collective = entry.collective(peers, self.numel, self.k, wire=wire)
+
+    @abstractmethod
+    def _share(self, numel: int, k: int) -> tuple[int, int, SimulatedTransport]:
+        """Elements and entries that this rank exchanges, and the transport to its peers."""
+
+    @abstractmethod
+    def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
+        """Take a step.
+
+        Args:
+            step: Its number.
+            encodes: Whether selecting the entries takes time.
+
+        Returns:
+            Entries of the sum, or of this rank's shard of it; a checksum of the whole sum.
+        """
+
+    def _reduce(self, step: int, encodes: bool) -> SparseStream:
+        self.transport.worked(encoding(self.numel * encodes))
+        stream = self.streams.stream(self.transport.rank, step, self.numel, self.k)
+        reduced = self.collective.reduce(stream).reduced
+        return SparseStream(reduced.indices, reduced.values, self.numel)
+
+
+class FlatRank(SimulatedRank):
+    """Exchanges with all other ranks."""
+
+    @override
+    def _share(self, numel: int, k: int) -> tuple[int, int, SimulatedTransport]:
+        return numel, k, self.transport
+
+    @override
+    def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
+        reduced = self._reduce(step, encodes)
+        return reduced.nnz, _checksum([reduced.indices, reduced.values])
+
+
+class TwoLevelRank(SimulatedRank):
+    """Exchanges its shard with the ranks that have the same number on the other hosts."""
+
+    @override
+    def _share(self, numel: int, k: int) -> tuple[int, int, SimulatedTransport]:
+        transport = self.transport
+        local_size = transport.world.network.local_size
+        host, local = divmod(transport.rank, local_size)
+        first = host * local_size
+        self.inside = transport.group(range(first, first + local_size), "inside")
+        across = transport.group(range(local, transport.world_size, local_size), "across")
+        return -(-numel // local_size), -(-k // local_size), across
+
+    @override
+    def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
+        self._sum_inside()
+        shard = self._reduce(step, encodes)
+        packer = Packer(PLAIN, self.transport.rank, step)
+        payload, _ = packer.pack(packer.settled(Part.of(shard)))
+        every = self.inside.all_to_all([payload] * self.inside.world_size, channel="host.streams")
+        return shard.nnz, _checksum(every)
+
+    def _sum_inside(self) -> None:
+        """A reduce-scatter: each rank receives its shard from the others, and adds it up."""
+        rank, L, nbytes = self.inside.rank, self.inside.world_size, VALUE_BYTES * self.numel
+        for distances in batches(L):
+            handles = [
+                self.inside.pretend(nbytes, (rank + s) % L, (rank - s) % L, channel="host.sums")
+                for s in distances
+            ]
+            for handle in handles:
+                handle.wait()
+                self.inside.worked(Work(added_values=self.numel))
+
+
+def _checksum(tensors: Iterable[Tensor]) -> int:
+    digest = 0
+    for tensor in tensors:
+        digest = zlib.crc32(tensor.numpy().tobytes(), digest)
+    return digest
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,22 @@
 """The operations on CUDA tensors: kernels of csrc/cuda, compiled by CuPy when they are first used.
 
-The arguments are as `hvd_sparse.ops` has checked them. Work goes to torch's current stream and
-memory comes from torch's allocator. An operation that returns streams or numbers waits for their
-size; the others wait for nothing.
+The arguments are as `hvd_sparse.ops` has checked them. Work goes to torch's current stream, and
+memory comes from torch's allocator. An operation that returns a stream or a number waits for its
+size; the others wait for nothing. The engine calls operations on a background thread and on a
+stream of the bucket's own, so that neither backward nor the training thread waits.
+
+* Output in order is compacted in one pass, by decoupled look-back over tiles of 4096 elements
+  (csrc/cuda/compact.cuh). Room for the output is guessed. What does not fit stays where it was,
+  from some tile on, and a second launch takes it.
+* Exact top-k takes what passes a pivot (given or sampled), finds the k-th key among that by radix
+  descent, and puts the rest back. The host looks once, at the end.
+* Sums of streams are taken stream by stream, without atomics: the same bits on every rank.
+* An index out of range is left out. The next operation that waits raises the ValueError.
+* What an operation costs the host is kept (`_workspace.py`): tables of segments by their gradients'
+  addresses, zeroed words cut from a block, one wait for all that the host has to know.
+
+A `Launcher` starts the kernels, so that tests can run the same Python and the same sources on a
+CPU: tests/cuda/shim has a fiber per CUDA thread, blocks in adversarial order, and sanitizers.
 """
 
 from __future__ import annotations

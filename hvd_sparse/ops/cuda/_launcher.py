@@ -36,7 +36,7 @@ Argument = Tensor | AddressTable | np.generic | None
 
 
 class Launcher(Protocol):
-    """Starts kernels."""
+    """Starts kernels on one device."""
 
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
         """Starts a kernel on `blocks` blocks of `THREADS` threads; none starts nothing."""
@@ -70,7 +70,6 @@ class CupyLauncher:
         self._compiling = threading.Lock()
 
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
-        """See `Launcher.launch`."""
         if blocks == 0:
             return
         stream = torch.cuda.current_stream(self._device)

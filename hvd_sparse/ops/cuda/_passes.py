@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_sparse.ops._arguments import Entries
 from hvd_sparse.ops.accumulation import Accumulation
 from hvd_sparse.ops.cuda._launcher import THREADS, Argument, Launcher
 from hvd_sparse.ops.cuda._workspace import Workspace
 
 HEADER_WORDS = 8
 """64-bit words of a `Header` (csrc/cuda/compact.cuh)."""
-
-Entries = tuple[Tensor, Tensor]
 
 
 class KernelFamily:

@@ -45,13 +45,11 @@ class CudaEstimation(KernelFamily):
     """As `hvd_sparse.ops.estimation`, on checked arguments."""
 
     def kth_magnitude(self, x: Tensor, k: int) -> float:
-        """The k-th largest magnitude."""
         return key_magnitude(self._kth_key(self._descend(x, k)))
 
     def sample_accumulator(
         self, accumulation: Accumulation, start: int, stride: int, run: int = 1
     ) -> Tensor:
-        """Magnitudes of some of the sums."""
         whole_runs, left = divmod(max(0, accumulation.numel - start), stride)
         samples = whole_runs * run + min(left, run)
         return self._sample(self._inputs(accumulation), start, stride, run, samples)

@@ -16,9 +16,10 @@ from hvd_sparse.magnitude import (
     pivot_key,
     threshold_key,
 )
+from hvd_sparse.ops._arguments import Entries
 from hvd_sparse.ops.accumulation import Accumulation, Before
 from hvd_sparse.ops.cuda._launcher import THREADS, Argument
-from hvd_sparse.ops.cuda._passes import AccumulationInputs, Entries, OrderedPass, empty_stream
+from hvd_sparse.ops.cuda._passes import AccumulationInputs, OrderedPass, empty_stream
 from hvd_sparse.ops.cuda._workspace import tile_count
 from hvd_sparse.ops.cuda.launch_estimation import CudaEstimation, Descent
 
@@ -41,13 +42,11 @@ class CudaSelection(CudaEstimation):
     """As `hvd_sparse.ops.selection`, on checked arguments."""
 
     def accumulate_select(self, accumulation: Accumulation, threshold: float) -> Entries:
-        """Moves out what reaches the threshold."""
         return self.partition_select(accumulation, threshold, 0, accumulation.numel)
 
     def partition_select(
         self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> Entries:
-        """Moves out what reaches the threshold in `[start, stop)`."""
         inputs, numel = self._inputs(accumulation), accumulation.numel
         key = threshold_key(threshold)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
@@ -106,7 +105,6 @@ class CudaSelection(CudaEstimation):
         a: int,
         b: int,
     ) -> Entries:
-        """Moves out what reaches the threshold and wins a slot."""
         inputs, device = self._inputs(accumulation), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.magnitude import threshold_key
-from hvd_sparse.ops._arguments import DTYPE_CODES
+from hvd_sparse.ops._arguments import DTYPE_CODES, Entries
 from hvd_sparse.ops.cuda._launcher import Argument
-from hvd_sparse.ops.cuda._passes import Entries, KernelFamily, empty_stream, thread_blocks
+from hvd_sparse.ops.cuda._passes import KernelFamily, empty_stream, thread_blocks
 from hvd_sparse.ops.cuda._workspace import tile_count
 
 WORDS_PER_BLOCK = 1024
@@ -66,7 +66,6 @@ class CudaStreams(KernelFamily):
         return merged[:nnz], total[:nnz]
 
     def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries:
-        """The entries whose index is not in `other`."""
         return self._filter("keep_absent", indices, values, other, np.int64(other.numel()))
 
     def unapplied(self, sent: Entries, lost: Entries, applied: Tensor) -> Entries:
@@ -77,7 +76,6 @@ class CudaStreams(KernelFamily):
         return self.merge_sum(parts, max(last, default=-1) + 1)
 
     def threshold_stream(self, indices: Tensor, values: Tensor, threshold: float) -> Entries:
-        """The entries that reach the threshold."""
         return self._filter("keep_large", indices, values, np.uint32(threshold_key(threshold)))
 
     def _filter(
@@ -94,7 +92,6 @@ class CudaStreams(KernelFamily):
         return kept[0][:nnz], kept[1][:nnz]
 
     def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
-        """Adds a stream to a vector."""
         self._launch(
             "scatter_add",
             thread_blocks(indices.numel()),
@@ -107,7 +104,6 @@ class CudaStreams(KernelFamily):
         )
 
     def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
-        """Writes a stream as a dense vector."""
         out.zero_()
         self._launch(
             "scatter",
@@ -122,13 +118,11 @@ class CudaStreams(KernelFamily):
         )
 
     def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
-        """Moves entries out of a vector."""
         values = torch.empty(indices.numel(), device=x.device)
         self._clear(x, indices, values)
         return values
 
     def zero_at(self, x: Tensor, indices: Tensor) -> None:
-        """Zeroes entries of a vector."""
         self._clear(x, indices, None)
 
     def _clear(self, x: Tensor, indices: Tensor, values: Tensor | None) -> None:

@@ -56,7 +56,6 @@ class CudaWire(KernelFamily):
     def qsgd_quantize(
         self, x: Tensor, bits: int, bucket_numel: int, seed: int
     ) -> tuple[Tensor, Tensor]:
-        """Rounds to levels."""
         numel, device = x.numel(), x.device
         codes = torch.empty(-(-numel * bits // 8), dtype=torch.uint8, device=device)
         scales = torch.empty(-(-numel // bucket_numel), device=device)
@@ -76,7 +75,6 @@ class CudaWire(KernelFamily):
     def qsgd_dequantize(
         self, codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
     ) -> Tensor:
-        """The values of levels."""
         x = torch.empty(numel, device=codes.device)
         self._launch(
             "qsgd_dequantize",

@@ -1,4 +1,4 @@
-"""The other ways out of the accumulator: by partition, by hash, by group."""
+"""Accumulation and selection: the native library against the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,15 +6,154 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.ops import Accumulation, Momentum
+from hvd_sparse.ops import Accumulation, Momentum, reference
 from hvd_sparse.ops.native import NativeOps
-from tests.ops.cases import INF, NUMELS, cut, generator, same_as_reference, vectors
+from tests.ops.cases import (
+    INF,
+    NAN,
+    NUMELS,
+    assert_same,
+    cut,
+    generator,
+    same_as_reference,
+    vectors,
+)
 
 A, B = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 GROUPS = ((1, 512), (5, 512), (512, 512), (3, 100), (1, 1), (20, 1000))
+
+
+def check_select(
+    native: NativeOps, residual: Tensor, gradients: list[Tensor], threshold: float, what: str = ""
+) -> None:
+    ours, theirs = residual.clone(), residual.clone()
+    actual = native.accumulate_select(Accumulation(ours, gradients), threshold)
+    expected = reference.accumulate_select(Accumulation(theirs, gradients), threshold)
+    assert_same((*actual, ours), (*expected, theirs), f"{what}, threshold {threshold}")
+    assert torch.isfinite(ours).all()
+
+
+def check_topk(
+    native: NativeOps,
+    residual: Tensor,
+    gradients: list[Tensor],
+    k: int,
+    pivots: tuple[float, ...],
+    what: str = "",
+) -> None:
+    theirs = residual.clone()
+    expected = reference.accumulate_topk(Accumulation(theirs, gradients), k)
+    for pivot in pivots:
+        ours = residual.clone()
+        actual = native.accumulate_topk(Accumulation(ours, gradients), k, pivot)
+        assert_same((*actual, ours), (*expected, theirs), f"{what}, k {k}, pivot {pivot}")
+        assert torch.isfinite(ours).all()
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_select(native: NativeOps, numel: int) -> None:
+    for name, residual, gradient in vectors(numel):
+        for threshold in (0.0, 2.5, INF, NAN):
+            check_select(native, residual, [gradient], threshold, name)
+        check_select(native, residual, cut(gradient, 7), 1.5, name)
+        check_select(native, residual, [], 1.5, name)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_topk(native: NativeOps, numel: int) -> None:
+    for name, residual, gradient in vectors(numel):
+        for k in {0, 1, 17, numel // 100, numel, numel + 1}:
+            check_topk(native, residual, [gradient], k, (0.0, 2.0), name)
+        # Which NaN a conversion makes of a NaN, and so their order, differs within torch itself.
+        pieces = cut(torch.nan_to_num(gradient, INF, INF, -INF), 7)
+        check_topk(native, residual, pieces, 17, (0.0,), name)
+
+
+def test_large(native: NativeOps) -> None:
+    """Large enough for sampled pivots and several tasks."""
+    numel = 2**20 + 3
+    random = generator()
+    residual = torch.randn(numel, generator=random)
+    gradient = torch.randn(numel, generator=random)
+    check_select(native, residual, cut(gradient, 40), 4.0)
+    check_topk(native, residual, [gradient], 1000, (0.0, 4.0, 1e-3, 1e9, INF, NAN, -1.0))
+
+
+def test_large_where_a_sample_misleads(native: NativeOps) -> None:
+    numel = 2**20 + 3
+    ties = torch.full((numel,), 1.5)
+    ties[::3] = -1.5
+    check_topk(native, ties, [], 1000, (0.0, 1.0, 2.0))
+    ties[5:200_000:1000] = INF
+    check_topk(native, ties, [torch.zeros(numel)], 1000, (0.0, 1.0, 2.0))
+    one_block = torch.zeros(numel)
+    one_block[700_000:710_000] = torch.randn(10_000, generator=generator())
+    for k in (1000, 20_000):
+        check_topk(native, one_block, [], k, (0.0, 0.5, 100.0))
+
+
+def test_non_finite_everywhere_and_over_the_limit(native: NativeOps) -> None:
+    numel = 2**18
+    gradient = torch.full((numel,), INF)
+    gradient[::2] = NAN
+    check_topk(native, torch.ones(numel), [gradient], 10, (0.0, 0.5))
+
+
+def test_many_small_segments(native: NativeOps) -> None:
+    numel = 200_000
+    random = generator()
+    residual = torch.randn(numel, generator=random)
+    gradients = cut(torch.randn(numel, generator=random), 10_000)
+    check_select(native, residual, gradients, 3.0)
+    check_topk(native, residual, gradients, 500, (0.0, 2.5))
+
+
+def test_any_alignment(native: NativeOps) -> None:
+    for offset in range(17):
+        residual, gradient = torch.randn(2, 600, generator=generator(offset))
+        check_select(native, residual[offset:].clone(), [gradient[offset:]], 1.0)
+        ours, theirs = residual.clone(), residual.clone()
+        actual, expected = (
+            ops.accumulate_select(Accumulation(x[offset : offset + 300], [gradient[3:303]]), 1.0)
+            for ops, x in ((native, ours), (reference, theirs))
+        )
+        assert_same((*actual, ours), (*expected, theirs), f"offset {offset}")
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    patterns=st.lists(
+        st.sampled_from([0, 0x80000000, 1, 0x3F800000, 0xBF800000, 0x7F800000, 0x7FC00000])
+        | st.integers(0, 2**32 - 1),
+        min_size=1,
+        max_size=120,
+    ),
+    k=st.integers(0, 130),
+    pivot=st.floats(allow_nan=True),
+)
+def test_any_bits(patterns: list[int], k: int, pivot: float) -> None:
+    signed = [p - 2**32 if p >= 2**31 else p for p in patterns]
+    residual = torch.tensor(signed, dtype=torch.int32).view(torch.float32)
+    ops = NativeOps()
+    check_topk(ops, residual, [], k, (0.0, pivot))
+    check_select(ops, residual, [residual.clone()], abs(pivot))
+
+
+def test_mass_is_conserved(native: NativeOps) -> None:
+    residual, gradient = torch.randn(2, 50_000, generator=generator())
+    acc = residual + gradient
+    indices, values, threshold = native.accumulate_topk(Accumulation(residual, [gradient]), 500)
+    residual[indices.long()] += values
+    assert torch.equal(residual, acc)
+    assert values.abs().min() == threshold
+
+
+# -- by partition, by hash, by group ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -73,13 +212,7 @@ def test_group(native: NativeOps, numel: int) -> None:
             if group_numel < 10 and numel > 10_000:
                 continue  # slow in the reference, and nothing new
             same_as_reference(
-                native,
-                "accumulate_group_topk",
-                residual,
-                [gradient],
-                k,
-                group_numel,
-                what=name,
+                native, "accumulate_group_topk", residual, [gradient], k, group_numel, what=name
             )
         pieces = cut(torch.nan_to_num(gradient, INF, INF, -INF), 7)
         same_as_reference(native, "accumulate_group_topk", residual, pieces, 5, 512, what=name)
@@ -96,13 +229,7 @@ def test_with_momentum(native: NativeOps, nesterov: bool) -> None:
         ("accumulate_group_topk", (5, 512)),
     ):
         same_as_reference(
-            native,
-            op,
-            residual,
-            cut(gradient, 40),
-            *arguments,
-            buffer=buffer,
-            nesterov=nesterov,
+            native, op, residual, cut(gradient, 40), *arguments, buffer=buffer, nesterov=nesterov
         )
 
 

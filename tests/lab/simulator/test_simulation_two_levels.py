@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hvd_sparse.cli.main import main
 from hvd_sparse.collectives import two_levels
 from hvd_sparse.collectives.two_levels import Levels, shared
 from hvd_sparse.cost_model import Link
 from hvd_sparse.lab.simulator import (
     DISTINCT,
     Network,
-    Outcome,
+    SimulatedOutcome,
     SimulatedTransport,
     SyntheticStreams,
     Workload,
@@ -35,7 +32,9 @@ def network(local_size: int) -> Network:
     return Network(shared(CARD, local_size), local_size, INSIDE)
 
 
-def simulated(algorithm: str, count: int, local_size: int, levels: bool, **more: Any) -> Outcome:
+def simulated(
+    algorithm: str, count: int, local_size: int, levels: bool, **more: Any
+) -> SimulatedOutcome:
     return simulate(
         algorithm,
         count * local_size,
@@ -103,13 +102,3 @@ def test_groups_count_their_calls_apart() -> None:
     everyone = run_simulated(4, talk, network(2))
     assert [ranks for ranks, _ in everyone] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [abroad for _, abroad in everyone] == [3] * 4  # one across, two of all
-
-
-def test_the_command_shows_both_forms(tmp_path: Path, capsys: Any) -> None:
-    work = ["--ranks", "8", "--local", "4", "--hierarchical", "--numel", "20000"]
-    report = tmp_path / "s.json"
-    assert main(["simulate", *work, "--algorithms", "oktopk", "--json", str(report)]) == 0
-    flat, levels = json.loads(report.read_text())["rows"]
-    assert (flat["is_hierarchical"], levels["is_hierarchical"]) == (False, True)
-    assert levels["card_words"]["worst"] < 0.55 * flat["card_words"]["worst"]
-    assert "oktopk, two levels" in capsys.readouterr().out

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.lab.report.chrome_trace import chrome_trace, number_rows
 from hvd_sparse.lab.report.log import Plan, Recording
+from hvd_sparse.recording.recorder import Budget
+from tests.recordings import last_run, record
 
 RUN = {"rank": 1, "world_size": 2, "start_unix_s": 1.7e9}
 BUCKET = {"names": ["a", "b"], "compressor": "topk"}
@@ -78,3 +83,34 @@ def test_a_timeline_of_horovods_keeps_its_rows() -> None:
     assert moved["ts"] == 1_000_005
     assert ours["ts"] == 2_000_000
     assert ours["pid"] > 1000
+
+
+@pytest.mark.parametrize("ending", ["]", "", ',\n{"ph": "B", "na'])
+def test_a_trace_merges_with_horovods_timeline(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Budget, "covers", lambda self, cost_s: True)
+    path, timeline = tmp_path / "run.jsonl", tmp_path / "timeline.json"
+    record(path, steps=3)
+    ours_us = last_run(path).run["start_unix_s"] * 1e6
+    began = f'{{"start_time_since_epoch_in_micros":{int(ours_us) - 5_000_000}}}'
+    timeline.write_text(
+        f'[\n{{"name": "process_name", "ph": "M", "pid": 0, "args": {began}}},\n'
+        f'{{"ph": "B", "name": "ALLREDUCE", "ts": 7966, "pid": 1}}{ending}'
+    )
+    assert main(["trace", str(path), "--timeline", str(timeline)]) == 0
+    events = json.loads((tmp_path / "run.trace.json").read_text())["traceEvents"]
+    (theirs,) = [event for event in events if event["name"] == "ALLREDUCE"]
+    assert theirs["ts"] == pytest.approx(7966)
+    ours = [event for event in events if event["ph"] == "X"]
+    assert {event["name"] for event in ours} >= {"ACCUMULATE_SELECT bucket 0", "EXCHANGE bucket 2"}
+    assert all(5_000_000 <= event["ts"] < 65_000_000 for event in ours)
+
+
+def test_a_timeline_that_is_none_is_refused(tmp_path: Path, capsys: Any) -> None:
+    path, timeline = tmp_path / "run.jsonl", tmp_path / "timeline.json"
+    record(path, world_size=1, steps=1)
+    for text, message in (("x", "no timeline"), ("{}", "list of events"), ("[{}]", "start_time")):
+        timeline.write_text(text)
+        assert main(["trace", str(path), "--timeline", str(timeline)]) == FAILED
+        assert message in capsys.readouterr().err

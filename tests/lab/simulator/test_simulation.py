@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-import numpy as np
 import pytest
 import torch
 
-from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.collectives.registry import BY_NAME, cost
 from hvd_sparse.cost_model import Link
-from hvd_sparse.errors import ConfigError
-from hvd_sparse.lab.plots import CURVES
 from hvd_sparse.lab.simulator import (
     ALGORITHMS,
     DISTINCT,
     Network,
-    RecordedStreams,
     SimulatedTransport,
     SyntheticStreams,
     Workload,
-    record,
     run_simulated,
     simulate,
     simulate_all,
@@ -185,104 +176,3 @@ def test_processes_make_no_difference() -> None:
     told: list[str] = []
     assert simulate_all(*arguments, jobs=2, progress=told.append) == simulate_all(*arguments)
     assert told[-1] == "simulated oktopk on 3 ranks"
-
-
-# -- streams ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("numel", [1, 5, 1000, 9001])
-@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("skew", [0.0, 9.0])
-@pytest.mark.parametrize("density", [0.01, 0.5, 1.0])
-def test_synthetic_streams_are_streams(
-    numel: int, overlap: float, skew: float, density: float
-) -> None:
-    k = round(density * numel)
-    source = SyntheticStreams(overlap, skew)
-    one, other = (source.stream(rank, 3, numel, k) for rank in (0, 1))
-    assert one.nnz == other.nnz == k
-    assert bool((one.indices[1:] > one.indices[:-1]).all())
-    assert k == 0 or 0 <= int(one.indices[0]) <= int(one.indices[-1]) < numel
-    again = source.stream(0, 3, numel, k)
-    assert torch.equal(again.indices, one.indices)
-    assert torch.equal(again.values, one.values)
-    common = len(set(one.indices.tolist()) & set(other.indices.tolist()))
-    assert common >= round(overlap * k)
-
-
-def test_a_region_and_a_skew_crowd_the_indices() -> None:
-    assert int(SyntheticStreams(region=0.1).stream(0, 0, 10_000, 500).indices[-1]) < 1_000
-    even, skewed = (
-        SyntheticStreams(skew=skew).stream(0, 0, 10_000, 500).indices.float().median()
-        for skew in (0.0, 3.0)
-    )
-    assert skewed < even / 2
-
-
-def test_recorded_streams_come_back(tmp_path: Path) -> None:
-    source = SyntheticStreams()
-    steps = [[source.stream(rank, step, 500, 20) for rank in range(3)] for step in range(2)]
-    record(tmp_path / "streams.npz", steps)
-    recorded = RecordedStreams.load(tmp_path / "streams.npz")
-    assert (recorded.numel, recorded.k) == (500, 20)
-    for step in range(4):
-        for rank in range(3):
-            stream, original = recorded.stream(rank, step, 500, 20), steps[step % 2][rank]
-            assert torch.equal(stream.indices, original.indices)
-            assert torch.equal(stream.values, original.values)
-    with pytest.raises(ConfigError, match="3 ranks were recorded, rank 3"):
-        simulate("oktopk", 4, Workload(500, 20), NETWORK, recorded)
-    with pytest.raises(ConfigError, match="numel must be 500"):
-        recorded.stream(0, 0, 400, 20)
-    whole = (tmp_path / "streams.npz").read_bytes()
-    np.save(tmp_path / "array.npy", np.zeros(3))
-    array = (tmp_path / "array.npy").read_bytes()
-    np.savez(tmp_path / "none.npz", shape=np.array([0, 3, 500]))
-    none = (tmp_path / "none.npz").read_bytes()
-    for content in (b"no recording", b"", whole[:-100], whole[:100], array, none):
-        (tmp_path / "other.npz").write_bytes(content)
-        with pytest.raises(ConfigError, match="no recording"):
-            RecordedStreams.load(tmp_path / "other.npz")
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-
-def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any) -> None:
-    files = ["--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.svg")]
-    work = ["--ranks", "2,5", "--numel", "5000", "--compute", "0.001", "--slow-rank", "1"]
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        status = main(["simulate", *work, *files])
-    shown = capsys.readouterr().out
-    assert status == 0
-    drawn = (tmp_path / "s.svg").read_text()
-    assert all(f">{label}</text>" in drawn for label, *_ in CURVES)
-    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
-    assert [(r["world_size"], r["algorithm"]) for r in rows] == [
-        (p, name) for p in (2, 5) for name in DISTINCT
-    ]
-    assert all(f"{row['exchange_s'] * 1e3:.4g} ms" in shown for row in rows)
-    assert all(row["received_words"]["worst"] >= row["received_words"]["mean"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "2,x"], "--ranks must be whole numbers"),
-        (["--ranks", "0"], "--ranks must be a whole number of at least 1, got 0"),
-        (["--algorithms", "magic"], "--algorithms must be one of"),
-        (["--density", "2"], "density must be in (0, 1], got 2"),
-        (["--local", "0"], "--local must be a whole number of at least 1, got 0"),
-        (["--local", "4", "--hierarchical"], "world_size must be a multiple of 4, got 2"),
-        (["--hierarchical", "--streams", "x"], "--hierarchical takes no --streams"),
-        (["--beta", "nan"], "beta_s_per_byte must be a finite number of at least 0, got nan"),
-        (["--slow-rank", "7"], "slow_rank must be below 2, got 7"),
-        (["--streams", "/nowhere.npz"], "/nowhere.npz"),
-        (["--overlap", "1.5"], "overlap must be in [0, 1], got 1.5"),
-        (["--plot", "missing/figure.png"], "missing/figure.png: there is no folder missing"),
-        (["--plot", "figure.xyz"], "figure.xyz: a plot ends in one of .avif, .eps"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: Any) -> None:
-    assert main(["simulate", "--ranks", "2", "--numel", "100", *arguments]) == FAILED
-    assert message in capsys.readouterr().err

@@ -1,15 +1,16 @@
-"""Gradients of a host from device to device: with a stand-in for NCCL whose devices are threads."""
+"""The exchange inside a host, over a stand-in for NCCL whose devices are threads; shards."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from hvd_sparse.errors import TransportError
-from hvd_sparse.hosts import Grid, Hosts
-from hvd_sparse.hosts.devices import OverDevices
+from hvd_sparse.hosts import Grid, Hosts, shard_bounds
+from hvd_sparse.hosts.inside import OverDevices
 from hvd_sparse.transports.nccl import NcclTransport
 from tests.laws.test_two_levels import Steps, check_laws, engine_of, trained
 from tests.transports.test_nccl import over_nccl
@@ -66,3 +67,15 @@ def test_a_rank_that_does_not_come_is_told_by_all() -> None:
 
     says = over_nccl(3, rank, timeout_s=1.0)
     assert all("it has waited" in each or "gave the transport up" in each for each in says[:2])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 16, 17, 100, 1000, 2**16 + 1])
+@pytest.mark.parametrize("local_size", [1, 2, 3, 4, 7])
+def test_shards_cover_a_vector_and_differ_by_a_line(numel: int, local_size: int) -> None:
+    bounds = shard_bounds(numel, local_size)
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    assert len(sizes) == local_size
+    assert sum(sizes) == numel
+    assert min(sizes) >= 0
+    assert all(bound % 16 == 0 or bound == numel for bound in bounds)
+    assert max(sizes) <= numel / local_size + 16

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hvd_sparse import Recorder
-from hvd_sparse.cli.main import main
 from hvd_sparse.engine import Choice, Engine, TensorSpec
 from hvd_sparse.lab.report import figures
 from hvd_sparse.lab.report.log import Plan, Recording, read_runs
@@ -22,6 +21,7 @@ from hvd_sparse.methods import METHODS
 from hvd_sparse.recording.recorder import Budget
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalWorld, run_ranks
+from tests.recordings import page_of, record
 
 NUMEL = 2000
 SPECS = [TensorSpec(f"layer{i}.weight", (NUMEL,), "torch.float32") for i in range(2)]
@@ -51,10 +51,9 @@ def take_steps(engine: Engine, steps: int) -> None:
             engine.result(spec.name)
 
 
-def page_of(path: Path) -> str:
-    assert main(["report", str(path)]) == 0
-    page = path.with_suffix(".html").read_text()
-    return re.sub(r"<style>.*?</style>|<svg.*?</svg>", "", page, flags=re.DOTALL)
+def text_of_page(path: Path) -> str:
+    """The page without its style and figures."""
+    return re.sub(r"<style>.*?</style>|<svg.*?</svg>", "", page_of(path), flags=re.DOTALL)
 
 
 def cells(page: str, title: str) -> list[list[str]]:
@@ -87,7 +86,7 @@ def test_a_run_of_warm_up_dense_steps_and_two_plans(tmp_path: Path) -> None:
         *((0, 0, 3), (3, 0, 0), (3, 2, 6), (9, 0, 5), (14, 0, 0), (14, 1, 2)),
     ]
     assert [bucket["k"] for bucket in run.plans[2].buckets] == [20, 20]  # not the warm-up's 500
-    page = page_of(path)
+    page = text_of_page(path)
     rows = [(row[0], row[3]) for row in cells(page, "Plans")[1:]]
     assert rows == [
         ("1–3", "all dense"),
@@ -112,9 +111,19 @@ def test_a_run_of_dense_steps_only(tmp_path: Path) -> None:
     engine.connect(LocalWorld(1).transport(0))
     take_steps(engine, 4)
     engine.disconnect()
-    page = page_of(tmp_path / "run.jsonl")
+    page = text_of_page(tmp_path / "run.jsonl")
     assert "nothing: all dense" in page
     assert cells(page, "Plans")[1:] == [["1–4", "0", "0", "all dense"]]
+
+
+@pytest.mark.parametrize("buckets", [1, 100])
+def test_a_page_of_one_bucket_and_of_many(tmp_path: Path, buckets: int, capsys: Any) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, steps=4, buckets=buckets)
+    page = page_of(path)
+    assert page.count("<svg") == 6
+    assert f"layer{buckets - 1}.weight" in page
+    assert "4 steps" in capsys.readouterr().out
 
 
 def test_two_compressions_with_one_file_are_told_apart(tmp_path: Path, capsys: Any) -> None:
@@ -129,9 +138,9 @@ def test_two_compressions_with_one_file_are_told_apart(tmp_path: Path, capsys: A
             take_steps(engine, 1)
     for engine in engines:
         engine.disconnect()
-    page = page_of(path)
-    assert "another compression of the same time: --run 1" in capsys.readouterr().out
-    assert "of another compression: run 1." in page
+    page = text_of_page(path)
+    assert "another compression at the same time: --run 1" in capsys.readouterr().out
+    assert "Another compression of the same process at the same time: run 1." in page
     assert [row[-1].partition(" ")[0] for row in cells(page, "Runs")[1:]] == ["topk", "mstopk"]
 
 
@@ -210,7 +219,7 @@ def test_ticks_are_plain_numbers(high: float) -> None:
         axes.set_yscale("log")
         figures._finish(axes, "MB", legend=False, from_zero=False)
 
-    labels = re.findall(r"<text[^>]*>(.*?)</text>", figures.svg(draw, "ticks"), re.DOTALL)
+    labels = re.findall(r"<text[^>]*>(.*?)</text>", figures.svg("ticks", draw), re.DOTALL)
     texts = [re.sub(r"<[^>]*>|\s", "", label) for label in labels]
     numbers = [float(text) for text in texts if text not in ("step", "MB")]
     assert len(numbers) >= 3 + 3

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvd_sparse.hosts.shared import Address, OwnSegment, int64_at, open_segment
+from hvd_sparse.hosts.shared import OwnSegment, SegmentAddress, int64_at, open_segment
 
 NAME = "memfd:hvd_sparse"
 OWNER = """
@@ -29,7 +29,7 @@ def test_a_killed_owner_leaves_its_memory_to_who_has_mapped_it_and_nothing_else(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
-        address = Address(*json.loads(owner.stdout.readline()))
+        address = SegmentAddress(*json.loads(owner.stdout.readline()))
         segment = open_segment(address)
         owner.kill()
         owner.wait()

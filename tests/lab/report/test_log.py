@@ -16,58 +16,11 @@ from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.engine.account import COMPARED_PHASES
 from hvd_sparse.engine.stats import FIGURES
 from hvd_sparse.lab.report.page import table
-from hvd_sparse.recording.recorder import VERSION
+from tests.recordings import LINES, text_of
 
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = "<script>alert('1')</script>\"'><img src=x onerror=alert(2)>&amp;"
-SPANS = {phase: [0.1, 0.2] for phase in COMPARED_PHASES}
-BUCKET = {"names": ["a", "b"], "numel": 1000, "k": 10, "density": 0.01, "dtype": "float32"}
-LINES: list[dict[str, Any]] = [
-    {
-        "kind": "run",
-        "id": "x",
-        "version": VERSION,
-        "hvd_sparse": "0.1",
-        "torch": "2",
-        "host": "h",
-        "pid": 7,
-        "rank": 0,
-        "world_size": 2,
-        "transport": "gloo",
-        "start_unix_s": 1.7e9,
-    },
-    {
-        "kind": "plan",
-        "id": "x",
-        "step": 0,
-        "buckets": [{**BUCKET, "compressor": "S", "wire": "W"}],
-    },
-    *(
-        {
-            "kind": "steps",
-            "id": "x",
-            "step": step,
-            "steps": 1,
-            "at_s": step / 10,
-            "seconds": 0.1,
-            "collective": ["C"],
-            "threshold": [0.5],
-            "imbalance": [0.0],
-            "spans": [SPANS],
-            **{name: [1] for name in FIGURES},
-        }
-        for step in (1, 2, 3)
-    ),
-    {"kind": "residual", "id": "x", "step": 1, "bucket": 0, "norm": 2.5},
-    {
-        "kind": "ranks",
-        "id": "x",
-        "step": 1,
-        "steps": 64,
-        **{name: [0.1, 0.2] for name in COMPARED_PHASES},
-    },
-]
 VALUES = [
     SCRIPT,
     "",
@@ -150,7 +103,7 @@ def check_page(page: str) -> Page:
 @pytest.fixture
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """No figures, which are slow; the numbers that pass the reader are drawn further below."""
-    monkeypatch.setattr("hvd_sparse.lab.report.figures.svg", lambda draw, name: "<svg></svg>")
+    monkeypatch.setattr("hvd_sparse.lab.report.figures.svg", lambda *_: "<svg></svg>")
 
 
 @pytest.mark.usefixtures("quick_figures")
@@ -158,7 +111,7 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_value_in_every_place(tmp_path: Path, place: Any, capsys: Any) -> None:
     path = tmp_path / "run.jsonl"
     for value in (*VALUES, ...):
-        path.write_text("".join(json.dumps(line) + "\n" for line in with_value(place, value)))
+        path.write_text(text_of(*with_value(place, value)))
         for command in ("report", "trace"):
             status = main([command, str(path)])
             error = capsys.readouterr().err
@@ -187,7 +140,7 @@ def test_every_text_is_shown_escaped(tmp_path: Path) -> None:
     for line in lines[2:5]:
         line["collective"] = [f"collective{SCRIPT}"]
     path = tmp_path / "run.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text(text_of(*lines))
     assert main(["report", str(path)]) == 0
     shown = check_page(path.with_suffix(".html").read_text())
     text = "".join(shown.text)
@@ -233,7 +186,7 @@ def test_extreme_numbers_are_drawn(tmp_path: Path, changes: Any, bucket: Any) ->
     lines[0]["world_size"] = 2
     lines[5]["norm"] = 1e50
     path = tmp_path / "run.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text(text_of(*lines))
     assert main(["report", str(path)]) == 0
     check_page(path.with_suffix(".html").read_text())
     assert main(["trace", str(path)]) == 0
@@ -283,52 +236,10 @@ def test_what_is_no_recording_is_refused_in_one_line(
 @pytest.mark.parametrize("key", ["ts", "start_time_since_epoch_in_micros", "args"])
 def test_a_timeline_of_wrong_types(tmp_path: Path, key: str, value: Any, capsys: Any) -> None:
     path, timeline = tmp_path / "run.jsonl", tmp_path / "timeline.json"
-    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    path.write_text(text_of(*LINES))
     start = {"start_time_since_epoch_in_micros": 1e15}
     event = {"ph": "B", "name": SCRIPT, "ts": 1, "args": start}
     event.update({key: value} if key in event else {"args": {key: value}})
     timeline.write_text(json.dumps([event]))
     assert main(["trace", str(path), "--timeline", str(timeline)]) == FAILED
     assert capsys.readouterr().err.count("\n") == 1
-
-
-# -- where it is written ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("command", "name"), [("report", "run.html"), ("trace", "run.trace.json")])
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_at_the_output_is_replaced(
-    tmp_path: Path, command: str, name: str, there: bool
-) -> None:
-    path, victim = tmp_path / "run.jsonl", tmp_path / "victim"
-    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    if there:
-        victim.write_text("precious")
-    (tmp_path / name).symlink_to(victim)
-    assert main([command, str(path)]) == 0
-    assert not (tmp_path / name).is_symlink()
-    assert victim.exists() == there
-    assert not there or victim.read_text() == "precious"
-
-
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    assert main(["report", str(path), "-o", str(tmp_path / "none" / "page.html")]) == FAILED
-    assert "No such file or directory" in capsys.readouterr().err
-    assert main(["report", str(path), "-o", "/dev/full"]) == FAILED
-    assert "No space left on device" in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["run.jsonl"]
-
-
-@pytest.mark.parametrize("command", ["report", "trace"])
-def test_the_recording_itself_is_not_written_over(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    path = tmp_path / "run.html"
-    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    before = path.read_text()
-    monkeypatch.chdir(tmp_path)
-    assert main([command, str(path), "-o", "run.html"]) == FAILED
-    assert "run.html: this is the recording itself" in capsys.readouterr().err
-    assert path.read_text() == before

@@ -10,7 +10,7 @@ import torch
 
 from hvd_sparse.cost_model import Link, Work
 from hvd_sparse.errors import ConfigError, PlanError
-from hvd_sparse.lab.simulator.network import Clock, Network
+from hvd_sparse.lab.simulator.network import Network, VirtualClock
 from hvd_sparse.lab.simulator.simulated_transport import (
     SimulatedTransport,
     SimulatedWorld,
@@ -89,7 +89,11 @@ def test_messages_through_one_card_come_one_after_the_other(gap_s: float | None)
 
 
 def test_a_card_takes_messages_as_they_come_not_as_they_are_waited_for() -> None:
-    clock, far, near = Clock(NETWORK, 0), Clock(NETWORK, 1, start_s=1.0), Clock(NETWORK, 2)
+    clock, far, near = (
+        VirtualClock(NETWORK, 0),
+        VirtualClock(NETWORK, 1, start_s=1.0),
+        VirtualClock(NETWORK, 2),
+    )
     late, early = far.send(1000, 0), near.send(1000, 0)
     clock.receive(late, 1000, 1)
     assert clock.now_s == pytest.approx(1.0 + ALPHA + 1000 * BETA)
@@ -99,7 +103,7 @@ def test_a_card_takes_messages_as_they_come_not_as_they_are_waited_for() -> None
 
 def test_spans_of_a_card_never_overlap() -> None:
     choose = random.Random(1)
-    clock = Clock(Network(Link(0.0, 0.0)), 0)
+    clock = VirtualClock(Network(Link(0.0, 0.0)), 0)
     spans: list[tuple[float, float]] = []
     for _ in range(300):
         earliest, length = choose.uniform(0, 50), choose.uniform(0.01, 0.4)

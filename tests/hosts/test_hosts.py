@@ -1,26 +1,24 @@
-"""The grid that ranks fill, and the shards of a vector."""
+"""The grid of hosts and workers that ranks fill."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.hosts import Grid, Place, grid_of, shard_bounds
+from hvd_sparse.hosts import Grid, Slot, grid_of
 
 
-def places(*hosts: int) -> list[Place]:
+def slots(*hosts: int) -> list[Slot]:
     """Of ranks that count through hosts of so many workers."""
     return [
-        Place(local, size, host, len(hosts))
+        Slot(local, size, host, len(hosts))
         for host, size in enumerate(hosts)
         for local in range(size)
     ]
 
 
 def test_a_grid_knows_who_is_in_the_host_and_who_is_across() -> None:
-    every = places(2, 2, 2)
+    every = slots(2, 2, 2)
     grid = grid_of(every, 3)
     assert grid == Grid.regular(3, 2, 3)
     assert (grid.hosts, grid.local_size, grid.host, grid.local_rank) == (3, 2, 1, 1)
@@ -33,22 +31,10 @@ def test_a_grid_knows_who_is_in_the_host_and_who_is_across() -> None:
 
 def test_what_is_no_grid_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"as many workers .* rank 0 2, rank 1 2, rank 2 1"):
-        grid_of(places(2, 1), 0)
+        grid_of(slots(2, 1), 0)
     with pytest.raises(ConfigError, match="whole hosts, got 1 of the 2 workers of host 1"):
-        grid_of(places(2, 2)[:3], 0)
-    twice = places(2, 2)
+        grid_of(slots(2, 2)[:3], 0)
+    twice = slots(2, 2)
     twice[3] = twice[2]
     with pytest.raises(ConfigError, match=r"local rank 0 of host 1 .* got ranks 2 and 3"):
         grid_of(twice, 0)
-
-
-@pytest.mark.parametrize("numel", [0, 1, 5, 16, 17, 100, 1000, 2**16 + 1])
-@pytest.mark.parametrize("local_size", [1, 2, 3, 4, 7])
-def test_shards_cover_a_vector_and_differ_by_a_line(numel: int, local_size: int) -> None:
-    bounds = shard_bounds(numel, local_size)
-    sizes = [stop - start for start, stop in pairwise(bounds)]
-    assert len(sizes) == local_size
-    assert sum(sizes) == numel
-    assert min(sizes) >= 0
-    assert all(bound % 16 == 0 or bound == numel for bound in bounds)
-    assert max(sizes) <= numel / local_size + 16

@@ -1,66 +1,25 @@
-"""Recordings: written by engines over ranks in threads, bounded in cost, read back and drawn."""
+"""The recorder: what it writes, adds up and costs, on ranks that are threads."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
-import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from time import sleep
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from hvd_sparse import ConfigError, Recorder
-from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.collectives import TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.engine import account as account_module
-from hvd_sparse.lab.report.log import Recording, read_runs
 from hvd_sparse.lab.report.summary import slowest_rank
 from hvd_sparse.recording.recorder import SAVED_S, Budget
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
-
-NUMEL = 3000
-
-
-def last_run(path: Path) -> Recording:
-    return read_runs(path)[-1]
-
-
-def train(
-    transport: Transport,
-    recorder_of: Callable[[int], Recorder | None],
-    steps: int = 30,
-    buckets: int = 3,
-    between: Callable[[int], object] = lambda rank: None,
-) -> Engine:
-    """Some steps of an engine; returns it, disconnected."""
-    method = Method(0.05, NUMEL, partial(ReusedThreshold, 8), TopkAllgather, "test")
-    engine = Engine(method, recorder_of(transport.rank))
-    engine.connect(transport)
-    generator = torch.Generator().manual_seed(transport.rank)
-    specs = [TensorSpec(f"layer{i}.weight", (NUMEL,), "torch.float32") for i in range(buckets)]
-    for _ in range(steps):
-        for spec in specs:
-            engine.submit(spec, torch.randn(NUMEL, generator=generator))
-            between(transport.rank)
-        engine.scale = 0.5
-        for spec in specs:
-            engine.result(spec.name)
-    engine.disconnect()
-    return engine
-
-
-def record(path: Path, world_size: int = 2, **arguments: Any) -> None:
-    run_ranks(world_size, lambda t: train(t, lambda rank: Recorder(path), **arguments))
+from tests.recordings import NUMEL, last_run, page_of, record, train
 
 
 @pytest.fixture
@@ -172,7 +131,7 @@ def test_changes_of_the_plan_are_recorded(tmp_path: Path) -> None:
     assert "all dense" in page
 
 
-class Clock:
+class StoppedClock:
     now = 0.0
 
     def __call__(self) -> float:
@@ -180,7 +139,7 @@ class Clock:
 
 
 def test_a_budget_is_kept() -> None:
-    clock = Clock()
+    clock = StoppedClock()
     budget = Budget(0.01, clock)
     paid = 0
     for _ in range(10_000):
@@ -265,61 +224,3 @@ def test_a_recorder_is_pickled_as_its_arguments() -> None:
 def test_share_is_checked(share: float) -> None:
     with pytest.raises(ConfigError, match=f"share must be .*, got {share}"):
         Recorder("x", share=share)
-
-
-# -- the page and the trace ------------------------------------------------------------------------
-
-
-def page_of(path: Path) -> str:
-    assert main(["report", str(path)]) == 0
-    page = path.with_suffix(".html").read_text()
-    assert re.findall(r'(?:src|href)="(?!#)[^"]*"', page) == []  # nothing from elsewhere
-    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
-    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
-        ElementTree.fromstring(svg)
-    return page
-
-
-@pytest.mark.usefixtures("unlimited")
-@pytest.mark.parametrize("buckets", [1, 100])
-def test_a_page_of_one_bucket_and_of_many(tmp_path: Path, buckets: int, capsys: Any) -> None:
-    path = tmp_path / "run.jsonl"
-    record(path, steps=4, buckets=buckets)
-    page = page_of(path)
-    assert page.count("<svg") == 6
-    assert f"layer{buckets - 1}.weight" in page
-    assert "4 steps" in capsys.readouterr().out
-
-
-def test_a_missing_file_is_one_line(tmp_path: Path, capsys: Any) -> None:
-    assert main(["report", str(tmp_path / "none.jsonl")]) == FAILED
-    assert capsys.readouterr().err.startswith("hvd-sparse report: [Errno 2] No such file")
-
-
-@pytest.mark.usefixtures("unlimited")
-@pytest.mark.parametrize("ending", ["]", "", ',\n{"ph": "B", "na'])
-def test_a_trace_merges_with_horovods_timeline(tmp_path: Path, ending: str) -> None:
-    path, timeline = tmp_path / "run.jsonl", tmp_path / "timeline.json"
-    record(path, steps=3)
-    ours_us = last_run(path).run["start_unix_s"] * 1e6
-    began = f'{{"start_time_since_epoch_in_micros":{int(ours_us) - 5_000_000}}}'
-    timeline.write_text(
-        f'[\n{{"name": "process_name", "ph": "M", "pid": 0, "args": {began}}},\n'
-        f'{{"ph": "B", "name": "ALLREDUCE", "ts": 7966, "pid": 1}}{ending}'
-    )
-    assert main(["trace", str(path), "--timeline", str(timeline)]) == 0
-    events = json.loads((tmp_path / "run.trace.json").read_text())["traceEvents"]
-    (theirs,) = [event for event in events if event["name"] == "ALLREDUCE"]
-    assert theirs["ts"] == pytest.approx(7966)
-    ours = [event for event in events if event["ph"] == "X"]
-    assert {event["name"] for event in ours} >= {"ACCUMULATE_SELECT bucket 0", "EXCHANGE bucket 2"}
-    assert all(5_000_000 <= event["ts"] < 65_000_000 for event in ours)
-
-
-def test_a_timeline_that_is_none_is_refused(tmp_path: Path, capsys: Any) -> None:
-    path, timeline = tmp_path / "run.jsonl", tmp_path / "timeline.json"
-    record(path, world_size=1, steps=1)
-    for text, message in (("x", "no timeline"), ("{}", "list of events"), ("[{}]", "start_time")):
-        timeline.write_text(text)
-        assert main(["trace", str(path), "--timeline", str(timeline)]) == FAILED
-        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The choice of a transport, and gloo's connections, with threads in place of processes."""
+"""Connecting: releases, the choice of a transport, and gloo, with threads as ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_sparse.errors import ConfigError, TransportError
+from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.transports import LocalTransport, Transport, run_ranks
-from hvd_sparse.transports.connect import Capability, create_transport, decide
-from hvd_sparse.transports.meeting import HostReport, join_store
+from hvd_sparse.transports.connect import (
+    PROTOCOL,
+    Capability,
+    check_releases,
+    create_transport,
+    decide,
+)
+from hvd_sparse.transports.meeting import HostReport
 from tests.transports.failures import aborts_from_another_thread
 from tests.workers.transport_scenarios import SCENARIOS, Scenario
 
@@ -146,6 +152,39 @@ def test_the_variable_overrides_auto_only(monkeypatch: pytest.MonkeyPatch) -> No
     assert run_ranks(2, rank) == ["gloo", "gloo"]
 
 
+def test_ranks_of_other_releases_are_named() -> None:
+    check_releases([(PROTOCOL, "1.0")] * 4)
+    with pytest.raises(
+        PlanError, match=r"1\.0 \(protocol 1\) on ranks 0, 2; 1\.1 \(protocol 2\) on ranks 1"
+    ):
+        check_releases([(1, "1.0"), (2, "1.1"), (1, "1.0")])
+
+
+def of_another_release(local: LocalTransport, make: Callable[[ThreadBootstrap], Any]) -> str:
+    """What a rank says where rank 1 runs another release."""
+    world = ThreadBootstrap(local)
+    gather = world.allgather_object
+
+    def changed(obj: Any, name: str, timeout_s: float) -> list[Any]:
+        if local.rank == 1 and name == "hvd_sparse.hello":
+            protocol, _, _ = obj
+            obj = (protocol, "9.9", b"what only 9.9 can read")
+        return gather(obj, name, timeout_s)
+
+    world.allgather_object = changed  # type: ignore[method-assign]
+    with pytest.raises(PlanError) as caught:
+        make(world)
+    return str(caught.value)
+
+
+def test_another_release_is_refused_before_anything_of_it_is_read() -> None:
+    says = run_ranks(
+        3, lambda local: of_another_release(local, lambda w: create_transport("gloo", w, 5.0))
+    )
+    assert len(set(says)) == 1
+    assert "9.9 (protocol 1) on ranks 1" in says[0]
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_conformance_of_gloo(scenario: Scenario) -> None:
     over_gloo(3, scenario)
@@ -153,11 +192,6 @@ def test_conformance_of_gloo(scenario: Scenario) -> None:
 
 def test_gloo_aborts_from_another_thread() -> None:
     aborts_from_another_thread(over_gloo)
-
-
-def test_an_unreachable_store_is_named() -> None:
-    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9"):
-        join_store("127.0.0.1", 9, 0.5)
 
 
 def test_nothing_optional_is_imported() -> None:
