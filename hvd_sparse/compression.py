@@ -23,18 +23,13 @@ from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.recording import Recorder
 from hvd_sparse.transports.connect import TRANSPORT_NAMES
 
-# MERGED constructors
-# Makes the constructors of `Compression` from the fields of options.
-
 DOCUMENTED_WIDTH = 100
+NO_CACHE = "none"
+"""A policy's `plan_cache` for no file."""
+POLICY_VARIABLE = "HVD_SPARSE_POLICY"
 
 NamedParameters: TypeAlias = Iterable[tuple[str, Parameter]] | None
 Record: TypeAlias = str | os.PathLike[str] | Recorder | None
-
-
-def recorder_of(record: Record) -> Recorder | None:
-    """The recorder that a user asks for."""
-    return record if isinstance(record, Recorder | None) else Recorder(record)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +44,8 @@ class RunOptions:
     )
     hierarchical: Hierarchical = option(
         False,
-        "True: workers of a host sum their gradients densely in shared memory, and each exchanges "
-        'one shard of them, sparsely, with its like on other hosts. "auto": so where all hosts '
+        "True: workers of a host sum their gradients densely in shared memory; each then exchanges "
+        'one shard sparsely with its counterparts on other hosts. "auto": do so where all hosts '
         "have the same number of workers, and more than one.",
         check_hierarchical,
     )
@@ -61,13 +56,13 @@ class RunOptions:
     )
     timeout_s: float = option(
         600.0,
-        "Seconds without a sign of life after which a peer is given up, and after which connecting "
-        "is. One that is alive is waited for, with a warning every `timeout_s`.",
+        "Seconds of silence after which a worker counts as dead; also the limit for connecting. A "
+        "worker that is alive is waited for, with a warning every `timeout_s`.",
         check_timeout,
     )
     busy_timeout_s: float | None = option(
         None,
-        "Seconds after which a wait for a peer that is alive is given up, too; None: never.",
+        "Limit in seconds on the wait for a worker that is alive; None: no limit.",
         optional(check_timeout),
     )
     record: Record = option(
@@ -83,14 +78,17 @@ class RunOptions:
 def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]:
     """The function that makes a compression by one method.
 
-    Its signature and docstring are those of the options' fields: the method's own first, then what
-    all methods share, then `RunOptions`.
+    Its signature and docstring come from the options' fields: the density and the method's own
+    ones, then those that all methods share, then `RunOptions`.
     """
-    run_names = {item.name for item in fields(RunOptions)}
+    own = list(options.own_fields())
+    density, *shared = (item for item in fields(options) if item not in own)
+    of_method, of_run = [density, *own, *shared], fields(RunOptions)
+    run_names = {item.name for item in of_run}
 
     def construct(named_parameters: NamedParameters = None, **arguments: Any) -> SparseCompressor:
-        bound = _bound(construct.__qualname__, signature, named_parameters, arguments)
-        run = RunOptions(**{key: value for key, value in bound.items() if key in run_names})
+        _check_names(construct.__qualname__, signature, named_parameters, arguments)
+        run = RunOptions(**{key: value for key, value in arguments.items() if key in run_names})
         method = options(**{key: arguments[key] for key in arguments if key not in run_names})
         return SparseCompressor(
             named_parameters,
@@ -100,53 +98,50 @@ def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]
             busy_timeout_s=run.busy_timeout_s,
             hierarchical=run.hierarchical,
             dense_below=run.dense_below,
-            observer=recorder_of(run.record),
+            observer=_recorder_of(run.record),
         )
 
-    every = [*_in_order(options), *fields(RunOptions)]
+    named = inspect.Parameter(
+        "named_parameters",
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None,
+        annotation=NamedParameters,
+    )
     signature = inspect.Signature(
-        [
-            inspect.Parameter(
-                "named_parameters",
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=None,
-                annotation=NamedParameters,
-            ),
-            *_parameters(options, _in_order(options)),
-            *_parameters(RunOptions, fields(RunOptions)),
-        ],
+        [named, *_parameters(options, of_method), *_parameters(RunOptions, of_run)],
         return_annotation=SparseCompressor,
     )
     construct.__name__ = options.name
     construct.__qualname__ = f"Compression.{options.name}"
-    construct.__doc__ = _documented(inspect.getdoc(options) or "", every)
+    construct.__doc__ = _documented(inspect.getdoc(options) or "", [*of_method, *of_run])
     construct.__dict__["__signature__"] = signature
     _serve_uncalled(construct)
     return construct
 
 
-def _bound(
-    name: str,
-    signature: inspect.Signature,
-    named_parameters: NamedParameters,
-    arguments: dict[str, Any],
-) -> dict[str, Any]:
-    """Arguments by name; one that is not known is told with the name that is most like it."""
+def _recorder_of(record: Record) -> Recorder | None:
+    return record if isinstance(record, Recorder | None) else Recorder(record)
+
+
+def _check_names(
+    name: str, signature: inspect.Signature, named: NamedParameters, arguments: dict[str, Any]
+) -> None:
+    """Refuse arguments that a constructor does not have, and name the most similar one."""
     for argument in arguments:
         if argument not in signature.parameters:
             alike = difflib.get_close_matches(argument, signature.parameters, 1)
             hint = f": did you mean {alike[0]!r}?" if alike else f"; see help(hvd_sparse.{name})"
             raise TypeError(f"{name} has no argument {argument!r}{hint}")
     try:
-        return signature.bind(named_parameters, **arguments).arguments
+        signature.bind(named, **arguments)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
 
 
 def _serve_uncalled(construct: Callable[..., SparseCompressor]) -> None:
-    """Let a constructor that was not called be an optimizer's compression, with its defaults.
+    """Let an uncalled constructor be an optimizer's compression, with its defaults.
 
-    The first gradient puts a compression into its place; each optimizer gets one of its own.
+    The first gradient replaces it by a compression; each optimizer gets one of its own.
     """
 
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -163,13 +158,6 @@ def _serve_uncalled(construct: Callable[..., SparseCompressor]) -> None:
     construct.__dict__.update(compress=compress, decompress=decompress)
 
 
-def _in_order(options: type[MethodOptions]) -> list[Field[Any]]:
-    """A method's fields as they are shown: density, its own ones, the others."""
-    own = list(options.own_fields())
-    density, *shared = (item for item in fields(options) if item not in own)
-    return [density, *own, *shared]
-
-
 def _parameters(options: type, items: Iterable[Field[Any]]) -> list[inspect.Parameter]:
     hints = get_type_hints(options)
     return [
@@ -184,7 +172,7 @@ def _parameters(options: type, items: Iterable[Field[Any]]) -> list[inspect.Para
 
 
 def _documented(text: str, items: Iterable[Field[Any]]) -> str:
-    """A docstring with an `Args` section of what the fields mean."""
+    """A docstring with an `Args` section made of the fields' meanings."""
     entries = ["    named_parameters: See the class `Compression`."]
     for item in items:
         entries += textwrap.wrap(
@@ -196,13 +184,8 @@ def _documented(text: str, items: Iterable[Field[Any]]) -> str:
     return "\n".join([text, "", "Args:", *entries])
 
 
-NO_CACHE = "none"
-"""In the place of a policy's `plan_cache`: no file."""
-POLICY_VARIABLE = "HVD_SPARSE_POLICY"
-
-
 class _HorovodCompressor:
-    """A compressor of Horovod's own, looked up when it is asked for."""
+    """A compressor of Horovod's own, which is imported on first use."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -216,19 +199,18 @@ class _HorovodCompressor:
 class Compression:
     """Ways to compress gradients, for `hvd.DistributedOptimizer(compression=…)`.
 
-    Every constructor takes `named_parameters`, what the optimizer gets too, as
-    `model.named_parameters()`; None reads the names from the optimizer that the compression is
-    given to. All other arguments are named, and told by each constructor
-    (`help(hvd_sparse.Compression.topk)`). As Horovod's own, a constructor can be given without
-    being called: `compression=hvd_sparse.Compression.oktopk` has the defaults.
+    Every constructor takes `named_parameters`, as the optimizer does: `model.named_parameters()`.
+    None reads the names from the optimizer that gets the compression. All other arguments are
+    named; `help(hvd_sparse.Compression.topk)` lists them. An uncalled constructor has the defaults,
+    as with Horovod's own: `compression=hvd_sparse.Compression.oktopk`.
 
-    They raise `ConfigError`, a `ValueError`, that names an argument, its range and its value.
+    Constructors raise `ConfigError`, a `ValueError`, with the argument, its range and its value.
 
-    What is not sent stays in a residual and is sent later (error feedback), so no part of a
-    gradient is lost. To change density, compressor or other arguments in mid-training, give
-    another compression's method to `reassign`, on all ranks between the same two steps:
-    `compression.reassign(Compression.dgc(density=0.001).method)`. Residuals are kept; the warm-up
-    goes on from where it was.
+    Unsent entries stay in a residual and are sent later (error feedback), so no part of a gradient
+    is lost. To change the density, the compressor or other arguments during training, call
+    `reassign` on all ranks between the same two steps:
+    `compression.reassign(Compression.dgc(density=0.001).method)`. Residuals are kept, and the
+    warm-up continues.
 
     `Compression.none` and `Compression.fp16` are Horovod's.
     """
@@ -256,15 +238,15 @@ class Compression:
         model: Module | None = None,
         record: Record = None,
     ) -> SparseCompressor:
-        """What a policy file says: tensors by rules, each with its own compressor.
+        """Compress by a policy file, whose rules give tensors their compressors.
 
-        A rule that decides on no parameter is warned of.
+        A rule that applies to no parameter is a warning.
 
         Args:
-            policy: Path of a YAML file, or what it would hold; None takes the path from the
+            policy: Path of a YAML file, or its content as a mapping; None takes the path from the
                 environment variable HVD_SPARSE_POLICY. All ranks need the same rules.
             named_parameters: See the class; None takes those of `model`, if that is given.
-            model: Where rules ask for the class of the module that owns a parameter.
+            model: Needed where rules ask for the class of the module that owns a parameter.
             record: Where to record what happens: a path, or a `Recorder`.
 
         Raises:
@@ -284,7 +266,7 @@ class Compression:
         checked = load_policy(policy)
         rules = assign(checked, named, model)
         method: Assignment = rules
-        if rules.planned:
+        if rules.needs_planner:
             path = checked.plan_cache or default_path()
             cache = None if path == NO_CACHE else PlanCache(path)
             method = Planner(rules, checked.profile, cache)
@@ -296,7 +278,7 @@ class Compression:
             busy_timeout_s=checked.busy_timeout_s,
             hierarchical=checked.hierarchical,
             dense_below=0,
-            observer=recorder_of(record),
+            observer=_recorder_of(record),
         )
 
 
@@ -307,7 +289,7 @@ def dgc_sgd(
     weight_decay: float = 0.0,
     **options: Any,
 ) -> tuple[MomentumCorrectedSGD, SparseCompressor]:
-    """The optimizer and the compression of Deep Gradient Compression, which belong together.
+    """The optimizer and the compression of Deep Gradient Compression.
 
         optimizer, compression = hvd_sparse.dgc_sgd(model.named_parameters(), lr=0.1)
         optimizer = hvd.DistributedOptimizer(
@@ -317,7 +299,7 @@ def dgc_sgd(
         named_parameters: As `model.named_parameters()`.
         lr: Learning rate.
         weight_decay: λ; it gets the same momentum.
-        **options: See `Compression.dgc`; `momentum` and `nesterov` are those of both.
+        **options: See `Compression.dgc`; `momentum` and `nesterov` hold for both.
     """
     named = named_pairs(named_parameters)
     compression = Compression.dgc(named, **options)

@@ -1,13 +1,12 @@
-"""What each allreduce costs: messages, words and bytes to reduce, and the time they take.
+"""What each allreduce costs: messages, words, the work of a rank, and the time they take.
 
 Sources: Table 1 of Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning"
 (PPoPP '22); section 5.3 of Renggli et al., "SparCML" (SC '19).
 
 Symbols: P ranks, n elements, k entries per rank, K entries of the sum, α `alpha_s`, β
-`beta_s_per_byte`, g `gap_s`, γ what a rank computes: by kind, `pace` (work.py), or the same for
-every byte, `reduction_s_per_byte`. A word has four bytes; an entry is two words. β_s of SparCML is
-the time of an entry, β_d that of a word; what they are on a compact wire follows from its
-`WireBytes`.
+`beta_s_per_byte`, g `gap_s`, γ the rank's computing: `pace` by kind of work, or
+`reduction_s_per_byte` for every byte. A word has four bytes; an entry is two words. SparCML's β_s
+is the time of an entry, β_d that of a word; on a compact wire they follow from its `WireBytes`.
 
 | algorithm | messages of a rank, at most | words that it receives |
 |---|---|---|
@@ -22,8 +21,8 @@ the time of an entry, β_d that of a word; what they are on a compact wire follo
 | exdyna, clt_k | 2 log P + P - 1 | 3k (P-1)/P |
 
 Algorithms have the names of `collectives/registry.py`. Both papers give intervals where a cost
-depends on how far the ranks' indices coincide. In between, `expected` takes them as drawn
-independently, which `expected_nnz` turns into the fill-in.
+depends on how far the ranks' indices coincide. `expected` lies in between: it takes indices as
+drawn independently, and their fill-in from `expected_nnz`.
 """
 
 from __future__ import annotations
@@ -42,25 +41,19 @@ from hvd_sparse.topology import (
     in_flight,
 )
 
-# MERGED work
-# What a rank computes in a reduction, by kind, and the seconds that each kind takes.
-#
-# Copies are no kind of their own: a message's copy is a part of β, which is measured through the same
-# call.
-
 INDEX_BYTES, VALUE_BYTES = 4, 4
 
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of entries and values.
+    """What a rank computes, in entries and values. Copies of messages count in β instead.
 
     Attributes:
-        merged_entries: Entries of sparse parts that are merged to a sparse one.
-        scattered_entries: Entries that are written, or added, into a dense part.
+        merged_entries: Entries of sparse parts that are merged into a sparse one.
+        scattered_entries: Entries written, or added, into a dense part.
         added_values: Values of dense parts that are filled, copied or added.
-        scanned_values: Values of a dense sum that are looked at, and scaled into a gradient.
-        selected_entries: Entries out of which some are taken, by magnitude or by index.
+        scanned_values: Values of a dense sum that are read and scaled into a gradient.
+        selected_entries: Entries among which some are selected, by magnitude or by index.
     """
 
     merged_entries: float = 0.0
@@ -73,7 +66,7 @@ class Work:
         return Work(*(getattr(self, n) + getattr(other, n) for n in KINDS))
 
     def times(self, factor: float) -> Work:
-        """So many times as much."""
+        """The same work, a number of times."""
         return Work(*(getattr(self, n) * factor for n in KINDS))
 
 
@@ -83,11 +76,7 @@ NO_WORK = Work()
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of each kind of work, for an entry or a value of float32.
-
-    Attributes:
-        merged_entries: See `Work`; so the others.
-    """
+    """Seconds of each kind of `Work`, per entry or value of float32."""
 
     merged_entries: float = 0.0
     scattered_entries: float = 0.0
@@ -101,17 +90,12 @@ class Pace:
 
     @staticmethod
     def of_bytes(seconds: float) -> Pace:
-        """The same seconds for every byte, whatever is done with it."""
+        """The same seconds for every byte in every kind of work."""
         entry_s, value_s = (INDEX_BYTES + VALUE_BYTES) * seconds, VALUE_BYTES * seconds
         return Pace(entry_s, entry_s, value_s, value_s, entry_s)
 
     def seconds(self, work: Work, value_bytes: float = VALUE_BYTES) -> float:
-        """What work takes.
-
-        Args:
-            work: How much of each kind.
-            value_bytes: Of a value, or of a row of values; what is longer takes longer.
-        """
+        """The seconds of some work, whose values, or rows of values, have `value_bytes` each."""
         by_values = value_bytes / VALUE_BYTES
         by_entries = (INDEX_BYTES + value_bytes) / (INDEX_BYTES + VALUE_BYTES)
         total: float = sum(
@@ -128,15 +112,15 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True)
 class Link:
-    """What the network and the local reduction cost.
+    """Costs of the network and of the local reduction.
 
     Attributes:
         alpha_s: α, seconds of a message.
         beta_s_per_byte: β, seconds of a byte on the wire.
-        reduction_s_per_byte: γ, seconds to reduce a byte, as it is in memory.
-        gap_s: g, seconds of a message that is sent while another one is under way, in `[0, α]`;
-            None: α, as the papers count.
-        pace: γ by what is done; None: `reduction_s_per_byte` for every byte.
+        reduction_s_per_byte: γ, seconds to reduce a byte in memory.
+        gap_s: g, seconds of a message sent while another one is under way, in `[0, α]`; None: α, as
+            in the papers.
+        pace: γ by kind of work; None: `reduction_s_per_byte` for every byte.
     """
 
     alpha_s: float
@@ -155,7 +139,7 @@ class Link:
 
     @property
     def g(self) -> float:
-        """What a message in flight costs, in seconds."""
+        """Seconds of a message in flight."""
         return self.alpha_s if self.gap_s is None else self.gap_s
 
     @property
@@ -165,18 +149,18 @@ class Link:
 
 
 ORDINARY_LINK = Link(alpha_s=1e-4, beta_s_per_byte=8e-9, reduction_s_per_byte=1e-9)
-"""TCP over 1 Gb/s, for where nothing is measured."""
+"""TCP over 1 Gb/s, where no link has been measured."""
 
 
 @dataclass(frozen=True)
 class WireBytes:
-    """What a wire is expected to take, and what its messages are once they have been read.
+    """Expected bytes of a wire, and of what it decodes to.
 
     Attributes:
         index_bytes: Of an entry's index.
         value_bytes: Of an entry's value.
         dense_value_bytes: Of a value in a dense part.
-        read_value_bytes: Of a value in memory, where it is reduced; an index has a word there.
+        read_value_bytes: Of a decoded value in memory, where an index has a word.
     """
 
     index_bytes: float = WORD_BYTES
@@ -200,15 +184,15 @@ PLAIN_BYTES = WireBytes()
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank waits for in one allreduce, on the longest path through it.
+    """The cost of one allreduce for one rank, on its longest path.
 
     Attributes:
         messages: Messages that follow one another.
-        in_flight: Those of them that are sent while another one is under way.
+        in_flight: Those of them sent while another one is under way.
         entries: Sparse entries received.
         dense_words: Values of dense parts received.
-        plain_entries: Entries received that every wire leaves as they are.
-        plain_words: Values and counters received that every wire leaves as they are.
+        plain_entries: Entries received that no wire encodes.
+        plain_words: Values and counters received that no wire encodes.
         work: What the rank computes.
         indices: Indices received without values.
     """
@@ -236,11 +220,11 @@ class Cost:
         return coded + plain + self.plain_words * wire.read_value_bytes
 
     def latency_s(self, link: Link) -> float:
-        """The part of the time that no size changes: α or g a message."""
+        """The part of the time that does not depend on sizes: α or g per message."""
         return (self.messages - self.in_flight) * link.alpha_s + self.in_flight * link.g
 
     def seconds(self, link: Link, wire: WireBytes = PLAIN_BYTES) -> float:
-        """The time it takes: α or g a message, β a byte on the wire, γ what is computed."""
+        """Its time: α or g per message, β per byte on the wire, γ for the work."""
         return (
             self.latency_s(link)
             + self.nbytes(wire) * link.beta_s_per_byte
@@ -250,7 +234,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostRange:
-    """The interval of a cost, and its value for indices that are drawn independently."""
+    """The interval of a cost, and its value for independently drawn indices."""
 
     least: Cost
     expected: Cost
@@ -268,7 +252,7 @@ def expected_nnz(numel: int, k: float, ranks: float) -> float:
 
 
 Formula = Callable[[int, int, int, WireBytes], CostRange]
-"""What a rank pays for one allreduce of n elements over P > 1 ranks, k entries each."""
+"""The cost of one allreduce of n elements over P > 1 ranks with k entries each."""
 
 
 def dense(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
@@ -290,7 +274,7 @@ def topk_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
 def ssar_recursive_double(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """SparCML 5.3.1: round t brings a sum of 2^t streams, dense where that is shorter.
 
-    The surplus ranks get the result as it is: rounded again, it would not be what the others have.
+    The surplus ranks get the result unrounded; rounded again, it would differ from the others'.
     """
     cube = cube_positions(P)
     rounds = int(log2(cube))
@@ -314,7 +298,7 @@ def ssar_recursive_double(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
 def ssar_split_allgather(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     """SparCML 5.3.2: (P - 1 + log P) α, then from 2k (P-1)/P β_s to kP β_s.
 
-    As TopkDSA, to (2k + n) (P-1)/P β: a region that fills up is sent dense, where that is less.
+    As in TopkDSA at most (2k + n) (P-1)/P β: a region that fills up is sent dense if that is less.
     """
     messages, share = P - 1 + allgather_messages(P), (P - 1) / P
     regions = _sum_of_streams(n, k, P, wire, share)
@@ -351,8 +335,8 @@ def gtopk(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
 def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostRange:
     """Ok-Topk: (2P + 2 log P) α, then from 2k (P-1)/P β to 6k (P-1)/P β.
 
-    Expected are k entries for each phase, and no balancing: the boundaries have seen to it. The
-    shares are asked for only after an imbalance; `head_bytes` come with each gathered payload.
+    Expected are k entries in each phase and no balancing, thanks to the boundaries. Ranks ask for
+    shares only after an imbalance; `head_bytes` come with each gathered payload.
     """
     share, gather = (P - 1) / P, allgather_messages(P)
     control = oktopk_control(P, head_bytes)
@@ -379,14 +363,9 @@ def index_union(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
 
 
 def exdyna(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostRange:
-    """ExDyna: every rank selects k/P in its own partition, so that k indices are the union.
+    """ExDyna: every rank selects k/P in its own partition, so the union has k indices.
 
-    Args:
-        P: Ranks.
-        n: Elements.
-        k: Entries, of all ranks together.
-        wire: See `Formula`.
-        head_bytes: What comes with each rank's indices: counts at the levels of the threshold.
+    `head_bytes` come with each rank's indices: counts at the levels of the threshold.
     """
     share = (P - 1) / P
     levels = Cost(0, plain_words=head_bytes / WORD_BYTES * (P - 1))
@@ -396,13 +375,13 @@ def exdyna(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostR
 
 
 def clt_k(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
-    """CLT-k: the leader's k indices, which it receives itself once in P steps."""
+    """CLT-k: the leader's k indices. A rank leads, and receives none, once in P steps."""
     cost = _summed_at(P, k, k * (P - 1) / P)
     return CostRange(cost, cost, cost)
 
 
 def _summed_at(P: int, union: float, indices: float) -> Cost:
-    """Indices gathered, then accumulators summed at their union: to owners, and back."""
+    """Indices gathered, then accumulators summed at their union by its owners, and gathered."""
     share, gather = (P - 1) / P, allgather_messages(P)
     hidden = in_flight(P - 1) + 2 * allgather_in_flight(P)
     work = Work(added_values=union * (1 + share), selected_entries=union)
@@ -416,15 +395,15 @@ def _summed_at(P: int, union: float, indices: float) -> Cost:
 
 
 def oktopk_control(P: int, head_bytes: int) -> Cost:
-    """What the ranks tell each other for the next step: the counts at all levels."""
+    """Counts at all levels, which the ranks send each other for the next step."""
     return Cost(0, plain_words=head_bytes / WORD_BYTES * (P - 1))
 
 
 def _sum_of_streams(n: int, k: int, ranks: float, wire: WireBytes, share: float = 1.0) -> Cost:
     """A message with a share of the sum of several ranks' streams, in the shorter form.
 
-    In memory the form is decided before the sum is taken, by what its last two operands have
-    together; what is sparse after it is sent in the form that is shorter on the wire.
+    In memory the entries of the last two operands decide the form, before they are summed. A sparse
+    sum is then sent in the form that is shorter on the wire.
     """
     operands = expected_nnz(n, k, max(1.0, ranks / 2)) * min(2.0, ranks)
     entries = expected_nnz(n, k, ranks)
@@ -434,7 +413,7 @@ def _sum_of_streams(n: int, k: int, ranks: float, wire: WireBytes, share: float 
 
 
 def _merged_in_batches(P: int, n: int, k: int) -> float:
-    """Entries that a rank merges where each batch of messages is added to the sum so far."""
+    """Entries that a rank merges when it adds each batch of messages to the sum."""
     merged, streams = 0.0, 1
     for batch in batches(P):
         merged += (expected_nnz(n, k, streams) + len(batch) * k) / P
@@ -443,7 +422,7 @@ def _merged_in_batches(P: int, n: int, k: int) -> float:
 
 
 def _combined_by_two(n: int, k: int, ranks: float, wire: WireBytes) -> Work:
-    """Combining two sums, of so many ranks' streams each."""
+    """The work of combining two sums of `ranks` streams each."""
     if _sum_of_streams(n, k, ranks, wire).dense_words:
         return Work(added_values=2 * n)
     operands = 2 * expected_nnz(n, k, ranks)
@@ -453,19 +432,19 @@ def _combined_by_two(n: int, k: int, ranks: float, wire: WireBytes) -> Work:
 
 
 def _scanned(regions: Cost, n: int) -> Cost:
-    """What was gathered, and a look at all of it where it is dense."""
+    """What was gathered; dense regions are scanned."""
     return replace(regions, work=Work(scanned_values=n * (regions.dense_words > 0)))
 
 
 def _split(P: int, n: int, k: int, wire: WireBytes) -> Cost:
-    """The split phase: a rank's stream goes to the owners of its regions."""
+    """The split phase: each rank's stream goes to the owners of the regions."""
     stream = _sum_of_streams(n, k, 1, wire, (P - 1) / P)
     work = Work(0, k, n / P) if wire.fills(n / P, k) else Work(k)
     return replace(stream, messages=P - 1, in_flight=in_flight(P - 1), work=work)
 
 
 def _gathered(P: int, received: Cost) -> Cost:
-    """What an allgather brings."""
+    """What an allgather receives."""
     return replace(received, messages=allgather_messages(P), in_flight=allgather_in_flight(P))
 
 
@@ -474,14 +453,7 @@ def _unrounded(cost: Cost) -> Cost:
 
 
 def _in_turn(costs: Iterable[Cost]) -> Cost:
-    every = list(costs)
-    return Cost(
-        sum(c.messages for c in every),
-        sum(c.entries for c in every),
-        sum(c.dense_words for c in every),
-        sum(c.plain_entries for c in every),
-        sum(c.plain_words for c in every),
-        sum(c.in_flight for c in every),
-        sum((c.work for c in every), NO_WORK),
-        sum(c.indices for c in every),
-    )
+    total = Cost(0)
+    for cost in costs:
+        total = Cost(*(getattr(total, f.name) + getattr(cost, f.name) for f in fields(Cost)))
+    return total

@@ -17,8 +17,11 @@ from torch import nn
 
 import hvd_sparse
 from hvd_sparse import Compression, ConfigError
-from hvd_sparse.engine import Method
+from hvd_sparse.engine import Method, TensorSpec
+from hvd_sparse.engine.bucket import Bucket
+from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.methods import METHODS
+from hvd_sparse.transports import Transport, run_ranks
 
 REQUIRED: dict[str, dict[str, Any]] = {"hard_threshold": {"threshold": 0.1}}
 
@@ -279,6 +282,32 @@ def test_a_pickled_copy_has_the_same_method() -> None:
     assert copy.method.density == 0.25
     assert copy.method.description == compression.method.description
     assert type(copy.method.selector()) is type(compression.method.selector())
+
+
+def test_a_methods_identity_is_its_name_and_options() -> None:
+    half, same, tenth = (METHODS["topk"](density=density).make() for density in (0.5, 0.5, 0.1))
+    assert half.id == same.id
+    assert half.id != tenth.id
+    assert half.id.short == "topk collective=auto density=0.5"
+    assert MethodId.from_json(json.loads(json.dumps(half.id.to_json()))) == half.id
+
+
+def test_a_state_that_names_its_method_in_words_still_fits() -> None:
+    """As earlier releases wrote it."""
+
+    def worker(transport: Transport) -> None:
+        method = METHODS["oktopk"](density=0.5).make()
+        spec = TensorSpec("w", (10,), "torch.float32")
+        bucket = Bucket((spec,), method, transport, torch.device("cpu"))
+        state = bucket.state_dict()
+        words = f"{method.description} by OkTopk"
+        other = words.replace("density=0.5", "density=0.1")
+        assert bucket.fits(state)
+        assert bucket.fits({**state, "kind": words})
+        assert not bucket.fits({**state, "kind": other})
+        assert not bucket.fits({**state, "names": ["v"]})
+
+    run_ranks(2, worker)
 
 
 def test_horovods_own_compressors_stand_beside() -> None:

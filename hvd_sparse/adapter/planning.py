@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -19,6 +19,7 @@ from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.planner.measure import clock_of
+from hvd_sparse.planner.remembered import RecordedTrial
 from hvd_sparse.planner.trial import TIMED_STEPS
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.horovod_handles import outcome_of
@@ -89,7 +90,7 @@ class Planning:
         specs: Sequence[TensorSpec],
         transport: Transport,
         process_set: Any,
-        tell: Callable[[Mapping[str, Any]], None],
+        tell: Callable[[RecordedTrial], None],
         device: torch.device,
         compressed_steps: Callable[[], int],
     ) -> None:
@@ -104,7 +105,7 @@ class Planning:
         planner.compressed_steps = compressed_steps()
         planner.decide(self._specs, World(transport, horovods_allreduce(process_set), device))
         if planner.outcome is not None:
-            tell(planner.outcome.line(recalled=True))
+            tell(planner.outcome.recorded(recalled=True))
         self._steps_left = planner.steps_to_review
         self._began_at = self._returned_at = perf_counter()
 
@@ -166,7 +167,7 @@ class Planning:
         self._planner.compressed_steps = self._compressed_steps()
         changed = self._planner.review(self._specs, middle_s, steps, self._transport)
         if self._planner.outcome is not None and self._planner.outcome is not before:
-            self._tell(self._planner.outcome.line(recalled=False))
+            self._tell(self._planner.outcome.recorded(recalled=False))
         self._steps_left = self._planner.steps_to_review
         if changed:
             self._change_to(self._planner.current)

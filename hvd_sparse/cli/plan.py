@@ -36,8 +36,9 @@ from hvd_sparse.lab.offline_plan import (
 )
 from hvd_sparse.lab.pin import pinned
 from hvd_sparse.lab.plots import load_pyplot, plot_timelines
-from hvd_sparse.planner.choose import ChosenPlan, PlannedTensor, choose_plan
-from hvd_sparse.planner.costs import Profile, modelled, place_of, processor
+from hvd_sparse.lab.predicted import modelled
+from hvd_sparse.planner.choose import ChosenPlan, TimedTensor, choose_plan
+from hvd_sparse.planner.costs import Profile, place_of, processor
 from hvd_sparse.planner.measure import measure_encoding
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import owning_modules
@@ -169,7 +170,7 @@ def write_outputs(
     options: argparse.Namespace,
     rules: PolicyAssignment,
     profile: Profile,
-    tensors: list[PlannedTensor],
+    tensors: list[TimedTensor],
     plan: ChosenPlan,
     *,
     in_two_levels: bool,

@@ -14,7 +14,6 @@ from hvd_sparse.lab.offline_plan import candidates_of
 from hvd_sparse.planner.costs import CPU, Profile
 from hvd_sparse.planner.measure import LIMIT_S, measure_profile
 from hvd_sparse.planner.planner import meet
-from hvd_sparse.planner.remembered import short
 from hvd_sparse.tables import shown_s, table
 from hvd_sparse.transports.connect import TRANSPORT_NAMES, create_transport
 
@@ -78,8 +77,8 @@ def shown(profile: Profile) -> str:
     place = profile.place
     rows = [("elements", *(f"{numel:,}" for numel in SHOWN_NUMELS))]
     rows.append(("dense", *(shown_s(profile.dense.at(numel)) for numel in SHOWN_NUMELS)))
-    for name, costs in profile.methods.items():
-        rows.append((short(name), *(shown_s(costs.seconds(numel)) for numel in SHOWN_NUMELS)))
+    for method, costs in profile.methods.items():
+        rows.append((method.short, *(shown_s(costs.seconds(numel)) for numel in SHOWN_NUMELS)))
     title = f"{place.world_size} ranks, {place.host_class}, {place.transport}, torch {place.torch}"
     title += "" if place.device == CPU else f", {place.device}"
     return f"{title}\n{table(rows)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import accumulate, pairwise
@@ -297,13 +298,19 @@ class Bucket:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a bucket of the same tensors and the same kind wrote a state."""
-        return [list(state["names"]), state["kind"]] == [list(self.stats.names), self._kind()]
+        """Whether a state was written by a bucket of the same tensors and the same kind.
+
+        Earlier releases wrote the kind in words.
+        """
+        by, on = type(self.collective).__name__, "" if self.hosts is None else self.hosts.kind
+        words = f"{self.method.description} by {by}" + f" on {on}" * bool(on)
+        same_kind = state["kind"] in (self._kind(), words)
+        return same_kind and list(state["names"]) == list(self.stats.names)
 
     def _kind(self) -> str:
-        """The method, and the collective that exchanges by it."""
-        kind = f"{self.method.description} by {type(self.collective).__name__}"
-        return kind if self.hosts is None else f"{kind} on {self.hosts.kind}"
+        """The method, and what makes its exchanges: data, as text."""
+        hosts = None if self.hosts is None else self.hosts.kind
+        return json.dumps([self.method.id.to_json(), type(self.collective).__name__, hosts])
 
 
 def _padded(part: Tensor, start: int, numel: int) -> Tensor:

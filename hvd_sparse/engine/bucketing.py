@@ -10,7 +10,6 @@ tensors, or treats one otherwise, all ranks raise `PlanError`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,6 +23,7 @@ from hvd_sparse.errors import PlanError
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.transport import gather_json
 
 WARMUP_KINDS = ("exponential", "linear", "constant")
 STAGES = 4
@@ -127,6 +127,42 @@ class TensorSpec:
         ]
 
 
+Option = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class MethodId:
+    """What a method is, as data: by this ranks, states, costs and plans know it.
+
+    Attributes:
+        name: What the compressor is called.
+        options: Its options by name, in the order in which a reader sees them.
+    """
+
+    name: str
+    options: tuple[tuple[str, Option], ...] = field(default=(), hash=False)
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{name}={value}" for name, value in self.options)])
+
+    @property
+    def short(self) -> str:
+        """The name, the collective and the density, for a table."""
+        shown = [pair for pair in self.options if pair[0] in ("collective", "density")]
+        return str(MethodId(self.name, tuple(shown)))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain containers."""
+        return {"name": self.name, "options": dict(self.options)}
+
+    @staticmethod
+    def from_json(data: Any) -> MethodId:
+        """Read what `to_json` made; anything else raises TypeError, KeyError or ValueError."""
+        if isinstance(data, str):
+            raise ValueError("an earlier release wrote it, which named methods in words")
+        return MethodId(str(data["name"]), tuple(data["options"].items()))
+
+
 @dataclass(frozen=True)
 class Method:
     """How buckets are compressed and exchanged.
@@ -136,11 +172,11 @@ class Method:
         bucket_numel: Elements above which a bucket is closed; a larger tensor has its own.
         selector: Makes one bucket's selector.
         collective: Makes one bucket's collective, from the transport, numel and k.
-        description: All of this in words; ranks must have the same.
+        name: What the compressor is called.
         memory: How gradients enter the accumulator.
         warmup: Densities of the first steps.
-        summary: What a user set, for a reader; empty: all of the description.
-        name: What the compressor is called, for a reader; empty where it has no name.
+        summary: What a user set, for a reader.
+        options: Everything above as data; with the name, ranks must have the same.
         part_numel: Elements above which a tensor is cut into parts with buckets of their own, so
             that one is selected from while another is exchanged; None: no tensor is.
     """
@@ -149,12 +185,22 @@ class Method:
     bucket_numel: int
     selector: Callable[[], Selector]
     collective: Callable[[Transport, int, int], Collective]
-    description: str
+    name: str
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     warmup: Warmup = field(default_factory=Warmup)
     summary: str = ""
-    name: str = ""
+    options: tuple[tuple[str, Option], ...] = ()
     part_numel: int | None = None
+
+    @property
+    def id(self) -> MethodId:
+        """Its identity."""
+        return MethodId(self.name, self.options)
+
+    @property
+    def description(self) -> str:
+        """Its identity in words, for people."""
+        return str(self.id)
 
     def k(self, numel: int, step: int | None = None) -> int:
         """Entries wanted from a bucket of `numel` elements: at least one, where there is one.
@@ -227,11 +273,11 @@ def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list
     """
     groups: list[list[TensorSpec]] = []
     methods: list[Method] = []
-    open_groups: dict[tuple[str, str, str], list[TensorSpec]] = {}
+    open_groups: dict[tuple[str, MethodId, str], list[TensorSpec]] = {}
     for spec in arrivals:
         choice = assignment.choice_of(spec)
         assert choice.method is not None
-        key = (spec.dtype, choice.method.description, choice.bucket)
+        key = (spec.dtype, choice.method.id, choice.bucket)
         most = choice.method.part_numel
         if most is not None and not choice.bucket and spec.numel > most:
             open_groups.pop(key, None)
@@ -266,10 +312,7 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
     Raises:
         PlanError: On every rank, if they do not.
     """
-    mine = {"assignment": assignment.description, "plan": []}
-    theirs = gather_json(mine, transport, channel="assignment")
-    for rank, other in enumerate(theirs):
-        _check_same(theirs[0], other, rank)
+    _exchanged(assignment, [], transport, "assignment")
 
 
 def agree_on_plan(
@@ -284,21 +327,19 @@ def agree_on_plan(
         PlanError: On every rank, if any rank has other tensors or treats them otherwise.
     """
     plan = form_buckets(arrivals, assignment)
-    mine = {
-        "assignment": assignment.description,
-        "plan": [
-            {"method": bucket.method.description, "specs": [_told(spec) for spec in bucket.specs]}
-            for bucket in plan
-        ],
-    }
-    theirs = gather_json(mine, transport, channel="plan")
-    for rank, other in enumerate(theirs):
-        _check_same(theirs[0], other, rank)
-    methods = {bucket.method.description: bucket.method for bucket in plan}
+    told = [
+        {"method": bucket.method.id.to_json(), "specs": [_told(spec) for spec in bucket.specs]}
+        for bucket in plan
+    ]
+    first = _exchanged(assignment, told, transport, "plan")
+    methods = {bucket.method.id: bucket.method for bucket in plan}
     specs = {spec.label: spec for bucket in plan for spec in bucket.specs}  # rank 0's, as checked
     return [
-        BucketPlan(tuple(specs[s["name"]] for s in bucket["specs"]), methods[bucket["method"]])
-        for bucket in theirs[0]["plan"]
+        BucketPlan(
+            tuple(specs[s["name"]] for s in bucket["specs"]),
+            methods[MethodId.from_json(bucket["method"])],
+        )
+        for bucket in first
     ]
 
 
@@ -311,39 +352,48 @@ def text_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def gather_json(mine: object, transport: Transport, *, channel: str) -> list[Any]:
-    """What every rank says, in the order of the ranks."""
-    messages = transport.allgather((text_tensor(json.dumps(mine)),), channel=channel)
-    return [json.loads(bytes(message.numpy())) for message in messages]
+def _exchanged(
+    assignment: Assignment, plan: list[dict[str, Any]], transport: Transport, channel: str
+) -> list[dict[str, Any]]:
+    """Exchange what each rank would do; all raise where it differs. Returns rank 0's plan."""
+    of = assignment.id if isinstance(assignment, Method) else MethodId(assignment.description)
+    mine = {"assignment": of.to_json(), "plan": plan}
+    first, *others = gather_json(transport, mine, channel)
+    for rank, other in enumerate(others, 1):
+        _check_same(first, other, rank)
+    return list(first["plan"])
 
 
 def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     if other["assignment"] != first["assignment"]:
-        mine, theirs = differing_words(first["assignment"], other["assignment"])
+        pair = (MethodId.from_json(each["assignment"]) for each in (first, other))
+        mine, theirs = differing(*pair)
         raise PlanError(f"ranks compress differently: rank 0 {mine}, rank {rank} {theirs}")
-    tensors, others = _tensors(first), _tensors(other)
+    tensors, others, none = _tensors(first), _tensors(other), MethodId("none")
     for name in sorted(tensors.keys() | others.keys()):
-        mine, theirs = tensors.get(name, "none"), others.get(name, "none")
+        mine, theirs = differing(tensors.get(name, none), others.get(name, none))
         if mine != theirs:
-            mine, theirs = differing_words(mine, theirs)
             raise PlanError(
                 f"ranks have different gradients for {name!r}: rank 0 {mine}, rank {rank} {theirs}"
             )
 
 
-def differing_words(first: str, second: str) -> tuple[str, str]:
-    """What two descriptions differ in: all of them, where they have not the same keys in order."""
-    words = list(zip(first.split(), second.split(), strict=False))
-    keys = [(mine.partition("=")[0], other.partition("=")[0]) for mine, other in words]
-    if len(first.split()) != len(second.split()) or any(a != b for a, b in keys):
-        return first, second
-    apart = [pair for pair in words if pair[0] != pair[1]]
-    return " ".join(mine for mine, _ in apart), " ".join(other for _, other in apart)
+def differing(first: MethodId, second: MethodId) -> tuple[str, str]:
+    """What differs in two identities: option values; all of it, where names differ."""
+    mine, theirs = dict(first.options), dict(second.options)
+    if first.name != second.name or mine.keys() != theirs.keys():
+        return str(first), str(second)
+    apart = [name for name in mine if mine[name] != theirs[name]]
+    words = [" ".join(f"{name}={each[name]}" for name in apart) for each in (mine, theirs)]
+    return words[0], words[1]
 
 
-def _tensors(message: dict[str, Any]) -> dict[str, str]:
-    return {
-        spec["name"]: f"{spec['dtype']}{tuple(spec['shape'])} by {bucket['method']}"
-        for bucket in message["plan"]
-        for spec in bucket["specs"]
-    }
+def _tensors(message: dict[str, Any]) -> dict[str, MethodId]:
+    """Each tensor's type, shape and method, as one identity."""
+    found = {}
+    for bucket in message["plan"]:
+        method = MethodId.from_json(bucket["method"])
+        for spec in bucket["specs"]:
+            name = f"{spec['dtype']}{tuple(spec['shape'])} by {method.name}"
+            found[spec["name"]] = MethodId(name, method.options)
+    return found

@@ -14,9 +14,9 @@ from torch import Tensor
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_above, check_count
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.bucketing import gather_json
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.transport import gather_json
 
 WHERE = "state of the compression"
 VERSION = 2
@@ -171,7 +171,7 @@ class EngineState:
         matching = [next(filter(bucket.fits, self.buckets), None) for bucket in buckets]
         misfit = self._misfit(buckets, matching, transport if strict else None)
         mine = {"misfit": misfit, "step": self.step, "strict": strict}
-        theirs = gather_json(mine, transport, channel="state")
+        theirs = gather_json(transport, mine, "state")
         _check_together(theirs)
         left = self._restore_memories(buckets)
         for bucket in buckets:
@@ -179,7 +179,7 @@ class EngineState:
             bucket.step = max(their["step"] for their in theirs)
         digests = [_digest(*both) for both in zip(buckets, matching, strict=True)]
         peers = buckets[0].collective.transport  # those that exchange with this rank
-        everywhere = zip(*gather_json(digests, peers, channel="state"), strict=True)
+        everywhere = zip(*gather_json(peers, digests, "state"), strict=True)
         for bucket, state, on_ranks in zip(buckets, matching, everywhere, strict=True):
             if state is None:
                 continue

@@ -10,28 +10,26 @@ from typing import Any
 from hvd_sparse.collectives.registry import COSTED
 from hvd_sparse.collectives.two_levels import Levels, Prediction, dense_ring, flat, two_levels
 from hvd_sparse.engine import Method, TensorSpec
+from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.lab.predicted import Verdict, schedule, verdict
 from hvd_sparse.planner.choose import (
     MARGIN,
     ChosenPlan,
-    PlannedTensor,
-    Verdict,
+    TimedTensor,
     jobs_of,
-    schedule,
-    verdict,
 )
 from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, Profile, place_of
-from hvd_sparse.planner.remembered import short
 from hvd_sparse.policy.assignment import PolicyAssignment, Rule
 from hvd_sparse.tables import shown_s
 
 
-def candidates_of(rules: Sequence[Rule]) -> dict[str, Method]:
-    """All methods that a planner may choose, by description."""
-    return {m.description: m for rule in rules if rule.planned for m in rule.methods}
+def candidates_of(rules: Sequence[Rule]) -> dict[MethodId, Method]:
+    """All methods that a planner may choose from."""
+    return {m.id: m for rule in rules if rule.is_auto for m in rule.methods}
 
 
-def profiles_of_hosts(levels: Levels, costs: Mapping[str, MethodCosts]) -> list[Profile]:
+def profiles_of_hosts(levels: Levels, costs: Mapping[MethodId, MethodCosts]) -> list[Profile]:
     """A profile of the flat form, and one of two levels where there are two levels."""
     place = place_of("modelled", levels.world_size, levels.hosts)
     forms = (False, True) if min(levels.hosts, levels.local_size) > 1 else (False,)
@@ -39,7 +37,7 @@ def profiles_of_hosts(levels: Levels, costs: Mapping[str, MethodCosts]) -> list[
 
 
 def modelled_on_hosts(
-    place: Place, levels: Levels, methods: Mapping[str, MethodCosts], *, hierarchical: bool
+    place: Place, levels: Levels, methods: Mapping[MethodId, MethodCosts], *, hierarchical: bool
 ) -> Profile:
     """A profile of hosts with several ranks and one network card each, by the cost model.
 
@@ -80,7 +78,7 @@ def _line(predicted: Callable[[int], Prediction]) -> Line:
 
 def as_they_come(
     specs: list[TensorSpec], rules: PolicyAssignment, backward_s: float
-) -> list[PlannedTensor]:
+) -> list[TimedTensor]:
     """The tensors in the order of their gradients, which become ready during backward.
 
     A gradient becomes ready after a time that is proportional to the elements before it.
@@ -88,7 +86,7 @@ def as_they_come(
     done = list(accumulate(spec.numel for spec in specs))
     first, total = done[0], max(1, done[-1] - done[0])
     return [
-        PlannedTensor(spec, backward_s * (d - first) / total, rules.candidates_of(spec))
+        TimedTensor(spec, backward_s * (d - first) / total, rules.candidates_of(spec))
         for spec, d in zip(specs, done, strict=True)
     ]
 
@@ -98,11 +96,11 @@ HEADINGS = ("tensor", "elements", "ready", "dense", "sparse", "encode", "decode"
 
 
 def row_of(
-    tensor: PlannedTensor,
+    tensor: TimedTensor,
     rules: PolicyAssignment,
     profile: Profile,
     plan: ChosenPlan,
-    tensors: Sequence[PlannedTensor],
+    tensors: Sequence[TimedTensor],
 ) -> dict[str, Any]:
     """One tensor of a plan: the four terms of DRAGONN's equation (1), the choice, and why.
 
@@ -116,7 +114,7 @@ def row_of(
     if not tensor.candidates:
         method = rules.choice_of(spec).method
         row["choice"] = "dense" if method is None else method.description
-        row["shown"] = "dense" if method is None else short(method.description)
+        row["shown"] = "dense" if method is None else method.id.short
         row["reason"] = "the policy says so"
         return row
     if placement is not None:
@@ -125,9 +123,9 @@ def row_of(
         found = verdict(profile, profile.costs_of(placement.method), spec.numel, whole)
         bucket = placement.bucket.removeprefix("planned ")
         row["choice"] = f"{placement.method}, bucket {bucket}"
-        row["shown"] = f"{short(placement.method)}, {bucket}"
+        row["shown"] = f"{placement.method.short}, {bucket}"
     else:
-        every = [profile.costs_of(method.description) for method in tensor.candidates]
+        every = [profile.costs_of(method.id) for method in tensor.candidates]
         found = min(
             (verdict(profile, costs, spec.numel) for costs in every), key=lambda v: v.sparse_s
         )
@@ -140,10 +138,10 @@ def row_of(
 
 
 def is_hidden(
-    tensor: PlannedTensor,
+    tensor: TimedTensor,
     profile: Profile,
     plan: ChosenPlan,
-    tensors: Sequence[PlannedTensor],
+    tensors: Sequence[TimedTensor],
 ) -> bool:
     """Whether a dense tensor is reduced before the last gradient is ready."""
     end_s = max(each.ready_s for each in tensors)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_sparse.engine import TensorSpec
+from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.planner.choose import Placement
 from hvd_sparse.policy.assignment import PolicyAssignment
@@ -36,7 +37,7 @@ def pinned(
         ConfigError: The plan uses a method that the tensor's rule does not have.
     """
     data = policy.document.data
-    buckets: dict[tuple[int, str, str], list[str]] = {}
+    buckets: dict[tuple[int, MethodId, str], list[str]] = {}
     for spec in specs:
         rule, placed = rules.rule_of(spec), placements.get(spec.name)
         if rule is not None and placed is not None:
@@ -59,13 +60,15 @@ def pinned(
     return {**kept, "rules": made}
 
 
-def _settings(policy: Policy, rules: PolicyAssignment, place: int, method: str) -> dict[str, Any]:
+def _settings(
+    policy: Policy, rules: PolicyAssignment, place: int, method: MethodId
+) -> dict[str, Any]:
     """The keys of a rule that describe one of its methods, with this method's collective."""
     rule = policy.document.data["rules"][place]
     settings = {key: value for key, value in rule.items() if key not in OF_RULE}
-    methods = [each.description for each in rules.rules[place].methods]
+    methods = [each.id for each in rules.rules[place].methods]
     if method not in methods:
-        raise ConfigError(f"rules[{place}] has no method {method!r}")
+        raise ConfigError(f"rules[{place}] has no method {str(method)!r}")
     if len(methods) > 1:
         whole = {**policy.document.data.get("defaults", {}), **settings}
         settings["collective"] = collectives_of(whole)[methods.index(method)]

@@ -8,8 +8,9 @@ from typing import Any
 
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import replacing
+from hvd_sparse.lab.predicted import Span, schedule
 from hvd_sparse.lab.simulator.simulation import SimulatedOutcome
-from hvd_sparse.planner.choose import Placement, PlannedTensor, Span, jobs_of, schedule
+from hvd_sparse.planner.choose import Placement, TimedTensor, jobs_of
 from hvd_sparse.planner.costs import Profile
 
 
@@ -100,7 +101,7 @@ COLORS = {
 
 
 def timeline(
-    profile: Profile, tensors: Sequence[PlannedTensor], placements: Mapping[str, Placement]
+    profile: Profile, tensors: Sequence[TimedTensor], placements: Mapping[str, Placement]
 ) -> dict[str, list[tuple[str, float, float]]]:
     """The spans of a step by lane: kind, start and stop in seconds from the first gradient."""
     spans = list(schedule(jobs_of(profile, tensors, placements)))
@@ -118,7 +119,7 @@ def timeline(
 
 def plot_timelines(
     profile: Profile,
-    tensors: Sequence[PlannedTensor],
+    tensors: Sequence[TimedTensor],
     placements: Mapping[str, Placement],
     path: Path | str,
 ) -> None:

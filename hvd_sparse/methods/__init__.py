@@ -1,11 +1,11 @@
 """Methods by name: how a bucket's entries are selected, remembered and exchanged.
 
-A method's options know neither Horovod nor a transport. `make()` gives the `Method`, which an
-engine, a plan or a policy uses; `hvd_sparse.Compression` puts it behind Horovod's `compression=`.
+A method's options know neither Horovod nor a transport. `make()` gives the `Method` that an engine,
+a plan or a policy uses; `hvd_sparse.Compression` puts it behind Horovod's `compression=`.
 
     method = METHODS["oktopk"](density=0.02).make()
 
-A new method takes a class in a file here and its place in `METHODS`.
+A new method is a class in a file here, and an entry in `METHODS`.
 """
 
 from collections.abc import Mapping

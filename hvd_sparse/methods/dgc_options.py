@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from hvd_sparse.checks import at_most, check_below_one, check_count, check_share, choice, option
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MOMENTUM_KINDS
@@ -29,7 +31,7 @@ class DgcOptions(AnyCollectiveOptions):
 
     The optimizer must not apply momentum to these gradients a second time: use
     `hvd_sparse.MomentumCorrectedSGD`, or `hvd_sparse.dgc_sgd`, which makes both. The authors warm
-    up over the first four epochs (`warmup_epochs=4, steps_per_epoch=…`) and go to density 0.001.
+    up over the first four epochs (`warmup_epochs=4, steps_per_epoch=…`), down to density 0.001.
     """
 
     name = "dgc"
@@ -39,16 +41,16 @@ class DgcOptions(AnyCollectiveOptions):
     )
     momentum_kind: str = option(
         "local",
-        '"local": each worker\'s own, which is the paper\'s; "global": that of what all workers '
-        "applied (GMC).",
+        '"local": each worker\'s own, as in the paper; "global": that of the applied gradients of '
+        "all workers (GMC).",
         choice(MOMENTUM_KINDS),
     )
     sample_share: float = option(
         0.01, "Part of the elements from which the threshold is estimated, in (0, 1].", check_share
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ThresholdSelector(SampledThreshold(self.sample_share))
 
 
@@ -57,29 +59,29 @@ class DragonnOptions(AnyCollectiveOptions):
     """DRAGONN: entries that pass a sampled threshold are extracted by hashing their indices.
 
     Source: Wang et al., "DRAGONN" (ICML 2022), algorithm 1. Where |acc_i| ≥ t, I[h(i)] = i; the
-    largest magnitudes win, and what lost its slot stays in the residual. The authors use DGC's
-    memory with it: `momentum=0.9, momentum_kind="local"`.
+    largest magnitudes win the slots, and the others stay in the residual. The authors use it with
+    DGC's memory: `momentum=0.9, momentum_kind="local"`.
     """
 
     name = "dragonn"
 
     slots_per_entry: float = option(
         3.0,
-        "m/l, slots per entry that may be expected to reach the threshold, above 0 and at most "
+        "m/l, slots per entry expected to reach the threshold, above 0 and at most "
         f"{MOST_SLOTS_PER_ENTRY}.",
         at_most(MOST_SLOTS_PER_ENTRY),
     )
     slots_per_bucket: int = option(
         8,
-        "8, where under 0.1 % lose at 3 slots per entry; or 1, as in the paper, whose release has "
-        "4 slots per entry and loses 11.5 %.",
+        "8, which loses under 0.1 % of the entries at 3 slots per entry; or 1, as in the paper, "
+        "whose release has 4 slots per entry and loses 11.5 %.",
         _check_slots_per_bucket,
     )
     sample_share: float = option(
         0.01, "Part of the elements from which the threshold is estimated, in (0, 1].", check_share
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         extraction = HashedExtraction(self.slots_per_entry, self.slots_per_bucket)
         return ThresholdSelector(SampledThreshold(self.sample_share), extraction)

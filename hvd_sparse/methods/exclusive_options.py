@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from typing_extensions import override
+
 from hvd_sparse.checks import check_below_one, check_flag, option
 from hvd_sparse.collectives import CyclicLeader, ExDyna
 from hvd_sparse.methods.method_options import CollectiveFactory, MethodOptions
@@ -16,9 +18,9 @@ class ExdynaOptions(MethodOptions):
     """ExDyna: each rank selects in its own partition; all ranks' accumulators are summed there.
 
     Source: Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable
-    Distributed Deep Learning" (CCGrid 2024), algorithms 1 to 5. About k entries are applied,
-    whatever the number of ranks: at the indices idx = ∪_i idx_i, Σ_i acc_i[idx], and acc_i[idx] = 0
-    on every rank.
+    Distributed Deep Learning" (CCGrid 2024), algorithms 1 to 5. For any number of ranks about k
+    entries are applied: Σ_i acc_i[idx] at the indices idx = ∪_i idx_i, and acc_i[idx] = 0 on every
+    rank.
     """
 
     name = "exdyna"
@@ -31,16 +33,16 @@ class ExdynaOptions(MethodOptions):
     )
     dynamic: bool = option(
         True,
-        "Whether blocks move between partitions so that ranks select alike many entries.",
+        "Whether blocks move between partitions, so that ranks select equally many entries.",
         check_flag,
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return OnlineThreshold()
 
+    @override
     def collective_factory(self) -> CollectiveFactory:
-        """See `MethodOptions.collective_factory`."""
         return partial(ExDyna, tolerance=self.tolerance, dynamic=self.dynamic)
 
 
@@ -54,10 +56,10 @@ class CltkOptions(MethodOptions):
 
     name = "clt_k"
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ExactTopK()
 
+    @override
     def collective_factory(self) -> CollectiveFactory:
-        """See `MethodOptions.collective_factory`."""
         return CyclicLeader

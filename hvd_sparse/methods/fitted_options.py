@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from hvd_sparse.checks import check_below_one, check_share, count, option
 from hvd_sparse.methods.method_options import AnyCollectiveOptions
 from hvd_sparse.selectors import (
@@ -21,8 +23,8 @@ class GaussiankOptions(AnyCollectiveOptions):
     """Gaussiank: the threshold that a normal distribution would have.
 
     Source: Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv
-    1911.08772): t = Φ⁻¹(1 - d/2) σ, with three rough adjustments. It aims at a density and misses
-    it, often by a lot: it is here to be compared with.
+    1911.08772): t = Φ⁻¹(1 - d/2) σ, with three rough adjustments. It often misses its density by a
+    lot, and is here for comparison.
     """
 
     name = "gaussiank"
@@ -31,8 +33,8 @@ class GaussiankOptions(AnyCollectiveOptions):
         0.01, "Part of the elements whose moments are taken, in (0, 1].", check_share
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ThresholdSelector(GaussianThreshold(self.sample_share), tolerance=math.inf)
 
 
@@ -51,13 +53,13 @@ class SidcoOptions(AnyCollectiveOptions):
     )
     tolerance: float = option(
         0.1,
-        "Share of k by which the number of entries may be off before the selection is put right, "
+        "Share of k by which the number of entries may be off before the selection is corrected, "
         "in [0, 1).",
         check_below_one,
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ThresholdSelector(SidcoThreshold(self.sample_share), tolerance=self.tolerance)
 
 
@@ -71,7 +73,7 @@ class MstopkOptions(AnyCollectiveOptions):
 
     name = "mstopk"
 
-    halvings: int = option(30, "N, most bisections, at least 1.", count(1))
+    halvings: int = option(30, "N, the largest number of bisections, at least 1.", count(1))
     sample_share: float = option(
         0.01, "Part of the elements from which candidates are guessed, in (0, 1].", check_share
     )
@@ -79,6 +81,6 @@ class MstopkOptions(AnyCollectiveOptions):
         0.1, "Share of k within which bisection ends, in [0, 1).", check_below_one
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return BisectionTopK(self.sample_share, self.tolerance, self.halvings)

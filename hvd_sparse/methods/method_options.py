@@ -1,7 +1,7 @@
-"""What all methods have in common: their options, and how a method is made of them.
+"""The options that all methods share, and how they make a `Method`.
 
-The signatures and docstrings of `Compression`'s constructors, the keys of policies and their schema
-are read from the fields.
+`Compression`'s constructors (signatures and docstrings), the keys of policies and their schema are
+made from the fields.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field, asdict, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from hvd_sparse.checks import (
     above,
@@ -40,19 +42,19 @@ CollectiveFactory = Callable[..., Collective]
 
 BUCKET_NUMEL = 1 << 23
 LEAST_CUT_NUMEL = 1 << 24
-"""Tensors are not cut below that, however small buckets are: each part costs messages of its own,
-while selecting from so many elements takes no longer than these."""
+"""Smaller tensors are never cut, however small buckets are: each part costs messages of its own,
+and selecting from so few elements takes no longer than these."""
 AUTOMATIC = "auto"
 COLLECTIVES = (AUTOMATIC, *SELECTABLE)
-"""Names of collectives that a user may ask for."""
+"""Names of collectives in arguments."""
 MOST_STEPS = 1 << 53
-"""Of a warm-up: floats count no further."""
+"""Limit on the steps of a warm-up: floats count no further."""
 SEPARATOR = ","
-"""Between the names of a set to choose from."""
+"""Separates the names of several collectives to choose from."""
 
 
 def check_collective(name: str, value: Any) -> str:
-    """The name of a collective, or several to choose from, of which each algorithm counts once."""
+    """The name of a collective, or several to choose from, without synonyms of one algorithm."""
     names = value.split(SEPARATOR) if isinstance(value, str) else [value]
     if len(names) == 1:
         return check_choice(name, value, COLLECTIVES)
@@ -62,10 +64,10 @@ def check_collective(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions(ABC):
-    """The options that all methods share. A subclass adds its own, and is documented by its paper.
+    """The options that all methods share. A subclass adds its own, and cites its paper.
 
     Attributes:
-        name: What the method is called in `Compression` and in policies.
+        name: The method's name in `Compression` and in policies.
     """
 
     name: ClassVar[str]
@@ -90,21 +92,21 @@ class MethodOptions(ABC):
     nesterov: bool = option(False, "Whether that momentum is Nesterov's.", check_flag)
     low_pass: float = option(
         1.0,
-        "β of ScaleCom's low-pass filter, in (0, 1]: of what would stay, the residual takes in β "
-        "times the change. 1 is no filter.",
+        "β of ScaleCom's low-pass filter, in (0, 1]: new residual = (1-β)·old + β·unsent. 1 is no "
+        "filter.",
         check_share,
     )
     residual_decay: float = option(
         1.0,
-        "What the residual is multiplied by after each step, in (0, 1]. Below 1 a part of the "
-        "gradient is lost, and counted in `stats().let_go_l1`.",
+        "Factor on the residual after each step, in (0, 1]. Below 1 a part of the gradient is "
+        "lost, and counted in `stats().let_go_l1`.",
         check_share,
     )
     clip_norm: float | None = option(
         None,
-        "Limit on the L2 norm of the gradient that the optimizer sees, of all tensors together, "
-        "above 0: each of P ranks clips its own to P^(-1/2) times it before it is accumulated. No "
-        "exchange begins before the last gradient is there. None: no limit.",
+        "Limit on the L2 norm of the whole gradient that the optimizer sees, above 0: each of P "
+        "ranks clips its own to P^(-1/2) times the limit before accumulating it. No exchange "
+        "begins before the last gradient is ready. None: no limit.",
         optional(above(0)),
     )
     warmup: str = option(
@@ -113,13 +115,13 @@ class MethodOptions(ABC):
         'before, as in DGC), "linear" or "constant".',
         choice(WARMUP_KINDS),
     )
-    warmup_density: float = option(0.25, "Where the warm-up begins, in (0, 1].", check_share)
-    warmup_steps: int = option(0, "Steps that it takes, at least 0.", count(0))
-    warmup_epochs: float = option(0.0, "The same in epochs; they add up.", at_least(0))
+    warmup_density: float = option(0.25, "First density of the warm-up, in (0, 1].", check_share)
+    warmup_steps: int = option(0, "Steps of the warm-up, at least 0.", count(0))
+    warmup_epochs: float = option(0.0, "Epochs of the warm-up, beside `warmup_steps`.", at_least(0))
     dense_steps: int = option(
-        0, "Steps before it in which everything is exchanged, at least 0.", count(0)
+        0, "Steps before the warm-up in which all entries are exchanged, at least 0.", count(0)
     )
-    dense_epochs: float = option(0.0, "The same in epochs.", at_least(0))
+    dense_epochs: float = option(0.0, "The same in epochs, beside `dense_steps`.", at_least(0))
     steps_per_epoch: int | None = option(
         None, "Steps of an epoch; needed where epochs are given.", optional(count(1))
     )
@@ -145,15 +147,15 @@ class MethodOptions(ABC):
             raise ConfigError(
                 "steps_per_epoch must be given with warmup_epochs and dense_epochs, got None"
             )
-        self._warmup()  # what is too long is refused here, by its name
+        self._warmup()  # refuses one that is too long, by name
 
     @abstractmethod
     def selector(self) -> Selector:
-        """One bucket's selector."""
+        """Make one bucket's selector."""
 
     @abstractmethod
     def collective_factory(self) -> CollectiveFactory:
-        """What makes one bucket's collective."""
+        """The function that makes one bucket's collective."""
 
     @classmethod
     def own_fields(cls) -> Iterator[Field[Any]]:
@@ -162,7 +164,7 @@ class MethodOptions(ABC):
         return (item for item in fields(cls) if item.name not in shared)
 
     def make(self) -> Method:
-        """The method, which an engine or a plan can use."""
+        """The method, as engines, plans and policies use it."""
         memory = MemoryOptions(
             self.momentum,
             self.nesterov,
@@ -172,19 +174,19 @@ class MethodOptions(ABC):
             self.residual_decay,
         )
         warmup = self._warmup()
-        told = {item.name: getattr(self, item.name) for item in self.own_fields()}
-        told |= {"density": self.density, "bucket_numel": self.bucket_numel, "wire": self.wire}
-        told |= asdict(memory) | {f"warmup_{key}": value for key, value in asdict(warmup).items()}
+        options = {item.name: getattr(self, item.name) for item in self.own_fields()}
+        options |= {"density": self.density, "bucket_numel": self.bucket_numel, "wire": self.wire}
+        options |= asdict(memory) | {f"warmup_{key}": v for key, v in asdict(warmup).items()}
         return Method(
             self.density,
             self.bucket_numel,
             self.selector,
             partial(self.collective_factory(), wire=WIRES[self.wire]),
-            " ".join([self.name, *(f"{key}={value}" for key, value in told.items())]),
+            self.name,
             memory,
             warmup,
             self.summary(),
-            self.name,
+            tuple(options.items()),
             max(self.bucket_numel, LEAST_CUT_NUMEL),
         )
 
@@ -199,7 +201,7 @@ class MethodOptions(ABC):
         return Warmup(self.warmup, self._steps("warmup"), self.warmup_density, self._steps("dense"))
 
     def _steps(self, phase: str) -> int:
-        """The steps of a phase, those of its epochs among them."""
+        """The steps of a phase, including those of its epochs."""
         steps: int = getattr(self, f"{phase}_steps")
         epochs: float = getattr(self, f"{phase}_epochs")
         try:
@@ -221,8 +223,8 @@ class AnyCollectiveOptions(MethodOptions):
         "topk_allgather", "What exchanges the entries; see `Compression.topk`.", check_collective
     )
 
+    @override
     def collective_factory(self) -> CollectiveFactory:
-        """See `MethodOptions.collective_factory`."""
         if self.collective == AUTOMATIC:
             return AutomaticCollective
         if SEPARATOR in self.collective:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from typing_extensions import override
+
 from hvd_sparse.checks import at_least, check_below_one, count, option
 from hvd_sparse.collectives import OkTopk
 from hvd_sparse.methods.method_options import CollectiveFactory, MethodOptions
@@ -31,7 +33,7 @@ class OktopkOptions(MethodOptions):
     )
     balance_factor: float = option(
         4.0,
-        "Results are levelled between ranks before they are gathered where one rank has more than "
+        "Results are balanced between ranks before they are gathered if one rank has more than "
         "this many times the average, at least 1.",
         at_least(1),
     )
@@ -42,12 +44,12 @@ class OktopkOptions(MethodOptions):
         check_below_one,
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ReusedThreshold(self.threshold_interval, self.tolerance)
 
+    @override
     def collective_factory(self) -> CollectiveFactory:
-        """See `MethodOptions.collective_factory`."""
         return partial(
             OkTopk,
             repartition_interval=self.repartition_interval,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from hvd_sparse.checks import REQUIRED, above, count, option, optional
 from hvd_sparse.methods.method_options import AUTOMATIC, AnyCollectiveOptions, check_collective
 from hvd_sparse.selectors import ExactTopK, GroupedTopK, HardThreshold, RandomK, Selector
@@ -30,14 +32,14 @@ class TopkOptions(AnyCollectiveOptions):
     )
     group_numel: int | None = option(
         None,
-        "None: the k largest of a whole bucket. A number, at least 1: as large a part of each "
-        "group of about so many consecutive elements. SparCML (Renggli et al., SC '19) trains with "
-        "512; every layer is heard then, however small its gradient.",
+        "None: the k largest of a whole bucket. A number, at least 1: the same share of each group "
+        "of about so many consecutive elements. SparCML (Renggli et al., SC '19) trains with 512, "
+        "so that every layer is sent, however small its gradient.",
         optional(count(1)),
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return ExactTopK() if self.group_numel is None else GroupedTopK(self.group_numel)
 
 
@@ -50,22 +52,22 @@ class RandomkOptions(AnyCollectiveOptions):
 
     name = "randomk"
 
-    seed: int = option(0, "Of the draws, at least 0; must be the same on all ranks.", count(0))
+    seed: int = option(0, "Seed of the draws, at least 0; must be the same on all ranks.", count(0))
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return RandomK(self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardThresholdOptions(AnyCollectiveOptions):
-    """Hard threshold: all that reaches one fixed magnitude; density is whatever comes of it.
+    """Hard threshold: all entries that reach one fixed magnitude, whatever density that gives.
 
     Source: Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization" (NeurIPS
-    2021). There is no good default: λ = 1 / (2 √k) is the authors', for a density k/n that is hoped
-    for, and wrong by orders of magnitude where gradients are small. `density` is what k is for
-    collectives that apply the k largest of the sum. A rank sends at most four times k entries in
-    a step; what else reaches the threshold waits in the residual.
+    2021). There is no good default: the authors' λ = 1 / (2 √k), for a wanted density k/n, is wrong
+    by orders of magnitude where gradients are small. Collectives that apply the k largest entries
+    of the sum take k from `density`. A rank sends at most four times k entries in a step; others
+    that reach the threshold wait in the residual.
     """
 
     name = "hard_threshold"
@@ -76,6 +78,6 @@ class HardThresholdOptions(AnyCollectiveOptions):
         above(0),
     )
 
+    @override
     def selector(self) -> Selector:
-        """See `MethodOptions.selector`."""
         return HardThreshold(self.threshold)

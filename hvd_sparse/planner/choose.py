@@ -1,181 +1,58 @@
-"""The search for a plan: which tensors are sparse, by which method, in which buckets.
+"""The search for a plan: which tensors are compressed, by which method, in which buckets.
 
-DRAGONN's equation (1) asks of one tensor whether encode + decode < dense - sparse. Beside a
-backward pass it matters, too, when its gradient comes and what is under way then: what is hidden
-already need not be compressed. So every choice is judged by the whole step that is predicted.
+Every choice is judged by the predicted time of the whole step. DRAGONN's equation (1) compares
+encode + decode with dense - sparse for one tensor alone. Beside a backward pass it also
+matters when a gradient comes and what is under way then: a tensor that backward hides already need
+not be compressed.
 
-For each group of tensors that may be compressed by the same candidates, the search tries to
-compress the last ones to come, and the largest ones, as many as may be, by every candidate and in
-several numbers of buckets. Then it goes from tensor to tensor and from bucket to bucket, and
-changes what makes the step faster: a tensor's bucket, or none; a bucket's method. Of plans that
-take the same time, the one that compresses least is taken. A planner that trains tries several.
+The search takes each group of tensors that may use the same methods. It tries to compress the
+tensors whose gradients come last, or the largest ones, by every method and in several numbers of
+buckets. It then moves single tensors between buckets, and changes the method of single buckets, as
+long as the step gets faster. Among equally fast plans, the one that compresses least wins.
+
+The prediction: gradients become ready one after the other, at `ready_s`. Horovod's dense reductions
+and the engine's sparse ones share one resource (the network, or the cores of one host), which
+serves them as they become ready:
+
+    finish = max(finish, ready_s) + seconds
+
+Horovod fuses its dense tensors with the stand-ins of sparse ones, so its fixed cost counts once, at
+the end. A bucket is ready with its last tensor, and has a fixed cost of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvd_sparse.engine.bucketing import Method, TensorSpec
-from hvd_sparse.planner.costs import MethodCosts, Profile
-
-# MERGED planner.predict
-# How long a step's reductions take, with what backward hides of it.
-#
-# Model: gradients become ready one after the other while backward runs, at `ready_s`. Reductions, the
-# dense ones of Horovod and the sparse ones of the engine, share one resource (the network, or on one
-# host the cores) and are served in the order in which they become ready:
-#
-#     finish = max(finish, ready_s) + seconds
-#
-# Horovod fuses its dense tensors and the stand-ins of sparse ones, so that its fixed cost is there
-# once, at the end; a bucket is ready with its last tensor and has its own fixed cost.
-
-
-@dataclass(frozen=True)
-class Job:
-    """Something to be reduced.
-
-    Attributes:
-        ready_s: When it can begin, from the first gradient on.
-        seconds: How long it takes.
-        parts: What it consists of, by name and in seconds: encode, exchange, decode; none: dense.
-        label: What it reduces.
-    """
-
-    ready_s: float
-    seconds: float
-    parts: tuple[tuple[str, float], ...] = ()
-    label: str = ""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A job's time in a step.
-
-    Attributes:
-        job: The job.
-        start_s: When it begins, from the first gradient on.
-        stop_s: When it is done.
-    """
-
-    job: Job
-    start_s: float
-    stop_s: float
-
-
-def schedule(jobs: Sequence[Job]) -> Iterator[Span]:
-    """When each of the jobs has its turn."""
-    time_s = 0.0
-    for job in sorted(jobs, key=lambda job: job.ready_s):
-        start_s = max(time_s, job.ready_s)
-        time_s = start_s + job.seconds
-        yield Span(job, start_s, time_s)
-
-
-def finish_s(jobs: Sequence[Job], fixed_s: float) -> float:
-    """When the last of the jobs is done."""
-    time_s = 0.0
-    for job in sorted(jobs, key=lambda job: job.ready_s):
-        time_s = max(time_s, job.ready_s) + job.seconds
-    return time_s + fixed_s
-
-
-def dense_job(profile: Profile, numel: int, ready_s: float, label: str = "") -> Job:
-    """A dense tensor's share of Horovod's fused allreduce."""
-    return Job(ready_s, profile.dense.per_element_s * numel, label=label)
-
-
-def bucket_job(
-    costs: MethodCosts, numels: Sequence[int], ready_s: Sequence[float], label: str = ""
-) -> Job:
-    """A bucket of tensors."""
-    numel = sum(numels)
-    parts = tuple((name, getattr(costs, name).at(numel)) for name in PARTS)
-    return Job(max(ready_s), sum(seconds for _, seconds in parts), parts, label)
-
-
-PARTS = ("encode", "exchange", "decode")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """DRAGONN's equation (1) for one tensor: compress it where encode + decode < dense - sparse.
-
-    Attributes:
-        dense_s: Its dense reduction.
-        encode_s: Encoding it.
-        decode_s: Decoding it.
-        exchange_s: Its sparse exchange.
-    """
-
-    dense_s: float
-    encode_s: float
-    decode_s: float
-    exchange_s: float
-
-    @property
-    def encode_decode_s(self) -> float:
-        """The equation's left side."""
-        return self.encode_s + self.decode_s
-
-    @property
-    def sparse_s(self) -> float:
-        """All of its sparse reduction."""
-        return self.encode_decode_s + self.exchange_s
-
-    @property
-    def holds(self) -> bool:
-        """Encode + decode < dense - sparse."""
-        return self.encode_decode_s < self.dense_s - self.exchange_s
-
-
-def verdict(
-    profile: Profile, costs: MethodCosts, numel: int, bucket_numel: int | None = None
-) -> Verdict:
-    """Equation (1) of Wang et al., "DRAGONN" (ICML '22), with this profile's costs.
-
-    Args:
-        profile: Has the dense costs.
-        costs: The method's.
-        numel: Elements of the tensor.
-        bucket_numel: Those of the bucket that it shares: it then has its share of the fixed costs,
-            and what it saves is its own part of Horovod's fused reduction. None: it is alone.
-    """
-    if bucket_numel is None:
-        encode_s, decode_s = costs.encode.at(numel), costs.decode.at(numel)
-        return Verdict(profile.dense.at(numel), encode_s, decode_s, costs.exchange.at(numel))
-    share = numel / bucket_numel
-    encode_s, decode_s, exchange_s = (
-        share * line.at(bucket_numel) for line in (costs.encode, costs.decode, costs.exchange)
-    )
-    return Verdict(profile.dense.per_element_s * numel, encode_s, decode_s, exchange_s)
-
+from hvd_sparse.engine.bucketing import Method, MethodId, TensorSpec
+from hvd_sparse.planner.costs import Profile
 
 MARGIN = 0.9
 """A plan must be predicted to take less than this share of the dense time. The rest is room for the
 prediction's error: compressing must not turn out slower than dense."""
 DOUBT = 0.5
-"""A method may turn out to cost as little as this share of what was predicted."""
+"""A method may turn out to cost as little as this share of its prediction."""
 MOST_OFF = 16.0
-"""Factor by which dense costs are corrected, at most, when dense steps have been measured."""
+"""Largest factor by which measured dense steps correct the dense costs."""
 BISECTIONS = 20
 BUCKET_COUNTS = (1, 2, 4, 8)
 CUTS = 24
-"""Ends of an order of tensors that are tried."""
+"""How many ends of an order of tensors are tried."""
 REFINED_TENSORS = 64
-"""Tensors that are looked at one by one, the largest ones."""
+"""How many tensors are refined one by one: the largest ones."""
 LEAST_STEP = 1e-3
 """Share of the predicted time that a change must save."""
+PARTS = ("encode", "exchange", "decode")
 
 
 @dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor as the planner sees it.
+class TimedTensor:
+    """A tensor, when its gradient comes, and how it may be reduced.
 
     Attributes:
         spec: Name, shape, type.
-        ready_s: When its gradient comes, from the first one on.
+        ready_s: Seconds from the first gradient to this one.
         candidates: Methods that may reduce it; none: it stays dense.
     """
 
@@ -186,23 +63,23 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Placement:
-    """What becomes of one sparse tensor.
+    """How one tensor is compressed.
 
     Attributes:
-        method: The method's description.
+        method: By which method.
         bucket: Name of its bucket.
     """
 
-    method: str
+    method: MethodId
     bucket: str
 
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan and what it is predicted to take.
+    """A plan and its predicted time.
 
     Attributes:
-        placements: By name; a tensor that is not in it is dense.
+        placements: By tensor; all others are dense.
         predicted_s: From the first gradient to the last result.
         dense_s: The same with everything dense.
     """
@@ -213,7 +90,7 @@ class ChosenPlan:
 
 
 def choose_plan(
-    profile: Profile, tensors: Sequence[PlannedTensor], margin: float = MARGIN
+    profile: Profile, tensors: Sequence[TimedTensor], margin: float = MARGIN
 ) -> ChosenPlan:
     """The fastest plan by prediction, or all dense where none takes less than `margin` of that.
 
@@ -236,25 +113,25 @@ def choose_plan(
     return ChosenPlan(chosen, best_s, dense_s)
 
 
-def contenders(profile: Profile, tensors: Sequence[PlannedTensor], most: int) -> list[ChosenPlan]:
+def contenders(profile: Profile, tensors: Sequence[TimedTensor], most: int) -> list[ChosenPlan]:
     """Plans that may turn out to be the fastest, the best predicted first.
 
-    They are the best one of all, which may mix methods, and the best by each method alone. Where no
-    plan by a method is predicted to be faster than dense, one stands for it that would be faster if
-    the method cost only `DOUBT` of what was predicted. The last place is for all tensors by the
-    best of these methods, in the fewest buckets. Horovod then has no dense tensor left, and
-    backward has no exchange beside it; no prediction counts what that saves.
+    They are the best plan of all, which may mix methods, and the best plan by each method alone.
+    Where no plan by a method is predicted to be faster than dense, the plan that would be faster if
+    the method cost only `DOUBT` of its prediction takes part. The last of them compresses all
+    tensors by the best method in the fewest buckets: no exchange then runs beside backward, and
+    Horovod has no dense tensor left, which saves time that no prediction counts.
 
     Args:
         profile: The costs.
         tensors: The model's.
-        most: How many, at most.
+        most: The largest number of plans.
 
     Raises:
         ConfigError: The profile has no costs of a candidate.
     """
     doubted = profile.calibrated(1.0, DOUBT)
-    methods = sorted({m.description for tensor in tensors for m in tensor.candidates})
+    methods = sorted({m.id for tensor in tensors for m in tensor.candidates}, key=str)
     plans: list[ChosenPlan] = []
 
     def enter(plan: ChosenPlan) -> None:
@@ -280,13 +157,13 @@ def contenders(profile: Profile, tensors: Sequence[PlannedTensor], most: int) ->
     return sorted(plans[:most], key=lambda plan: plan.predicted_s)
 
 
-def dense_plan(profile: Profile, tensors: Sequence[PlannedTensor]) -> ChosenPlan:
+def dense_plan(profile: Profile, tensors: Sequence[TimedTensor]) -> ChosenPlan:
     """Nothing is compressed."""
     seconds = predict(profile, tensors, {})
     return ChosenPlan({}, seconds, seconds)
 
 
-def matched_to(profile: Profile, tensors: Sequence[PlannedTensor], dense_s: float) -> Profile:
+def matched_to(profile: Profile, tensors: Sequence[TimedTensor], dense_s: float) -> Profile:
     """The profile with dense costs multiplied so that `dense_s` is what is predicted for dense."""
     low, high = 1 / MOST_OFF, MOST_OFF
     for _ in range(BISECTIONS):
@@ -298,49 +175,23 @@ def matched_to(profile: Profile, tensors: Sequence[PlannedTensor], dense_s: floa
     return profile.calibrated(high, 1.0)
 
 
-def restricted(tensor: PlannedTensor, description: str) -> PlannedTensor:
-    """A tensor that may only be compressed by one of its candidates, if it has that one."""
-    only = tuple(m for m in tensor.candidates if m.description == description)
+def restricted(tensor: TimedTensor, method: MethodId) -> TimedTensor:
+    """The tensor with this candidate only, if it has it."""
+    only = tuple(m for m in tensor.candidates if m.id == method)
     return replace(tensor, candidates=only or tensor.candidates)
 
 
-def predict(
-    profile: Profile, tensors: Sequence[PlannedTensor], placements: Mapping[str, Placement]
-) -> float:
-    """Seconds from the first gradient to the last result."""
-    return finish_s(jobs_of(profile, tensors, placements), profile.dense.fixed_s)
-
-
-def jobs_of(
-    profile: Profile, tensors: Sequence[PlannedTensor], placements: Mapping[str, Placement]
-) -> list[Job]:
-    """What a plan reduces: dense tensors, and buckets."""
-    jobs: list[Job] = []
-    buckets: dict[Placement, list[PlannedTensor]] = {}
-    for tensor in tensors:
-        spec = tensor.spec
-        if spec.name in placements:
-            buckets.setdefault(placements[spec.name], []).append(tensor)
-        else:
-            jobs.append(dense_job(profile, spec.numel, tensor.ready_s, spec.name))
-    for placement, held in buckets.items():
-        numels = [tensor.spec.numel for tensor in held]
-        costs = profile.costs_of(placement.method)
-        jobs.append(bucket_job(costs, numels, [t.ready_s for t in held], placement.bucket))
-    return jobs
-
-
-def _groups(tensors: Sequence[PlannedTensor]) -> list[list[PlannedTensor]]:
+def _groups(tensors: Sequence[TimedTensor]) -> list[list[TimedTensor]]:
     """Tensors that may share buckets, in the order in which they become ready."""
-    groups: dict[tuple[str, ...], list[PlannedTensor]] = {}
+    groups: dict[tuple[str, tuple[MethodId, ...]], list[TimedTensor]] = {}
     for tensor in sorted(tensors, key=lambda t: t.ready_s):
         if tensor.candidates and tensor.spec.numel:
-            key = (tensor.spec.dtype, *(m.description for m in tensor.candidates))
+            key = (tensor.spec.dtype, tuple(m.id for m in tensor.candidates))
             groups.setdefault(key, []).append(tensor)
     return list(groups.values())
 
 
-def _everything(tensors: Sequence[PlannedTensor]) -> dict[str, Placement]:
+def _everything(tensors: Sequence[TimedTensor]) -> dict[str, Placement]:
     """All tensors by their first candidate, in the fewest buckets."""
     placements: dict[str, Placement] = {}
     for number, group in enumerate(_groups(tensors)):
@@ -349,7 +200,7 @@ def _everything(tensors: Sequence[PlannedTensor]) -> dict[str, Placement]:
     return placements
 
 
-def _options(group: Sequence[PlannedTensor], label: str) -> list[dict[str, Placement]]:
+def _options(group: Sequence[TimedTensor], label: str) -> list[dict[str, Placement]]:
     """Ends of two orders, by every candidate and in several numbers of buckets; the least first."""
     by_arrival = sorted(group, key=lambda tensor: (tensor.ready_s, tensor.spec.numel))
     by_size = sorted(group, key=lambda tensor: tensor.spec.numel)
@@ -365,7 +216,7 @@ def _options(group: Sequence[PlannedTensor], label: str) -> list[dict[str, Place
     return [placements for _, placements in sorted(options, key=lambda option: option[0])]
 
 
-def _ends(tensors: Sequence[PlannedTensor]) -> list[Sequence[PlannedTensor]]:
+def _ends(tensors: Sequence[TimedTensor]) -> list[Sequence[TimedTensor]]:
     """The last tensors of an order: about `CUTS` ends, whose elements grow alike."""
     total = sum(tensor.spec.numel for tensor in tensors)
     ends, taken, cut = [], 0, 1
@@ -379,20 +230,20 @@ def _ends(tensors: Sequence[PlannedTensor]) -> list[Sequence[PlannedTensor]]:
 
 def _refined(
     profile: Profile,
-    tensors: Sequence[PlannedTensor],
+    tensors: Sequence[TimedTensor],
     chosen: dict[str, Placement],
     best_s: float,
 ) -> tuple[dict[str, Placement], float]:
     """Change one tensor, or one bucket's method, as long as the step gets faster by it."""
-    planned = {t.spec.name: t for t in tensors if t.candidates and t.spec.numel}
-    largest = sorted(planned.values(), key=lambda t: t.spec.numel, reverse=True)[:REFINED_TENSORS]
-    for tensor in largest:
+    open_tensors = {t.spec.name: t for t in tensors if t.candidates and t.spec.numel}
+    by_size = sorted(open_tensors.values(), key=lambda t: t.spec.numel, reverse=True)
+    for tensor in by_size[:REFINED_TENSORS]:
         name = tensor.spec.name
-        mine = {method.description for method in tensor.candidates}
-        alike = {p for n, p in chosen.items() if planned[n].spec.dtype == tensor.spec.dtype}
+        mine = {method.id for method in tensor.candidates}
+        alike = {p for n, p in chosen.items() if open_tensors[n].spec.dtype == tensor.spec.dtype}
         others = sorted(
             (p for p in alike if p.method in mine and p != chosen.get(name)),
-            key=lambda p: (p.method, p.bucket),
+            key=lambda p: (str(p.method), p.bucket),
         )
         for placement in (None, *others) if name in chosen else others:
             candidate = {n: p for n, p in chosen.items() if n != name}
@@ -403,8 +254,8 @@ def _refined(
                 chosen, best_s = candidate, seconds
     for placement in sorted(set(chosen.values()), key=lambda p: p.bucket):
         held = [name for name, p in chosen.items() if p == placement]
-        common = set.intersection(*({m.description for m in planned[n].candidates} for n in held))
-        for method in sorted(common):
+        common = set.intersection(*({m.id for m in open_tensors[n].candidates} for n in held))
+        for method in sorted(common, key=str):
             candidate = chosen | dict.fromkeys(held, Placement(method, placement.bucket))
             seconds = predict(profile, tensors, candidate)
             if seconds < (1 - LEAST_STEP) * best_s:
@@ -413,12 +264,66 @@ def _refined(
 
 
 def _split(
-    tensors: Sequence[PlannedTensor], total: int, method: Method, count: int, label: str
+    tensors: Sequence[TimedTensor], total: int, method: Method, count: int, label: str
 ) -> dict[str, Placement]:
     """Tensors in the order of their arrival, in about equal buckets."""
     placements, before = {}, 0
     for tensor in tensors:
         bucket = before * count // total
-        placements[tensor.spec.name] = Placement(method.description, f"planned {label}.{bucket}")
+        placements[tensor.spec.name] = Placement(method.id, f"planned {label}.{bucket}")
         before += tensor.spec.numel
     return placements
+
+
+@dataclass(frozen=True)
+class Job:
+    """One reduction of a step.
+
+    Attributes:
+        ready_s: When it can begin, from the first gradient on.
+        seconds: How long it takes.
+        parts: Seconds of encode, exchange and decode; none of a dense reduction.
+        label: The tensor or the bucket.
+    """
+
+    ready_s: float
+    seconds: float
+    parts: tuple[tuple[str, float], ...] = ()
+    label: str = ""
+
+
+def finish_s(jobs: Sequence[Job], fixed_s: float) -> float:
+    """When the last of the jobs is done."""
+    time_s = 0.0
+    for job in sorted(jobs, key=lambda job: job.ready_s):
+        time_s = max(time_s, job.ready_s) + job.seconds
+    return time_s + fixed_s
+
+
+def predict(
+    profile: Profile, tensors: Sequence[TimedTensor], placements: Mapping[str, Placement]
+) -> float:
+    """Seconds from the first gradient to the last result."""
+    return finish_s(jobs_of(profile, tensors, placements), profile.dense.fixed_s)
+
+
+def jobs_of(
+    profile: Profile, tensors: Sequence[TimedTensor], placements: Mapping[str, Placement]
+) -> list[Job]:
+    """A plan's reductions: dense tensors' shares of Horovod's fused allreduce, and buckets."""
+    jobs: list[Job] = []
+    buckets: dict[Placement, list[TimedTensor]] = {}
+    for tensor in tensors:
+        spec = tensor.spec
+        if spec.name in placements:
+            buckets.setdefault(placements[spec.name], []).append(tensor)
+        else:
+            seconds = profile.dense.per_element_s * spec.numel
+            jobs.append(Job(tensor.ready_s, seconds, label=spec.name))
+    for placement, held in buckets.items():
+        numel = sum(tensor.spec.numel for tensor in held)
+        costs = profile.costs_of(placement.method)
+        parts = tuple((name, getattr(costs, name).at(numel)) for name in PARTS)
+        ready_s, seconds = max(t.ready_s for t in held), sum(part_s for _, part_s in parts)
+        jobs.append(Job(ready_s, seconds, parts, placement.bucket))
+    return jobs

@@ -14,11 +14,12 @@ import torch
 
 from hvd_sparse.checks import check_above, check_at_least, check_count, check_density
 from hvd_sparse.collectives.registry import COSTED, cost
-from hvd_sparse.cost_model import PLAIN_BYTES, Link, WireBytes
+from hvd_sparse.cost_model import PLAIN_BYTES, WireBytes
+from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
 
-VERSION = 3
+VERSION = 4
 CPU = "cpu"
 REFERENCE_NUMEL = 1 << 20
 """Elements at which costs of two worlds are compared."""
@@ -115,26 +116,25 @@ class Profile:
     Attributes:
         place: Where they hold.
         dense: Horovod's allreduce, per float32 element.
-        methods: By the methods' descriptions.
+        methods: By method.
         source: Where they come from, in words.
     """
 
     place: Place
     dense: Line
-    methods: Mapping[str, MethodCosts]
+    methods: Mapping[MethodId, MethodCosts]
     source: str = "measured"
 
-    def costs_of(self, description: str) -> MethodCosts:
+    def costs_of(self, method: MethodId) -> MethodCosts:
         """A method's costs.
 
         Raises:
             ConfigError: The profile does not have them.
         """
-        if description not in self.methods:
-            raise ConfigError(
-                f"the profile has no costs of {description!r}, only of {', '.join(self.methods)}"
-            )
-        return self.methods[description]
+        if method not in self.methods:
+            known = ", ".join(map(str, self.methods))
+            raise ConfigError(f"the profile has no costs of {str(method)!r}, only of {known}")
+        return self.methods[method]
 
     def calibrated(self, dense: float, methods: float) -> Profile:
         """The same with all dense and all sparse costs multiplied by factors."""
@@ -170,7 +170,7 @@ class Profile:
             if c.collective not in COSTED:
                 raise ConfigError(
                     f"the profile is of {old} ranks, here are {new}, and the cost model has no "
-                    f"formula for {name!r}"
+                    f"formula for {str(name)!r}"
                 )
             k = max(1, round(c.density * REFERENCE_NUMEL))
             ratios = cost_ratios(c.collective, old, new, REFERENCE_NUMEL, k, c.wire)
@@ -180,12 +180,13 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
-        text = json.dumps({"version": VERSION, **asdict(self)}, indent=2)
-        write_text(path, text + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     def to_json(self) -> dict[str, Any]:
         """As plain containers."""
-        return {"version": VERSION, **asdict(self)}
+        methods = [{"method": m.to_json(), **asdict(c)} for m, c in self.methods.items()]
+        data = {"place": asdict(self.place), "dense": asdict(self.dense), "source": self.source}
+        return {"version": VERSION, **data, "methods": methods}
 
     @staticmethod
     def from_json(data: Any) -> Profile:
@@ -197,7 +198,7 @@ class Profile:
         try:
             if data["version"] != VERSION:
                 raise ConfigError(f"version must be {VERSION}, got {data['version']!r}")
-            methods = {name: _method_costs(costs) for name, costs in data["methods"].items()}
+            methods = {MethodId.from_json(m["method"]): _method_costs(m) for m in data["methods"]}
             place = Place.from_json(data["place"])
             return Profile(place, _line(data["dense"]), methods, str(data["source"]))
         except (KeyError, TypeError, AttributeError) as error:
@@ -233,34 +234,6 @@ def cost_ratios(
     """How much more messages, and bytes, an allreduce costs in a world of another size."""
     before, after = (cost(algorithm, P, numel, k, wire).expected for P in (old, new))
     return after.messages / before.messages, after.nbytes(wire) / before.nbytes(wire)
-
-
-def modelled(place: Place, link: Link, methods: Mapping[str, MethodCosts]) -> Profile:
-    """A profile of a network that is not there, by the cost model.
-
-    Args:
-        place: The world.
-        link: The network.
-        methods: Measured costs of encoding and decoding; their exchanges are not read.
-
-    Raises:
-        ConfigError: A method's collective has no formula.
-    """
-
-    def line(algorithm: str, density: float, wire: WireBytes = PLAIN_BYTES) -> Line:
-        if algorithm not in COSTED:
-            raise ConfigError(f"the cost model has no formula for {algorithm!r}")
-        numel, k = REFERENCE_NUMEL, max(1, round(density * REFERENCE_NUMEL))
-        expected = cost(algorithm, place.world_size, numel, k, wire).expected
-        fixed_s = expected.latency_s(link)
-        return Line(fixed_s, (expected.seconds(link, wire) - fixed_s) / numel)
-
-    with_exchange = {
-        name: replace(c, exchange=line(c.collective, c.density, c.wire))
-        for name, c in methods.items()
-    }
-    words = f"cost model: {link.alpha_s * 1e6:g} µs, {link.beta_s_per_byte * 1e9:g} ns/byte"
-    return Profile(place, line("dense", 1.0), with_exchange, words)
 
 
 def host_class(hosts: int) -> str:

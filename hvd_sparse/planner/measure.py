@@ -1,8 +1,8 @@
-"""Measures a profile: a short sweep that all ranks do together.
+"""Measures a profile: a short sweep that all ranks run together.
 
-Each method runs as the engine runs it, on buckets of random gradients: what is timed is the code
-that will train. Sizes grow until the time allowed is used up; how far is for rank 0 to say, so that
-all ranks do the same exchanges.
+Each method runs as the engine runs it, on buckets of random gradients, so the code that is timed is
+the code that will train. Sizes grow until the allowed time is used up. Rank 0 decides how far, so
+that all ranks make the same exchanges.
 """
 
 from __future__ import annotations
@@ -14,65 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse.collectives.registry import name_of
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.bucketing import Method, TensorSpec
+from hvd_sparse.engine.bucketing import Method, MethodId, TensorSpec
 from hvd_sparse.engine.exchange import decode, reduce, select
 from hvd_sparse.engine.stats import StepStats
 from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, Profile, fit_line
 from hvd_sparse.transports import Transport
-
-# MERGED planner.clock
-# Time on the device where gradients are: when something is ready there, not when it was issued.
-
-
-class Clock:
-    """Of a CPU, which has done what a call returns from."""
-
-    def mark(self) -> Any:
-        """This moment; waits for nothing."""
-        return perf_counter()
-
-    def seconds(self, start: Any, stop: Any) -> float:
-        """From one mark to another."""
-        return float(stop - start)
-
-    def wait(self) -> None:
-        """Return when all that was issued is done."""
-
-
-class CudaClock(Clock):
-    """Of a CUDA device: a mark is an event in the stream that is current.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> Any:
-        """See `Clock.mark`."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, start: Any, stop: Any) -> float:
-        """See `Clock.seconds`; waits for both."""
-        start.synchronize()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-    def wait(self) -> None:
-        """See `Clock.wait`."""
-        torch.cuda.synchronize(self._device)
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else Clock()
-
 
 LIMIT_S = 3.0
 NUMELS = (1 << 12, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -93,7 +43,7 @@ DenseAllreduce = Callable[[Tensor], object]
 def measure_profile(
     transport: Transport,
     dense_allreduce: DenseAllreduce,
-    methods: Mapping[str, Method],
+    methods: Mapping[MethodId, Method],
     place: Place,
     limit_s: float = LIMIT_S,
     device: torch.device = CPU_DEVICE,
@@ -104,14 +54,14 @@ def measure_profile(
     Args:
         transport: Carries the sparse exchanges.
         dense_allreduce: What they are compared with.
-        methods: What may be chosen, by description.
+        methods: The methods to choose from.
         place: Where this is.
         limit_s: Seconds that it may take, about.
         device: Where the gradients are.
-        most_numel: Elements of the largest vector that is of interest: those of a model.
+        most_numel: Elements of the largest vector to measure: those of the model.
 
     Returns:
-        What this rank measured; ranks differ, and rank 0's counts.
+        What this rank measured. Ranks differ; the planner goes by rank 0's.
     """
     numels, ends_at = _up_to(most_numel), perf_counter() + limit_s
     costs = {}
@@ -127,8 +77,8 @@ def measure_profile(
 
 
 def measure_encoding(
-    transport: Transport, methods: Mapping[str, Method], limit_s: float = LIMIT_S
-) -> dict[str, MethodCosts]:
+    transport: Transport, methods: Mapping[MethodId, Method], limit_s: float = LIMIT_S
+) -> dict[MethodId, MethodCosts]:
     """Costs of methods alone, without a dense allreduce to compare them with."""
     return {
         name: _method_costs(transport, method, NUMELS, limit_s / len(methods))
@@ -137,7 +87,7 @@ def measure_encoding(
 
 
 def _up_to(most_numel: int) -> list[int]:
-    """The sizes that are measured for vectors of at most so many elements."""
+    """The sizes to measure for vectors of at most so many elements."""
     most = min(max(most_numel, NUMELS[LEAST_SIZES - 1]), NUMELS[-1])
     return [*(numel for numel in NUMELS if numel < most), most]
 
@@ -195,10 +145,9 @@ def _next(
     walls: Sequence[float],
     left_s: float,
 ) -> int:
-    """The size to be measured next, or 0 at the end.
+    """The size to measure next, or 0 at the end: the largest one that fits into the time left.
 
-    What is larger than the largest vector measured is on the line that was found, and so is its
-    noise. So of the sizes that fit into the time left the largest is next; others are left out.
+    Costs of vectors larger than any measured one are extrapolated, and noise with them.
 
     Args:
         larger: Sizes above those measured.
@@ -269,3 +218,46 @@ def _time_method(
 def _meet(transport: Transport) -> None:
     """Ranks begin together, so that none is timed while it waits for another."""
     transport.allreduce_sum(torch.zeros(1, dtype=torch.int64), channel="meet")
+
+
+class DeviceClock:
+    """Tells when work on a device is done. This one is for CPUs: work is done on return."""
+
+    def mark(self) -> Any:
+        """This moment; does not wait."""
+        return perf_counter()
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """From one mark to another."""
+        return float(stop - start)
+
+    def wait(self) -> None:
+        """Return when all issued work is done."""
+
+
+class CudaClock(DeviceClock):
+    """The clock of a CUDA device: a mark is an event in the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @override
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @override
+    def seconds(self, start: Any, stop: Any) -> float:
+        start.synchronize()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    @override
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def clock_of(device: torch.device) -> DeviceClock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else DeviceClock()

@@ -1,7 +1,7 @@
-"""What a planner keeps over a restart, where that holds, and the file in which it lies.
+"""What a planner found, where that holds, and the cache file that keeps it over a restart.
 
-The file is a cache: nothing in it is needed, and nothing that is wrong with it ends a training. It
-holds what was found for several models and worlds, the last found last.
+No training depends on the cache: a file that is damaged, or of another release, is a warning. It
+holds what was found for several models and worlds, the newest last.
 """
 
 from __future__ import annotations
@@ -12,18 +12,38 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from hvd_sparse._version import __version__
-from hvd_sparse.engine.bucketing import TensorSpec
+from hvd_sparse.engine.bucketing import Method, MethodId, TensorSpec
 from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.files import write_text
 from hvd_sparse.planner.choose import ChosenPlan, Placement
 from hvd_sparse.planner.costs import Place, Profile
 from hvd_sparse.planner.trial import Took, Trial, Tried
 
-# MERGED planner.outcome
-# What came of a trial, as it is told, recorded and remembered.
+VERSION = 2
+MOST_ENTRIES = 64
+
+
+class RecordedPlan(TypedDict):
+    """A plan that was tried, as a recording has it; see `Attempt` and `Took`."""
+
+    methods: list[str]
+    sparse_tensors: int
+    buckets: int
+    predicted_s: float
+    step_s: float
+    error_s: float
+    steps: int
+
+
+class RecordedTrial(TypedDict):
+    """A trial, as a recording has it; `recalled` where an earlier run made it."""
+
+    tried: list[RecordedPlan]
+    chosen: int
+    recalled: bool
 
 
 @dataclass(frozen=True)
@@ -31,38 +51,61 @@ class Attempt:
     """A plan that was tried.
 
     Attributes:
-        methods: Descriptions of the methods in it; none: it was the dense one.
-        sparse_tensors: How many tensors they compress.
+        methods: Its methods; none: it was the dense plan.
+        sparse_tensors: How many tensors it compresses.
         buckets: In how many buckets.
-        predicted_s: What a step was predicted to take, once dense ones had been timed.
+        predicted_s: The prediction for a step, once dense steps had been timed.
         took: What its steps took.
     """
 
-    methods: tuple[str, ...]
+    methods: tuple[MethodId, ...]
     sparse_tensors: int
     buckets: int
     predicted_s: float
     took: Took
 
+    @staticmethod
+    def of(trial: Trial, tried: Tried) -> Attempt:
+        """A plan of a trial."""
+        placements = tried.plan.placements.values()
+        methods = tuple(sorted({p.method for p in placements}, key=str))
+        buckets = len(set(placements))
+        return Attempt(methods, len(placements), buckets, trial.predicted_s(tried), tried.took)
+
     def __str__(self) -> str:
-        ms, error_ms = 1e3 * self.took.step_s, 1e3 * self.took.error_s
-        if not self.methods:
-            return f"dense {ms:.1f} ± {error_ms:.1f} ms"
-        words = " and ".join(short(method) for method in self.methods)
-        return (
-            f"{words}, {self.sparse_tensors} tensors in {self.buckets} buckets, "
-            f"{ms:.1f} ± {error_ms:.1f} ms"
+        words = " and ".join(method.short for method in self.methods) or "dense"
+        if self.methods:
+            words += f" for {self.sparse_tensors} tensors in {self.buckets} buckets"
+        return f"{words} ({1e3 * self.took.step_s:.1f} ± {1e3 * self.took.error_s:.1f} ms)"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain containers."""
+        return {**asdict(self), "methods": [method.to_json() for method in self.methods]}
+
+    @staticmethod
+    def from_json(data: Any) -> Attempt:
+        """Read what `to_json` made; anything else raises TypeError, KeyError or ValueError."""
+        took = Took(
+            float(data["took"]["step_s"]),
+            float(data["took"]["error_s"]),
+            float(data["took"]["reduction_s"]),
+            int(data["took"]["steps"]),
         )
+        if not (took.step_s > 0 and took.error_s >= 0):
+            raise ValueError(f"a step's seconds must be above 0, got {took.step_s!r}")
+        methods = tuple(MethodId.from_json(method) for method in data["methods"])
+        numbers = int(data["sparse_tensors"]), int(data["buckets"]), float(data["predicted_s"])
+        return Attempt(methods, *numbers, took)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A trial that is over.
+class TrialOutcome:
+    """The result of a trial.
 
     Attributes:
         tried: Its plans, the dense one first.
         chosen: Which of them stays.
-        plan: That one.
+        plan: The plan that stays.
     """
 
     tried: tuple[Attempt, ...]
@@ -70,109 +113,84 @@ class Outcome:
     plan: ChosenPlan
 
     @staticmethod
-    def of(trial: Trial) -> Outcome:
-        """Of a trial that is over."""
+    def of(trial: Trial) -> TrialOutcome:
+        """The result of a trial that is over."""
         winner = trial.winner
-        tried = tuple(_attempt(trial, each) for each in trial.tried)
-        return Outcome(tried, trial.tried.index(winner), winner.plan)
+        tried = tuple(Attempt.of(trial, each) for each in trial.tried)
+        return TrialOutcome(tried, trial.tried.index(winner), winner.plan)
 
     @property
-    def took(self) -> Took:
-        """What steps by the chosen plan took."""
-        return self.tried[self.chosen].took
+    def best(self) -> Attempt:
+        """The chosen plan, as it was tried."""
+        return self.tried[self.chosen]
 
     def __str__(self) -> str:
-        steps = sum(each.took.steps for each in self.tried)
-        return (
-            f"the planner timed {steps} steps: {'; '.join(map(str, self.tried))}; "
-            f"it goes on by {self.tried[self.chosen]}"
-        )
+        slower = [str(each) for each in self.tried if each is not self.best]
+        words = f"{self.best} is fastest" + (", before " + ", ".join(slower) if slower else "")
+        return words if self.best.methods else f"{words}; nothing is compressed"
+
+    def recorded(self, *, recalled: bool) -> RecordedTrial:
+        """As a recording has it."""
+        tried = [
+            RecordedPlan(
+                methods=[str(method) for method in each.methods],
+                sparse_tensors=each.sparse_tensors,
+                buckets=each.buckets,
+                predicted_s=each.predicted_s,
+                step_s=each.took.step_s,
+                error_s=each.took.error_s,
+                steps=each.took.steps,
+            )
+            for each in self.tried
+        ]
+        return RecordedTrial(tried=tried, chosen=self.chosen, recalled=recalled)
 
     def to_json(self) -> dict[str, Any]:
         """As plain containers."""
-        data = asdict(self)
-        data["tried"] = [{**each, "methods": list(each["methods"])} for each in data["tried"]]
-        return data
-
-    def line(self, *, recalled: bool) -> dict[str, Any]:
-        """As a recording has it."""
-        tried = [
-            {
-                **{key: value for key, value in each.items() if key != "took"},
-                **{key: each["took"][key] for key in ("step_s", "error_s", "steps")},
-            }
-            for each in self.to_json()["tried"]
-        ]
-        return {"tried": tried, "chosen": self.chosen, "recalled": recalled}
+        tried = [each.to_json() for each in self.tried]
+        return {"tried": tried, "chosen": self.chosen, "plan": plan_to_json(self.plan)}
 
     @staticmethod
-    def from_json(data: Any) -> Outcome:
+    def from_json(data: Any) -> TrialOutcome:
         """Read what `to_json` made; anything else raises TypeError, KeyError or ValueError."""
-        tried = tuple(
-            Attempt(
-                tuple(str(m) for m in each["methods"]),
-                int(each["sparse_tensors"]),
-                int(each["buckets"]),
-                float(each["predicted_s"]),
-                _took(each["took"]),
-            )
-            for each in data["tried"]
-        )
+        tried = tuple(Attempt.from_json(each) for each in data["tried"])
         chosen = int(data["chosen"])
         if not 0 <= chosen < len(tried):
             raise ValueError(f"chosen must be in [0, {len(tried)}), got {chosen}")
-        return Outcome(tried, chosen, plan_of(data["plan"]))
+        return TrialOutcome(tried, chosen, plan_from_json(data["plan"]))
 
 
-def plan_of(data: Any) -> ChosenPlan:
-    """Read a plan's plain form; anything else raises TypeError, KeyError or ValueError."""
-    return ChosenPlan(
-        placements_of(data["placements"]), float(data["predicted_s"]), float(data["dense_s"])
-    )
+def plan_to_json(plan: ChosenPlan) -> dict[str, Any]:
+    """A plan as plain containers."""
+    seconds = {"predicted_s": plan.predicted_s, "dense_s": plan.dense_s}
+    return {"placements": placements_to_json(plan.placements), **seconds}
 
 
-def as_json(placements: Mapping[str, Placement]) -> dict[str, Any]:
+def plan_from_json(data: Any) -> ChosenPlan:
+    """Read what `plan_to_json` made; anything else raises TypeError, KeyError or ValueError."""
+    placements = placements_from_json(data["placements"])
+    return ChosenPlan(placements, float(data["predicted_s"]), float(data["dense_s"]))
+
+
+def placements_to_json(placements: Mapping[str, Placement]) -> dict[str, Any]:
     """Placements as plain containers."""
-    return {name: asdict(placement) for name, placement in placements.items()}
+    return {n: {"method": p.method.to_json(), "bucket": p.bucket} for n, p in placements.items()}
 
 
-def placements_of(data: Mapping[str, Any]) -> dict[str, Placement]:
-    """Read placements' plain form; anything else raises TypeError, KeyError or ValueError."""
-    return {str(n): Placement(str(p["method"]), str(p["bucket"])) for n, p in data.items()}
+def placements_from_json(data: Any, methods: Iterable[Method] = ()) -> dict[str, Placement]:
+    """Read what `placements_to_json` made; anything else raises TypeError, KeyError or ValueError.
 
-
-def short(description: str) -> str:
-    """A method's name, collective and density."""
-    name, *settings = description.split()
-    shown = [text for text in settings if text.startswith(("collective=", "density="))]
-    return " ".join([name, *shown])
-
-
-def _took(data: Any) -> Took:
-    took = Took(
-        float(data["step_s"]),
-        float(data["error_s"]),
-        float(data["reduction_s"]),
-        int(data["steps"]),
-    )
-    if not (took.step_s > 0 and took.error_s >= 0):
-        raise ValueError(f"a step's seconds must be above 0, got {took.step_s!r}")
-    return took
-
-
-def _attempt(trial: Trial, tried: Tried) -> Attempt:
-    placements = tried.plan.placements.values()
-    return Attempt(
-        tuple(sorted({p.method for p in placements})),
-        len(placements),
-        len(set(placements)),
-        trial.predicted_s(tried),
-        tried.took,
-    )
-
-
-VERSION = 1
-MOST_ENTRIES = 64
+    Args:
+        data: The placements.
+        methods: Those that may be in them. Earlier releases wrote a method's description.
+    """
+    described = {method.description: method.id.to_json() for method in methods}
+    return {
+        str(name): Placement(
+            MethodId.from_json(described.get(str(p["method"]), p["method"])), str(p["bucket"])
+        )
+        for name, p in data.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -198,7 +216,7 @@ class Key:
         return Key(_digest(tensors), _digest([rules, profile]), __version__, place)
 
     def differing(self, other: Key) -> list[str]:
-        """What another key says otherwise, in words."""
+        """What differs in another key, in words."""
         mine, theirs = (
             {"model": key.model, "policy": key.policy, "package": key.package, **asdict(key.place)}
             for key in (self, other)
@@ -210,6 +228,10 @@ class Key:
         ]
 
 
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Remembered:
     """What was found.
@@ -217,12 +239,12 @@ class Remembered:
     Attributes:
         key: Where.
         profile: The costs.
-        outcome: What came of the trial; None: it was not over.
+        outcome: The result of the trial; None: it was not over.
     """
 
     key: Key
     profile: Profile
-    outcome: Outcome | None = None
+    outcome: TrialOutcome | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain containers."""
@@ -239,14 +261,15 @@ class Remembered:
         try:
             key = {name: str(data["key"][name]) for name in ("model", "policy", "package")}
             place = Place.from_json(data["key"]["place"])
-            outcome = None if data["outcome"] is None else Outcome.from_json(data["outcome"])
-            return Remembered(Key(**key, place=place), Profile.from_json(data["profile"]), outcome)
+            profile = Profile.from_json(data["profile"])
+            outcome = None if data["outcome"] is None else TrialOutcome.from_json(data["outcome"])
+            return Remembered(Key(**key, place=place), profile, outcome)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ConfigError(f"not a plan: {type(error).__name__}: {error}") from None
 
 
 def recall(key: Key, found: Sequence[Remembered]) -> tuple[Remembered | None, str]:
-    """What is remembered for a key, or why nothing is: "" where nothing is known of the model."""
+    """What is remembered for a key; else why nothing is, "" where the model is unknown."""
     same = [each for each in reversed(found) if each.key == key]
     if same:  # a state may have been saved in a trial that was over later
         return next((each for each in same if each.outcome is not None), same[0]), ""
@@ -259,18 +282,18 @@ class PlanCache:
     """A file of what planners found.
 
     Args:
-        path: Where; folders that are missing are made.
+        path: Where; missing folders are made.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def read(self) -> list[Remembered]:
-        """All entries; none where the file is not there, or damaged, of which a warning tells."""
+        """All entries. None where the file is missing, or, with a warning, cannot be read."""
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["version"] != VERSION:
-                return []
+                raise ConfigError(f"version must be {VERSION}, got {data['version']!r}")
             return [Remembered.from_json(entry) for entry in data["entries"]]
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -279,7 +302,7 @@ class PlanCache:
             return []
 
     def add(self, found: Remembered) -> None:
-        """Write one more entry, in the place of one with the same key; a failure is a warning."""
+        """Write one more entry, in place of one with the same key; a failure is a warning."""
         entries = [each for each in self.read() if each.key != found.key][1 - MOST_ENTRIES :]
         data = {"version": VERSION, "entries": [e.to_json() for e in (*entries, found)]}
         try:
@@ -297,7 +320,3 @@ def default_path() -> Path:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]

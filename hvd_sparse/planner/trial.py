@@ -1,13 +1,13 @@
-"""A trial: training goes on by each promising plan in turn, and the fastest one stays.
+"""A trial: promising plans take turns in training, and the fastest one stays.
 
-A prediction adds up costs that were measured while nothing else ran. What it cannot know is how
-reductions and backward get in each other's way: they share cores and memory. So it only says which
-plans are worth a try; what a step takes decides. Everything dense always takes part, and another
-plan has to be faster than that.
+A prediction adds up costs that were measured while nothing else ran. It does not know how
+reductions and backward, which share cores and memory, slow each other down. So it only names the
+plans worth trying, and measured steps decide. The dense plan always takes part, and another plan
+must be faster than that.
 
-Plans take turns of a few steps, round by round, every other round in the opposite order, so that
-what changes meanwhile (another job, a busy link) meets all of them alike. A round ends for a plan
-when it is slower than the best one for sure, and for all when those that are left are alike.
+Plans take turns of a few steps. Every other round is in the opposite order, so that outside changes
+(another job, a busy link) affect all plans alike. A plan leaves the trial when it is clearly slower
+than the best one; the trial ends when the remaining plans are alike.
 """
 
 from __future__ import annotations
@@ -25,46 +25,41 @@ from torch import Tensor
 from hvd_sparse.planner.choose import ChosenPlan
 
 SETTLING_STEPS = 3
-"""First steps of a turn, which are not timed: buckets are made in them, and memory is touched."""
+"""First steps of a turn, which are not timed: they create buckets and touch memory."""
 TIMED_STEPS = 8
 TURN_STEPS = SETTLING_STEPS + TIMED_STEPS
 TURN_S = 4.0
-"""Where so many take longer, fewer are timed: what disturbs a long step is little beside it."""
+"""If `TIMED_STEPS` take longer, fewer are timed: disturbances are small beside long steps."""
 LEAST_TIMED_STEPS = 3
 CONTENDERS = 3
-"""Plans that are tried beside the dense one."""
+"""Plans tried beside the dense one."""
 ROUNDS = 6
-"""Turns that a plan may have, at most."""
+"""Largest number of turns of a plan."""
 MOST_STEPS = TURN_STEPS * (1 + CONTENDERS) * ROUNDS
-"""Steps of a trial, at most."""
+"""Largest number of steps of a trial."""
 LEAST_GAIN = 0.03
 """Share of a dense step that a plan must save in its trial to be worth its approximation."""
 ALIKE = 0.10
-"""Share of a step by which plans may differ that need not be told apart."""
+"""Relative difference of plans that need not be told apart."""
 FAR = 0.25
-"""From this share on one round is enough to tell plans apart."""
+"""Relative difference from which one round is enough to tell plans apart."""
 FAR_UNSETTLED = 1.0
-"""The same for the very first turn, the dense plan's, when nothing has settled."""
+"""The same in the dense plan's first turn, when nothing has settled."""
 CONFIDENCE = 2.0
-"""Standard errors by which a difference must exceed what it is compared with."""
+"""Standard errors that a difference must exceed."""
 MEDIAN_ERROR = 1.4826 * 1.2533
-"""A median's standard error, of normal deviates: this times their median deviation over √steps."""
+"""Standard error of a normal sample's median: this times the median deviation, over √steps."""
 
 
 class Turn(NamedTuple):
-    """How many steps a plan trains for in its turn.
-
-    Attributes:
-        settling: First ones, which are not timed.
-        timed: The others.
-    """
+    """How many steps a turn has: first those that are not timed, then those that are."""
 
     settling: int
     timed: int
 
     @staticmethod
     def of(step_s: float) -> Turn:
-        """A turn whose steps take so long, about."""
+        """The turn for a step of about this time."""
         if step_s * TIMED_STEPS <= TURN_S:
             return Turn(SETTLING_STEPS, TIMED_STEPS)
         timed = max(LEAST_TIMED_STEPS, int(TURN_S / step_s))
@@ -76,7 +71,7 @@ Step = tuple[float, float]
 
 
 def slowest(ranks: Sequence[Tensor]) -> list[Step]:
-    """All ranks' steps as one: what each took on the rank that took longest.
+    """Each step's times on its slowest rank.
 
     Args:
         ranks: From every rank float64 `(steps, 3)`: of each step the seconds from its first
@@ -87,11 +82,11 @@ def slowest(ranks: Sequence[Tensor]) -> list[Step]:
 
 
 def lateness(ranks: Sequence[Tensor]) -> float:
-    """Seconds by which the last gradient comes later on the slowest rank than on rank 0.
+    """Seconds by which the slowest rank's last gradient is later than rank 0's.
 
-    Both from a step's first gradient on, rank 0's own and the first of all ranks'. No exchange ends
-    before the slowest rank has begun it, and which rank that is changes from step to step. All end
-    together, so the end is what times on different ranks are compared by.
+    Rank 0's counts from its own first gradient, the slowest rank's from the first of all ranks. No
+    exchange ends before the slowest rank has begun it; which rank that is changes from step to
+    step. All ranks end an exchange together, so times on different ranks are compared by that end.
 
     Args:
         ranks: As in `slowest`.
@@ -104,12 +99,12 @@ def lateness(ranks: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Took:
-    """What steps by a plan took.
+    """Measured times of a plan.
 
     Attributes:
         step_s: The median step.
-        error_s: Standard error of that.
-        reduction_s: The median step's reductions.
+        error_s: Its standard error.
+        reduction_s: The median of the reductions of a step.
         steps: How many were timed.
     """
 
@@ -120,10 +115,10 @@ class Took:
 
     @staticmethod
     def of(rounds: Sequence[Sequence[Step]]) -> Took:
-        """Of one round or several.
+        """The times of one round or several.
 
-        The error is that of the steps, or that of the rounds' medians, where these differ more:
-        steps that follow one another have much in common.
+        The error is that of the steps or that of the rounds' medians, whichever is larger: steps
+        that follow one another are correlated.
         """
         steps = [step for steps in rounds for step in steps]
         middle = median(step_s for step_s, _ in steps)
@@ -135,39 +130,32 @@ class Took:
         return Took(middle, float(error_s), reduction_s, len(steps))
 
     def differs_from(self, other: Took, tolerance: float = 0.0) -> bool:
-        """Whether their steps differ by more than noise and a share of the other's."""
+        """Whether they differ by more than noise and this share of the other's step."""
         noise_s = CONFIDENCE * hypot(self.error_s, other.error_s)
         return abs(self.step_s - other.step_s) > tolerance * other.step_s + noise_s
 
     def is_near(self, other: Took) -> bool:
-        """Whether they differ by less than `ALIKE`, for sure."""
+        """Whether they clearly differ by less than `ALIKE`."""
         noise_s = CONFIDENCE * hypot(self.error_s, other.error_s)
         return abs(self.step_s - other.step_s) + noise_s < ALIKE * other.step_s
 
 
 @dataclass
 class Tried:
-    """A plan, and what its turns took.
-
-    Attributes:
-        plan: The plan.
-        rounds: The timed steps of each of its turns.
-    """
+    """A plan, and the timed steps of each of its turns."""
 
     plan: ChosenPlan
     rounds: list[list[Step]] = field(default_factory=list)
 
     @property
     def took(self) -> Took:
-        """All of its steps together."""
+        """The times of all its steps."""
         return Took.of(self.rounds)
 
     def is_settled_with(self, best: Tried, far: float = FAR) -> bool:
-        """Whether no further round is needed to compare it with the best one.
+        """Whether it needs no further round to be compared with the best plan.
 
-        Args:
-            best: That one.
-            far: Share by which it must be slower where it has had a single turn.
+        After a single turn, it must be slower by the share `far`.
         """
         took, least = self.took, best.took
         if len(self.rounds) == 1:
@@ -176,10 +164,10 @@ class Tried:
 
 
 class Trial:
-    """Plans take turns.
+    """Plans that take turns.
 
     Args:
-        dense: The plan by which nothing is compressed; its turn is the first.
+        dense: The plan that compresses nothing; it has the first turn.
 
     Attributes:
         tried: All plans of the trial, the dense one first.
@@ -191,15 +179,15 @@ class Trial:
         self._rounds = 1
 
     def enter(self, plans: Sequence[ChosenPlan]) -> None:
-        """Further plans, whose turns come last."""
+        """Add plans, whose turns come last."""
         entered = [Tried(plan) for plan in plans]
         self.tried += entered
         self._turns += entered
 
     def record(self, steps: Sequence[Step]) -> None:
-        """What the current plan's turn took, as `slowest` has it.
+        """Take the steps of the current plan's turn, as `slowest` returns them.
 
-        The dense plan's second turn replaces its first one, when nothing had settled.
+        The dense plan's second turn replaces its first, in which nothing had settled.
         """
         tried = self._turns.popleft()
         if tried is self.tried[0] and self._rounds == 2:
@@ -207,7 +195,7 @@ class Trial:
         tried.rounds.append(list(steps))
 
     def go_on(self) -> None:
-        """Begin another round where the last one has left plans that may be the fastest."""
+        """Begin another round if more than one plan may still be the fastest."""
         if self._turns or self._rounds == ROUNDS:
             return
         best = min(self.tried, key=lambda tried: tried.took.step_s)
@@ -217,23 +205,23 @@ class Trial:
             self._turns += rivals if self._rounds % 2 else reversed(rivals)
 
     def _may_win(self, tried: Tried, best: Tried) -> bool:
-        """Whether a plan that is not the best so far needs another round."""
+        """Whether a plan that is not the best so far may still win."""
         unsettled = tried is self.tried[0] and self._rounds == 1
         return not tried.is_settled_with(best, FAR_UNSETTLED if unsettled else FAR)
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody has a turn left."""
+        """Whether no plan has a turn left."""
         return not self._turns
 
     @property
     def current(self) -> Tried:
-        """By what to train: the plan whose turn it is, in the end the winner."""
+        """The plan to train by: the one whose turn it is, in the end the winner."""
         return self._turns[0] if self._turns else self.winner
 
     @property
     def winner(self) -> Tried:
-        """The fastest plan; the dense one where no other saves enough, and more than noise."""
+        """The fastest plan; the dense one unless another saves enough, and more than noise."""
         dense = self.tried[0]
         paying = [
             tried
@@ -245,13 +233,13 @@ class Trial:
 
     @property
     def turn(self) -> Turn:
-        """The current plan's: by what its steps have taken, or else are predicted to."""
+        """The current plan's turn, by the measured or else the predicted time of its steps."""
         tried = self.current
         if tried.rounds:
             return Turn.of(tried.took.step_s)
         return Turn.of(self.predicted_s(tried) if self.tried[0].rounds else tried.plan.predicted_s)
 
     def predicted_s(self, tried: Tried) -> float:
-        """What a step was predicted to take, once dense ones had been timed."""
+        """The prediction for a step, from the measured time of dense steps."""
         dense = self.tried[0].took
         return dense.step_s - dense.reduction_s + tried.plan.predicted_s

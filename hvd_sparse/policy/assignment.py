@@ -14,7 +14,7 @@ DENSE = Choice(None)
 
 @dataclass(frozen=True)
 class Condition:
-    """What a rule asks of a tensor; None asks nothing.
+    """The conditions of a rule on a tensor; None is no condition.
 
     Attributes:
         name: Glob on the parameter's name.
@@ -35,7 +35,7 @@ class Condition:
     module: str | None = None
 
     def matches(self, spec: TensorSpec, module: str | None) -> bool:
-        """Whether a tensor, owned by a module of that class, meets all of it."""
+        """Whether a tensor, owned by a module of that class, meets all conditions."""
         return (
             self.matches_name(spec.name)
             and (self.min_numel is None or spec.numel >= self.min_numel)
@@ -46,7 +46,7 @@ class Condition:
         )
 
     def matches_name(self, name: str) -> bool:
-        """Whether a name meets what is asked of names."""
+        """Whether a name meets the conditions on names."""
         if self.name is not None and not fnmatchcase(name, self.name):
             return False
         return self.name_regex is None or re.fullmatch(self.name_regex, name) is not None
@@ -61,25 +61,25 @@ class Rule:
         condition: Which tensors it is for.
         methods: How they are compressed: one method, or the planner's candidates; none: not at all.
         bucket: Name of their bucket, or "".
-        planned: Whether a planner chooses, and may leave them dense.
+        is_auto: Whether a planner chooses among the methods, and may leave tensors dense.
     """
 
     place: int
     condition: Condition
     methods: tuple[Method, ...]
     bucket: str
-    planned: bool
+    is_auto: bool
 
     @property
     def choice(self) -> Choice:
-        """What becomes of a tensor that it decides, a planner aside."""
-        return DENSE if self.planned or not self.methods else Choice(self.methods[0], self.bucket)
+        """How it reduces a tensor; dense where a planner decides."""
+        return DENSE if self.is_auto or not self.methods else Choice(self.methods[0], self.bucket)
 
     @property
     def description(self) -> str:
-        """All of it in words."""
+        """The rule in words."""
         methods = " or ".join(method.description for method in self.methods) or "dense"
-        return f"{self.condition} {self.bucket!r} {'planned: ' * self.planned}{methods}"
+        return f"{self.condition} {self.bucket!r} {'planned: ' * self.is_auto}{methods}"
 
 
 class PolicyAssignment:
@@ -96,7 +96,7 @@ class PolicyAssignment:
 
     @property
     def description(self) -> str:
-        """See `Assignment.description`."""
+        """All rules in words."""
         return "policy " + "; ".join(rule.description for rule in self.rules)
 
     def rule_of(self, spec: TensorSpec) -> Rule | None:
@@ -105,27 +105,27 @@ class PolicyAssignment:
         return next((rule for rule in self.rules if rule.condition.matches(spec, module)), None)
 
     def choice_of(self, spec: TensorSpec) -> Choice:
-        """See `Assignment.choice_of`."""
+        """How a tensor is reduced; dense where a planner decides on it, or no rule matches."""
         rule = self.rule_of(spec)
         return DENSE if rule is None else rule.choice
 
     def candidates_of(self, spec: TensorSpec) -> tuple[Method, ...]:
-        """Methods of which a planner may choose one; none where a rule has decided."""
+        """The methods that a planner may choose from; none where the rule decides itself."""
         rule = self.rule_of(spec)
-        return rule.methods if rule is not None and rule.planned else ()
+        return rule.methods if rule is not None and rule.is_auto else ()
 
     @property
-    def planned(self) -> bool:
+    def needs_planner(self) -> bool:
         """Whether any rule leaves its tensors to a planner."""
-        return any(rule.planned for rule in self.rules)
+        return any(rule.is_auto for rule in self.rules)
 
     @property
     def clip_norm(self) -> float | None:
-        """The limit that all methods have."""
+        """The limit, which is the same in all methods."""
         return next((m.clip_norm for rule in self.rules for m in rule.methods), None)
 
     def idle_rules(self, specs: Iterable[TensorSpec]) -> list[tuple[Rule, str]]:
-        """Rules that decide on none of a model's tensors, with the reason."""
+        """Rules that apply to none of a model's tensors, with the reason."""
         tensors = [(spec, self.rule_of(spec), self.modules.get(spec.name)) for spec in specs]
         idle = []
         for rule in self.rules:

@@ -1,8 +1,7 @@
-"""YAML as plain containers that know on which line each of their values stands.
+"""YAML as plain containers, with the line of each value.
 
-What is read is YAML's core: mappings with text keys, lists, text, numbers, booleans and null. Tags,
-anchors, aliases and several documents are refused, and so is nesting beyond what a policy needs:
-none of them says anything that a policy could mean.
+The reader takes YAML's core: mappings with text keys, lists, text, numbers, booleans and null. It
+refuses tags, anchors, aliases, several documents and deep nesting, for which policies have no use.
 """
 
 from __future__ import annotations

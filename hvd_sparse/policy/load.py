@@ -164,14 +164,14 @@ def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -
         if own:
             key = next(iter(own))
             raise document.error((*path, key), "says how to compress, but compress is never")
-        return Rule(place, condition, (), "", planned=False)
+        return Rule(place, condition, (), "", is_auto=False)
     settings = defaults | own
     name = settings.pop("compressor", None)
     if name is None:
         raise document.error(path, f"compressor must be given, one of {', '.join(METHODS)}")
     bucket = settings.pop("bucket", None) or ""
-    planned = rule.compress == "auto"
-    if planned and "bucket" in own:
+    is_auto = rule.compress == "auto"
+    if is_auto and "bucket" in own:
         raise document.error((*path, "bucket"), "cannot be named where compress is auto")
     taken = {item.name: item for item in fields(METHODS[name])}
     for key in own:
@@ -185,16 +185,16 @@ def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -
             raise document.error(path, f"{key} must be given: {name} needs it")
     variants = [arguments]
     try:
-        if planned and "collective" in taken:
+        if is_auto and "collective" in taken:
             variants = [{**arguments, "collective": each} for each in collectives_of(arguments)]
         methods = [METHODS[name](**variant).make() for variant in variants]
     except ConfigError as error:
         raise _of_argument(document, path, own, arguments, str(error)) from None
-    if planned and any(method.clip_norm is not None for method in methods):
+    if is_auto and any(method.clip_norm is not None for method in methods):
         raise document.error(
             (*path, "compress"), "auto is not for clip_norm: dense tensors would not be clipped"
         )
-    return Rule(place, condition, tuple(methods), bucket, planned)
+    return Rule(place, condition, tuple(methods), bucket, is_auto)
 
 
 def collectives_of(arguments: Mapping[str, Any]) -> Sequence[Any]:

@@ -507,7 +507,7 @@ def policy_with_a_profile(**options: Any) -> dict[str, Any]:
     candidates = load_policy(policy).rules[0].methods
     costs = MethodCosts("oktopk", 1.0, *(Line(1e-9, 1e-12) for _ in range(3)))
     place = place_of("gloo", hvd.size(), 1)
-    methods = {method.description: costs for method in candidates}
+    methods = {method.id: costs for method in candidates}
     path = Path(tempfile.mkdtemp()) / "profile.json"
     Profile(place, Line(1.0, 1e-3), methods).save(path)
     return {**policy, "profile": str(path)}

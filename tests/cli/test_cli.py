@@ -164,7 +164,7 @@ def test_plan_shows_every_tensor_and_why(tmp_path: Path, monkeypatch: Any, capsy
     assert "encoding and decoding as measured on this CPU" in capsys.readouterr().out
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "# A plan of hvd-sparse" in pinned.read_text()
-    assert not load_policy(pinned).rules[0].planned
+    assert not load_policy(pinned).rules[0].is_auto
     assert main([*slow, "--plot", "step.xyz"]) == FAILED
     assert "step.xyz: a plot ends in one of" in capsys.readouterr().err
     policy.write_text("version: 1\nrules: [{compress: never}]\n")

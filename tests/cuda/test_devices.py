@@ -71,7 +71,7 @@ def test_engine(device: str, collective: type[OkTopk]) -> None:
         bucket_numel=3000,
         selector=partial(ReusedThreshold, 4),
         collective=collective,
-        description="test",
+        name="test",
     )
     outcomes = {
         place: run_ranks(3, partial(rank_of_engine, device=place, method=method), timeout_s=60)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.engine.bucket import Bucket, Phase
-from hvd_sparse.engine.bucketing import differing_words, form_buckets
+from hvd_sparse.engine.bucketing import MethodId, differing, form_buckets
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import PlanError
 from hvd_sparse.methods.topk_options import TopkOptions
@@ -223,12 +223,11 @@ def test_an_error_tells_only_what_differs(change: dict[str, Any], told: str) -> 
 
 
 def test_descriptions_with_other_keys_are_told_whole() -> None:
-    assert differing_words("topk a=1", "oktopk a=1") == ("topk a=1", "oktopk a=1")
-    assert differing_words("topk a=1 b=2", "dgc a=1 c=2") == ("topk a=1 b=2", "dgc a=1 c=2")
-    assert differing_words("none", "torch.float32(2, 3) by topk") == (
-        "none",
-        "torch.float32(2, 3) by topk",
-    )
+    topk, oktopk = (MethodId(name, (("a", 1), ("b", 2))) for name in ("topk", "oktopk"))
+    other = MethodId("topk", (("a", 1), ("c", 2)))
+    assert differing(topk, oktopk) == ("topk a=1 b=2", "oktopk a=1 b=2")
+    assert differing(topk, other) == ("topk a=1 b=2", "topk a=1 c=2")
+    assert differing(MethodId("none"), topk) == ("none", "topk a=1 b=2")
 
 
 def test_ranks_with_other_assignments_are_told_so() -> None:

@@ -32,7 +32,7 @@ def method(density: float = 1.0, **changes: Any) -> Method:
         "bucket_numel": 500,
         "selector": partial(ReusedThreshold, 4),
         "collective": partial(OkTopk, threshold_interval=3, repartition_interval=5),
-        "description": f"test density={density}",
+        "name": f"test density={density}",
         **changes,
     }
     return Method(**arguments)

@@ -14,7 +14,7 @@ from hvd_sparse.methods import METHODS
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.planner import measure
 from hvd_sparse.planner.costs import place_of
-from hvd_sparse.planner.measure import Clock, CudaClock, clock_of
+from hvd_sparse.planner.measure import CudaClock, DeviceClock, clock_of
 from hvd_sparse.planner.planner import device_name
 from hvd_sparse.transports import Transport, run_ranks
 
@@ -61,7 +61,7 @@ def test_a_mark_is_an_event_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatc
     assert device.waits == [first, last]
     clock.wait()
     assert device.waits[2:] == [DEVICE]
-    assert type(clock_of(torch.device("cpu"))) is Clock
+    assert type(clock_of(torch.device("cpu"))) is DeviceClock
 
 
 class Trying:
@@ -111,7 +111,7 @@ def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyP
 def test_every_phase_is_timed_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
 
-    class Counting(Clock):
+    class Counting(DeviceClock):
         def wait(self) -> None:
             waits.append(1)
 
@@ -121,7 +121,7 @@ def test_every_phase_is_timed_until_the_device_has_done_it(monkeypatch: pytest.M
 
     def worker(transport: Transport) -> None:
         place = place_of("local", 1, 1)
-        measure.measure_profile(transport, lambda tensor: None, {"topk": method}, place)
+        measure.measure_profile(transport, lambda tensor: None, {method.id: method}, place)
 
     run_ranks(1, worker)
     steps = 2 * (measure.WARMUP_STEPS + measure.TIMED_STEPS)

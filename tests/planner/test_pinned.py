@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from hvd_sparse.engine import TensorSpec
-from hvd_sparse.engine.bucketing import BucketPlan, form_buckets
+from hvd_sparse.engine.bucketing import BucketPlan, MethodId, form_buckets
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.pin import pinned
 from hvd_sparse.lab.plots import timeline
-from hvd_sparse.planner.choose import Placement, PlannedTensor, choose_plan
+from hvd_sparse.planner.choose import Placement, TimedTensor, choose_plan
 from hvd_sparse.planner.costs import Line, MethodCosts, Place, Profile
-from hvd_sparse.planner.planner import Planned
+from hvd_sparse.planner.planner import FixedAssignment
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import load_policy
 
@@ -47,17 +47,17 @@ def test_a_pinned_plan_loads_again_as_the_same(tmp_path: Path) -> None:
     rules = PolicyAssignment(policy.rules, {})
     two, one = (rules.rules[place].methods for place in (2, 3))
     placements = {
-        "a.weight": Placement(two[1].description, "planned 0.0"),
-        "b.weight": Placement(two[1].description, "planned 0.1"),
-        "table[0]|x": Placement(two[3].description, "planned 0.1"),
-        "a.bias": Placement(one[1].description, "planned 1.0"),
-        "c.bias": Placement(one[1].description, "planned 1.0"),
+        "a.weight": Placement(two[1].id, "planned 0.0"),
+        "b.weight": Placement(two[1].id, "planned 0.1"),
+        "table[0]|x": Placement(two[3].id, "planned 0.1"),
+        "a.bias": Placement(one[1].id, "planned 1.0"),
+        "c.bias": Placement(one[1].id, "planned 1.0"),
     }
-    planned = Planned(rules, placements, None)
+    planned = FixedAssignment(rules, placements, None)
     path = tmp_path / "pinned.yaml"
     path.write_text(yaml.safe_dump(pinned(policy, rules, SPECS, placements), sort_keys=False))
     loaded = load_policy(path)
-    assert not any(rule.planned for rule in loaded.rules)
+    assert not any(rule.is_auto for rule in loaded.rules)
     assert loaded.timeout_s == 60.0
     again = PolicyAssignment(loaded.rules, {})
 
@@ -73,7 +73,7 @@ def test_a_method_that_no_rule_has_is_named() -> None:
     policy = load_policy({"version": 1, "rules": [{"compress": "auto", "compressor": "topk"}]})
     rules = PolicyAssignment(policy.rules, {})
     with pytest.raises(ConfigError, match=r"rules\[0\] has no method 'magic'"):
-        pinned(policy, rules, SPECS, {"a.bias": Placement("magic", "0")})
+        pinned(policy, rules, SPECS, {"a.bias": Placement(MethodId("magic"), "0")})
 
 
 def test_a_timeline_has_all_that_the_prediction_counts() -> None:
@@ -83,10 +83,10 @@ def test_a_timeline_has_all_that_the_prediction_counts() -> None:
         .rules[0]
         .methods
     )
-    costs = {method.description: MethodCosts("oktopk", 0.01, line, line, line)}
+    costs = {method.id: MethodCosts("oktopk", 0.01, line, line, line)}
     profile = Profile(place, Line(1e-3, 2e-8), costs)
     tensors = [
-        PlannedTensor(TensorSpec(name, (1_000_000,), "torch.float32"), at_s, (method,))
+        TimedTensor(TensorSpec(name, (1_000_000,), "torch.float32"), at_s, (method,))
         for name, at_s in (("first", 0.0), ("last", 0.05))
     ]
     plan = choose_plan(profile, tensors)

@@ -18,21 +18,22 @@ from torch import Tensor
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.cost_model import Link
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
+from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError, PeerLostError, PlanError
+from hvd_sparse.lab.predicted import modelled, verdict
 from hvd_sparse.planner import Planner, Profile, World
 from hvd_sparse.planner import planner as planner_module
 from hvd_sparse.planner.choose import (
     ChosenPlan,
     Job,
     Placement,
-    PlannedTensor,
+    TimedTensor,
     choose_plan,
     contenders,
     finish_s,
     predict,
-    verdict,
 )
-from hvd_sparse.planner.costs import Line, MethodCosts, Place, fit_line, modelled
+from hvd_sparse.planner.costs import Line, MethodCosts, Place, fit_line
 from hvd_sparse.planner.measure import measure_profile
 from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS, Trial, Turn, lateness, slowest
 from hvd_sparse.selectors import ExactTopK
@@ -53,7 +54,7 @@ def costs(fixed_s: float, per_element_s: float, collective: str = "topk_allgathe
 
 
 def profile(dense: Line, gather: MethodCosts, oktopk: MethodCosts) -> Profile:
-    return Profile(HERE, dense, {"gather 0.01": gather, "oktopk 0.01": oktopk})
+    return Profile(HERE, dense, {GATHER.id: gather, OKTOPK.id: oktopk})
 
 
 SLOW_NETWORK = profile(Line(5e-4, 2e-8), costs(1e-3, 1e-9), costs(4e-3, 2e-9, "oktopk"))
@@ -62,8 +63,8 @@ FAST_NETWORK = profile(Line(1e-4, 5e-10), costs(1e-3, 1e-9), costs(4e-3, 2e-9, "
 
 def planned(
     ready_s: dict[str, float] | None = None, candidates: tuple[Method, ...] = (GATHER, OKTOPK)
-) -> list[PlannedTensor]:
-    return [PlannedTensor(spec, (ready_s or {}).get(spec.name, 0.0), candidates) for spec in SPECS]
+) -> list[TimedTensor]:
+    return [TimedTensor(spec, (ready_s or {}).get(spec.name, 0.0), candidates) for spec in SPECS]
 
 
 # -- lines and predictions -------------------------------------------------------------------------
@@ -90,22 +91,22 @@ def test_reductions_follow_one_another_as_they_become_ready() -> None:
 
 
 def test_equation_1() -> None:
-    found = verdict(SLOW_NETWORK, SLOW_NETWORK.methods["gather 0.01"], 1_000_000)
+    found = verdict(SLOW_NETWORK, SLOW_NETWORK.methods[GATHER.id], 1_000_000)
     assert found.dense_s == pytest.approx(20.5e-3)
     assert found.encode_decode_s == pytest.approx(2 / 3 * 2e-3)
     assert found.sparse_s == pytest.approx(2e-3)
     assert found.holds
-    assert not verdict(SLOW_NETWORK, SLOW_NETWORK.methods["gather 0.01"], 100).holds
-    assert not verdict(FAST_NETWORK, FAST_NETWORK.methods["gather 0.01"], 1_000_000).holds
+    assert not verdict(SLOW_NETWORK, SLOW_NETWORK.methods[GATHER.id], 100).holds
+    assert not verdict(FAST_NETWORK, FAST_NETWORK.methods[GATHER.id], 1_000_000).holds
 
 
 def test_the_large_ones_are_compressed_where_the_network_is_slow() -> None:
     plan = choose_plan(SLOW_NETWORK, planned())
-    assert plan.placements["fc"].method == "gather 0.01"
+    assert plan.placements["fc"].method == GATHER.id
     assert "norm" not in plan.placements or plan.placements["norm"] == plan.placements["fc"]
     assert plan.predicted_s < 0.2 * plan.dense_s
     assert plan.dense_s == pytest.approx(5e-4 + 2e-8 * sum(spec.numel for spec in SPECS))
-    assert plan.predicted_s >= SLOW_NETWORK.methods["gather 0.01"].seconds(2_000_000)
+    assert plan.predicted_s >= SLOW_NETWORK.methods[GATHER.id].seconds(2_000_000)
 
 
 def test_nothing_is_where_it_is_fast() -> None:
@@ -124,10 +125,10 @@ def test_a_small_gain_is_not_worth_the_risk() -> None:
     assert plan.predicted_s == pytest.approx(0.85e-8 * numel)
 
 
-def coming(**ready_s: float) -> list[PlannedTensor]:
+def coming(**ready_s: float) -> list[TimedTensor]:
     """Tensors of a million elements, 20 ms dense and 2 ms sparse by the slow network."""
     return [
-        PlannedTensor(TensorSpec(name, (1_000_000,), "torch.float32"), at_s, (GATHER,))
+        TimedTensor(TensorSpec(name, (1_000_000,), "torch.float32"), at_s, (GATHER,))
         for name, at_s in ready_s.items()
     ]
 
@@ -158,12 +159,12 @@ def test_methods_are_mixed_where_each_is_best_for_its_part() -> None:
     by_size = profile(Line(5e-4, 2e-8), costs(3e-3, 1e-10), costs(1e-4, 2e-9, "oktopk"))
     specs = {"large": (30_000_000, 0.0), "last": (200_000, 0.05)}
     tensors = [
-        PlannedTensor(TensorSpec(name, (numel,), "torch.float32"), at_s, (GATHER, OKTOPK))
+        TimedTensor(TensorSpec(name, (numel,), "torch.float32"), at_s, (GATHER, OKTOPK))
         for name, (numel, at_s) in specs.items()
     ]
     plan = choose_plan(by_size, tensors)
-    assert plan.placements["large"].method == "gather 0.01"
-    assert plan.placements["last"].method == "oktopk 0.01"
+    assert plan.placements["large"].method == GATHER.id
+    assert plan.placements["last"].method == OKTOPK.id
     assert plan.placements == contenders(by_size, tensors, 3)[0].placements
 
 
@@ -179,7 +180,7 @@ def test_a_model_of_hundreds_of_tensors_is_planned_in_few_predictions(
 
     monkeypatch.setattr("hvd_sparse.planner.choose.predict", counted)
     tensors = [
-        PlannedTensor(
+        TimedTensor(
             TensorSpec(str(i), (1000 * (1 + i * i % 97),), "torch.float32"),
             i * 1e-3,
             (GATHER, OKTOPK),
@@ -194,7 +195,7 @@ def test_everything_in_one_bucket_is_tried_too() -> None:
     """Whatever is predicted: here, that a bucket each is best, since gradients come far apart."""
     specs = [TensorSpec(name, (1_000_000,), "torch.float32") for name in ("late", "early")]
     tensors = [
-        PlannedTensor(spec, ready_s, (GATHER, OKTOPK))
+        TimedTensor(spec, ready_s, (GATHER, OKTOPK))
         for spec, ready_s in zip(specs, (0.1, 0.0), strict=True)
     ]
     for most in (2, 3):
@@ -203,13 +204,13 @@ def test_everything_in_one_bucket_is_tried_too() -> None:
         assert plans == sorted(plans, key=lambda plan: plan.predicted_s)
         everything = [plan for plan in plans if plan.placements.keys() == {"late", "early"}]
         assert [len(set(plan.placements.values())) for plan in everything] == [1]
-        assert everything[0].placements["late"].method == "gather 0.01"
+        assert everything[0].placements["late"].method == GATHER.id
 
 
 def test_tensors_without_candidates_and_without_elements_stay_dense() -> None:
     tensors = [
-        PlannedTensor(SPECS[2], 0.0, ()),
-        PlannedTensor(TensorSpec("empty", (0, 5), "torch.float32"), 0.0, (GATHER,)),
+        TimedTensor(SPECS[2], 0.0, ()),
+        TimedTensor(TensorSpec("empty", (0, 5), "torch.float32"), 0.0, (GATHER,)),
     ]
     assert not choose_plan(SLOW_NETWORK, tensors).placements
     assert choose_plan(SLOW_NETWORK, []).predicted_s == SLOW_NETWORK.dense.fixed_s
@@ -231,7 +232,7 @@ def test_a_profile_is_saved_and_read(tmp_path: Path) -> None:
     assert Profile.load(path).carried_over(HERE) == SLOW_NETWORK
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 2}', '{"version": 1}', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 3}', '{"version": 1}', "null"])
 def test_what_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -252,7 +253,7 @@ def test_what_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
 )
 def test_figures_of_a_profile_are_checked(part: str, value: Any, message: str) -> None:
     data = SLOW_NETWORK.to_json()
-    (costs,) = list(data["methods"].values())[:1]
+    (costs,) = data["methods"][:1]
     if part == "dense":
         data["dense"] = costs["exchange"] = value
     elif part == "place":
@@ -276,9 +277,9 @@ def test_a_profile_of_another_world_size_is_carried_over_and_says_so() -> None:
     assert larger.source == "measured on 4 ranks, carried over to 8"
     assert larger.place.world_size == 8
     # TopkA's volume is 2k (P - 1); Rabenseifner's 2n (P-1)/P.
-    gather = larger.methods["gather 0.01"]
+    gather = larger.methods[GATHER.id]
     assert gather.exchange.per_element_s == pytest.approx(1e-9 / 3 * 7 / 3)
-    assert gather.encode == SLOW_NETWORK.methods["gather 0.01"].encode
+    assert gather.encode == SLOW_NETWORK.methods[GATHER.id].encode
     assert larger.dense.per_element_s == pytest.approx(2e-8 * (7 / 8) / (3 / 4))
     unknown = profile(Line(1e-3, 1e-8), costs(0, 1e-9, ""), costs(0, 1e-9))
     with pytest.raises(ConfigError, match=r"profile is of 4 ranks, here are 8.*gather 0.01"):
@@ -294,16 +295,16 @@ def test_a_profile_by_the_cost_model() -> None:
     made = modelled(place, link, SLOW_NETWORK.methods)
     assert made.dense.fixed_s == pytest.approx(12 * 30e-6)
     assert made.dense.per_element_s == pytest.approx(2 * 4 * 63 / 64 * 8 / 25e9)
-    gather = made.methods["gather 0.01"]
+    gather = made.methods[GATHER.id]
     assert gather.exchange.fixed_s == pytest.approx(6 * 30e-6)
     assert gather.exchange.per_element_s == pytest.approx(0.01 * 8 * 63 * 8 / 25e9, rel=1e-3)
-    assert gather.encode == SLOW_NETWORK.methods["gather 0.01"].encode
+    assert gather.encode == SLOW_NETWORK.methods[GATHER.id].encode
     with pytest.raises(ConfigError, match="no formula"):
-        modelled(place, link, {"x": costs(0, 0, "")})
+        modelled(place, link, {GATHER.id: costs(0, 0, "")})
 
 
 def test_measuring_keeps_to_its_time() -> None:
-    methods = {m.description: m for m in (GATHER, OKTOPK)}
+    methods = {m.id: m for m in (GATHER, OKTOPK)}
 
     def worker(transport: Transport) -> tuple[Profile, float]:
         start = perf_counter()
@@ -312,7 +313,7 @@ def test_measuring_keeps_to_its_time() -> None:
 
     for found, seconds in run_ranks(2, worker):
         assert set(found.methods) == set(methods)
-        assert found.methods["oktopk 0.01"].collective == "oktopk"
+        assert found.methods[OKTOPK.id].collective == "oktopk"
         assert found.dense.at(1 << 20) > 0
         assert all(c.seconds(1 << 20) > 0 for c in found.methods.values())
         assert seconds < 6  # 0.6 s on a machine that does nothing else
@@ -541,7 +542,7 @@ def test_no_reduction_is_blamed_for_a_rank_that_is_late(monkeypatch: pytest.Monk
 
 
 def plan_of(seconds: float) -> ChosenPlan:
-    return ChosenPlan({"fc": Placement(f"in {seconds}", "0")}, seconds, 1.0)
+    return ChosenPlan({"fc": Placement(MethodId(f"in {seconds}"), "0")}, seconds, 1.0)
 
 
 def turns_of(trial: Trial, noise_s: float) -> int:
@@ -644,7 +645,7 @@ def test_no_step_is_spent_on_what_cannot_be_faster(monkeypatch: pytest.MonkeyPat
         planner = decide(transport)
         assert settle(planner, transport, {"dense": DENSE_STEP_S}) == ["dense"]
         assert planner.outcome is not None
-        assert [str(each) for each in planner.outcome.tried] == ["dense 100.0 ± 0.0 ms"]
+        assert [str(each) for each in planner.outcome.tried] == ["dense (100.0 ± 0.0 ms)"]
 
     run_ranks(2, worker)
 

@@ -20,7 +20,13 @@ from hvd_sparse.planner import PlanCache, Planner, Profile, World, default_path
 from hvd_sparse.planner import planner as planner_module
 from hvd_sparse.planner.costs import Line, MethodCosts, Place
 from hvd_sparse.planner.planner import RECALLED_REVIEW_STEPS
-from hvd_sparse.planner.remembered import MOST_ENTRIES, Key, Remembered, recall
+from hvd_sparse.planner.remembered import (
+    MOST_ENTRIES,
+    Key,
+    Remembered,
+    placements_from_json,
+    recall,
+)
 from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
@@ -31,7 +37,7 @@ LINE = Line(1e-4, 1e-10)
 COSTS = Profile(
     Place("a processor", 2, "local", "2"),
     Line(1e-3, 1e-7),
-    {TOPK.description: MethodCosts("topk_allgather", 0.001, LINE, LINE, LINE)},
+    {TOPK.id: MethodCosts("topk_allgather", 0.001, LINE, LINE, LINE)},
 )
 
 
@@ -104,10 +110,15 @@ def test_a_restart_goes_on_with_the_plan(
     assert "all dense" not in plan
     assert sorted(measured.ranks) == [0, 1, 2]
     assert not (tmp_path / "rank-1").exists()  # rank 0 alone writes
-    assert "it goes on by topk" in capsys.readouterr().err
+    assert (
+        "Planner: topk collective=auto density=0.001 for 2 tensors in " in capsys.readouterr().err
+    )
     assert run_ranks(3, again) == [(plan, RECALLED_REVIEW_STEPS, False)] * 3
     assert sorted(measured.ranks) == [0, 1, 2]
-    assert "goes on with a plan that it remembers: topk" in capsys.readouterr().err
+    assert (
+        "Planner: using the remembered plan, topk collective=auto density"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_state_has_the_plan(measured: Measured) -> None:
@@ -196,7 +207,7 @@ def test_a_trial_waits_for_what_is_left_of_the_warm_up(
 ) -> None:
     method = METHODS["topk"](density=0.001, warmup_steps=100).make()
     monkeypatch.setattr(f"{__name__}.TOPK", method)
-    costs = {method.description: next(iter(COSTS.methods.values()))}
+    costs = {method.id: next(iter(COSTS.methods.values()))}
     monkeypatch.setattr(f"{__name__}.COSTS", replace(COSTS, methods=costs))
 
     def worker(transport: Transport) -> None:
@@ -218,7 +229,7 @@ def test_another_place_measures_anew_and_says_why(
     run_ranks(2, lambda transport: settled(decided(transport, path), transport))
     capsys.readouterr()
     run_ranks(3, lambda transport: decided(transport, path).description)
-    assert "measures anew: its plan was for another world_size 2, here 3" in capsys.readouterr().err
+    assert "plan is for another world_size 2, here 3; measuring again." in capsys.readouterr().err
     others = [replace(spec, shape=(7, 7)) for spec in SPECS]
     run_ranks(2, lambda transport: decided(transport, path, specs=others).description)
     assert "another" not in capsys.readouterr().err  # another model has its own
@@ -242,7 +253,7 @@ def test_every_part_of_the_key_counts(changed: dict[str, Any], words: str) -> No
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff\x00", b'{"version": 1, "entries": [{}]}', b"[" * 100_000]
+    "content", [b"", b"{", b"\xff\x00", b'{"version": 2, "entries": [{}]}', b"[" * 100_000]
 )
 def test_a_damaged_file_is_a_warning(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plans.json"
@@ -270,8 +281,41 @@ def test_the_file_stays_small_and_keeps_the_last(tmp_path: Path) -> None:
     kept = [found.key.model for found in cache.read()]
     assert kept == [*(str(n) for n in range(3, MOST_ENTRIES + 3) if n != 5), "5"]
     assert os.listdir(tmp_path) == ["plans.json"]
-    cache.path.write_text('{"version": 0}')  # an earlier release's, or a later one's
-    assert cache.read() == []
+
+
+def test_a_file_of_another_release_is_refused_by_name(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path / "plans.json")
+    cache.path.write_text('{"version": 1, "entries": []}')
+    told = r"cannot read .*plans.json, and measures anew: .*version must be 2, got 1"
+    with pytest.warns(UserWarning, match=told):
+        assert cache.read() == []
+
+
+def test_a_state_that_names_methods_in_words_still_says_where_momenta_are(
+    measured: Measured,
+) -> None:
+    """As earlier releases wrote it. Their costs are refused by name, and measured anew."""
+    (state,) = run_ranks(1, lambda t: settled(decided(t, None), t).state_dict())
+    for placement in state["placements"].values():
+        placement["method"] = TOPK.description
+    state["found"]["profile"]["version"] = 3
+    measured.ranks.clear()
+
+    def worker(transport: Transport) -> None:
+        late = decided(transport, None, state)
+        assert late.before is not None
+        assert {p.method for p in late.before.placements.values()} == {TOPK.id}
+        assert late.is_trying
+
+    with pytest.warns(UserWarning, match="state's plan .* left out: .*version must be 4, got 3"):
+        run_ranks(2, worker)
+    assert sorted(measured.ranks) == [0, 1]
+
+
+def test_a_method_in_words_is_refused_by_name() -> None:
+    placed = {"w": {"method": "magic density=0.1", "bucket": "0"}}
+    with pytest.raises(ValueError, match="an earlier release wrote it"):
+        placements_from_json(placed, [TOPK])
 
 
 def test_the_usual_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,8 +365,13 @@ def test_what_was_remembered_is_read(tmp_path: Path, measured: Measured) -> None
     def worker(transport: Transport) -> Tensor | None:
         planner = settled(decided(transport, tmp_path / "plans.json"), transport)
         found = Remembered.from_json(planner.state_dict()["found"])
-        assert found.outcome == planner.outcome
+        assert found.outcome is not None
+        assert found.outcome.best.methods == (TOPK.id,)
+        assert found.outcome.plan == planner.plan
+        assert found.profile == planner.profile
         assert Remembered.from_json(json.loads(json.dumps(found.to_json()))) == found
+        if transport.rank == 0:
+            assert PlanCache(tmp_path / "plans.json").read() == [found]
         return None
 
     run_ranks(2, worker)
