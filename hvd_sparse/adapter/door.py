@@ -42,7 +42,7 @@ from hvd_sparse.adapter.refusals import (
 from hvd_sparse.adapter.session import Session, as_horovod_error, horovod_error
 from hvd_sparse.adapter.waiting import LOOK_S, await_cause, wait_for
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
-from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
+from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError, warn
 
 USED_NAMES = (
     *("_allreduce_grad_async", "_handles", "_requires_update", "_parameter_names", "_groups"),
@@ -257,10 +257,10 @@ class Door:
     def _drop_residuals(self) -> None:
         lost = self._engine.forget([name for name, _ in self._parameters])
         if lost:
-            self._engine.count_dropped(
-                lost,
-                "the residuals: optimizer.load_state_dict() went back to another state than that "
-                "of the last step; load the compression's own state, too, where it was saved",
+            warn(
+                "dropped the residuals, since optimizer.load_state_dict() went back to another "
+                "state than that of the last step (load the compression's own state, too, where "
+                f"it was saved): L1 norm {lost:g}"
             )
 
     def _pass_on(self, parameter: Parameter, gradient: Tensor) -> None:
@@ -361,6 +361,8 @@ class Door:
         if not self._is_open:
             self._open_step(brings_new=False)
             if self._nobody_brings_new() and self._keep_what_is_there():
+                if self._holds_back:
+                    self._session.meet()
                 self._close_step()
                 return
         for parameter in self._rest():

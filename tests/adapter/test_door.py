@@ -356,7 +356,7 @@ def go_back_to_the_beginning(with_states: bool) -> None:
         training.zero()
         if state is not None:
             training.compression.load_state_dict(state)
-        with told(*(["residuals: optimizer.load_state_dict()"] if density and not state else [])):
+        with told(*(["residuals, since optimizer.load_state_dict()"] if density and not state else [])):
             training.step(1)
         training.optimizer.param_groups[0]["momentum"] = 0.0
         ends.append(training.moved())
