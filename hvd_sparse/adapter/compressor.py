@@ -325,6 +325,7 @@ class SparseCompressor:
 
     def give_up_step(self) -> None:
         """Let go of a step that has failed, after which a state is loaded; see `TorchState`."""
+        self._settle("load_state_dict()")
         if self._door is not None:
             self._door.give_up()
         if self._session.embeddings is not None:

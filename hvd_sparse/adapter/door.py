@@ -31,11 +31,10 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import SPARSE_DTYPES, Parameters
 from hvd_sparse.adapter.divergence import digest
-from hvd_sparse.adapter.fate import Fates, weakly
+from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
 from hvd_sparse.adapter.handover import refuse_momenta
 from hvd_sparse.adapter.refusals import (
     Registered,
-    Rewinds,
     refuse_join,
     refuse_operation,
 )
@@ -124,6 +123,7 @@ class Door:
         optimizer._allreduce_grad_async = self.hand_in
         optimizer.synchronize = self.synchronize
         optimizer.register_step_pre_hook(weakly(weakref.WeakMethod(self._end_step)))
+        optimizer.register_load_state_dict_post_hook(weakly(weakref.WeakMethod(self.give_up)))
 
     @property
     def optimizer(self) -> Any:
@@ -175,9 +175,6 @@ class Door:
         if parameter in self._early:
             self._early.discard(parameter)
             return partial(self._result, parameter), None
-        if parameter in self._handed:  # Horovod has forgotten that step, as after a loaded state
-            self.settle("load_state_dict()")
-            self._close_step()
         if not self._is_open:
             self._open_step(brings_new=True)
         if parameter.grad is None:
@@ -249,10 +246,11 @@ class Door:
         if self._is_open and self._engine.error is None:
             raise ConfigError(f"{call} must be called between steps, got a call within one")
 
-    def give_up(self) -> None:
-        """Let go of a step that has failed, or that a loaded state ends."""
-        self.settle("load_state_dict()")
-        self._close_step()
+    def give_up(self, *_: object) -> None:
+        """Let go of a step that has failed, or that Horovod forgets as it loads a state."""
+        if self._is_open:
+            self.settle("load_state_dict()")
+            self._close_step()
 
     def _drop_residuals(self) -> None:
         lost = self._engine.forget([name for name, _ in self._parameters])

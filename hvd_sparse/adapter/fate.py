@@ -249,10 +249,43 @@ class Fates:
         self._scaler = weakref.ref(scaler)
 
 
-def weakly(method: weakref.WeakMethod[Any]) -> Any:
-    """A step hook that does not keep the method's object alive."""
+class Rewinds:
+    """Sees that an optimizer goes back, by `load_state_dict`, to what it was before.
 
-    def hook(optimizer: Any, arguments: Any, keywords: Any) -> None:
+    Args:
+        optimizer: Horovod's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._is_loaded = False
+        self._changes_at_step: int | None = None
+        optimizer.register_load_state_dict_post_hook(weakly(weakref.WeakMethod(self._loaded)))
+        optimizer.register_step_post_hook(weakly(weakref.WeakMethod(self._stepped)))
+
+    def seen(self) -> bool:
+        """Whether a state was loaded, and weights were set, since the last step or question."""
+        is_loaded, self._is_loaded = self._is_loaded, False
+        return is_loaded and self._changes_at_step not in (None, self._changes())
+
+    def forgive(self) -> None:
+        """The compression's own state has gone along."""
+        self._is_loaded = False
+
+    def _changes(self) -> int:
+        return sum([p._version for p in self._parameters])
+
+    def _loaded(self, optimizer: Any) -> None:
+        self._is_loaded = True
+
+    def _stepped(self, optimizer: Any) -> None:
+        self._changes_at_step = self._changes()
+
+
+def weakly(method: weakref.WeakMethod[Any]) -> Any:
+    """A hook of an optimizer that does not keep the method's object alive."""
+
+    def hook(optimizer: Any, *_: object) -> None:
         alive = method()
         if alive is not None:
             alive(optimizer)

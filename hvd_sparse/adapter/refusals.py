@@ -130,45 +130,6 @@ class Registered:
         self._known = known
 
 
-class Rewinds:
-    """Sees that an optimizer goes back, by `load_state_dict`, to what it was before.
-
-    Args:
-        optimizer: Horovod's.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._is_loaded = False
-        self._at_step: int | None = None
-        rewinds = weakref.ref(self)
-
-        def loaded(optimizer: Any) -> None:
-            alive = rewinds()
-            if alive is not None:
-                alive._is_loaded = True
-
-        def stepped(*_: object) -> None:
-            alive = rewinds()
-            if alive is not None:
-                alive._at_step = alive._changes()
-
-        optimizer.register_load_state_dict_post_hook(loaded)
-        optimizer.register_step_post_hook(stepped)
-
-    def _changes(self) -> int:
-        return sum([p._version for p in self._parameters])
-
-    def seen(self) -> bool:
-        """Whether a state was loaded, and weights were set, since the last step or question."""
-        is_loaded, self._is_loaded = self._is_loaded, False
-        return is_loaded and self._at_step is not None and self._changes() != self._at_step
-
-    def forgive(self) -> None:
-        """The compression's own state has gone along."""
-        self._is_loaded = False
-
-
 def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryOptions]) -> None:
     """Check that momentum is applied once: by the compression's correction, or by the optimizer.
 

@@ -107,8 +107,9 @@ def balance(name: str) -> None:
         assert torch.cat([p.detach() for p in training.parameters]).any()
         ends.append(training.moved())
         training.close()
-    assert torch.equal(ends[1], ends[0]), (ends[1] - ends[0]).abs().sum()
-    assert torch.equal(ends[2], ends[0])
+    rounding = 0.0 if hvd.size() == 2 else 1e-4  # thirds are no binary numbers
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=0.0, atol=rounding)
 
 
 @script
@@ -356,7 +357,9 @@ def go_back_to_the_beginning(with_states: bool) -> None:
         training.zero()
         if state is not None:
             training.compression.load_state_dict(state)
-        with told(*(["residuals, since optimizer.load_state_dict()"] if density and not state else [])):
+        with told(
+            *(["residuals, since optimizer.load_state_dict()"] if density and not state else [])
+        ):
             training.step(1)
         training.optimizer.param_groups[0]["momentum"] = 0.0
         ends.append(training.moved())
