@@ -11,6 +11,7 @@ from hvd_sparse.adapter.fate import Fates
 from hvd_sparse.adapter.session import Session, as_horovod_error
 from hvd_sparse.engine import Engine
 from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
+from hvd_sparse.errors import TransportTimeout
 from hvd_sparse.planner import planner_of
 
 if TYPE_CHECKING:
@@ -71,13 +72,13 @@ class States:
     def save_checkpoint(self, path: str | os.PathLike[str], process_set: Any) -> None:
         """See `SparseCompressor.save_checkpoint`."""
         self._engine.check_between_steps("save_checkpoint()")
-        world, gather = self._world(process_set)
+        world, gather = self._world(process_set, "save_checkpoint()")
         save_checkpoint(path, self.save, world.rank, world.size, gather)
 
     def load_checkpoint(self, path: str | os.PathLike[str], process_set: Any, missing: str) -> None:
         """See `SparseCompressor.load_checkpoint`."""
         self._engine.check_between_steps("load_checkpoint()")
-        world, gather = self._world(process_set)
+        world, gather = self._world(process_set, "load_checkpoint()")
         loaded = load_checkpoint(path, world.rank, world.size, gather, missing, self._shapes)
         self._engine.load_state_dict(loaded.state, strict=False)
         if loaded.dropped:
@@ -86,7 +87,9 @@ class States:
         self._take_unit(loaded.state["unit"])
         self._take_plan(loaded.state["planner"])
 
-    def _world(self, process_set: Any) -> tuple[HorovodBootstrap, Callable[[Any], list[Any]]]:
+    def _world(
+        self, process_set: Any, call: str
+    ) -> tuple[HorovodBootstrap, Callable[[Any], list[Any]]]:
         """The ranks of a process set, or all of Horovod's, and how they gather objects."""
         from hvd_sparse.transports.connect import HorovodBootstrap
 
@@ -96,7 +99,13 @@ class States:
             if self._session.is_current():  # it names who fails
                 return self._session.gather_objects(mine, "checkpoint")
             with as_horovod_error():
-                return world.allgather_object(mine, "hvd_sparse.checkpoint", self._timeout_s)
+                try:
+                    return world.allgather_object(mine, "hvd_sparse.checkpoint", self._timeout_s)
+                except TransportTimeout:
+                    raise TransportTimeout(
+                        f"rank {world.rank} has waited {self._timeout_s:g} s in {call} for the "
+                        f"other {world.size - 1} ranks: all of them must call it together"
+                    ) from None
 
         return world, gather
 

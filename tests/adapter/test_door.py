@@ -16,10 +16,12 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
 import hvd_sparse
 from hvd_sparse import Compression, ConfigError, UnsupportedError
+from tests.launch import horovodrun
 from tests.ranks import Ranks, World, with_ranks
 
 NUMEL = 3000
@@ -486,6 +488,22 @@ def copy_with_residuals() -> None:
     with told("a copy of a compression has none of its residuals"):
         copy.deepcopy(training.compression)
     training.close()
+
+
+def save_alone() -> None:
+    """Rank 0 alone, before the first step: the message names the call."""
+    training = Training(DENSITY, timeout_s=2.0)
+    if hvd.rank() == 0:
+        with pytest.raises(HorovodInternalError, match=r"in save_checkpoint\(\) for the other 1"):
+            training.compression.save_checkpoint("nowhere")
+        print("TOLD")
+    hvd.allreduce(torch.ones(1), name="door.after")
+    training.close()
+
+
+@pytest.mark.launches
+def test_a_checkpoint_of_one_rank_is_told_by_its_name() -> None:
+    assert "TOLD" in horovodrun(2, save_alone, timeout=90).stdout
 
 
 FUNCTIONS = (
