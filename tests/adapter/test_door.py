@@ -393,9 +393,10 @@ def change_gradients_too_early() -> None:
     training = Training(DENSITY)
     training.step(1)
     training.zero()
-    training.backward()
-    nn.utils.clip_grad_norm_(training.parameters, 1.0)
-    with pytest.raises(UnsupportedError, match="was changed after backward"):
+    refused = (UnsupportedError, HorovodInternalError)  # whichever rank comes first tells the other
+    with pytest.raises(refused, match="was changed after backward"):  # noqa: PT012
+        training.backward()
+        nn.utils.clip_grad_norm_(training.parameters, 1.0)
         training.optimizer.step()
     training.close()
 
