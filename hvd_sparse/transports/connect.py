@@ -105,8 +105,7 @@ def create_transport(
         watched = [
             (host, port) if host and port else None for host, port in zip(hosts, ports, strict=True)
         ]
-        watch = Watch(transport, listener, watched, bytes.fromhex(token), busy_timeout_s)
-        transport.supervise(watch)
+        transport.watch = Watch(transport, listener, watched, bytes.fromhex(token), busy_timeout_s)
     return transport
 
 

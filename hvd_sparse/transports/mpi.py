@@ -204,7 +204,7 @@ class _Pending:
                     f"rank {transport.rank}: rank {self._peer} did not answer within "
                     f"{transport.timeout_s:g} s"
                 )
-            if pauses.pause() and not transport.is_watched:
+            if pauses.pause() and transport.watch is None:
                 transport.check_peers()
 
 
