@@ -67,10 +67,6 @@ class Cube:
 
     The first 2 (P - positions) ranks pair up: the odd one of a pair hands over to the even one, and
     then waits for the result. Positions keep the order of the ranks.
-
-    Attributes:
-        rank: This rank.
-        world_size: P.
     """
 
     rank: int
@@ -78,7 +74,6 @@ class Cube:
 
     @property
     def positions(self) -> int:
-        """The largest power of two up to P."""
         return cube_positions(self.world_size)
 
     @property

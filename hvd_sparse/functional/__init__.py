@@ -111,10 +111,8 @@ def sparse_allgather_async(x: Vector, *, process_set: Any = None) -> SparseHandl
 class _Life:
     """One life of Horovod: every `hvd.init()` makes a new handle map.
 
-    Attributes:
-        handle_map: Its identity.
-        communicators: Those made in it, by process set. None is dropped before Horovod's end: a
-            rank that reconnected alone would wait for its peers in vain.
+    Its communicators, by process set, are not dropped before Horovod's end: a rank that reconnected
+    alone would wait for its peers in vain.
     """
 
     handle_map: Any = None

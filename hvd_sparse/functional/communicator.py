@@ -105,7 +105,12 @@ class Communicator:
         call: Callable[..., tuple[Result, SparseStream | None]],
         *arguments: object,
     ) -> SparseHandle[Result]:
-        queue = self._next_queue() if overlaps else self._queues[0]
+        queue = self._queues[0]
+        if overlaps:  # all ranks take the same queue
+            if self._overlapping == 1 and self._second is not None:
+                self._queues.append(CallQueue(self._second()))
+            queue = self._queues[self._overlapping % len(self._queues)]
+            self._overlapping += 1  # where making a queue fails, this call does not count
         self._calls += 1
         number, threads = self._calls, torch.get_num_threads()
 
@@ -115,14 +120,6 @@ class Communicator:
             return call(queue.transport, number, *arguments)
 
         return SparseHandle(queue.submit(task))
-
-    def _next_queue(self) -> CallQueue:
-        """The queue for the next call that may overlap others: the same on all ranks."""
-        place = self._overlapping
-        if place == 1 and self._second is not None:
-            self._queues.append(CallQueue(self._second()))
-        self._overlapping += 1  # where making it fails, this call does not count
-        return self._queues[place % len(self._queues)]
 
     def _allreduce(
         self,
@@ -225,10 +222,7 @@ class SparseHandle(Generic[Result]):
 class StreamLayout:
     """What kind of vector a user brought, here a `SparseStream`, to make another one like it.
 
-    Attributes:
-        numel: N, the number of indices.
-        dtype: The values' type.
-        block: Shape of the values at one index.
+    `block` is the shape of the values at one index.
     """
 
     numel: int

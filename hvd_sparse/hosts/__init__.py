@@ -19,10 +19,7 @@ p.grad ◄─ decode all shards ◄───────────────
   gradients from device to device over NCCL, where the ranks of a host have a device each.
 * Waiting in shared memory is no message, so the second thread may select ahead there as well. The
   thread that exchanges takes the buckets in order, and itself does what nobody has begun: each rank
-  comes to each bucket. The transport notes the wait (`awaited_beside`), and its watch ends the wait
-  where a peer fails.
-* A segment is made by `memfd_create` and opened through `/proc`. It never has a name, so a killed
-  rank leaves nothing behind.
+  comes to each bucket.
 * A state has whole tensors, zero outside the shard, so that the sum over all ranks is as with one
   level. `Bucket.load` adds up what the ranks of a host bring, and keeps the shard. The states of
   selectors and collectives belong to the shard.

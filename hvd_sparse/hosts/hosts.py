@@ -25,14 +25,7 @@ ACROSS, INSIDE = 1, 2
 
 
 class Slot(NamedTuple):
-    """Where Horovod's launcher has put a rank, in its words.
-
-    Attributes:
-        local_rank: Its number among the ranks of its host.
-        local_size: Number of ranks of its host.
-        cross_rank: Number of its host.
-        cross_size: Number of hosts.
-    """
+    """Where Horovod's launcher has put a rank, in its words: `cross_rank` is the host's number."""
 
     local_rank: int
     local_size: int
@@ -42,13 +35,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Which rank is on which host, as one rank sees it.
-
-    Attributes:
-        ranks: `ranks[host][local rank]`: H rows of L ranks.
-        host: This rank's row.
-        local_rank: This rank's column.
-    """
+    """`ranks[host][local rank]`, H rows of L ranks, and this rank's row and column."""
 
     ranks: tuple[tuple[int, ...], ...]
     host: int
@@ -118,16 +105,11 @@ def grid_of(slots: Sequence[Slot], rank: int) -> Grid:
 
 
 class Hosts:
-    """What an engine needs for two levels.
+    """What an engine needs for two levels; `transport` connects all ranks.
 
-    Args:
-        transport: Connects all ranks.
-        grid: Where they are.
-        shares_memory: Whether the ranks of a host exchange through shared memory, or else by
-            messages.
+    Unless a host's ranks share memory, they exchange by messages.
 
     Attributes:
-        grid: Where the ranks are.
         across: Connects the ranks with this local rank, one of each host.
         inside: Connects the ranks of this host.
     """
@@ -162,7 +144,7 @@ class Hosts:
         if isinstance(transport, NcclTransport) and device.type == transport.device.type:
             return OverDevices(transport, self.inside, numel)
         if self._shares_memory:
-            return SharedHost(self._transport, self.inside, numel, dtype)
+            return SharedHost(transport, self.inside, numel, dtype)
         return OverTransport(self.inside, numel)
 
     def shard_of(self, whole: Tensor, exchange: InsideHost) -> Tensor:

@@ -36,11 +36,6 @@ SHARD_ALIGNMENT = 16
 class InsideHost(ABC):
     """One bucket's exchange inside its host; all ranks of the host make the same calls.
 
-    Args:
-        local_rank: This rank, in `[0, local_size)`.
-        local_size: L.
-        numel: n.
-
     Attributes:
         bounds: Where the shards begin and end.
         shard: This rank's shard.
@@ -180,11 +175,9 @@ class ShardedSum:
 
     @property
     def nnz(self) -> int:
-        """Entries that the shards hold."""
         return sum(shard.nnz for shard in self.shards)
 
     def isfinite(self) -> bool:
-        """Whether every value is finite."""
         return all(shard.isfinite() for shard in self.shards)
 
     def write(self, out: Tensor, scale: float) -> None:

@@ -27,7 +27,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.errors import TransportError, TransportTimeout
-from hvd_sparse.hosts.inside import InsideHost, ShardedSum, shard_bounds
+from hvd_sparse.hosts.inside import InsideHost, ShardedSum
 from hvd_sparse.ops.pages import ask_for_large_pages
 from hvd_sparse.streams import Sum
 from hvd_sparse.transports.group import GroupTransport
@@ -72,20 +72,16 @@ class SharedHost(InsideHost):
         super().__init__(inside.rank, inside.world_size, numel)
         self._transport = transport
         self._ranks, self._own = inside.ranks, inside.rank
-        self._dtype: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
-        self._nbytes = numel * self._dtype.itemsize
-        self._streams_at = GRADIENTS + -(-self._nbytes // LINE_BYTES) * LINE_BYTES
-        shards = shard_bounds(numel, inside.world_size)
-        longest = max(stop - start for start, stop in pairwise(shards))
+        of_type: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
+        ends_at = GRADIENTS + numel * of_type.itemsize
+        self._streams_at = -(-ends_at // LINE_BYTES) * LINE_BYTES
+        longest = max(stop - start for start, stop in pairwise(self.bounds))
         room = STREAM_HEADER_BYTES + longest * torch.float32.itemsize
         self._segments, problem = share(inside, self._streams_at + room)
         if problem:
             raise TransportError(f"the ranks of a host must share memory: {problem}")
         self._sum = ops.new_vector(self.shard_numel, torch.float32, torch.device("cpu"))
-        self._gradients = [
-            segment.data[GRADIENTS : GRADIENTS + self._nbytes].view(self._dtype)
-            for segment in self._segments
-        ]
+        self._gradients = [segment[GRADIENTS:ends_at].view(of_type) for segment in self._segments]
         self._steps = 0
 
     @override
@@ -134,7 +130,7 @@ class SharedHost(InsideHost):
         for tensor in self._message(own):
             if tensor.numel():
                 data = tensor.view(-1).view(torch.uint8)
-                mine.data[at : at + data.numel()].copy_(data)
+                mine[at : at + data.numel()].copy_(data)
                 at += data.numel()
         int64_at(mine, STREAM_BYTES).fill_(at - self._streams_at)
         self._post(STREAM_POSTED)
@@ -142,7 +138,7 @@ class SharedHost(InsideHost):
         messages = []
         for segment in self._segments:
             nbytes = int(int64_at(segment, STREAM_BYTES))
-            messages.append(segment.data[self._streams_at : self._streams_at + nbytes])
+            messages.append(segment[self._streams_at : self._streams_at + nbytes])
         return self._read(messages)
 
     def _post(self, what: int) -> None:
@@ -191,7 +187,7 @@ def copied(place: Tensor, values: Tensor) -> None:
         place.copy_(values)
 
 
-def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
+def share(inside: GroupTransport, nbytes: int) -> tuple[list[Tensor], str]:
     """Makes a segment of `nbytes` on each rank of a host, and maps all of them; collective.
 
     Returns:
@@ -200,7 +196,7 @@ def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
     """
     problem = ""
     own: OwnSegment | None = None
-    segments: list[Segment] = []
+    segments: list[Tensor] = []
     try:
         own = OwnSegment(nbytes)
     except OSError as error:
@@ -208,7 +204,13 @@ def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
     try:
         addresses = gather_json(inside, None if own is None else own.address, "host.memory")
         if own is not None and all(addresses):
-            segments, problem = _mapped(inside, own, addresses)
+            try:
+                for rank, address in zip(inside.ranks, addresses, strict=True):
+                    mine = rank == inside.ranks[inside.rank]
+                    found = own.segment if mine else open_segment(SegmentAddress(*address))
+                    segments.append(found)
+            except OSError as error:
+                problem = f"cannot map the memory of rank {rank} ({error})"
         problems = gather_json(inside, problem, "host.memory")
     finally:
         if own is not None:
@@ -217,28 +219,10 @@ def share(inside: GroupTransport, nbytes: int) -> tuple[list[Segment], str]:
     return segments, "; ".join(f"rank {rank} {why}" for rank, why in told if why)
 
 
-def _mapped(
-    inside: GroupTransport, own: OwnSegment, addresses: Sequence[Sequence[Any]]
-) -> tuple[list[Segment], str]:
-    """Maps the segments at some addresses, in the order of the ranks; or says why it cannot."""
-    segments: list[Segment] = []
-    for rank, address in zip(inside.ranks, addresses, strict=True):
-        try:
-            mine = len(segments) == inside.rank
-            segments.append(own.segment if mine else open_segment(SegmentAddress(*address)))
-        except OSError as error:
-            return segments, f"cannot map the memory of rank {rank} ({error})"
-    return segments, ""
-
-
 class SegmentAddress(NamedTuple):
     """Where to find a segment, as its owner tells the ranks of its host.
 
-    Attributes:
-        pid: The owner's process.
-        fd: The segment's descriptor there.
-        nbytes: Size of the segment.
-        token: Its first bytes, as hexadecimal digits.
+    `fd` is its descriptor in the owner's process `pid`; `token`, in hexadecimal, its first bytes.
     """
 
     pid: int
@@ -247,37 +231,20 @@ class SegmentAddress(NamedTuple):
     token: str
 
 
-class Segment:
-    """One mapping of shared memory, as bytes; it lives as long as tensors view it.
-
-    Attributes:
-        data: uint8 `(nbytes,)`, after the page with the token.
-    """
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        try:  # Python's mmap would keep its own descriptor open
-            self._all = torch.from_file(
-                f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8
-            )
-        except RuntimeError as error:
-            raise OSError(f"it cannot be mapped: {error}") from error
-        ask_for_large_pages(self._all)
-        self.data = self._all[PAGE_BYTES:]
-
-    @property
-    def token(self) -> str:
-        """Its first bytes, as hexadecimal digits."""
-        return bytes(self._all[:TOKEN_BYTES].numpy()).hex()
-
-    def sign(self, token: str) -> None:
-        """Makes `token` its first bytes."""
-        self._all[:TOKEN_BYTES] = torch.frombuffer(bytearray.fromhex(token), dtype=torch.uint8)
+def _mapped(fd: int, nbytes: int) -> Tensor:
+    """A file's bytes, the token's page among them; the mapping lives as long as tensors view it."""
+    try:  # Python's mmap would keep its own descriptor open
+        whole = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(f"it cannot be mapped: {error}") from error
+    ask_for_large_pages(whole)
+    return whole
 
 
 class OwnSegment:
     """A new segment of this rank, which others can open until `hide`.
 
-    Its mapping here, `segment`, has at least `nbytes`. The others find it at `address`.
+    Its mapping here, `segment`, is uint8, of at least `nbytes`. The others find it at `address`.
 
     Raises:
         OSError: The system cannot provide the memory.
@@ -290,12 +257,13 @@ class OwnSegment:
         self._fd = os.memfd_create("hvd_sparse", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._fd, size)
-            self.segment = Segment(self._fd, size)
+            whole = _mapped(self._fd, size)
         except BaseException:
             self.hide()
             raise
         token = secrets.token_hex(TOKEN_BYTES)
-        self.segment.sign(token)
+        whole[:TOKEN_BYTES] = torch.frombuffer(bytearray.fromhex(token), dtype=torch.uint8)
+        self.segment = whole[PAGE_BYTES:]
         self.address = SegmentAddress(os.getpid(), self._fd, size, token)
 
     def hide(self) -> None:
@@ -303,7 +271,7 @@ class OwnSegment:
         os.close(self._fd)
 
 
-def open_segment(address: SegmentAddress) -> Segment:
+def open_segment(address: SegmentAddress) -> Tensor:
     """Maps another rank's segment.
 
     Raises:
@@ -313,14 +281,14 @@ def open_segment(address: SegmentAddress) -> Segment:
     try:
         if os.fstat(fd).st_size != address.nbytes:
             raise OSError(f"process {address.pid} is another one here: its file has another size")
-        segment = Segment(fd, address.nbytes)
+        whole = _mapped(fd, address.nbytes)
     finally:
         os.close(fd)
-    if segment.token != address.token:
+    if bytes(whole[:TOKEN_BYTES].numpy()).hex() != address.token:
         raise OSError(f"process {address.pid} is another one here: its memory is another")
-    return segment
+    return whole[PAGE_BYTES:]
 
 
-def int64_at(segment: Segment, offset: int) -> Tensor:
+def int64_at(segment: Tensor, offset: int) -> Tensor:
     """A number in a segment, int64 `(1,)`, a view."""
-    return segment.data[offset : offset + 8].view(torch.int64)
+    return segment[offset : offset + 8].view(torch.int64)

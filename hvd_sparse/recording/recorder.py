@@ -29,6 +29,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from time import perf_counter
@@ -68,8 +69,6 @@ class ScalarWriter(Protocol):
 class Recorder(Observer):
     """Records a compression's run: `Compression.topk(…, record=Recorder("run.jsonl"))`.
 
-    from hvd_sparse.engine.account import COMPARED_PHASES, Observer
-
     Args:
         path: The file. With `{rank}` in its name every rank writes its own file; otherwise only
             rank 0 writes. Lines are appended, and missing folders are created. None writes no file.
@@ -101,7 +100,7 @@ class Recorder(Observer):
         self._rank = self._step = self._compared = 0
         self._read_bytes_per_s = READ_BYTES_PER_S
         self._budgets: tuple[Budget, Budget] | None = None
-        self._at_exit = _LastLine(self)
+        self._at_exit = partial(_write_last_line, weakref.ref(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments only: a copy begins a recording of its own."""
@@ -306,20 +305,14 @@ class Recorder(Observer):
                 self._scalars.add_scalar(f"{tag}/threshold", line["threshold"][place], self._step)
 
 
-class _LastLine:
+def _write_last_line(alive: Callable[[], Recorder | None]) -> None:
     """Writes a recorder's last line at the end of the process, if the recorder still exists."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = weakref.ref(recorder)
-
-    def __call__(self) -> None:
-        recorder = self._recorder()
-        if recorder is None:
-            return
-        try:
+    recorder = alive()
+    try:
+        if recorder is not None:
             recorder.ended()
-        except Exception as error:  # a TensorBoard writer has errors of its own
-            warn(f"{recorder} could not be ended: {type(error).__name__}: {error}")
+    except Exception as error:  # a TensorBoard writer has errors of its own
+        warn(f"{recorder} could not be ended: {type(error).__name__}: {error}")
 
 
 class LineFile:
@@ -328,9 +321,6 @@ class LineFile:
     Every line is one unbuffered write. So nothing waits in memory for a flush that may fail, and
     processes that append to one file do not cut each other's lines. A pipe whose reader is missing
     or slow is an error; writing never blocks.
-
-    Args:
-        path: The file.
 
     Raises:
         OSError: It cannot be opened for writing.
@@ -368,12 +358,7 @@ class LineFile:
 
 
 class Budget:
-    """Grants a share of the time that passes.
-
-    Args:
-        share: The share, in (0, 1).
-        clock: Gives seconds, from any start.
-    """
+    """Grants a share, in (0, 1), of the time that passes on a clock."""
 
     def __init__(self, share: float, clock: Callable[[], float] = perf_counter) -> None:
         self.share = share
@@ -402,11 +387,7 @@ class Budget:
 
 
 class Thinning:
-    """Decides when the next line of a kind is due; see `ENTRIES_BEFORE_THINNING`.
-
-    Args:
-        step: Steps done so far.
-    """
+    """Decides when the next line of a kind is due; see `ENTRIES_BEFORE_THINNING`."""
 
     def __init__(self, step: int) -> None:
         self._entries = 0

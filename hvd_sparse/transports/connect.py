@@ -105,23 +105,18 @@ def create_transport(
         watched = [
             (host, port) if host and port else None for host, port in zip(hosts, ports, strict=True)
         ]
-        watch = Watch(transport, listener, watched, bytes.fromhex(token), busy_timeout_s)
-        transport.supervise(watch)
+        transport.watch = Watch(transport, listener, watched, bytes.fromhex(token), busy_timeout_s)
     return transport
 
 
 class HorovodBootstrap:
-    """The ranks of one of Horovod's process sets, before they have a transport.
-
-    Args:
-        process_set: One of Horovod's; all ranks by default.
+    """The ranks of one of Horovod's process sets (by default all), before they have a transport.
 
     Attributes:
         rank: This rank in the process set.
         size: P.
         ranks: Horovod's global rank of each of the process set's ranks.
         mpi_enabled: Whether MPI started the processes.
-        process_set: Horovod's.
 
     Raises:
         ConfigError: Horovod is not initialised, or this process is not in the process set.
@@ -195,11 +190,7 @@ def greet(world: HorovodBootstrap, obj: Any, timeout_s: float) -> list[Any]:
 
 
 def check_releases(releases: Sequence[tuple[int, str]]) -> None:
-    """Compares the ranks' releases.
-
-    Raises:
-        PlanError: They differ.
-    """
+    """Raises `PlanError` where the ranks' releases differ."""
     ranks_of: dict[tuple[int, str], list[int]] = {}
     for rank, release in enumerate(releases):
         ranks_of.setdefault(release, []).append(rank)
@@ -220,13 +211,9 @@ def _some(ranks: Sequence[int]) -> str:
 class Capability:
     """What one rank wants and can do.
 
-    Attributes:
-        requested: Name of a transport, from the argument or the variable.
-        source: Where that name comes from.
-        mpi_problem: Why MPI cannot be used here, or None.
-        host: Its network.
-        nccl_problem: Why NCCL cannot be used here, or None.
-        device: UUID of this rank's CUDA device, unique among all hosts; None without NCCL.
+    `source` says where the name of the requested transport comes from. A problem says why something
+    cannot be used here. `device` is the UUID of this rank's CUDA device, which is unique among all
+    hosts; None without NCCL.
     """
 
     requested: str

@@ -24,6 +24,7 @@ import ctypes
 import sys
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -49,11 +50,9 @@ Payload = Sequence[torch.Tensor]
 
 
 class Context(NamedTuple):
-    """What the caller of a transport is at, the same on all ranks; messages and errors carry it.
+    """The bucket that the caller of a transport exchanges (empty: none), and its step, from 0.
 
-    Attributes:
-        bucket: Name of the bucket that is exchanged; empty: none.
-        step: Its step, from 0.
+    It is the same on all ranks; messages and errors carry it.
     """
 
     bucket: str = ""
@@ -103,6 +102,7 @@ def capacity_code(capacity: int) -> int:
     return (exponent << CAPACITY_DIGITS) | digits
 
 
+@cache
 def name_code(name: str) -> int:
     """A 16-bit code of a channel's or a bucket's name."""
     return zlib.crc32(name.encode()) & 0xFFFF
@@ -187,13 +187,10 @@ class BufferPool:
 
     def _drop_unreferenced(self) -> None:
         for block_bytes, blocks in self._blocks.items():
-            held = [
-                blocks[i]
-                for i in range(len(blocks))
-                if _references(blocks, i) != self._unreferenced
-            ]
-            self._kept_bytes -= (len(blocks) - len(held)) * block_bytes
-            blocks[:] = held
+            for i in reversed(range(len(blocks))):
+                if _references(blocks, i) == self._unreferenced:
+                    del blocks[i]
+                    self._kept_bytes -= block_bytes
 
 
 class PinnedPool(BufferPool):

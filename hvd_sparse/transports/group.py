@@ -24,11 +24,7 @@ class GroupTransport(Transport):
     """A view of a transport in which ranks are places in the group.
 
     Traffic, context, timeouts and failures are the whole transport's; errors name its ranks.
-
-    Args:
-        transport: Connects the group's ranks, and others.
-        ranks: The group's ranks in their order, including this one.
-        kind: Number of the kind of groups, from 1; a rank is in one group of each.
+    `kind` numbers the kinds of groups from 1; a rank is in one group of each.
     """
 
     def __init__(self, transport: PointToPointTransport, ranks: Sequence[int], kind: int) -> None:
@@ -73,7 +69,6 @@ class GroupTransport(Transport):
 
     @override
     def abort(self, reason: object = None) -> None:
-        """`Transport.abort` of all ranks, inside the group or not."""
         self._whole.abort(reason)
 
     @override

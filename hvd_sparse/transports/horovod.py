@@ -59,7 +59,7 @@ class HorovodTransport(SupervisedTransport):
         self._process_set = process_set
         self._label = label
         self._started = {"alltoall": 0, "allgather": 0}
-        self._named: dict[str, _Operation] = {}
+        self.named: dict[str, _Operation] = {}
         self._others = tuple(peer for peer in range(world_size) if peer != rank)
         self.awaited: tuple[str, float] | None = None
 
@@ -68,15 +68,13 @@ class HorovodTransport(SupervisedTransport):
     ) -> Handle:
         """`Transport.exchange`; even a rank that neither sends nor receives takes part."""
         nbytes = check_peers(self.rank, self.world_size, payload, dst, src)
-        own = (
-            flatten(payload, self._buffers) if dst is not None and payload is not None else _empty()
-        )
+        own = flatten((payload or ()) if dst is not None else (), self._buffers)
         if self.world_size == 1:
             self._raise_failure()
             return Done(own if src is not None else None)
         splits = [0] * self.world_size
         if dst is None or dst == self.rank:
-            operation = self._alltoall(_empty(), splits)
+            operation = self._alltoall(torch.empty(0, dtype=torch.uint8), splits)
         else:
             splits[dst] = nbytes
             operation = self._alltoall(own, splits)
@@ -158,7 +156,7 @@ class HorovodTransport(SupervisedTransport):
     @override
     def close(self) -> None:
         super().close()
-        self._named.clear()
+        self.named.clear()
 
     @override
     def awaiting(self) -> Awaiting | None:
@@ -187,7 +185,7 @@ class HorovodTransport(SupervisedTransport):
         number = self._started[kind]
         self._started[kind] = number + 1
         name = f"hvd_sparse.{self._label}.{kind}.{number % NAMES}"
-        before = self._named.get(name)
+        before = self.named.get(name)
         if before is not None:
             before.wait()
         start = self.hvd.alltoall_async if kind == "alltoall" else self.hvd.allgather_async
@@ -195,13 +193,8 @@ class HorovodTransport(SupervisedTransport):
             handle = start(*arguments, name=name, process_set=self._process_set)
         except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
             self.raise_first(self.error_of(error), None, f"it began {name}")
-        operation = self._named[name] = _Operation(self, handle, name)
+        operation = self.named[name] = _Operation(self, handle, name)
         return operation
-
-    def finished(self, operation: _Operation) -> None:
-        """Forgets an operation whose outcome is known."""
-        if self._named.get(operation.name) is operation:
-            del self._named[operation.name]
 
     def error_of(self, error: Exception) -> TransportError:
         """What a failure in Horovod means."""
@@ -223,15 +216,14 @@ class _Operation:
             try:
                 self._poll(self._handle)
                 self._outcome = self._transport.hvd.synchronize(self._handle)
-            except TransportError as error:
-                self._transport.raise_first(error, None, f"it waited for {self.name}")
-            except RuntimeError as error:
-                lost = self._transport.error_of(error)
-                self._transport.raise_first(lost, None, f"it waited for {self.name}")
+            except RuntimeError as error:  # TransportError and HorovodInternalError are among them
+                transport = self._transport
+                lost = error if isinstance(error, TransportError) else transport.error_of(error)
+                transport.raise_first(lost, None, f"it waited for {self.name}")
             finally:
                 self._transport.awaited = None
             self._handle = None
-            self._transport.finished(self)
+            self._transport.named.pop(self.name, None)
         return self._outcome
 
     def _poll(self, handle: int) -> None:
@@ -274,10 +266,6 @@ class _Exchange(Handle):
                 self._transport.traffic.received(sizes[self._src])
                 self._arrived = output
         return self._arrived
-
-
-def _empty() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
 
 
 def _aligned(part: torch.Tensor) -> torch.Tensor:

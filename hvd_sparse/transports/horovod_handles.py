@@ -26,10 +26,8 @@ LONGEST_SLEEP_S = 0.5e-3
 class Pauses:
     """The pauses of one wait: it first yields the processor, then sleeps, longer and longer.
 
-    Args:
-        spin_s: How long to spin before sleeping: longer than what is soon there takes.
-        slept_share: How long a sleep is, as a share of the time waited so far.
-        longest_sleep_s: The longest sleep.
+    It yields for `spin_s`, longer than what is soon there takes; a sleep lasts `slept_share` of the
+    time waited so far.
     """
 
     def __init__(
@@ -54,11 +52,7 @@ class Pauses:
 
 
 class HorovodWait:
-    """Since when this process has waited for Horovod; the watch's thread tells peers that ask.
-
-    Attributes:
-        since: A value of `time.monotonic()`; None while it does not wait.
-    """
+    """Since when this process has waited for Horovod; the watch's thread tells peers that ask."""
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -70,7 +64,6 @@ class HorovodWait:
         self.since = None
 
     def seconds(self) -> float:
-        """How long it has waited."""
         since = self.since
         return 0.0 if since is None else time.monotonic() - since
 

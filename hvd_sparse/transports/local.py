@@ -65,12 +65,7 @@ class _Mailbox:
 
 
 class LocalWorld:
-    """P ranks in one process.
-
-    Args:
-        world_size: P.
-        timeout_s: Seconds after which a wait gives up.
-    """
+    """`world_size` ranks in one process, whose waits give up after `timeout_s`."""
 
     def __init__(self, world_size: int, timeout_s: float = 30.0) -> None:
         if world_size < 1:
@@ -84,11 +79,9 @@ class LocalWorld:
         return LocalTransport(self, rank)
 
     def transports(self) -> list[LocalTransport]:
-        """A transport for each rank, in order."""
         return [self.transport(rank) for rank in range(self.world_size)]
 
     def abort(self, reason: str) -> None:
-        """Makes every rank's waits fail with `PeerLostError`."""
         for mailbox in self.mailboxes:
             mailbox.close(reason)
 
@@ -104,32 +97,24 @@ class LocalTransport(PointToPointTransport):
 
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
         self._world.mailboxes[peer].put((self.rank, tag), message)
-        return _SENT
+        return _Request()
 
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:
-        return _Receive(self._world.mailboxes[self.rank], (peer, tag))
+        return _Request(self._world.mailboxes[self.rank], (peer, tag))
 
     def _abort_connections(self) -> None:
         self._world.abort(f"rank {self.rank} gave up: {self.failure}")
 
 
-class _Sent:
-    """A complete send: the message, a private copy, lies in the receiver's mailbox."""
-
-    def wait(self, deadline: float) -> None:
-        return None
-
-
-_SENT = _Sent()
-
-
 @dataclass(eq=False, slots=True)
-class _Receive:
-    _mailbox: _Mailbox
-    _key: tuple[int, int]
+class _Request:
+    """A receive, or without a mailbox a send: its message lies in the receiver's already."""
 
-    def wait(self, deadline: float) -> torch.Tensor:
-        return self._mailbox.take(self._key, deadline)
+    _mailbox: _Mailbox | None = None
+    _key: tuple[int, int] = (0, 0)
+
+    def wait(self, deadline: float) -> torch.Tensor | None:
+        return None if self._mailbox is None else self._mailbox.take(self._key, deadline)
 
 
 def run_ranks(

@@ -48,7 +48,6 @@ class Interface:
 
     @property
     def network(self) -> IPv4Network:
-        """The subnet that the address is in."""
         return IPv4Interface(f"{self.address}/{self.netmask}").network
 
     @property
@@ -62,13 +61,9 @@ class Interface:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What one rank knows of its host.
+    """What one rank knows of its host: the interfaces that are up, and which the user named.
 
-    Attributes:
-        host: The same for two ranks exactly if they share a loopback interface.
-        interfaces: Those that are up, including loopback.
-        own_choice: The interface that the user named for this package, or None.
-        horovod_choice: The interface that Horovod's launcher uses, or None.
+    Two ranks have the same `host` exactly if they share a loopback interface.
     """
 
     host: str
@@ -80,12 +75,8 @@ class HostReport:
 def describe_host(environment: Mapping[str, str] | None = None) -> HostReport:
     """The report of this process."""
     variables = os.environ if environment is None else environment
-    return HostReport(
-        host=_host_id(),
-        interfaces=_interfaces(),
-        own_choice=variables.get(OWN_VARIABLE) or None,
-        horovod_choice=variables.get(HOROVOD_VARIABLE) or None,
-    )
+    named = (variables.get(name) or None for name in (OWN_VARIABLE, HOROVOD_VARIABLE))
+    return HostReport(_host_id(), _interfaces(), *named)
 
 
 def choose_addresses(reports: Sequence[HostReport]) -> list[str]:
@@ -118,10 +109,8 @@ def choose_addresses(reports: Sequence[HostReport]) -> list[str]:
 
 
 def _named(report: HostReport, name: str | None) -> Interface | None:
-    for interface in report.interfaces:
-        if interface.name == name and not interface.is_loopback:
-            return interface
-    return None
+    usable = (i for i in report.interfaces if i.name == name and not i.is_loopback)
+    return next(usable, None)
 
 
 def _on_shared_subnet(reports: Sequence[HostReport]) -> list[Interface | None]:
@@ -253,6 +242,11 @@ def listen(address: str) -> socket.socket:
         raise TransportError(f"cannot listen on {address}: {error}") from error
 
 
+def _store(host: str, port: int, timeout_s: float, **options: Any) -> Any:
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, wait_for_workers=False, timeout=timeout, **options)
+
+
 def serve_store(address: str, timeout_s: float) -> tuple[Any, int]:
     """Starts a `TCPStore` on rank 0 that listens on one IPv4 address only.
 
@@ -264,16 +258,10 @@ def serve_store(address: str, timeout_s: float) -> tuple[Any, int]:
     """
     listener = listen(address)
     port: int = listener.getsockname()[1]
-    descriptor = listener.detach()  # the store owns and closes it from here on
-    store = dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=descriptor,
-    )
-    return store, port
+    # The store owns the descriptor and closes it from here on.
+    return _store(
+        address, port, timeout_s, is_master=True, master_listen_fd=listener.detach()
+    ), port
 
 
 def join_store(host: str, port: int, timeout_s: float) -> Any:
@@ -283,12 +271,6 @@ def join_store(host: str, port: int, timeout_s: float) -> Any:
         TransportError: It cannot be reached within the timeout.
     """
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        return _store(host, port, timeout_s, is_master=False)
     except RuntimeError as error:
         raise TransportError(f"cannot reach rank 0's store at {host}:{port}: {error}") from error

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,9 +83,11 @@ class MpiTransport(PointToPointTransport):
         self._gate = threading.RLock()
         self._ended = False
         self._finished = 0
-        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_finalize_hook), weakref.ref(self))
+        # MPI and Python keep what they call at their end; that must not keep this object alive.
+        at_end = MPI.Comm.Create_keyval(delete_fn=_call_if_alive)
+        MPI.COMM_SELF.Set_attr(at_end, weakref.WeakMethod(self.hold_finalize))
         # Runs before Horovod's own exit handler, which was registered earlier.
-        self._exit_hook = _exit_hook(weakref.ref(self))
+        self._exit_hook = partial(_call_if_alive, None, 0, weakref.WeakMethod(self.end))
         atexit.register(self._exit_hook)
 
     @override
@@ -188,39 +191,20 @@ class _Pending:
     _receives: bool
 
     def wait(self, deadline: float) -> torch.Tensor | None:
-        if not self._test():
-            self._wait_long(deadline)
-        return self._buffer if self._receives else None
-
-    def _test(self) -> bool:
-        return bool(self._transport.call(self._request.Test, peer=self._peer))
-
-    def _wait_long(self, deadline: float) -> None:
         transport = self._transport
         pauses = Pauses(SPIN_S + SPIN_S_PER_BYTE * self._buffer.numel())
-        while not self._test():
+        while not transport.call(self._request.Test, peer=self._peer):
             if time.monotonic() >= deadline:
                 raise TransportTimeout(
                     f"rank {transport.rank}: rank {self._peer} did not answer within "
                     f"{transport.timeout_s:g} s"
                 )
-            if pauses.pause() and not transport.is_watched:
+            if pauses.pause() and transport.watch is None:
                 transport.check_peers()
+        return self._buffer if self._receives else None
 
 
-def _finalize_hook(comm: Any, keyval: int, transport: Any) -> None:
-    """MPI calls this when it ends, for each transport ever made."""
-    alive = transport()
+def _call_if_alive(comm: Any, keyval: int, method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    alive = method()
     if alive is not None:
-        alive.hold_finalize()
-
-
-def _exit_hook(transport: Callable[[], MpiTransport | None]) -> Callable[[], None]:
-    """What Python calls when the process ends; it does not keep an open transport alive."""
-
-    def end() -> None:
-        alive = transport()
-        if alive is not None:
-            alive.end()
-
-    return end
+        alive()

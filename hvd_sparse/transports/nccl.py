@@ -31,7 +31,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -110,7 +109,6 @@ class NcclTransport(GlooTransport):
     """One rank of a gloo group whose ranks have a device each.
 
     Args:
-        rank, world_size, store, host, timeout_s: As in `GlooTransport`.
         device: This rank's own device.
         connect: Makes the group of the devices, with the arguments of `connect_nccl`.
         direct_bytes: Messages up to this capacity go over gloo; the same on all ranks.
@@ -216,11 +214,11 @@ class NcclTransport(GlooTransport):
             self.abort()
         devices, self._devices = self._devices, None
         if devices is not None and self.failure is None:
-            thread = _background(devices.shutdown)
+            thread = _background(devices.group.shutdown)  # may wait for the peers to do the same
             try:
                 self.poll(lambda: not thread.is_alive(), time.monotonic() + GRACE_S, "some rank")
             except TransportError:  # a peer is not at its end, or has given up
-                _background(devices.abort).join(GRACE_S)
+                _background(devices.group.abort).join(GRACE_S)
         super().close()
 
     def _connected(self, connect: Callable[..., Any], store: Any) -> Any:
@@ -282,7 +280,7 @@ class NcclTransport(GlooTransport):
             self._notes.set(_NOTE, f"rank {self.rank} gave the transport up: {self.failure}")
         super()._abort_connections()
         if self._devices is not None:
-            _background(self._devices.abort).join(GRACE_S)
+            _background(self._devices.group.abort).join(GRACE_S)
 
     def poll(self, is_through: Callable[[], bool], deadline: float, awaited: str) -> None:
         """Waits until `is_through()`.
@@ -351,7 +349,7 @@ class DeviceGroup:
     """
 
     def __init__(self, group: Any, world_size: int, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self._world_size = world_size
         self._device = device
         # Two streams, so that no message on its way up waits for one on its way down.
@@ -372,7 +370,7 @@ class DeviceGroup:
             incoming: The peer, and a `host_buffer` of as many bytes as it sends.
         """
         to_peers, from_peers = [0] * self._world_size, [0] * self._world_size
-        with _in(self._up):
+        with torch.cuda.stream(self._up):  # None changes nothing
             if outgoing is None:
                 sent = self._empty(0)
             else:
@@ -386,10 +384,10 @@ class DeviceGroup:
                 src, buffer = incoming
                 from_peers[src] = buffer.numel()
                 arrived = buffer if self._up is None else self._empty(buffer.numel())
-            work = self._group.alltoall_base(arrived, sent, from_peers, to_peers)
+            work = self.group.alltoall_base(arrived, sent, from_peers, to_peers)
         end = None
         if self._down is not None:
-            with _in(self._down):
+            with torch.cuda.stream(self._down):
                 work.wait()  # of the stream, not of the host
                 if incoming is not None:
                     incoming[1].copy_(arrived, non_blocking=True)
@@ -405,8 +403,9 @@ class DeviceGroup:
         The current stream waits for the received data, `from_peers` bytes of each rank.
         """
         arrived = self._empty(sum(from_peers))
-        work = self._group.alltoall_base(arrived, sent, from_peers, to_peers)
-        self._let_stream_wait(work)
+        work = self.group.alltoall_base(arrived, sent, from_peers, to_peers)
+        if self._up is not None:
+            work.wait()  # of the stream, not of the host
         return arrived, self._transfer(work, sent, arrived)
 
     def allgather(
@@ -424,11 +423,11 @@ class DeviceGroup:
         """
         P = self._world_size
         arrived = self._empty(P * sent.numel())
-        work = self._group._allgather_base(arrived, sent)
-        self._let_stream_wait(work)
+        work = self.group._allgather_base(arrived, sent)
         arrived = arrived.view(P, -1)
         headers = arrived[:, :header_bytes]
         if self._up is not None:
+            work.wait()  # of the stream, not of the host
             on_host = self.host_buffer(P * header_bytes).view(P, header_bytes)
             headers = on_host.copy_(headers, non_blocking=True)
         return (arrived, headers), self._transfer(work, sent, arrived, headers)
@@ -436,19 +435,6 @@ class DeviceGroup:
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory, uint8 `(nbytes,)`, pinned so that a device copies asynchronously."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._down is not None)
-
-    def abort(self) -> None:
-        """Ends what is under way on this rank, but not the peers' parts of it."""
-        self._group.abort()
-
-    def shutdown(self) -> None:
-        """Ends the connections in order; may wait for the peers to do the same."""
-        self._group.shutdown()
-
-    def _let_stream_wait(self, work: Any) -> None:
-        """Lets the current stream wait for an exchange; the host does not."""
-        if self._up is not None:
-            work.wait()
 
     def _transfer(self, work: Any, *kept: torch.Tensor) -> Transfer:
         """An exchange, and what the current stream has queued behind it."""
@@ -475,12 +461,7 @@ class Transfer:
         Raises:
             RuntimeError: The backend, or the device, has failed.
         """
-        through = self._work.is_completed() if self._end is None else self._end.query()
-        return bool(through)
-
-
-def _in(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+        return bool(self._work.is_completed() if self._end is None else self._end.query())
 
 
 def _background(call: Callable[[], None]) -> threading.Thread:

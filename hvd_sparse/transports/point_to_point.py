@@ -14,7 +14,7 @@ from typing_extensions import override
 from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.transports import framing
-from hvd_sparse.transports.framing import HEADER_BYTES, Context, Payload
+from hvd_sparse.transports.framing import HEADER_BYTES, Context, Payload, name_code
 from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
 from hvd_sparse.transports.transport import Done, Handle, check_peers
 
@@ -35,8 +35,7 @@ class Request(Protocol):
             For a receive its buffer, whose first bytes are the message; None for a send.
 
         Raises:
-            TransportTimeout: The deadline passed.
-            PeerLostError: The connection is gone.
+            TransportTimeout, PeerLostError: The deadline passed; the connection is gone.
         """
 
 
@@ -57,7 +56,6 @@ class PointToPointTransport(SupervisedTransport):
         self._calls = 0
         self._send_capacity: dict[Way, int] = {}
         self._receive_capacity: dict[Way, int] = {}
-        self._codes: dict[str, int] = {}
         self._first_tags: dict[int, int] = {}
         # Started and not yet waited for: their buffers must live, and the next receive on the same
         # way needs the size of this one.
@@ -98,7 +96,8 @@ class PointToPointTransport(SupervisedTransport):
             arrived = None if dst is None else framing.flatten(payload or (), self._buffers)
             return Done(arrived)
         stamped = number if self._shared is None else self._shared.number
-        handle = Exchange(self, channel, context, src, number, stamped)
+        stamp = framing.stamp(stamped, context.step, name_code(context.bucket))
+        handle = Exchange(self, channel, context, src, number, stamp)
         sends_up_to = 0
         try:
             # The receive goes first: a message that finds its buffer posted is not copied again.
@@ -165,12 +164,6 @@ class PointToPointTransport(SupervisedTransport):
     def calls_made(self) -> int:
         return self._calls
 
-    def code(self, name: str) -> int:
-        """A channel's or a bucket's code in headers."""
-        if name not in self._codes:
-            self._codes[name] = framing.name_code(name)
-        return self._codes[name]
-
     def _tag(self, number: int, capacity: int) -> int:
         places = self.tag_limit >> (framing.CAPACITY_CODE_BITS + 1)
         first = self._first_tags.get(capacity)
@@ -214,15 +207,11 @@ class PointToPointTransport(SupervisedTransport):
         shared = self._shared
         if shared is not None and shared.message is not None:
             return shared.message
-        stamp = self._stamp(handle)
-        message = framing.frame(payload, nbytes, self.code(handle.channel), stamp, self._buffers)
+        code = name_code(handle.channel)
+        message = framing.frame(payload, nbytes, code, handle.stamp, self._buffers)
         if shared is not None:
             shared.message = message
         return message
-
-    def _stamp(self, handle: Exchange) -> int:
-        context = handle.context
-        return framing.stamp(handle.stamped, context.step, self.code(context.bucket))
 
     def finish_receive(self, handle: Exchange, src: int, deadline: float) -> torch.Tensor:
         """Waits for what `handle` receives, including the second message if there is one."""
@@ -231,10 +220,10 @@ class PointToPointTransport(SupervisedTransport):
         assert buffer is not None
         nbytes, code, stamp = framing.read_header(buffer)
         context = handle.context
-        if code != self.code(handle.channel) or stamp != self._stamp(handle):
+        if code != name_code(handle.channel) or stamp != handle.stamp:
             raise PlanError(
                 f"rank {self.rank} expects a message from rank {src} in {handle.call}, but it sent "
-                f"one {self._differences(handle, code, stamp)}: the ranks make different calls"
+                f"one {_differences(handle, code, stamp)}: the ranks make different calls"
             )
         message_bytes = HEADER_BYTES + nbytes
         if message_bytes <= handle.capacity:
@@ -253,21 +242,6 @@ class PointToPointTransport(SupervisedTransport):
             del self._arriving[way]
         return arrived
 
-    def _differences(self, handle: Exchange, code: int, stamp: int) -> str:
-        """How the received message differs from the expected one."""
-        call, step, bucket = framing.read_stamp(stamp)
-        context = handle.context
-        differences = []
-        if code != self.code(handle.channel):
-            differences.append("on another channel")
-        if bucket != self.code(context.bucket):
-            differences.append("for another bucket")
-        if step != context.step & 0xFFFF_FFFF:
-            differences.append(f"of step {step}")
-        if call != handle.stamped & 0xFFFF:
-            differences.append(f"of another call ({call})")
-        return ", ".join(differences)
-
     def forget(self, handle: Exchange) -> None:
         """Drops a handle that has nothing left to wait for."""
         self._open.pop(handle.number, None)
@@ -275,12 +249,7 @@ class PointToPointTransport(SupervisedTransport):
 
 @dataclass
 class SharedFrame:
-    """One message that goes to several ranks, in successive calls.
-
-    Attributes:
-        number: The first of these calls; all the messages carry its number.
-        message: Made by that call; nobody changes it afterwards.
-    """
+    """One message to several ranks, in successive calls; the first makes and numbers it."""
 
     number: int
     message: torch.Tensor | None = None
@@ -295,8 +264,8 @@ class Exchange(Handle):
     context: Context
     src: int | None
     number: int
-    stamped: int
-    """The number in its header: its own, or that of the first call that shares its message."""
+    stamp: int
+    """In its header, with the call's number or that of the first call that shares its message."""
     dst: int | None = None
     call: Call | None = None
     capacity: int = 0
@@ -341,6 +310,19 @@ class Exchange(Handle):
 
 Wait = tuple[Exchange, int, bool, float]
 """The exchange that waits, the peer, whether to receive from it, and since when."""
+
+
+def _differences(handle: Exchange, code: int, stamp: int) -> str:
+    """How a received message differs from the expected one."""
+    call, step, bucket = framing.read_stamp(stamp)
+    my_call, my_step, my_bucket = framing.read_stamp(handle.stamp)
+    differences = {
+        "on another channel": code != name_code(handle.channel),
+        "for another bucket": bucket != my_bucket,
+        f"of step {step}": step != my_step,
+        f"of another call ({call})": call != my_call,
+    }
+    return ", ".join(words for words, is_so in differences.items() if is_so)
 
 
 def _in_words(wait: Wait) -> str:

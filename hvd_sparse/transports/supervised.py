@@ -24,14 +24,9 @@ NUMBER_BITS = 40
 class Call(NamedTuple):
     """One call of `exchange`, as a rank made it.
 
-    Attributes:
-        number: Its place in the sequence of calls, which is the same on all ranks.
-        channel: The purpose of its messages.
-        context: The bucket and step.
-        dst: The rank that it sends to, or None.
-        src: The rank that it receives from, or None.
-        sends_up_to: Capacity of its first message, in bytes; both ends must agree on it.
-        takes_up_to: Capacity of the message that it receives.
+    `number` is its place in the sequence of calls, which is the same on all ranks. `sends_up_to`
+    and `takes_up_to` are the capacities of the first messages that it sends and receives, in bytes;
+    both ends of a message must agree on its capacity.
     """
 
     number: int
@@ -52,12 +47,9 @@ class Call(NamedTuple):
 class Awaiting:
     """What a rank waits for.
 
-    Attributes:
-        peers: The ranks that it waits for.
-        since: When the wait began, a value of `time.monotonic()`.
-        what: What it waits for, in words.
-        call: The call that waits; None where the medium has no calls of its own.
-        receives: Whether it waits for a message, or else for room for its own.
+    `what` says it in words; the wait began at `since`, a value of `time.monotonic()`. `call` is
+    None where the medium has no calls of its own. Unless it `receives`, it waits for room for its
+    own message.
     """
 
     peers: tuple[int, ...]
@@ -89,7 +81,7 @@ class SupervisedTransport(Transport):
         self.awaited_beside: dict[int, Awaiting] = {}
         self._cause = ("", "")
         self._failing = threading.Lock()
-        self._watch: Supervisor | None = None
+        self.watch: Supervisor | None = None  # it ends the waits, which else have deadlines
 
     @abstractmethod
     def _abort_connections(self) -> None:
@@ -111,18 +103,9 @@ class SupervisedTransport(Transport):
     def calls_made(self) -> int:
         """How many calls this rank has begun."""
 
-    def supervise(self, watch: Supervisor) -> None:
-        """Lets a watch end the waits, which have no deadline of their own from now on."""
-        self._watch = watch
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether a watch ends the waits for peers that fail."""
-        return self._watch is not None
-
     def deadline_from(self, now: float) -> float:
         """When a wait that begins now gives up by itself; a value of `time.monotonic()`."""
-        return now + self.timeout_s if self._watch is None else float("inf")
+        return now + self.timeout_s if self.watch is None else float("inf")
 
     @override
     def abort(self, reason: object = None) -> None:
@@ -135,7 +118,7 @@ class SupervisedTransport(Transport):
         with self._failing:
             if self.failure is None:
                 self.failure = TransportError(f"the transport of rank {self.rank} is closed")
-        watch, self._watch = self._watch, None
+        watch, self.watch = self.watch, None
         if watch is not None:
             watch.close()
 
@@ -150,7 +133,7 @@ class SupervisedTransport(Transport):
             kind = "plan" if isinstance(error, PlanError) else "transport"
             self._cause = cause or (kind, str(error))
             self.failure = error
-        watch = self._watch
+        watch = self.watch
         if watch is not None:
             watch.tell(*self._cause)
         self._abort_connections()
@@ -171,7 +154,7 @@ class SupervisedTransport(Transport):
 
         `story` says what this rank was doing.
         """
-        watch = self._watch
+        watch = self.watch
         reason: tuple[str, str] | str = ""
         if self.failure is None and watch is not None and peer is not None:
             reason = watch.reason_of(peer) if isinstance(error, PeerLostError) else ""
@@ -193,6 +176,6 @@ class SupervisedTransport(Transport):
 
 
 def _told(reason: object) -> str:
-    if isinstance(reason, HvdSparseError):
-        return str(reason)
-    return repr(reason) if isinstance(reason, BaseException) else str(reason)
+    if isinstance(reason, BaseException) and not isinstance(reason, HvdSparseError):
+        return repr(reason)
+    return str(reason)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,13 +27,7 @@ from typing_extensions import override
 from hvd_sparse.cost_model import Link, Work
 from hvd_sparse.errors import HvdSparseError, PlanError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
-from hvd_sparse.transports.framing import (
-    BufferPool,
-    Context,
-    Payload,
-    flatten,
-    payload_nbytes,
-)
+from hvd_sparse.transports.framing import BufferPool, Context, Payload, flatten, payload_nbytes
 
 ALIGNMENT = 8
 SUMMABLE = (torch.int64, torch.float32, torch.float64)
@@ -53,12 +47,10 @@ class Traffic:
     bytes_received: int = 0
 
     def sent(self, nbytes: int, messages: int = 1) -> None:
-        """Counts messages to other ranks."""
         self.messages_sent += messages
         self.bytes_sent += nbytes
 
     def received(self, nbytes: int, messages: int = 1) -> None:
-        """Counts messages from other ranks."""
         self.messages_received += messages
         self.bytes_received += nbytes
 
@@ -68,12 +60,7 @@ class Traffic:
 
     def since(self, earlier: Traffic) -> Traffic:
         """The counts since `earlier`, a snapshot of these counters."""
-        return Traffic(
-            self.messages_sent - earlier.messages_sent,
-            self.bytes_sent - earlier.bytes_sent,
-            self.messages_received - earlier.messages_received,
-            self.bytes_received - earlier.bytes_received,
-        )
+        return Traffic(*(n - m for n, m in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 class Handle(ABC):
@@ -118,11 +105,8 @@ class Transport(ABC):
     After a `TransportError` a transport is useless, on every rank: build another.
 
     Attributes:
-        name: Its name in settings.
-        rank: r, this rank in `[0, world_size)`.
-        world_size: P.
+        rank, world_size: r, in `[0, P)`, and P.
         timeout_s: Seconds after which a wait gives up.
-        traffic: Counters of this rank.
         link: What a message costs, the same on all ranks; None if nobody measured or gave it.
         context: The bucket and step, the same on all ranks; messages and errors carry it.
         failure: The first failure, here or at a peer; None without one.
@@ -155,8 +139,8 @@ class Transport(ABC):
         Args:
             payload: What to send; its tensors may be changed as soon as this returns. Ignored
                 without `dst`.
-            dst: Rank to send to, or None.
-            src: Rank to receive from, or None. This rank itself may only be both, or neither.
+            dst: Rank to send to, or None. This rank itself may only be both this and `src`.
+            src: Rank to receive from, or None.
             channel: Purpose of the message, equal at both ends.
 
         Returns:
@@ -264,9 +248,7 @@ class Transport(ABC):
         Recursive doubling. Where P is no power of two, the surplus ranks first hand theirs to a
         neighbour, and get the sum from it at the end. Operands are added in the order of the ranks.
 
-        Args:
-            tensor: int64, float32 or float64, of the same shape on all ranks; not changed.
-            channel: Purpose of the messages.
+        `tensor` is int64, float32 or float64, of the same shape on all ranks.
 
         Raises:
             TypeError: The tensor has another type.
@@ -347,15 +329,7 @@ def gather_json(transport: Transport, mine: object, channel: str) -> list[Any]:
 def check_peers(
     rank: int, world_size: int, payload: Payload | None, dst: int | None, src: int | None
 ) -> int:
-    """Checks the arguments of `exchange`.
-
-    Returns:
-        The bytes to send, 0 without `dst`.
-
-    Raises:
-        TypeError: There is no valid payload for `dst`.
-        ValueError: A rank is out of range, or only one of `dst` and `src` is this rank itself.
-    """
+    """Checks the arguments of `exchange`; returns the bytes to send, 0 without `dst`."""
     for name, peer in (("dst", dst), ("src", src)):
         if peer is not None and not 0 <= peer < world_size:
             raise ValueError(f"{name} must be in [0, {world_size}) or None, got {peer}")

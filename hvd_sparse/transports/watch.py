@@ -66,7 +66,7 @@ class Watch:
     """Watches over the peers of one transport, and answers them.
 
     Args:
-        transport: The transport whose waits to watch; it is not kept alive.
+        transport: Not kept alive.
         listener: Where the peers ask.
         addresses: Where to ask them, by rank; None for one that cannot be asked.
         token: The same on all ranks of the transport, and secret.
@@ -139,8 +139,6 @@ class Watch:
         self._questions.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(REASON_S)
-
-    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         look_at = time.monotonic() + self._period_s
@@ -333,24 +331,23 @@ def disagreement(rank: int, awaiting: Awaiting, peer: int, theirs: Call) -> str 
     mine = awaiting.call
     assert mine is not None
     if (theirs.channel, theirs.context) != (mine.channel, mine.context):
-        reason = f"rank {peer} made {theirs}"
-    elif awaiting.receives and theirs.dst != rank:
-        reason = f"rank {peer} sent its message of that call to {_name(theirs.dst)}"
-    elif not awaiting.receives and theirs.src != rank:
-        reason = f"rank {peer} awaits a message from {_name(theirs.src)} in that call"
-    elif awaiting.receives and theirs.sends_up_to != mine.takes_up_to:
-        reason = (
-            f"rank {peer} sends up to {theirs.sends_up_to} bytes in that call, where this rank has "
-            f"made room for {mine.takes_up_to}"
-        )
-    elif not awaiting.receives and theirs.takes_up_to != mine.sends_up_to:
-        reason = (
+        return f"rank {peer} made {theirs}"
+    if awaiting.receives:
+        if theirs.dst != rank:
+            return f"rank {peer} sent its message of that call to {_name(theirs.dst)}"
+        if theirs.sends_up_to != mine.takes_up_to:
+            return (
+                f"rank {peer} sends up to {theirs.sends_up_to} bytes in that call, where this rank "
+                f"has made room for {mine.takes_up_to}"
+            )
+    elif theirs.src != rank:
+        return f"rank {peer} awaits a message from {_name(theirs.src)} in that call"
+    elif theirs.takes_up_to != mine.sends_up_to:
+        return (
             f"rank {peer} has made room for {theirs.takes_up_to} bytes in that call, where this "
             f"rank sends up to {mine.sends_up_to}"
         )
-    else:
-        return None
-    return reason
+    return None
 
 
 def _name(rank: int | None) -> str:

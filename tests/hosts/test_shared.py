@@ -18,7 +18,7 @@ OWNER = """
 import json, sys
 from hvd_sparse.hosts.shared import OwnSegment
 own = OwnSegment(10_000)
-own.segment.data[:10_000] = 7
+own.segment[:10_000] = 7
 print(json.dumps(own.address), flush=True)
 sys.stdin.read()
 """
@@ -33,7 +33,7 @@ def test_a_killed_owner_leaves_its_memory_to_who_has_mapped_it_and_nothing_else(
         segment = open_segment(address)
         owner.kill()
         owner.wait()
-    assert segment.data[:10_000].eq(7).all()
+    assert segment[:10_000].eq(7).all()
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if NAME in line]
     assert mapped
     assert all(line.endswith("(deleted)") for line in mapped)  # in no folder, before and after
@@ -48,7 +48,7 @@ def test_two_mappings_are_one_memory() -> None:
     number = int64_at(other, 8)
     int64_at(own.segment, 8).fill_(5)
     assert int(number) == 5
-    assert other.data.numel() >= 64
+    assert other.numel() >= 64
 
 
 def test_what_is_hidden_cannot_be_opened_and_keeps_no_file() -> None:
@@ -59,8 +59,8 @@ def test_what_is_hidden_cannot_be_opened_and_keeps_no_file() -> None:
     assert not [file for file in files if NAME in os.readlink(file)]
     with pytest.raises(OSError, match="No such file"):
         open_segment(own.address)
-    own.segment.data[0] = 9
-    assert int(other.data[0]) == 9
+    own.segment[0] = 9
+    assert int(other[0]) == 9
 
 
 def test_another_process_of_that_number_is_found_out() -> None:
@@ -78,4 +78,4 @@ def test_another_process_of_that_number_is_found_out() -> None:
 def test_a_segment_begins_as_zeros() -> None:
     own = OwnSegment(5000)
     own.hide()
-    assert torch.equal(own.segment.data, torch.zeros_like(own.segment.data))
+    assert torch.equal(own.segment, torch.zeros_like(own.segment))

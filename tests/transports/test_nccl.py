@@ -92,7 +92,7 @@ def test_conformance(world_size: int, direct_bytes: int) -> None:
 
 def test_what_goes_over_nccl() -> None:
     def rank(t: NcclTransport) -> list[int]:
-        group: RendezvousGroup = t._devices._group
+        group: RendezvousGroup = t._devices.group
         dst, src = ring(t, 1)
         sent = []
         for nbytes in (DIRECT_BYTES, DIRECT_BYTES, 10, 10, 10 * DIRECT_BYTES, 10 * DIRECT_BYTES):
@@ -211,13 +211,13 @@ def test_the_end_waits_for_the_peers_but_not_for_long(monkeypatch: pytest.Monkey
     groups: dict[int, RendezvousGroup] = {}
 
     def orderly(t: NcclTransport) -> None:
-        groups[t.rank] = t._devices._group
+        groups[t.rank] = t._devices.group
 
     over_nccl(2, orderly, connect=world.connect)
     assert all(group.shut_down and not group.aborted.is_set() for group in groups.values())
 
     def alone(t: NcclTransport) -> None:
-        groups[t.rank] = t._devices._group
+        groups[t.rank] = t._devices.group
         if t.rank == 0:
             t.close()
             assert groups[0].aborted.is_set()
@@ -229,7 +229,7 @@ def test_the_end_waits_for_the_peers_but_not_for_long(monkeypatch: pytest.Monkey
 def test_pending_exchanges_are_aborted_by_the_end() -> None:
     def rank(t: NcclTransport) -> None:
         t.exchange(None, None, 1 - t.rank, channel="c")
-        group = t._devices._group
+        group = t._devices.group
         t.close()
         t.close()
         assert group.aborted.is_set()

@@ -29,8 +29,8 @@ TOKEN = bytes(range(TOKEN_BYTES))
 
 def watch_of(t: Transport) -> Watch:
     assert isinstance(t, GlooTransport)
-    assert isinstance(t._watch, Watch)
-    return t._watch
+    assert isinstance(t.watch, Watch)
+    return t.watch
 
 
 def error_of(t: Transport, src: int) -> HvdSparseError:
