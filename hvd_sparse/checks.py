@@ -20,11 +20,6 @@ def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_density(density: float) -> float:
-    """A density is a number in (0, 1]."""
-    return check_share("density", density)
-
-
 def check_share(name: str, value: float) -> float:
     """A number in (0, 1]."""
     if not _is_real(value) or not 0 < value <= 1:
@@ -50,13 +45,6 @@ def check_at_least(name: str, value: float, least: float) -> float:
     """A finite number that is not below a limit."""
     if not _is_real(value) or not least <= value < math.inf:
         raise ConfigError(f"{name} must be a finite number of at least {least:g}, got {value!r}")
-    return float(value)
-
-
-def check_at_most(name: str, value: float, most: float) -> float:
-    """A number above 0 that is not above a limit."""
-    if not _is_real(value) or not 0 < value <= most:
-        raise ConfigError(f"{name} must be above 0 and at most {most:g}, got {value!r}")
     return float(value)
 
 
@@ -99,7 +87,14 @@ def at_least(least: float) -> Check:
 
 
 def at_most(most: float) -> Check:
-    return lambda name, value: check_at_most(name, value, most)
+    """A number above 0 that is not above a limit."""
+
+    def check(name: str, value: Any) -> float:
+        if not _is_real(value) or not 0 < value <= most:
+            raise ConfigError(f"{name} must be above 0 and at most {most:g}, got {value!r}")
+        return float(value)
+
+    return check
 
 
 def above(limit: float) -> Check:

@@ -88,18 +88,10 @@ def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]
 
     def construct(named_parameters: NamedParameters = None, **arguments: Any) -> SparseCompressor:
         _check_names(construct.__qualname__, signature, named_parameters, arguments)
-        run = RunOptions(**{key: value for key, value in arguments.items() if key in run_names})
-        method = options(**{key: arguments[key] for key in arguments if key not in run_names})
-        return SparseCompressor(
-            named_parameters,
-            method.make(),
-            transport=run.transport,
-            timeout_s=run.timeout_s,
-            busy_timeout_s=run.busy_timeout_s,
-            hierarchical=run.hierarchical,
-            dense_below=run.dense_below,
-            observer=_recorder_of(run.record),
-        )
+        run = vars(RunOptions(**{k: v for k, v in arguments.items() if k in run_names}))
+        method = options(**{k: v for k, v in arguments.items() if k not in run_names})
+        observer = _recorder_of(run.pop("record"))
+        return SparseCompressor(named_parameters, method.make(), observer=observer, **run)
 
     named = inspect.Parameter(
         "named_parameters",

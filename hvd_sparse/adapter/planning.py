@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -19,7 +19,6 @@ from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.planner.measure import clock_of
-from hvd_sparse.planner.remembered import RecordedTrial
 from hvd_sparse.planner.trial import TIMED_STEPS
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.horovod_handles import outcome_of
@@ -90,7 +89,7 @@ class Planning:
         specs: Sequence[TensorSpec],
         transport: Transport,
         process_set: Any,
-        tell: Callable[[RecordedTrial], None],
+        tell: Callable[[Mapping[str, Any]], None],
         device: torch.device,
         compressed_steps: Callable[[], int],
     ) -> None:

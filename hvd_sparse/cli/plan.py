@@ -31,6 +31,7 @@ from hvd_sparse.lab.offline_plan import (
     as_they_come,
     candidates_of,
     figures_of,
+    measure_encoding,
     profiles_of_hosts,
     row_of,
 )
@@ -39,7 +40,6 @@ from hvd_sparse.lab.plots import load_pyplot, plot_timelines
 from hvd_sparse.lab.predicted import modelled
 from hvd_sparse.planner.choose import ChosenPlan, TimedTensor, choose_plan
 from hvd_sparse.planner.costs import Profile, place_of, processor
-from hvd_sparse.planner.measure import measure_encoding
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import owning_modules
 from hvd_sparse.tables import shown_s, table

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hvd_sparse.checks import check_choice, check_count, check_density
+from hvd_sparse.checks import check_choice, check_count, check_share
 from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.collectives.two_levels import shared
 from hvd_sparse.cost_model import Link
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Output:
     """Simulate every algorithm on every world."""
     network = _network(options)
-    k = round(check_density(options.density) * check_count("--numel", options.numel, 1))
+    k = round(check_share("density", options.density) * check_count("--numel", options.numel, 1))
     workload = Workload(options.numel, k, options.compute, options.hierarchical)
     streams = SyntheticStreams(
         options.overlap, options.skew, options.region, options.loud, options.seed

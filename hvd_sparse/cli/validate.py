@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from hvd_sparse.cli.command import Command, Output, load_model
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import load_policy, owning_modules, warnings_of
-from hvd_sparse.policy.schema import json_schema, schema_text
+from hvd_sparse.policy.schema import policy_model
 from hvd_sparse.tables import table
 
 
@@ -55,6 +56,23 @@ def run(options: argparse.Namespace) -> Output:
     lines += [f"warning: {warning}" for warning in warned]
     report = {"policy": options.policy, "rules": count, "warnings": warned, "tensors": tensors}
     return Output(report, "\n".join(lines), status=1 if warned else 0)
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema, for editors: `# yaml-language-server: $schema=…` on a policy's first line."""
+    schema = policy_model().model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def schema_text(node: Any, indent: str = "") -> str:
+    """The schema as JSON with one property per line."""
+    is_object = isinstance(node, dict) and "properties" in node
+    is_map = isinstance(node, dict) and node and all(isinstance(v, dict) for v in node.values())
+    if not (is_object or is_map):
+        return json.dumps(node, ensure_ascii=False)
+    inner = indent + "  "
+    lines = (f"{inner}{json.dumps(k)}: {schema_text(v, inner)}" for k, v in node.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def tensors_of(

@@ -29,19 +29,13 @@ class Observer(Protocol):
         """A step has ended; the buckets' statistics include it. Without buckets, all was dense."""
 
     def compared(self, seconds: Tensor) -> None:
-        """The seconds of the phases on every rank.
+        """Seconds of the phases on every rank since the last call.
 
-        Args:
-            seconds: float64 `(P, len(COMPARED_PHASES))`, sums since the last call, on every rank.
+        They are float64 `(P, len(COMPARED_PHASES))`, and the same on every rank.
         """
 
     def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
-        """A planner has decided, between two steps.
-
-        Args:
-            transport: Connects the ranks.
-            trial: `tried` plans, which of them was `chosen`, and whether that was `recalled`.
-        """
+        """A planner has decided, between two steps; see `TrialOutcome.recorded`."""
 
     def ended(self) -> None:
         """No step follows by this transport."""

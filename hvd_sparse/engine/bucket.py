@@ -49,18 +49,13 @@ class Bucket:
 
     Attributes:
         specs: Its tensors, side by side in this order.
-        numel: n, elements of all of them.
-        hosts: The two levels; None: all ranks are alike.
-        inside: The bucket's exchange inside this host, or None.
+        hosts: The two levels; None: all ranks are alike. `inside` exchanges inside this host.
         shard: This rank's shard of the vector: all of it without two levels.
-        method: How the bucket is compressed and exchanged.
         step: Steps done; the position in the warm-up.
         stages: How it is exchanged at each density of the warm-up.
         memory: Residual and momentum of the shard.
-        lane: Where its kernels and copies run.
         decoded: `(n,)`, in the gradients' type: the reduced gradient, of which the optimizer sees
             views. It is written again only after all of the bucket's next gradients have come.
-        phase: How far the step has come.
         taken: The entries to send, between selection and exchange; else None.
         reduced: The step's result before it is decoded; else None.
         poisoned: Whether the step's result is non-finite somewhere.
@@ -109,7 +104,8 @@ class Bucket:
         self.phase = Phase.COLLECTING
         self.taken: SparseStream | None = None
         self.reduced: Sum | ShardedSum | None = None
-        self._views: list[Tensor] | None = None
+        parts = decoded.split([spec.numel for spec in specs])
+        self._views: list[Tensor] = [x.view(s.shape) for x, s in zip(parts, specs, strict=True)]
         self.poisoned = False
         self.is_open = False
         self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None
@@ -139,17 +135,8 @@ class Bucket:
         if self._missing == 0 and self.phase is Phase.COLLECTING:
             self.phase = Phase.READY
 
-    @property
-    def k(self) -> int:
-        """Entries wanted of the whole vector in the step that comes, or is under way."""
-        return self._k_of(self.numel)
-
-    @property
-    def shard_k(self) -> int:
-        """Entries wanted of the shard."""
-        return self._k_of(self.memory.residual.numel())
-
-    def _k_of(self, numel: int) -> int:
+    def k_of(self, numel: int) -> int:
+        """Entries wanted of so many elements in the step that comes, or is under way."""
         return numel if self._is_alone else self.method.k(numel, self.step)
 
     @property
@@ -237,9 +224,6 @@ class Bucket:
 
     def view(self, slot: int) -> Tensor:
         """The decoded gradient of one tensor; the same object in every step."""
-        if self._views is None:
-            parts = self.decoded.split([spec.numel for spec in self.specs])
-            self._views = [x.view(s.shape) for x, s in zip(parts, self.specs, strict=True)]
         return self._views[slot]
 
     def split(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, dict[str, Tensor]]]:
@@ -324,11 +308,8 @@ class Location:
     """Where one tensor of a plan lies: in one bucket, or in parts in several.
 
     Attributes:
-        spec: The tensor.
         slots: Each bucket that has rows of it, and which of the bucket's tensors they are; in the
-            order of the rows.
-        bucket: The first of them.
-        slot: The tensor's index there.
+            order of the rows. `bucket` and `slot` are the first of them.
         whole: The decoded gradient of a tensor that is cut; None: it is the bucket's view.
     """
 
@@ -366,13 +347,8 @@ def make_buckets(
 ) -> tuple[list[Bucket], dict[str, Location]]:
     """A plan's buckets, and where each of its tensors lies, by name.
 
-    The buckets of a tensor that is cut decode into one gradient, side by side.
-
-    Args:
-        plans: In the order of exchange.
-        devices: Where the gradients are, by the tensors' names.
-        transport: Connects the ranks.
-        hosts: Two levels among them, or None.
+    The buckets of a tensor that is cut decode into one gradient, side by side. `devices` has where
+    the gradients are, by the tensors' names.
     """
     buckets: list[Bucket] = []
     wholes: dict[str, Tensor] = {}

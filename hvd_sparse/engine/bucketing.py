@@ -132,12 +132,7 @@ Option = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class MethodId:
-    """What a method is, as data: by this ranks, states, costs and plans know it.
-
-    Attributes:
-        name: What the compressor is called.
-        options: Its options by name, in the order in which a reader sees them.
-    """
+    """What a method is, as data: by this ranks, states, costs and plans know it."""
 
     name: str
     options: tuple[tuple[str, Option], ...] = field(default=(), hash=False)
@@ -205,9 +200,7 @@ class Method:
     def k(self, numel: int, step: int | None = None) -> int:
         """Entries wanted from a bucket of `numel` elements: at least one, where there is one.
 
-        Args:
-            numel: n.
-            step: Steps done, for the warm-up; None: after it.
+        Without a `step` it is what is wanted after the warm-up.
         """
         density = self.density
         if step is not None:
@@ -239,15 +232,11 @@ class Choice:
 
 
 class Assignment(Protocol):
-    """Says of every tensor how it is reduced; ranks must have the same.
-
-    Attributes:
-        description: What it says, in words that differ where two assignments do.
-    """
+    """Says of every tensor how it is reduced; ranks must have the same."""
 
     @property
     def description(self) -> str:
-        """See the class."""
+        """What it says, in words that differ where two assignments do."""
 
     def choice_of(self, spec: TensorSpec) -> Choice:
         """How a tensor is reduced; always the same answer for the same tensor."""
@@ -255,12 +244,7 @@ class Assignment(Protocol):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket to be.
-
-    Attributes:
-        specs: Its tensors, side by side in this order; all of one type. Or a part of one.
-        method: How they are compressed and exchanged.
-    """
+    """One bucket to be: tensors of one type, side by side in this order, or a part of one."""
 
     specs: tuple[TensorSpec, ...]
     method: Method
@@ -298,12 +282,10 @@ def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list
         group.append(spec)
     last_arrival = {spec.name: place for place, spec in enumerate(arrivals)}
     order = sorted(range(len(groups)), key=lambda i: last_arrival[groups[i][-1].name])
-    return [BucketPlan(tuple(sorted(groups[i], key=_misaligns)), methods[i]) for i in order]
-
-
-def _misaligns(spec: TensorSpec) -> bool:
-    """Whether the tensors behind this one would not be aligned; so it goes last."""
-    return spec.numel % ALIGNED_NUMEL != 0
+    return [
+        BucketPlan(tuple(sorted(groups[i], key=lambda s: s.numel % ALIGNED_NUMEL != 0)), methods[i])
+        for i in order
+    ]
 
 
 def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:

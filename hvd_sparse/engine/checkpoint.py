@@ -43,13 +43,7 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Loaded:
-    """One rank's part of a checkpoint.
-
-    Attributes:
-        state: As `EngineState.as_dict` makes it.
-        dropped: Descriptions of what was left out.
-        dropped_l1: L1 norm of the residuals that this rank left out.
-    """
+    """One rank's part of a checkpoint, and what it left out: in words, and by its L1 norm."""
 
     state: dict[str, Any]
     dropped: list[str]
@@ -65,12 +59,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint; all ranks call this together.
 
-    Args:
-        path: The folder; it is created if necessary.
-        state_of: Returns this rank's state.
-        rank: This rank, in [0, world_size).
-        world_size: P.
-        gather: Connects the ranks.
+    The folder is created if necessary; `state_of` returns this rank's state.
 
     Raises:
         CheckpointError: On every rank, if any of them could not write.
@@ -121,13 +110,8 @@ def load_checkpoint(
 ) -> Loaded:
     """Read this rank's part of a checkpoint; all ranks call this together.
 
-    Args:
-        path: The folder.
-        rank: This rank, in [0, world_size).
-        world_size: P of now.
-        gather: Connects the ranks.
-        missing: "refuse" or "drop" what is damaged, missing or not of this checkpoint.
-        shapes: The model's parameters; None: not known.
+    `missing` says whether to "refuse" or to "drop" what is damaged, missing or not of this
+    checkpoint. `shapes` has the model's parameters, if they are known.
 
     Raises:
         ConfigError: `missing` is neither.

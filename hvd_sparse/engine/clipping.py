@@ -27,11 +27,7 @@ class WithDense:
     """An assignment whose dense tensors the engine exchanges, too, by a dense method.
 
     Horovod would send a dense gradient as soon as it is there, before the norm of all is known.
-
-    Attributes:
-        inner: The assignment.
-        dense: The method of its dense tensors.
-        dense_below: Tensors of fewer elements are dense, whatever it says.
+    Tensors of fewer than `dense_below` elements are dense, whatever the inner assignment says.
     """
 
     inner: Assignment
@@ -63,12 +59,7 @@ def with_dense(assignment: Assignment, dense: Callable[[float], Method], below: 
 
 
 class StepClipping:
-    """Clips the gradients of a plan's buckets by the norm of all of them.
-
-    Args:
-        buckets: In the order of their exchange.
-        world_size: P.
-    """
+    """Clips the gradients of a plan's buckets by the norm of all of them."""
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int) -> None:
         self._buckets = tuple(buckets)
@@ -80,11 +71,7 @@ class StepClipping:
     def apply(self, bucket: Bucket, scale: float) -> None:
         """Scale a bucket's gradients in place if the norm of all is too large and finite.
 
-        The first call of a step measures the norm.
-
-        Args:
-            bucket: One of them.
-            scale: s / U.
+        The first call of a step measures the norm. `scale` is s / U.
         """
         with self._lock:
             if id(bucket) in self._clipped or not self._clipped:

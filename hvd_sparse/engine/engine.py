@@ -198,13 +198,8 @@ class Engine:
     def take_momentum(self, shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
         """Take over the momenta of tensors that have become dense, summed over the ranks.
 
-        All ranks call this alike, after `reassign` and `agree`.
-
-        Args:
-            shapes: The tensors' shapes, by name.
-
-        Returns:
-            Float32 tensors on the host: what heavy-ball SGD would have for the sum of gradients.
+        All ranks call this alike, after `reassign` and `agree`. The result is what heavy-ball SGD
+        would have for the sum of gradients: float32, on the host.
         """
         assert self._transport is not None
         return self.residuals.take_momentum(shapes, self._transport)
@@ -212,9 +207,7 @@ class Engine:
     def give_momentum(self, spec: TensorSpec, share: Tensor) -> None:
         """Begin a tensor with a momentum, between `reassign` and the next step.
 
-        Args:
-            spec: A tensor to which the assignment gives a momentum.
-            share: This rank's part of what heavy-ball SGD has for the sum of gradients: float32.
+        `share` is this rank's part of what heavy-ball SGD has for the sum of gradients: float32.
         """
         self.residuals.give_momentum(spec.name, share * momentum_unit(self.assignment, spec))
 
@@ -236,9 +229,7 @@ class Engine:
     def connect(self, transport: Transport, hosts: Hosts | None = None) -> None:
         """Use a transport from the next step on, with a new plan and the old residuals.
 
-        Args:
-            transport: Connects the ranks.
-            hosts: Two levels among them; None: all ranks exchange with each other.
+        Without `hosts` there are no two levels: all ranks exchange with each other.
         """
         self.disconnect()
         self._worker.connect(transport)
@@ -274,10 +265,7 @@ class Engine:
     def submit(self, spec: TensorSpec, gradient: Tensor, *, frozen: bool = False) -> None:
         """Hand in a gradient, `(*spec.shape)`; it must not change until `result` has returned.
 
-        Args:
-            spec: The tensor.
-            gradient: Its gradient; zeros where it is frozen.
-            frozen: Whether its residual and momentum are to stay what they are.
+        A frozen tensor's gradient is zeros; its residual and momentum stay what they are.
         """
         if self._unsettled:
             self.settle()
@@ -390,11 +378,7 @@ class Engine:
         return self.residuals.state(self._transport).as_dict()
 
     def check_between_steps(self, call: str) -> None:
-        """Refuse a call while a step is under way.
-
-        Raises:
-            ConfigError: One is.
-        """
+        """Raise ConfigError for a call while a step is under way."""
         if self.error is None and any(b.phase is not Phase.COLLECTING for b in self._buckets):
             raise ConfigError(f"{call} must be called between steps, got a call within one")
 

@@ -31,8 +31,8 @@ def select(bucket: Bucket) -> None:
     with stats.timed("stage_s"):
         gradients = bucket.gradients()
     with stats.timed("accumulate_select_s"):
-        stats.nnz_wanted = k = bucket.k
-        stage = bucket.stages.at(k if bucket.inside is None else bucket.shard_k, bucket.step)
+        stats.nnz_wanted = bucket.k_of(bucket.numel)
+        stage = bucket.stages.at(bucket.k_of(memory.residual.numel()), bucket.step)
         bucket.stats.collective = stage.name
         scope = stage.collective.scope()
         bucket.open_step()

@@ -117,9 +117,7 @@ class Residuals:
     def settle(self, counts: bool, undone: Collection[str] = ()) -> None:
         """End a step: keep its changes and drop what it released, or take the step back.
 
-        Args:
-            counts: Whether its results were applied.
-            undone: Tensors of which they were not.
+        A step that counts is taken back for the tensors in `undone` alone.
         """
         for bucket in self._buckets:
             if counts:
@@ -150,10 +148,6 @@ class Residuals:
 
         Its norm is at most half the gradient's, so that a long residual takes several steps. With a
         float16 gradient it is the rounded sum minus the gradient, and the rest waits.
-
-        Args:
-            name: The tensor's.
-            gradient: In the leftover's shape.
         """
         residual = self.leftover(name)
         if residual is None:
@@ -209,7 +203,6 @@ class Residuals:
     def take_momentum(
         self, shapes: Mapping[str, Sequence[int]], transport: Transport
     ) -> list[Tensor]:
-        """See `Engine.take_momentum`."""
         if not shapes:
             return []
         momentum = self.outside.momentum

@@ -26,13 +26,9 @@ from hvd_sparse.wire import PLAIN
 
 @dataclass(frozen=True)
 class Stage:
-    """One number of entries, and how they are selected and exchanged.
+    """How k entries are selected and exchanged; the name is empty for an unregistered collective.
 
-    Attributes:
-        collective: Exchanges them.
-        name: The name of its algorithm, for statistics; empty where it is not registered.
-        k: Entries wanted; n where everything is taken.
-        takes_all: Whether the whole accumulator is summed, and nothing is selected.
+    Where it takes all, the whole accumulator is summed, nothing is selected, and k is n.
     """
 
     collective: Collective
@@ -48,8 +44,7 @@ class Stage:
 class Stages:
     """The choices of one bucket.
 
-    Attributes:
-        current: The choice of the last call of `at`.
+    `current` is the choice of the last call of `at`.
 
     Args:
         collective: The one that its method names.
@@ -68,12 +63,7 @@ class Stages:
         self._current_k = -1
 
     def at(self, k: int, step: int) -> Stage:
-        """How `k` entries are exchanged in a step; prepares the collective for it.
-
-        Args:
-            k: Entries wanted, in `[0, n]`.
-            step: Number of the bucket's step.
-        """
+        """How `k` entries, in `[0, n]`, are exchanged in a step; prepares the collective for it."""
         if self.current is None or k != self._current_k:
             self.current, self._current_k = self._choose(k), k
         stage = self.current

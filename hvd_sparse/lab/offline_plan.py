@@ -20,13 +20,25 @@ from hvd_sparse.planner.choose import (
     jobs_of,
 )
 from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, Profile, place_of
+from hvd_sparse.planner.measure import LIMIT_S, NUMELS, measure_method
 from hvd_sparse.policy.assignment import PolicyAssignment, Rule
 from hvd_sparse.tables import shown_s
+from hvd_sparse.transports import Transport
 
 
 def candidates_of(rules: Sequence[Rule]) -> dict[MethodId, Method]:
     """All methods that a planner may choose from."""
     return {m.id: m for rule in rules if rule.is_auto for m in rule.methods}
+
+
+def measure_encoding(
+    transport: Transport, methods: Mapping[MethodId, Method], limit_s: float = LIMIT_S
+) -> dict[MethodId, MethodCosts]:
+    """Costs of methods alone, without a dense allreduce to compare them with."""
+    return {
+        name: measure_method(transport, method, NUMELS, limit_s / len(methods))
+        for name, method in methods.items()
+    }
 
 
 def profiles_of_hosts(levels: Levels, costs: Mapping[MethodId, MethodCosts]) -> list[Profile]:

@@ -19,7 +19,6 @@ from hvd_sparse.checks import (
     at_least,
     check_below_one,
     check_choice,
-    check_density,
     check_flag,
     check_options,
     check_share,
@@ -75,7 +74,7 @@ class MethodOptions(ABC):
     density: float = option(
         0.01,
         "k/n, the share of a bucket's elements to exchange per step, in (0, 1].",
-        lambda name, value: check_density(value),
+        check_share,
     )
     momentum: float = option(
         0.0,
@@ -165,14 +164,7 @@ class MethodOptions(ABC):
 
     def make(self) -> Method:
         """The method, as engines, plans and policies use it."""
-        memory = MemoryOptions(
-            self.momentum,
-            self.nesterov,
-            self.clip_norm,
-            self.momentum_kind,
-            self.low_pass,
-            self.residual_decay,
-        )
+        memory = MemoryOptions(**{f.name: getattr(self, f.name) for f in fields(MemoryOptions)})
         warmup = self._warmup()
         options = {item.name: getattr(self, item.name) for item in self.own_fields()}
         options |= {"density": self.density, "bucket_numel": self.bucket_numel, "wire": self.wire}

@@ -48,12 +48,9 @@ PARTS = ("encode", "exchange", "decode")
 
 @dataclass(frozen=True)
 class TimedTensor:
-    """A tensor, when its gradient comes, and how it may be reduced.
+    """A tensor, the seconds from the first gradient to its own, and methods that may reduce it.
 
-    Attributes:
-        spec: Name, shape, type.
-        ready_s: Seconds from the first gradient to this one.
-        candidates: Methods that may reduce it; none: it stays dense.
+    Without candidates it stays dense.
     """
 
     spec: TensorSpec
@@ -63,12 +60,7 @@ class TimedTensor:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one tensor is compressed.
-
-    Attributes:
-        method: By which method.
-        bucket: Name of its bucket.
-    """
+    """By which method one tensor is compressed, and in which bucket."""
 
     method: MethodId
     bucket: str
@@ -76,12 +68,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan and its predicted time.
+    """A plan, and the predicted seconds from the first gradient to the last result.
 
-    Attributes:
-        placements: By tensor; all others are dense.
-        predicted_s: From the first gradient to the last result.
-        dense_s: The same with everything dense.
+    Tensors without a placement are dense; `dense_s` is the prediction with everything dense.
     """
 
     placements: Mapping[str, Placement]
@@ -121,11 +110,6 @@ def contenders(profile: Profile, tensors: Sequence[TimedTensor], most: int) -> l
     the method cost only `DOUBT` of its prediction takes part. The last of them compresses all
     tensors by the best method in the fewest buckets: no exchange then runs beside backward, and
     Horovod has no dense tensor left, which saves time that no prediction counts.
-
-    Args:
-        profile: The costs.
-        tensors: The model's.
-        most: The largest number of plans.
 
     Raises:
         ConfigError: The profile has no costs of a candidate.
@@ -277,14 +261,7 @@ def _split(
 
 @dataclass(frozen=True)
 class Job:
-    """One reduction of a step.
-
-    Attributes:
-        ready_s: When it can begin, from the first gradient on.
-        seconds: How long it takes.
-        parts: Seconds of encode, exchange and decode; none of a dense reduction.
-        label: The tensor or the bucket.
-    """
+    """One reduction of a step: of a dense tensor, or of a bucket, which has `parts`."""
 
     ready_s: float
     seconds: float

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_sparse.checks import check_above, check_at_least, check_count, check_density
+from hvd_sparse.checks import check_above, check_at_least, check_count, check_share
 from hvd_sparse.collectives.registry import COSTED, cost
 from hvd_sparse.cost_model import PLAIN_BYTES, WireBytes
 from hvd_sparse.engine.bucketing import MethodId
@@ -64,10 +64,7 @@ class MethodCosts:
 
     Attributes:
         collective: What it exchanges by, by its name in the registry; "" where it is not there.
-        density: k/n.
         encode: Accumulating and selecting.
-        exchange: The collective.
-        decode: Writing the dense gradient.
         wire: What its entries are expected to take.
     """
 
@@ -89,9 +86,6 @@ class Place:
 
     Attributes:
         host_class: Processor and number of cores, and how many hosts there are.
-        world_size: P.
-        transport: Its name.
-        torch: Version.
         device: Where the gradients are: "cpu", or the name of rank 0's device.
     """
 
@@ -114,9 +108,7 @@ class Profile:
     """The costs of one world.
 
     Attributes:
-        place: Where they hold.
         dense: Horovod's allreduce, per float32 element.
-        methods: By method.
         source: Where they come from, in words.
     """
 
@@ -225,7 +217,8 @@ def _line(data: Mapping[str, Any]) -> Line:
 def _method_costs(data: Mapping[str, Any]) -> MethodCosts:
     lines = {name: _line(data[name]) for name in ("encode", "exchange", "decode")}
     wire = WireBytes(**{name: check_above(name, value, 0) for name, value in data["wire"].items()})
-    return MethodCosts(str(data["collective"]), check_density(data["density"]), **lines, wire=wire)
+    density = check_share("density", data["density"])
+    return MethodCosts(str(data["collective"]), density, **lines, wire=wire)
 
 
 def cost_ratios(

@@ -67,7 +67,7 @@ def measure_profile(
     costs = {}
     for done, (name, method) in enumerate(methods.items()):
         share_s = (ends_at - perf_counter()) / (1 + len(methods) - done)
-        costs[name] = _method_costs(transport, method, numels, share_s, device)
+        costs[name] = measure_method(transport, method, numels, share_s, device)
     dense = _sweep(
         *(transport, lambda numel: _time_dense(transport, dense_allreduce, numel, device)),
         *(numels, ends_at - perf_counter()),
@@ -76,29 +76,20 @@ def measure_profile(
     return Profile(place, lines, costs)
 
 
-def measure_encoding(
-    transport: Transport, methods: Mapping[MethodId, Method], limit_s: float = LIMIT_S
-) -> dict[MethodId, MethodCosts]:
-    """Costs of methods alone, without a dense allreduce to compare them with."""
-    return {
-        name: _method_costs(transport, method, NUMELS, limit_s / len(methods))
-        for name, method in methods.items()
-    }
-
-
 def _up_to(most_numel: int) -> list[int]:
     """The sizes to measure for vectors of at most so many elements."""
     most = min(max(most_numel, NUMELS[LEAST_SIZES - 1]), NUMELS[-1])
     return [*(numel for numel in NUMELS if numel < most), most]
 
 
-def _method_costs(
+def measure_method(
     transport: Transport,
     method: Method,
     numels: Sequence[int],
     share_s: float,
     device: torch.device = CPU_DEVICE,
 ) -> MethodCosts:
+    """The costs of one method, measured in about `share_s` seconds."""
     seconds = _sweep(
         transport, lambda numel: _time_method(transport, method, numel, device), numels, share_s
     )
@@ -147,13 +138,8 @@ def _next(
 ) -> int:
     """The size to measure next, or 0 at the end: the largest one that fits into the time left.
 
-    Costs of vectors larger than any measured one are extrapolated, and noise with them.
-
-    Args:
-        larger: Sizes above those measured.
-        found: What was measured, by size.
-        walls: How long measuring took, size by size.
-        left_s: How long it may go on.
+    Costs of vectors larger than any measured one are extrapolated, and noise with them. `walls` has
+    how long measuring took, size by size.
     """
     if not larger:
         return 0

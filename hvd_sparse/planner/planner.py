@@ -89,10 +89,7 @@ class Decision(TypedDict, total=False):
 class FixedAssignment:
     """A planner's assignment at one moment: it stays the same when the planner decides anew.
 
-    Attributes:
-        rules: Which tensors the planner decides on, and how all others are reduced.
-        placements: The compressed ones of these tensors, by name.
-        planner: The planner.
+    The rules say which tensors the planner decides on; it compresses those that have a placement.
     """
 
     rules: PolicyAssignment
@@ -121,13 +118,7 @@ class FixedAssignment:
 
 @dataclass(frozen=True)
 class World:
-    """What a planner measures with.
-
-    Attributes:
-        transport: Carries sparse exchanges.
-        dense_allreduce: Horovod's allreduce.
-        device: Where the gradients are.
-    """
+    """What a planner measures with: the transport carries sparse exchanges."""
 
     transport: Transport
     dense_allreduce: DenseAllreduce
@@ -144,7 +135,6 @@ class Planner:
         cache: Keeps what was found for the next run, if given.
 
     Attributes:
-        profile: The costs that rank 0 goes by.
         plan: The plan in force; None before the ranks have met.
         steps_to_review: Steps from the last decision to the next review.
         timed_steps: How many of them are timed, the last ones.

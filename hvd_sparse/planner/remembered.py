@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from hvd_sparse._version import __version__
 from hvd_sparse.engine.bucketing import Method, MethodId, TensorSpec
@@ -26,36 +26,11 @@ VERSION = 2
 MOST_ENTRIES = 64
 
 
-class RecordedPlan(TypedDict):
-    """A plan that was tried, as a recording has it; see `Attempt` and `Took`."""
-
-    methods: list[str]
-    sparse_tensors: int
-    buckets: int
-    predicted_s: float
-    step_s: float
-    error_s: float
-    steps: int
-
-
-class RecordedTrial(TypedDict):
-    """A trial, as a recording has it; `recalled` where an earlier run made it."""
-
-    tried: list[RecordedPlan]
-    chosen: int
-    recalled: bool
-
-
 @dataclass(frozen=True)
 class Attempt:
-    """A plan that was tried.
+    """A plan that was tried: the dense one has no methods.
 
-    Attributes:
-        methods: Its methods; none: it was the dense plan.
-        sparse_tensors: How many tensors it compresses.
-        buckets: In how many buckets.
-        predicted_s: The prediction for a step, once dense steps had been timed.
-        took: What its steps took.
+    `predicted_s` is the prediction for a step, once dense steps had been timed.
     """
 
     methods: tuple[MethodId, ...]
@@ -100,13 +75,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The result of a trial.
-
-    Attributes:
-        tried: Its plans, the dense one first.
-        chosen: Which of them stays.
-        plan: The plan that stays.
-    """
+    """The result of a trial: its plans, the dense one first, and which of them stays."""
 
     tried: tuple[Attempt, ...]
     chosen: int
@@ -129,21 +98,21 @@ class TrialOutcome:
         words = f"{self.best} is fastest" + (", before " + ", ".join(slower) if slower else "")
         return words if self.best.methods else f"{words}; nothing is compressed"
 
-    def recorded(self, *, recalled: bool) -> RecordedTrial:
-        """As a recording has it."""
+    def recorded(self, *, recalled: bool) -> dict[str, Any]:
+        """As a recording has it; `recalled` where an earlier run made it."""
         tried = [
-            RecordedPlan(
-                methods=[str(method) for method in each.methods],
-                sparse_tensors=each.sparse_tensors,
-                buckets=each.buckets,
-                predicted_s=each.predicted_s,
-                step_s=each.took.step_s,
-                error_s=each.took.error_s,
-                steps=each.took.steps,
-            )
+            {
+                "methods": [str(method) for method in each.methods],
+                "sparse_tensors": each.sparse_tensors,
+                "buckets": each.buckets,
+                "predicted_s": each.predicted_s,
+                "step_s": each.took.step_s,
+                "error_s": each.took.error_s,
+                "steps": each.took.steps,
+            }
             for each in self.tried
         ]
-        return RecordedTrial(tried=tried, chosen=self.chosen, recalled=recalled)
+        return {"tried": tried, "chosen": self.chosen, "recalled": recalled}
 
     def to_json(self) -> dict[str, Any]:
         """As plain containers."""
@@ -197,11 +166,7 @@ def placements_from_json(data: Any, methods: Iterable[Method] = ()) -> dict[str,
 class Key:
     """Where a plan holds.
 
-    Attributes:
-        model: Digest of the tensors.
-        policy: Digest of the rules, and of the profile that they name.
-        package: Version of this package.
-        place: The world.
+    `model` is a digest of the tensors; `policy` of the rules, and of the profile that they name.
     """
 
     model: str
@@ -234,13 +199,7 @@ def _digest(data: Any) -> str:
 
 @dataclass(frozen=True)
 class Remembered:
-    """What was found.
-
-    Attributes:
-        key: Where.
-        profile: The costs.
-        outcome: The result of the trial; None: it was not over.
-    """
+    """What was found under a key; without an outcome, the trial was not over."""
 
     key: Key
     profile: Profile

@@ -99,14 +99,7 @@ def lateness(ranks: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Took:
-    """Measured times of a plan.
-
-    Attributes:
-        step_s: The median step.
-        error_s: Its standard error.
-        reduction_s: The median of the reductions of a step.
-        steps: How many were timed.
-    """
+    """A plan's median step and median reduction, the step's standard error, and how many it had."""
 
     step_s: float
     error_s: float
@@ -164,14 +157,7 @@ class Tried:
 
 
 class Trial:
-    """Plans that take turns.
-
-    Args:
-        dense: The plan that compresses nothing; it has the first turn.
-
-    Attributes:
-        tried: All plans of the trial, the dense one first.
-    """
+    """Plans that take turns. The first turn is that of the plan that compresses nothing."""
 
     def __init__(self, dense: ChosenPlan) -> None:
         self.tried = [Tried(dense)]

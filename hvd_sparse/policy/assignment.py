@@ -14,17 +14,7 @@ DENSE = Choice(None)
 
 @dataclass(frozen=True)
 class Condition:
-    """The conditions of a rule on a tensor; None is no condition.
-
-    Attributes:
-        name: Glob on the parameter's name.
-        name_regex: Regular expression for the whole name.
-        min_numel: Least number of elements.
-        max_numel: Most.
-        ndim: Number of dimensions.
-        dtype: Type, as `float32`.
-        module: Class of the module that owns the parameter.
-    """
+    """The conditions of a rule on a tensor, as in `schema.Match`; None is no condition."""
 
     name: str | None = None
     name_regex: str | None = None

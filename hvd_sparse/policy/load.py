@@ -30,18 +30,7 @@ PLANNABLE = LOSSLESS_CANDIDATES
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy that has been checked.
-
-    Attributes:
-        document: Where it comes from.
-        rules: In order.
-        transport: As `Compression`'s constructors take it.
-        timeout_s: The same.
-        busy_timeout_s: The same.
-        hierarchical: The same.
-        profile: Path of the planner's profile, or None.
-        plan_cache: Path of what the planner remembers, "none", or None for the usual one.
-    """
+    """A policy that has been checked; `policy_model` says what each key means."""
 
     document: Document
     rules: tuple[Rule, ...]
@@ -95,16 +84,8 @@ def check_policy(document: Document) -> Policy:
             check(key, getattr(policy, key))
         except ConfigError as error:
             raise document.error((key,), str(error).removeprefix(f"{key} ")) from None
-    return Policy(
-        document,
-        rules,
-        policy.transport,
-        policy.timeout_s,
-        policy.busy_timeout_s,
-        policy.hierarchical,
-        policy.profile,
-        policy.plan_cache,
-    )
+    settings = {item.name: getattr(policy, item.name) for item in fields(Policy)[2:]}
+    return Policy(document, rules, **settings)
 
 
 def assign(

@@ -1,4 +1,4 @@
-"""What a policy may say: pydantic models, and the JSON schema that they give.
+"""What a policy may say: pydantic models.
 
 The keys of a rule are those below and the options of the methods: a new method, or a new option,
 can be named in policies without a change here. A method checks its own options' ranges.
@@ -6,7 +6,6 @@ can be named in policies without a change here. A method checks its own options'
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
@@ -121,20 +120,3 @@ def policy_model() -> type[BaseModel]:
         ),
     }
     return create_model("Policy", __config__=STRICT, **of_policy)
-
-
-def json_schema() -> dict[str, Any]:
-    """The schema, for editors: `# yaml-language-server: $schema=…` on a policy's first line."""
-    schema = policy_model().model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def schema_text(node: Any, indent: str = "") -> str:
-    """The schema as JSON with one property per line."""
-    is_object = isinstance(node, dict) and "properties" in node
-    is_map = isinstance(node, dict) and node and all(isinstance(v, dict) for v in node.values())
-    if not (is_object or is_map):
-        return json.dumps(node, ensure_ascii=False)
-    inner = indent + "  "
-    lines = (f"{inner}{json.dumps(k)}: {schema_text(v, inner)}" for k, v in node.items())
-    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"

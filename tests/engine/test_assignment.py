@@ -16,7 +16,7 @@ from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.bucketing import MethodId, differing, form_buckets
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import PlanError
-from hvd_sparse.methods.topk_options import TopkOptions
+from hvd_sparse.methods.catalogue import TopkOptions
 from hvd_sparse.selectors import ExactTopK, ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks

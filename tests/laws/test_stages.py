@@ -122,7 +122,9 @@ def test_after_the_warm_up_the_methods_own_collective_works(name: str) -> None:
                 assert torch.equal(result, train_step(other, transport.rank, step)[1]), step
         bucket = engine._buckets[0]
         assert isinstance(bucket.collective, own)
-        assert bucket.stages.at(bucket.k, bucket.step).collective is bucket.collective
+        assert (
+            bucket.stages.at(bucket.k_of(bucket.numel), bucket.step).collective is bucket.collective
+        )
         engine.disconnect()
         other.disconnect()
         return shares

@@ -18,12 +18,12 @@ from torch import nn
 
 from hvd_sparse import Compression, ConfigError
 from hvd_sparse.cli.main import FAILED, main
+from hvd_sparse.cli.validate import json_schema, schema_text
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import Planner
 from hvd_sparse.policy import load_policy
-from hvd_sparse.policy.schema import json_schema, schema_text
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "policies"

@@ -75,7 +75,7 @@ from hvd_sparse.cli.main import main
 from hvd_sparse.collectives.automatic import AutomaticCollective
 from hvd_sparse.collectives.parcel import Parcel
 from hvd_sparse.cost_model import Link
-from hvd_sparse.planner.measure import measure_encoding
+from hvd_sparse.lab.offline_plan import measure_encoding
 from hvd_sparse.policy import load_policy
 from hvd_sparse.lab.simulator import Network, SyntheticStreams, Workload, simulate
 from hvd_sparse.transports import run_ranks
@@ -125,10 +125,10 @@ class FirstOptions(AnyCollectiveOptions):
         return ExactTopK()
 '''
     )
-    methods = copy / "methods" / "__init__.py"
+    methods = copy / "methods" / "catalogue.py"
     insert(
         methods,
-        "from hvd_sparse.methods.fitted_options",
+        "from hvd_sparse.methods.method_options",
         "from hvd_sparse.methods.first import FirstOptions\n",
     )
     insert(methods, "            RandomkOptions,\n        )", "            FirstOptions,\n")
@@ -142,7 +142,7 @@ class FirstOptions(AnyCollectiveOptions):
         """
 from hvd_sparse.cli.main import main
 from hvd_sparse.policy import load_policy
-from hvd_sparse.policy.schema import json_schema
+from hvd_sparse.cli.validate import json_schema
 
 compression = hvd_sparse.Compression.first(patience=5, density=0.5, collective="oktopk")
 assert "patience=5" in compression.method.description

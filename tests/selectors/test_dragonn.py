@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.methods.dgc_options import DragonnOptions
+from hvd_sparse.methods.catalogue import DragonnOptions
 from hvd_sparse.ops import Accumulation
 from hvd_sparse.selectors import SampledThreshold, ThresholdSelector
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.magnitude import magnitude_keys
-from hvd_sparse.methods.dgc_options import DgcOptions
-from hvd_sparse.methods.fitted_options import GaussiankOptions, MstopkOptions, SidcoOptions
+from hvd_sparse.methods.catalogue import DgcOptions, GaussiankOptions, MstopkOptions, SidcoOptions
 from hvd_sparse.ops import Accumulation
 from hvd_sparse.selectors import ExactTopK, GroupedTopK, ReusedThreshold, Selector
 from hvd_sparse.streams import SparseStream
