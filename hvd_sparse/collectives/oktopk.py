@@ -336,7 +336,8 @@ class OkTopk(Collective):
         if sum(above) + sum(ties) <= self.k * (1 + self.tolerance):
             return passing, [a + t for a, t in zip(above, ties, strict=True)]
         # More equal magnitudes at the threshold than there is room for: cut them by rank and index.
-        quotas = _fill_in_order(self.k - sum(above), ties)
+        room, starts = self.k - sum(above), accumulate(ties, initial=0)
+        quotas = [max(0, min(t, room - s)) for t, s in zip(ties, starts, strict=False)]
         tied = magnitude_keys(passing.values) == key
         chosen = passing.where(~tied | (tied.cumsum(0) <= quotas[self.transport.rank]))
         return chosen, [a + q for a, q in zip(above, quotas, strict=True)]
@@ -402,9 +403,3 @@ class OkTopk(Collective):
 def _part(stream: SparseStream, span: Span) -> Part:
     """A stream whose entries lie in a span, as a part of that alone."""
     return Part(stream.indices, stream.values, *span)
-
-
-def _fill_in_order(room: int, wishes: Sequence[int]) -> list[int]:
-    """Grant each wish in full, in order, until there is no room left."""
-    starts = [0, *accumulate(wishes)]
-    return [max(0, min(wish, room - start)) for start, wish in zip(starts, wishes, strict=False)]

@@ -136,18 +136,13 @@ class Packer:
         seed = sum(n * factor for n, factor in zip(place, SEED_FACTORS, strict=True)) % (1 << 64)
         payload, read = self.wire.encode_and_read(part, seed)
         if author == self.rank and read is not part:
-            self._lost.append(_difference(part, read))
+            lost = Part(part.indices, part.values - read.values, part.start, part.stop)
+            self._lost.append(lost.to_stream(part.stop))  # some entries may be zero
         return payload, read
 
     def lost(self, numel: int) -> SparseStream:
         """What rounding has lost so far and this rank is to keep, as one stream."""
         return sum_of(self._lost, numel)
-
-
-def _difference(part: Part, read: Part) -> SparseStream:
-    """`part - read`, which have the same form and indices; some entries may be zero."""
-    lost = Part(part.indices, part.values - read.values, part.start, part.stop)
-    return lost.to_stream(part.stop)
 
 
 def header(count: int) -> Tensor:

@@ -31,7 +31,9 @@ class CudaEstimation(KernelFamily):
     ) -> Tensor:
         whole_runs, left = divmod(max(0, accumulation.numel - start), stride)
         samples = whole_runs * run + min(left, run)
-        return self._sample(self._inputs(accumulation), start, stride, run, samples)
+        return self._sample(
+            AccumulationInputs(accumulation, self._workspace), start, stride, run, samples
+        )
 
     def _sample(
         self, inputs: AccumulationInputs, start: int, stride: int, run: int, samples: int
@@ -63,6 +65,3 @@ class CudaEstimation(KernelFamily):
                 *(*vector(x), passed, np.uint64(k), np.uint32(digit), descent),
             )
         return descent
-
-    def _inputs(self, accumulation: Accumulation) -> AccumulationInputs:
-        return AccumulationInputs(accumulation, self._workspace)

@@ -47,7 +47,7 @@ class CudaSelection(CudaEstimation):
     def partition_select(
         self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> Entries:
-        inputs, numel = self._inputs(accumulation), accumulation.numel
+        inputs, numel = AccumulationInputs(accumulation, self._workspace), accumulation.numel
         key = threshold_key(threshold)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
@@ -73,7 +73,7 @@ class CudaSelection(CudaEstimation):
             self.accumulate_select(accumulation, math.inf)  # spoiled ones only
             return *empty_stream(0, device), math.inf if k == 0 else 0.0
         wanted = min(k, numel)
-        inputs = self._inputs(accumulation)
+        inputs = AccumulationInputs(accumulation, self._workspace)
         key = pivot_key(pivot)
         key_at = None if key else self._sampled_pivot(inputs, wanted)
 
@@ -105,7 +105,7 @@ class CudaSelection(CudaEstimation):
         a: int,
         b: int,
     ) -> Entries:
-        inputs, device = self._inputs(accumulation), accumulation.device
+        inputs, device = AccumulationInputs(accumulation, self._workspace), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),
             np.uint32(slots_per_bucket),
@@ -143,7 +143,7 @@ class CudaSelection(CudaEstimation):
             kernel, blocks = "accumulate_large_group_topk", groups
         else:
             return self._topk_of_each(accumulation, k, group_numel)
-        inputs = self._inputs(accumulation)
+        inputs = AccumulationInputs(accumulation, self._workspace)
         header, entries = self._header(blocks, device), empty_stream(min(numel, groups * k), device)
         self._launch(
             kernel,
