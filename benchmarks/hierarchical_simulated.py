@@ -25,9 +25,10 @@ from pathlib import Path
 
 from benchmarks.report import Row, write_report
 from hvd_sparse.collectives.registry import CANDIDATES
-from hvd_sparse.collectives.two_levels import Levels, dense_ring, flat, shared, two_levels
+from hvd_sparse.collectives.two_levels import Levels, flat, shared, two_levels
 from hvd_sparse.cost_model import Link
 from hvd_sparse.files import replacing
+from hvd_sparse.lab.offline_plan import dense_ring
 from hvd_sparse.lab.plots import load_pyplot
 from hvd_sparse.lab.simulator import (
     Network,

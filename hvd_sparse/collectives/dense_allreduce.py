@@ -57,24 +57,18 @@ class DenseAllreduce(Collective):
         vector = torch.empty(self.numel)
         ops.unchecked(vector.device).decode(vector, *stream.payload())
         self.transport.worked(Work(0, stream.nnz, self.numel, self.numel))
-        total = self._unfold(self._halve_and_double(self._fold(vector)))
+        # The surplus ranks hand their vectors over, and get the result.
+        theirs = self._swap_with_partner(vector, to_active=True)
+        if theirs is not None:
+            self.transport.worked(Work(added_values=self.numel))
+            vector.add_(theirs)
+        total = self._halve_and_double(vector)
+        result = self._swap_with_partner(total, to_active=False)
+        total = total if result is None else result
         self.step += 1
         indices = total.view(torch.int32).nonzero().view(-1).int()
         reduced = SparseStream(indices, total[indices.long()], self.numel)
         return Reduction(reduced, SparseStream.empty(self.numel))
-
-    def _fold(self, x: Tensor) -> Tensor:
-        """The surplus ranks hand their vectors over; in place."""
-        theirs = self._swap_with_partner(x, to_active=True)
-        if theirs is None:
-            return x
-        self.transport.worked(Work(added_values=self.numel))
-        return x.add_(theirs)
-
-    def _unfold(self, x: Tensor) -> Tensor:
-        """The surplus ranks get the result."""
-        result = self._swap_with_partner(x, to_active=False)
-        return x if result is None else result
 
     def _halve_and_double(self, x: Tensor) -> Tensor:
         """Both phases, in place. A surplus rank makes the calls, without messages."""
@@ -85,14 +79,15 @@ class DenseAllreduce(Collective):
             lower, upper = slice(start, middle), slice(middle, stop)
             keeps_lower = self.cube.position & mask == 0
             kept, sent = (lower, upper) if keeps_lower else (upper, lower)
-            theirs = self._swap_across(mask, x[sent])
+            peer = self.cube.peer(mask)
+            theirs = self._swap(x[sent], peer, peer)
             if theirs is not None:
                 self.transport.worked(Work(added_values=theirs.numel()))
                 torch.add(*((x[kept], theirs) if keeps_lower else (theirs, x[kept])), out=x[kept])
-            rounds.append((mask, kept, sent))
+            rounds.append((peer, kept, sent))
             start, stop = kept.start, kept.stop
-        for mask, kept, sent in reversed(rounds):
-            theirs = self._swap_across(mask, x[kept])
+        for peer, kept, sent in reversed(rounds):
+            theirs = self._swap(x[kept], peer, peer)
             if theirs is not None:
                 x[sent] = theirs
         return x
@@ -103,10 +98,6 @@ class DenseAllreduce(Collective):
         sends = self.cube.is_passive == to_active
         partner = self.cube.partner
         return self._swap(x, partner if sends else None, None if sends else partner)
-
-    def _swap_across(self, mask: int, part: Tensor) -> Tensor | None:
-        peer = self.cube.peer(mask)
-        return self._swap(part, peer, peer)
 
     def _swap(self, part: Tensor, dst: int | None, src: int | None) -> Tensor | None:
         arrived = self.transport.exchange((part,), dst, src, channel="dense").wait()

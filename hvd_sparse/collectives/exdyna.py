@@ -118,7 +118,9 @@ class ExDyna(IndexUnion):
             return self._exact(candidates)
         levels = (self.threshold * LEVELS).float()
         kept = reaching(candidates, self.threshold)
-        parts, counts = self._gather_with_counts(kept, self._reach(candidates, levels))
+        places = torch.bucketize(magnitudes(candidates), levels, right=True)
+        passed = torch.bincount(places, minlength=levels.numel() + 1)
+        parts, counts = self._gather_with_counts(kept, passed.flip(0).cumsum(0).flip(0)[1:])
         best = int((counts - self.k).abs().argmin())
         off = abs(sum(part.numel() for part in parts) - self.k)
         if off > self.tolerance * self.k:
@@ -144,14 +146,13 @@ class ExDyna(IndexUnion):
         self.threshold = level if total >= self.k * (1 - self.tolerance) else 0.0
         return kept, parts
 
-    def _reach(self, candidates: SparseStream, levels: Tensor) -> Tensor:
-        """How many candidates reach each level, int64 `(64,)`; non-finite ones do."""
-        places = torch.bucketize(magnitudes(candidates), levels, right=True)
-        passed = torch.bincount(places, minlength=levels.numel() + 1)
-        return passed.flip(0).cumsum(0).flip(0)[1:]
-
     def _gather_with_counts(self, kept: SparseStream, reach: Tensor) -> tuple[list[Tensor], Tensor]:
-        """All ranks' indices, and the sums of their counts: one message."""
+        """All ranks' indices, and the sums of their counts, int64 `(64,)`: one message.
+
+        Args:
+            kept: This rank's entries that are sent.
+            reach: How many of its candidates reach each level; non-finite ones do.
+        """
         own = self.wire.encode_indices(kept.indices, self.numel)
         messages = self.transport.allgather((reach, *own), channel="indices")
         size = reach.numel() * reach.element_size()

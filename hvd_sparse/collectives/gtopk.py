@@ -56,7 +56,7 @@ class GTopk(Collective):
                 src = rank + mask
             message = self.transport.exchange(payload, dst, src, channel="gtopk.reduce").wait()
             if message is not None:
-                theirs = packer.unpack(message, 0, self.numel).to_stream(self.numel)
+                theirs = packer.wire.decode(message, 0, self.numel).to_stream(self.numel)
                 entries = total.nnz + theirs.nnz
                 self.transport.worked(Work(entries, selected_entries=entries))
                 total, rest = sum_of([total, theirs], self.numel).split_largest(self.k)
@@ -68,4 +68,4 @@ class GTopk(Collective):
         """Rank 0's stream, as all ranks read it."""
         payload = packer.pack(Part.of(total))[0] if self.transport.rank == 0 else None
         message = self.transport.broadcast(payload, 0, channel="gtopk.broadcast")
-        return packer.unpack(message, 0, self.numel).to_stream(self.numel)
+        return packer.wire.decode(message, 0, self.numel).to_stream(self.numel)

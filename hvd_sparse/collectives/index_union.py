@@ -96,12 +96,14 @@ class IndexUnion(Collective):
         arrived = self.transport.all_to_all(payloads, channel="values")
         total = torch.zeros(edges[rank + 1] - edges[rank])
         for r, message in enumerate(arrived):
-            theirs = slices[rank] if r == rank else packer.unpack(message, *edges[rank : rank + 2])
+            theirs = (
+                slices[rank] if r == rank else packer.wire.decode(message, *edges[rank : rank + 2])
+            )
             total += theirs.values
         payload, _ = packer.pack(Part(None, total, *edges[rank : rank + 2]))
         gathered = self.transport.allgather(payload, channel="sums")
         sums = [
-            packer.unpack(m, a, b).values
+            packer.wire.decode(m, a, b).values
             for m, (a, b) in zip(gathered, pairwise(edges), strict=True)
         ]
         return torch.cat(sums), packer.lost(values.numel())

@@ -195,7 +195,7 @@ class OkTopk(Collective):
         ]
 
     def _read(self, message: Tensor, packer: Packer, span: Span) -> SparseStream:
-        return packer.unpack(message, *span).to_stream(self.numel)
+        return packer.wire.decode(message, *span).to_stream(self.numel)
 
     def _sum(self, total: SparseStream, arrived: Sequence[SparseStream]) -> SparseStream:
         if not arrived:
@@ -328,24 +328,19 @@ class OkTopk(Collective):
             self.global_threshold = 0.0  # density 1: no threshold may leave anything behind
         else:
             self.global_threshold = th_re_evaluate(reduced_topk.values, self.k, self.transport)
-        above, ties = self._count(reduced_topk)
-        passing = reduced_topk.where(magnitude_keys(reduced_topk.values) >= self._key())
+        # With room for all, sums that cancelled out pass too.
+        key = threshold_key(self.global_threshold) if self.global_threshold > 0.0 else 0
+        keys = magnitude_keys(reduced_topk.values)
+        above, ties = self._gather_counts(int((keys > key).sum()), int((keys == key).sum()))
+        passing = reduced_topk.where(keys >= key)
         if sum(above) + sum(ties) <= self.k * (1 + self.tolerance):
             return passing, [a + t for a, t in zip(above, ties, strict=True)]
         # More equal magnitudes at the threshold than there is room for: cut them by rank and index.
-        quotas = _fill_in_order(self.k - sum(above), ties)
-        chosen = _cut_ties(passing, self._key(), quotas[self.transport.rank])
+        room, starts = self.k - sum(above), accumulate(ties, initial=0)
+        quotas = [max(0, min(t, room - s)) for t, s in zip(ties, starts, strict=False)]
+        tied = magnitude_keys(passing.values) == key
+        chosen = passing.where(~tied | (tied.cumsum(0) <= quotas[self.transport.rank]))
         return chosen, [a + q for a, q in zip(above, quotas, strict=True)]
-
-    def _key(self) -> int:
-        """The least key that passes; with room for all, sums that cancelled out pass too."""
-        return threshold_key(self.global_threshold) if self.global_threshold > 0.0 else 0
-
-    def _count(self, reduced_topk: SparseStream) -> tuple[list[int], list[int]]:
-        """Every rank's number of entries above the global threshold, and of entries equal to it."""
-        keys, key = magnitude_keys(reduced_topk.values), self._key()
-        above, ties = self._gather_counts(int((keys > key).sum()), int((keys == key).sum()))
-        return above, ties
 
     def _balance(self, chosen: SparseStream, shares: Sequence[int], packer: Packer) -> SparseStream:
         """Move entries point to point until every rank holds an equal share, in the same order."""
@@ -354,21 +349,21 @@ class OkTopk(Collective):
         held = list(pairwise([0, *accumulate(shares)]))
         level = [(total * r // P, total * (r + 1) // P) for r in range(P)]
 
-        def moved(source: int, target: int) -> tuple[int, int]:
+        def moved(source: int, target: int) -> range:
             """Positions in the whole sequence that go from one rank to another."""
             start = max(held[source][0], level[target][0])
-            return start, max(start, min(held[source][1], level[target][1]))
+            return range(start, max(start, min(held[source][1], level[target][1])))
 
         def part(target: int) -> SparseStream:
-            start, stop = moved(rank, target)
-            return chosen.slice(start - held[rank][0], stop - held[rank][0])
+            places, first = moved(rank, target), held[rank][0]
+            return chosen.slice(places.start - first, places.stop - first)
 
         parts: dict[int, SparseStream] = {rank: part(rank)}
         for batch in batches(P):
             handles = {}
             for s in batch:
                 target, source = (rank + s) % P, (rank - s) % P
-                sends, receives = part(target).nnz > 0, _length(moved(source, rank)) > 0
+                sends, receives = part(target).nnz > 0, len(moved(source, rank)) > 0
                 handles[source] = self.transport.exchange(
                     packer.pack(_part(part(target), spans[rank]))[0] if sends else None,
                     target if sends else None,
@@ -408,20 +403,3 @@ class OkTopk(Collective):
 def _part(stream: SparseStream, span: Span) -> Part:
     """A stream whose entries lie in a span, as a part of that alone."""
     return Part(stream.indices, stream.values, *span)
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
-
-
-def _fill_in_order(room: int, wishes: Sequence[int]) -> list[int]:
-    """Grant each wish in full, in order, until there is no room left."""
-    starts = [0, *accumulate(wishes)]
-    return [max(0, min(wish, room - start)) for start, wish in zip(starts, wishes, strict=False)]
-
-
-def _cut_ties(stream: SparseStream, key: int, quota: int) -> SparseStream:
-    """Drop the entries of a magnitude but for the first `quota` of them."""
-    tied = magnitude_keys(stream.values) == key
-    kept = ~tied | (tied.cumsum(0) <= quota)
-    return stream.where(kept)

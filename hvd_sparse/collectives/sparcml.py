@@ -88,7 +88,7 @@ def ssar_recursive_double(
         first = cube.rank_at(cube.position & ~(mask - 1))  # of those that hold the same part
         payload, own = packer.pack(packer.settled(part, operation), author=first)
         message = transport.exchange(payload, peer, peer, channel="sparcml.double").received()
-        theirs = packer.unpack(message, part.start, part.stop)
+        theirs = packer.wire.decode(message, part.start, part.stop)
         ordered = [own, theirs] if transport.rank < peer else [theirs, own]
         part = _combine_on(transport, ordered, operation)
     return [_unfold(part, cube, transport)]
@@ -105,7 +105,9 @@ def _fold(
     message = transport.exchange(payload, dst, src, channel="sparcml.fold").wait()
     if message is None:
         return part
-    return _combine_on(transport, [part, packer.unpack(message, part.start, part.stop)], operation)
+    return _combine_on(
+        transport, [part, packer.wire.decode(message, part.start, part.stop)], operation
+    )
 
 
 def _unfold(part: Part, cube: Cube, transport: Transport) -> Part:
@@ -193,7 +195,7 @@ def _split_and_reduce(
     own = regions[rank]
     messages = transport.all_to_all(payloads, channel="sparcml.split")
     parts = [
-        own if source == rank else packer.unpack(message, own.start, own.stop)
+        own if source == rank else packer.wire.decode(message, own.start, own.stop)
         for source, message in enumerate(messages)
     ]
     return _combine_on(transport, parts, operation)
@@ -207,7 +209,7 @@ def _allgather_regions(
     messages = transport.allgather(payload, channel="sparcml.gather")
     spans = uniform_regions(numel, transport.world_size)
     return [
-        own if source == transport.rank else packer.unpack(message, *span)
+        own if source == transport.rank else packer.wire.decode(message, *span)
         for source, (message, span) in enumerate(zip(messages, spans, strict=True))
     ]
 

@@ -67,7 +67,7 @@ class TopkAllgather(Collective):
         streams = [
             own.to_stream(self.numel)
             if source == self.transport.rank
-            else packer.unpack(message, 0, self.numel).to_stream(self.numel)
+            else packer.wire.decode(message, 0, self.numel).to_stream(self.numel)
             for source, message in enumerate(messages)
         ]
         self.transport.worked(Work(sum(part.nnz for part in streams)))

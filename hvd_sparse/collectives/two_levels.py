@@ -155,22 +155,6 @@ def two_levels(
     return Prediction(seconds, inside_s, L * between.nbytes(wire))
 
 
-def dense_ring(levels: Levels, numel: int) -> Prediction:
-    """Horovod's dense allreduce: a ring over all ranks, of which one edge enters each host.
-
-    That one has the card to itself. Each of 2 (P-1) steps has n/P values.
-    """
-    P, L = levels.world_size, levels.local_size
-    received = Cost(2 * (P - 1), dense_words=2 * numel * (P - 1) / P)
-    card = replace(levels.between, beta_s_per_byte=levels.between.beta_s_per_byte / L)
-    slowest = card if levels.hosts > 1 else levels.inside
-    computing_s = _computing_s(Work(added_values=numel * (P - 1) / P), levels, PLAIN_BYTES)
-    on_the_way_s = _on_the_way(received, slowest)
-    if levels.hosts == 1:
-        return Prediction(on_the_way_s + computing_s, on_the_way_s, 0.0)
-    return Prediction(on_the_way_s + computing_s, 0.0, received.nbytes())
-
-
 def applied_entries(algorithm: str, ranks: int, numel: int, k: int) -> float:
     """How many entries of a sum are applied: all of them, or k."""
     if not BY_NAME[algorithm].is_lossless:

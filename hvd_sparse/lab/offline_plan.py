@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from hvd_sparse.collectives.registry import COSTED
-from hvd_sparse.collectives.two_levels import Levels, Prediction, dense_ring, flat, two_levels
+from hvd_sparse.collectives.two_levels import Levels, Prediction, flat, two_levels
+from hvd_sparse.cost_model import Cost, Work
 from hvd_sparse.engine import Method, TensorSpec
 from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
@@ -86,6 +87,23 @@ def _line(predicted: Callable[[int], Prediction]) -> Line:
     one, two = (predicted(factor * REFERENCE_NUMEL).seconds for factor in (1, 2))
     slope = (two - one) / REFERENCE_NUMEL
     return Line(max(0.0, one - slope * REFERENCE_NUMEL), slope)
+
+
+def dense_ring(levels: Levels, numel: int) -> Prediction:
+    """Horovod's dense allreduce: a ring over all ranks, of which one edge enters each host.
+
+    That one has the card to itself. Each of 2 (P-1) steps has n/P values.
+    """
+    P, has_cards = levels.world_size, levels.hosts > 1
+    received = Cost(2 * (P - 1), dense_words=2 * numel * (P - 1) / P)
+    card = replace(
+        levels.between, beta_s_per_byte=levels.between.beta_s_per_byte / levels.local_size
+    )
+    slowest = card if has_cards else levels.inside
+    on_the_way_s = received.latency_s(slowest) + received.nbytes() * slowest.beta_s_per_byte
+    work = Work(added_values=numel * (P - 1) / P)
+    seconds = on_the_way_s + levels.between.computing.seconds(work)
+    return Prediction(seconds, *((0.0, received.nbytes()) if has_cards else (on_the_way_s, 0.0)))
 
 
 def as_they_come(

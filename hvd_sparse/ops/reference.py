@@ -131,13 +131,9 @@ def _where(mask: Tensor) -> Tensor:
 
 def _bucket_of(indices: Tensor, buckets: int, a: int, b: int) -> Tensor:
     """H = ((a·i + b) mod 2**64) >> 32, scaled to `[0, buckets)`: (h · buckets) >> 32."""
-    h = (_signed(a) * indices + _signed(b)) >> 32 & WORD_MASK  # int64 wraps modulo 2**64
+    factor, summand = (x - 2**64 if x >= 2**63 else x for x in (a, b))  # the same bits, as int64
+    h = (factor * indices + summand) >> 32 & WORD_MASK  # int64 wraps modulo 2**64
     return h * buckets >> 32
-
-
-def _signed(x: int) -> int:
-    """The int64 with the bits of `x` in [0, 2**64)."""
-    return x - 2**64 if x >= 2**63 else x
 
 
 # -- estimation ------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Streams, and their way back to a dense vector.
 
+`indices` and `values` are those of a stream, `(nnz,)` each; so is what comes back as a pair.
+
 Every operation raises TypeError where a tensor has another dtype, and ValueError where lengths do
 not match, a tensor is not contiguous or on another device, a number is out of its range, or an
 index is found out of `[0, n)`. Some entries may be written by then.
@@ -39,13 +41,7 @@ def merge_sum(streams: Sequence[Entries], numel: int) -> Entries:
 def difference(indices: Tensor, values: Tensor, other: Tensor) -> Entries:
     """The entries of a stream whose index is not in `other`.
 
-    Args:
-        indices: The stream's, `(nnz,)`.
-        values: The stream's, `(nnz,)`.
-        other: int32 `(m,)`, strictly ascending.
-
-    Returns:
-        `(indices, values)`.
+    `other` is int32 `(m,)`, strictly ascending.
     """
     device = checks.device_of(indices)
     checks.stream(indices, values, device)
@@ -74,13 +70,7 @@ def unapplied(sent: Entries, lost: Entries, applied: Tensor) -> Entries:
 def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> Entries:
     """The entries of a stream that reach a threshold, as `accumulate_select` understands it.
 
-    Args:
-        indices: The stream's, `(nnz,)`.
-        values: The stream's, `(nnz,)`.
-        threshold: Least magnitude to keep, >= 0.
-
-    Returns:
-        `(indices, values)`.
+    `threshold` is the least magnitude to keep, >= 0.
     """
     device = checks.device_of(indices)
     checks.stream(indices, values, device)
@@ -89,13 +79,7 @@ def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> Entri
 
 
 def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Adds a stream to a vector: `x[indices] += values`.
-
-    Args:
-        x: float32 `(n,)`, changed in place.
-        indices: The stream's, `(nnz,)`.
-        values: The stream's, `(nnz,)`.
-    """
+    """Adds a stream to a vector, float32 `(n,)`, in place: `x[indices] += values`."""
     device = checks.vector("x", x).device
     checks.stream(indices, values, device)
     unchecked(device).scatter_add(x, indices, values)
@@ -104,10 +88,7 @@ def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
 def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
     """Writes a stream as a dense vector: zero everywhere but `out[indices] = values`.
 
-    Args:
-        out: float32, float16 or bfloat16 `(n,)`, overwritten; values are rounded to nearest even.
-        indices: The stream's, `(nnz,)`.
-        values: The stream's, `(nnz,)`.
+    `out` is float32, float16 or bfloat16 `(n,)`; values are rounded to nearest even.
     """
     device = checks.device_of(out)
     checks.tensor("out", out, GRADIENT_DTYPES, device)
@@ -133,9 +114,7 @@ def take_at(x: Tensor, indices: Tensor) -> Tensor:
 def zero_at(x: Tensor, indices: Tensor) -> None:
     """Zeroes entries of a vector: `x[indices] = 0`.
 
-    Args:
-        x: float32 `(n,)`, changed in place.
-        indices: int32 `(nnz,)`, in any order.
+    `x` is float32 `(n,)`, changed in place; the indices are int32 `(nnz,)`, in any order.
     """
     device = checks.vector("x", x).device
     checks.tensor("indices", indices, (torch.int32,), device)

@@ -89,18 +89,7 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
 def qsgd_dequantize(
     codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
 ) -> Tensor:
-    """The values that `qsgd_quantize` rounded to.
-
-    Args:
-        codes: As it returned them.
-        scales: As it returned them.
-        numel: n, how many values there are.
-        bits: As it was given.
-        bucket_numel: As it was given.
-
-    Returns:
-        float32 `(n,)`.
-    """
+    """The values, float32 `(numel,)`, that `qsgd_quantize` rounded to; arguments as there."""
     device = checks.device_of(codes)
     checks.tensor("codes", codes, (torch.uint8,), device)
     checks.tensor("scales", scales, (torch.float32,), device)

@@ -14,9 +14,6 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
@@ -29,7 +26,7 @@ from hvd_sparse.streams import SparseStream
 HALVINGS = 30
 
 
-class BisectionTopK(Selector):
+class BisectionTopK(SampledThreshold, Selector):
     """About `k` entries, cut off by a threshold that bisection finds.
 
     Args:
@@ -49,10 +46,10 @@ class BisectionTopK(Selector):
         halvings: int = HALVINGS,
         seed: int = 0,
     ) -> None:
+        super().__init__(sample_share, seed)
         self.tolerance = tolerance
         self.halvings = halvings
         self.threshold = 0.0
-        self._loose = SampledThreshold(sample_share, seed)
 
     @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
@@ -62,7 +59,7 @@ class BisectionTopK(Selector):
         self.threshold = 0.0
         if wanted == accumulator.width:
             return accumulator.select(0.0)
-        low = self._loose.estimate(accumulator, k)
+        low = self.estimate(accumulator, k)
         stream = accumulator.select(low)
         if not stream.isfinite():
             stream, self.threshold = keep_largest(accumulator, stream, wanted)
@@ -89,11 +86,3 @@ class BisectionTopK(Selector):
         kept = stream.where(magnitudes >= threshold)
         accumulator.put_back(stream.without(kept.indices))
         return kept, threshold
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._loose.state_dict()
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._loose.load_state_dict(state)

@@ -12,9 +12,6 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
@@ -24,7 +21,7 @@ from hvd_sparse.selectors.selector import Selector
 from hvd_sparse.streams import SparseStream
 
 
-class OnlineThreshold(Selector):
+class OnlineThreshold(SampledThreshold, Selector):
     """Candidates: everything in the scope that reaches 0.9 of the ranks' threshold.
 
     Args:
@@ -32,7 +29,7 @@ class OnlineThreshold(Selector):
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._sampled = SampledThreshold(seed=seed)
+        super().__init__(seed=seed)
 
     @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
@@ -44,12 +41,4 @@ class OnlineThreshold(Selector):
         agreed = accumulator.scope.threshold
         if agreed > 0.0:
             return accumulator.select(PIVOT_MARGIN * agreed)
-        return accumulator.select(self._sampled.estimate(accumulator, k))
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._sampled.state_dict()
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sampled.load_state_dict(state)
+        return accumulator.select(self.estimate(accumulator, k))

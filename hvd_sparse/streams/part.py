@@ -92,14 +92,10 @@ class Part:
         """The entries that it holds: all elements, where it is dense."""
         return self.values.shape[0]
 
-    @property
-    def value_bytes(self) -> int:
-        """`isize`: bytes of one value, or of one block of them."""
-        return self.values.element_size() * self.values.shape[1:].numel()
-
     def is_filled_by(self, nnz: int) -> bool:
         """Whether so many entries take no less room sparse than dense."""
-        return nnz * (INDEX_BYTES + self.value_bytes) >= self.numel * self.value_bytes
+        isize = self.values.element_size() * self.values.shape[1:].numel()  # of a block
+        return nnz * (INDEX_BYTES + isize) >= self.numel * isize
 
     def to_dense(self, operation: Operation = SUM) -> Part:
         """The same in dense form, with the neutral element where there are no entries."""
@@ -155,14 +151,13 @@ def combine(parts: Sequence[Part], operation: Operation = SUM) -> Part:
     if all(part.indices is not None for part in parts) and not total.is_filled_by(nnz_bound):
         return _merge(parts, operation)
     left = list(parts[1:])
-    while left and not _is_dense_from(total, left[0]):
+    while left and total.indices is not None and left[0].indices is not None:
+        if total.is_filled_by(total.nnz + left[0].nnz):
+            break
         total = _merge([total, left.pop(0)], operation)
     if not left:
         return total
-    if total.indices is None:
-        values = total.values.clone()
-    else:
-        values = total.to_dense(operation).values
+    values = total.values.clone() if total.indices is None else total.to_dense(operation).values
     for part in left:
         if part.indices is None:
             values = operation.combine(values, part.values)
@@ -184,12 +179,6 @@ def join(parts: Sequence[Part], operation: Operation = SUM) -> Part:
     sparse = [part.to_sparse(operation) for part in parts]
     indices = torch.cat([part.indices for part in sparse if part.indices is not None])
     return Part(indices, torch.cat([part.values for part in sparse]), whole.start, whole.stop)
-
-
-def _is_dense_from(total: Part, part: Part) -> bool:
-    if total.indices is None or part.indices is None:
-        return True
-    return total.is_filled_by(total.nnz + part.nnz)
 
 
 def _merge(parts: Sequence[Part], operation: Operation) -> Part:

@@ -22,7 +22,7 @@ from hvd_sparse.wire.messages import (
     header,
 )
 from hvd_sparse.wire.plain import PLAIN
-from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec
+from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec, flat_message
 
 CPU = torch.device("cpu")
 """Where messages are made and read."""
@@ -57,29 +57,21 @@ class CompactWire(Wire):
         self.is_lossless = self._values.is_lossless and self._dense_values.is_lossless
 
     @override
-    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
-        return self._message(part, self._codec_of(part).encode(part.values, seed))
-
-    @override
     def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
         """Encodes values once and reads them alone; indices are not read again."""
-        if self.is_lossless:
-            return self.encode(part, seed), part
-        codec = self._codec_of(part)
+        codec = self._dense_values if part.indices is None else self._values
         values = codec.encode(part.values, seed)
-        read = Part(part.indices, codec.read(values, part.nnz), part.start, part.stop)
-        return self._message(part, values), read
-
-    def _codec_of(self, part: Part) -> ValueCodec:
-        return self._dense_values if part.indices is None else self._values
-
-    def _message(self, part: Part, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if part.indices is None:
-            return (header(DENSE), *values)
-        if self._has_gaps:
+            message: tuple[Tensor, ...] = (header(DENSE), *values)
+        elif self._has_gaps:
             code = ops.unchecked(CPU).gap_encode(part.indices.contiguous(), part.start)
-            return (header(part.nnz), *values, code)
-        return (header(part.nnz), part.indices.contiguous(), *values)
+            message = (header(part.nnz), *values, code)
+        else:
+            message = (header(part.nnz), part.indices.contiguous(), *values)
+        if self.is_lossless:
+            return message, part
+        read = codec.decode(flat_message(values), part.nnz)
+        return message, Part(part.indices, read, part.start, part.stop)
 
     @override
     def decode(self, message: Tensor, start: int, stop: int) -> Part:

@@ -15,7 +15,6 @@ from torch import Tensor
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import INDEX_BYTES, SUM, Operation, Part, SparseStream, sum_of
-from hvd_sparse.wire.values import flat_message
 
 HEADER_BYTES = 8
 DENSE = -1
@@ -36,20 +35,17 @@ class Wire(ABC):
     is_lossless: bool
 
     @abstractmethod
-    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
-        """The message of a part, which is sent in the form that it has.
+    def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
+        """The message of a part, in the form that it has; and the part as its receivers read it.
 
         Args:
             part: Sparse or dense.
             seed: What stochastic rounding depends on, beside a value's place; in `[0, 2**64)`.
         """
 
-    def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
-        """The message of a part, and the part as its receivers will read it."""
-        payload = self.encode(part, seed)
-        if self.is_lossless:
-            return payload, part
-        return payload, self.decode(flat_message(payload), part.start, part.stop)
+    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
+        """The message alone."""
+        return self.encode_and_read(part, seed)[0]
 
     @abstractmethod
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
@@ -140,22 +136,13 @@ class Packer:
         seed = sum(n * factor for n, factor in zip(place, SEED_FACTORS, strict=True)) % (1 << 64)
         payload, read = self.wire.encode_and_read(part, seed)
         if author == self.rank and read is not part:
-            self._lost.append(_difference(part, read))
+            lost = Part(part.indices, part.values - read.values, part.start, part.stop)
+            self._lost.append(lost.to_stream(part.stop))  # some entries may be zero
         return payload, read
-
-    def unpack(self, message: Tensor, start: int, stop: int) -> Part:
-        """Read a message; see `Wire.decode`."""
-        return self.wire.decode(message, start, stop)
 
     def lost(self, numel: int) -> SparseStream:
         """What rounding has lost so far and this rank is to keep, as one stream."""
         return sum_of(self._lost, numel)
-
-
-def _difference(part: Part, read: Part) -> SparseStream:
-    """`part - read`, which have the same form and indices; some entries may be zero."""
-    lost = Part(part.indices, part.values - read.values, part.start, part.stop)
-    return lost.to_stream(part.stop)
 
 
 def header(count: int) -> Tensor:

@@ -38,12 +38,12 @@ class PlainWire(Wire):
         self._value_bytes = dtype.itemsize * torch.Size(block).numel()
 
     @override
-    def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
+    def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
         del seed  # nothing is rounded
         if part.indices is None:
-            return (header(DENSE), part.values.contiguous())
+            return (header(DENSE), part.values.contiguous()), part
         # Values first: they may need an alignment of 8 bytes.
-        return (header(part.nnz), part.values.contiguous(), part.indices.contiguous())
+        return (header(part.nnz), part.values.contiguous(), part.indices.contiguous()), part
 
     @override
     def decode(self, message: Tensor, start: int, stop: int) -> Part:

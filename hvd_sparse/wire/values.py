@@ -48,10 +48,6 @@ class ValueCodec(ABC):
     def decode(self, data: Tensor, count: int) -> Tensor:
         """Read uint8 `(nbytes(count),)`, 4-byte aligned, as float32 `(count,)`."""
 
-    def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
-        """What `decode` gives at the receivers, from what `encode` gave."""
-        return self.decode(flat_message(encoded), count)
-
 
 def flat_message(payload: tuple[Tensor, ...]) -> Tensor:
     """A payload as its receiver gets it."""
@@ -76,11 +72,6 @@ class Float32Values(ValueCodec):
     def decode(self, data: Tensor, count: int) -> Tensor:
         del count
         return data.view(torch.float32)
-
-    @override
-    def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
-        del count
-        return encoded[0]
 
 
 @dataclass(frozen=True)
@@ -116,12 +107,6 @@ class HalfValues(ValueCodec):
         del count
         scale = c_float.from_address(data.data_ptr()).value
         return data[SCALE_BYTES:].view(self.dtype).float().mul_(scale)
-
-    @override
-    def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
-        del count
-        scale, values = encoded
-        return values.float().mul_(c_float.from_address(scale.data_ptr()).value)
 
 
 def _exponent(values: Tensor) -> int:
@@ -166,13 +151,6 @@ class QsgdValues(ValueCodec):
         scales = data[:cut].view(torch.float32)
         return ops.unchecked(CPU).qsgd_dequantize(
             data[cut:], scales, count, self.bits, self.bucket_numel
-        )
-
-    @override
-    def read(self, encoded: tuple[Tensor, ...], count: int) -> Tensor:
-        scales, codes = encoded
-        return ops.unchecked(CPU).qsgd_dequantize(
-            codes, scales, count, self.bits, self.bucket_numel
         )
 
     def _scales_bytes(self, count: int) -> int:

@@ -11,7 +11,6 @@ from hvd_sparse.collectives.two_levels import (
     NEAREST_FIRST,
     TREES,
     Levels,
-    dense_ring,
     encoding,
     flat,
     shared,
@@ -20,6 +19,7 @@ from hvd_sparse.collectives.two_levels import (
 )
 from hvd_sparse.cost_model import Link, Pace, WireBytes, expected_nnz
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.lab.offline_plan import dense_ring
 
 CARD = Link(1e-4, 1e-9)
 QUICK = Link(1e-6, 1e-12)

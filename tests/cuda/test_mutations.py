@@ -17,7 +17,7 @@ from hvd_sparse.magnitude import key_magnitude
 from hvd_sparse.ops import reference
 from hvd_sparse.ops.cuda import CudaOps
 from hvd_sparse.ops.cuda import launch_selection as selection
-from hvd_sparse.ops.cuda.launch_estimation import DESCENT_WORDS, DIGITS, Descent
+from hvd_sparse.ops.cuda.launch_estimation import DESCENT_WORDS, DIGITS, KEY
 from tests.cuda.shim_launcher import FAMILIES, SANITIZED, TRACED, Mutation, Shim
 from tests.ops.cases import assert_same, cut, generator, same_as_reference, stream, vectors
 
@@ -264,11 +264,11 @@ def topk(ops: CudaOps) -> None:
         assert_same(ops.kth_magnitude(distinct, k), reference.kth_magnitude(distinct, k))
     # More blocks than tiles: which is the last one, is the question.
     for k in range(1, 13):
-        descent = Descent(torch.zeros(DESCENT_WORDS, dtype=torch.int64))
+        descent = torch.zeros(DESCENT_WORDS, dtype=torch.int64)
         count = (np.int64(distinct.numel()), None, np.uint64(k))
         for digit in range(DIGITS):
-            ops._launch("count_digits", 16, distinct, *count, np.uint32(digit), descent.state)
-        found = key_magnitude(int(descent.key_word))
+            ops._launch("count_digits", 16, distinct, *count, np.uint32(digit), descent)
+        found = key_magnitude(int(descent[KEY]))
         assert_same(found, reference.kth_magnitude(distinct, k))
 
 

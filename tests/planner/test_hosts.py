@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hvd_sparse.cli.main import FAILED, main
-from hvd_sparse.collectives.two_levels import Levels, dense_ring, flat, shared, two_levels
+from hvd_sparse.collectives.two_levels import Levels, flat, shared, two_levels
 from hvd_sparse.cost_model import Link
-from hvd_sparse.lab.offline_plan import modelled_on_hosts
+from hvd_sparse.lab.offline_plan import dense_ring, modelled_on_hosts
 from hvd_sparse.planner.costs import Line, MethodCosts, Place
 from hvd_sparse.policy.load import load_policy
 

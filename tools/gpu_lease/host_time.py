@@ -39,7 +39,7 @@ def calls_of(ops: CudaOps, accumulation: Accumulation) -> dict[str, Callable[[],
     """By name."""
     k = accumulation.numel // 1000
     return {
-        "table that is kept": lambda: ops._inputs(accumulation),
+        "table that is kept": lambda: AccumulationInputs(accumulation, ops._workspace),
         "table made anew": lambda: AccumulationInputs(accumulation, Workspace()),
         "accumulate_select": lambda: ops.accumulate_select(accumulation, 8.0),
         "accumulate_topk": lambda: ops.accumulate_topk(accumulation, k, 4.0),

@@ -41,16 +41,15 @@ class AccumulationInputs:
     """An accumulation as the kernels of accumulate.cuh take it.
 
     Attributes:
-        residual: Where the sums go.
-        before: What they are added to, and with momentum its buffer before: the same tensors, where
-            the accumulation is in place.
-        tiles: How many tiles there are.
-        table: The segments' table and their number.
+        before: What the gradients are added to; the residual, where that is in place.
+        buffer_before: The momentum's buffer before, likewise; None without momentum.
         momentum: Buffer (None without momentum), factor, and whether it is Nesterov's.
+        table: The segments' table and their number.
+        written: Residual, momentum and table, as a kernel takes them that only writes.
+        whole: All arguments, in the kernels' order.
     """
 
     def __init__(self, accumulation: Accumulation, workspace: Workspace) -> None:
-        self.residual = accumulation.residual
         kept = accumulation.before
         self.before: Tensor = accumulation.residual if kept is None else kept.residual
         table, rows, self.tiles = workspace.segments(
@@ -68,11 +67,18 @@ class AccumulationInputs:
                 np.float32(momentum.factor),
                 np.int32(momentum.nesterov),
             )
+        self.written: tuple[Argument, ...] = (accumulation.residual, *self.momentum, *self.table)
+        self.whole: tuple[Argument, ...] = (self.before, self.buffer_before, *self.written)
 
-    @property
-    def has_momentum(self) -> bool:
-        """Whether the gradients enter through momentum."""
-        return self.momentum[0] is not None
+
+def vector(x: Tensor) -> tuple[Argument, Argument]:
+    """A vector and its length, as kernels take them."""
+    return x, np.int64(x.numel())
+
+
+def stream(indices: Tensor, values: Tensor) -> tuple[Argument, Argument, Argument]:
+    """A stream and its length, as kernels take them."""
+    return indices, *vector(values)
 
 
 def thread_blocks(count: int) -> int:

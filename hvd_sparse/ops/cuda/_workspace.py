@@ -77,7 +77,10 @@ class Workspace:
             found = self._tables.get(key)
             if found is None:
                 host, tiles = _rows(pointers, numels or (numel,), dtypes)
-                found = self._tables[key] = (upload(host, device), tiles)
+                if device.type == "cuda":
+                    # The caching host allocator keeps the pinned block until the copy is done.
+                    host = host.pin_memory().to(device, non_blocking=True)
+                found = self._tables[key] = (host, tiles)
                 self.tables += 1
                 if len(self._tables) > MOST_TABLES:
                     self._tables.popitem(last=False)
@@ -154,14 +157,6 @@ class Workspace:
                 MOST_READ, dtype=torch.int64, pin_memory=device.type == "cuda"
             )
         return landing
-
-
-def upload(host: Tensor, device: torch.device) -> Tensor:
-    """A small table to the device, without waiting for the device."""
-    if device.type != "cuda":
-        return host
-    # The caching host allocator keeps the pinned block until the copy on this stream is done.
-    return host.pin_memory().to(device, non_blocking=True)
 
 
 def tile_count(numel: int) -> int:

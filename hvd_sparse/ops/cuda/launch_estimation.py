@@ -8,97 +8,60 @@ from torch import Tensor
 
 from hvd_sparse.magnitude import key_magnitude
 from hvd_sparse.ops.accumulation import Accumulation
-from hvd_sparse.ops.cuda._passes import AccumulationInputs, KernelFamily, thread_blocks
+from hvd_sparse.ops.cuda._passes import AccumulationInputs, KernelFamily, thread_blocks, vector
 from hvd_sparse.ops.cuda._workspace import tile_count
 
 DIGITS = 3
 """Of a key, from the top (csrc/cuda/topk.cu)."""
 DESCENT_WORDS = (32 + DIGITS * 2048 * 4) // 8
 """64-bit words of a `Descent` there."""
+KEY = slice(1, 2)
+"""The word of it that is the k-th key."""
 MOST_COUNTING_BLOCKS = 1024
-
-
-class Descent:
-    """A radix descent to the k-th largest key.
-
-    Args:
-        state: A `Descent` (csrc/cuda/topk.cu): int64 `(DESCENT_WORDS,)`, zeros at first.
-
-    Attributes:
-        state: The same; its second word is the key.
-    """
-
-    def __init__(self, state: Tensor) -> None:
-        self.state = state
-
-    @property
-    def key_word(self) -> Tensor:
-        """The key as a word, on the device."""
-        return self.state[1:2]
-
-    def key(self) -> Tensor:
-        """Where the key is, on the device."""
-        return self.key_word.view(torch.int32)
 
 
 class CudaEstimation(KernelFamily):
     """As `hvd_sparse.ops.estimation`, on checked arguments."""
 
     def kth_magnitude(self, x: Tensor, k: int) -> float:
-        return key_magnitude(self._kth_key(self._descend(x, k)))
+        return key_magnitude(self._workspace.read(self._descend(x, k)[KEY])[0])
 
     def sample_accumulator(
         self, accumulation: Accumulation, start: int, stride: int, run: int = 1
     ) -> Tensor:
         whole_runs, left = divmod(max(0, accumulation.numel - start), stride)
         samples = whole_runs * run + min(left, run)
-        return self._sample(self._inputs(accumulation), start, stride, run, samples)
+        return self._sample(
+            AccumulationInputs(accumulation, self._workspace), start, stride, run, samples
+        )
 
     def _sample(
         self, inputs: AccumulationInputs, start: int, stride: int, run: int, samples: int
     ) -> Tensor:
         """Starts sampling `samples` magnitudes."""
-        magnitudes = torch.empty(samples, device=inputs.residual.device)
+        magnitudes = torch.empty(samples, device=inputs.before.device)
         self._launch(
-            "sample_accumulator",
-            thread_blocks(samples),
-            inputs.before,
-            inputs.buffer_before,
-            *inputs.momentum[1:],
-            *inputs.table,
-            np.int64(start),
-            np.int64(stride),
-            np.int64(run),
-            np.int64(samples),
-            magnitudes,
+            *("sample_accumulator", thread_blocks(samples)),
+            *(inputs.before, inputs.buffer_before, *inputs.momentum[1:], *inputs.table),
+            *(np.int64(start), np.int64(stride), np.int64(run), np.int64(samples), magnitudes),
         )
         return magnitudes
 
-    def _descend(self, x: Tensor, k: int, passed: Tensor | None = None) -> Descent:
-        """Starts a descent to the k-th largest key of `x`.
+    def _descend(self, x: Tensor, k: int, passed: Tensor | None = None) -> Tensor:
+        """Starts a radix descent to the k-th largest key of `x`.
 
         Args:
             x: float32 `(n,)`, or room for what a pass leaves.
             k: Rank, from 1 on.
             passed: Header of that pass; if it does not leave k entries, the key is 0.
+
+        Returns:
+            The `Descent` (csrc/cuda/topk.cu), int64 `(DESCENT_WORDS,)`, on the device.
         """
-        descent = Descent(self._workspace.zeros(DESCENT_WORDS, x.device))
+        descent = self._workspace.zeros(DESCENT_WORDS, x.device)
         for digit in range(DIGITS):
             self._launch(
-                "count_digits",
-                min(tile_count(x.numel()), MOST_COUNTING_BLOCKS),
-                x,
-                np.int64(x.numel()),
-                passed,
-                np.uint64(k),
-                np.uint32(digit),
-                descent.state,
+                *("count_digits", min(tile_count(x.numel()), MOST_COUNTING_BLOCKS)),
+                *(*vector(x), passed, np.uint64(k), np.uint32(digit), descent),
             )
         return descent
-
-    def _kth_key(self, descent: Descent) -> int:
-        """A descent's key; waits for it."""
-        return self._workspace.read(descent.key_word)[0]
-
-    def _inputs(self, accumulation: Accumulation) -> AccumulationInputs:
-        return AccumulationInputs(accumulation, self._workspace)

@@ -18,10 +18,10 @@ from hvd_sparse.magnitude import (
 )
 from hvd_sparse.ops._arguments import Entries
 from hvd_sparse.ops.accumulation import Accumulation, Before
-from hvd_sparse.ops.cuda._launcher import THREADS, Argument
-from hvd_sparse.ops.cuda._passes import AccumulationInputs, OrderedPass, empty_stream
+from hvd_sparse.ops.cuda._launcher import THREADS
+from hvd_sparse.ops.cuda._passes import AccumulationInputs, OrderedPass, empty_stream, stream
 from hvd_sparse.ops.cuda._workspace import tile_count
-from hvd_sparse.ops.cuda.launch_estimation import CudaEstimation, Descent
+from hvd_sparse.ops.cuda.launch_estimation import KEY, CudaEstimation
 
 LEAST_CAPACITY = 1 << 16
 CAPACITY_SHARE = 32
@@ -47,7 +47,7 @@ class CudaSelection(CudaEstimation):
     def partition_select(
         self, accumulation: Accumulation, threshold: float, start: int, stop: int
     ) -> Entries:
-        inputs, numel = self._inputs(accumulation), accumulation.numel
+        inputs, numel = AccumulationInputs(accumulation, self._workspace), accumulation.numel
         key = threshold_key(threshold)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
@@ -73,7 +73,7 @@ class CudaSelection(CudaEstimation):
             self.accumulate_select(accumulation, math.inf)  # spoiled ones only
             return *empty_stream(0, device), math.inf if k == 0 else 0.0
         wanted = min(k, numel)
-        inputs = self._inputs(accumulation)
+        inputs = AccumulationInputs(accumulation, self._workspace)
         key = pivot_key(pivot)
         key_at = None if key else self._sampled_pivot(inputs, wanted)
 
@@ -86,13 +86,13 @@ class CudaSelection(CudaEstimation):
         largest, descent = self._take_largest(
             residual, passed.indices, passed.values, wanted, passed.header
         )
-        total, stopped, _, kth_key = self._workspace.read(passed.header[1:4], descent.key_word)
+        total, stopped, _, kth_key = self._workspace.read(passed.header[1:4], descent[KEY])
         if total < wanted:
             largest, threshold = self._with_more(residual, passed.entries(total), wanted)
         else:
             if stopped:
                 largest, descent = self._take_largest(residual, *passed.finish(select), wanted)
-                kth_key = self._kth_key(descent)
+                kth_key = self._workspace.read(descent[KEY])[0]
             threshold = key_magnitude(kth_key)
         return *largest, threshold if k <= numel else 0.0
 
@@ -105,7 +105,7 @@ class CudaSelection(CudaEstimation):
         a: int,
         b: int,
     ) -> Entries:
-        inputs, device = self._inputs(accumulation), accumulation.device
+        inputs, device = AccumulationInputs(accumulation, self._workspace), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),
             np.uint32(slots_per_bucket),
@@ -114,23 +114,12 @@ class CudaSelection(CudaEstimation):
             torch.zeros(slots, dtype=torch.int64, device=device),  # of `kEmpty`
         )
         marks = torch.empty(inputs.tiles * THREADS, dtype=torch.int32, device=device)
-        arguments = (inputs.residual, *inputs.momentum, *inputs.table)
-        self._launch(
-            "hash_claim",
-            inputs.tiles,
-            inputs.before,
-            inputs.buffer_before,
-            *arguments,
-            np.uint32(threshold_key(threshold)),
-            *hashing,
-            marks,
-        )
+        key = np.uint32(threshold_key(threshold))
+        self._launch("hash_claim", inputs.tiles, *inputs.whole, key, *hashing, marks)
 
         def take(step: OrderedPass) -> None:
-            tiles = np.int64(inputs.tiles)
-            self._launch(
-                "hash_take", step.tiles, *arguments, tiles, *hashing, marks, *step.outputs()
-            )
+            claimed = (np.int64(inputs.tiles), *hashing, marks)
+            self._launch("hash_take", step.tiles, *inputs.written, *claimed, *step.outputs())
 
         capacity = min(slots, accumulation.numel)
         step = OrderedPass(self._workspace, -(-inputs.tiles // WARPS), capacity, device)
@@ -154,21 +143,13 @@ class CudaSelection(CudaEstimation):
             kernel, blocks = "accumulate_large_group_topk", groups
         else:
             return self._topk_of_each(accumulation, k, group_numel)
-        inputs = self._inputs(accumulation)
+        inputs = AccumulationInputs(accumulation, self._workspace)
         header, entries = self._header(blocks, device), empty_stream(min(numel, groups * k), device)
         self._launch(
             kernel,
             blocks,
-            inputs.before,
-            inputs.buffer_before,
-            inputs.residual,
-            *inputs.momentum,
-            *inputs.table,
-            np.int64(numel),
-            np.int64(group_numel),
-            np.uint32(k),
-            header,
-            *entries,
+            *inputs.whole,
+            *(np.int64(numel), np.int64(group_numel), np.uint32(k), header, *entries),
         )
         count = self._total_of(header)
         return entries[0][:count], entries[1][:count]
@@ -192,23 +173,12 @@ class CudaSelection(CudaEstimation):
         stop: int,
     ) -> None:
         """Launches one pass that accumulates and selects."""
-        vectors: tuple[Argument, ...]
-        if inputs.has_momentum:
-            kernel = "accumulate_momentum_select"
-            vectors = (inputs.before, inputs.buffer_before, inputs.residual, *inputs.momentum)
-        else:
-            kernel, vectors = "accumulate_select", (inputs.before, inputs.residual)
-        self._launch(
-            kernel,
-            step.tiles,
-            *vectors,
-            *inputs.table,
-            np.uint32(key),
-            key_at,
-            np.int64(start),
-            np.int64(stop),
-            *step.outputs(),
-        )
+        kernel, accumulated = "accumulate_momentum_select", inputs.whole
+        if inputs.momentum[0] is None:
+            kernel = "accumulate_select"
+            accumulated = (inputs.before, inputs.written[0], *inputs.table)
+        selected = (np.uint32(key), key_at, np.int64(start), np.int64(stop))
+        self._launch(kernel, step.tiles, *accumulated, *selected, *step.outputs())
 
     def _sampled_pivot(self, inputs: AccumulationInputs, k: int) -> Tensor | None:
         """A key that probably lets k entries pass, and not many more; it stays on the device.
@@ -216,7 +186,7 @@ class CudaSelection(CudaEstimation):
         Returns:
             Its place, or None where everything that is not zero has to be looked at.
         """
-        numel = inputs.residual.numel()
+        numel = inputs.before.numel()
         if numel <= 8 * LEAST_SAMPLE:
             return None
         stride = (numel // min(max(numel // 64, LEAST_SAMPLE), MOST_SAMPLE) - 1) | 1
@@ -227,7 +197,7 @@ class CudaSelection(CudaEstimation):
         if rank >= samples:
             return None
         magnitudes = self._sample(inputs, 0, stride, 1, samples)
-        return self._descend(magnitudes, rank).key()
+        return self._descend(magnitudes, rank)[KEY].view(torch.int32)
 
     def _take_largest(
         self,
@@ -236,8 +206,8 @@ class CudaSelection(CudaEstimation):
         values: Tensor,
         k: int,
         passed: Tensor | None = None,
-    ) -> tuple[Entries, Descent]:
-        """The k largest candidates; the others move back into the residual.
+    ) -> tuple[Entries, Tensor]:
+        """The k largest candidates, and their descent; the others move back into the residual.
 
         Args:
             residual: What they came from.
@@ -251,17 +221,8 @@ class CudaSelection(CudaEstimation):
         header = self._header(tile_count(values.numel()), residual.device)
         largest = empty_stream(k, residual.device)
         self._launch(
-            "take_largest",
-            tile_count(values.numel()),
-            indices,
-            values,
-            np.int64(values.numel()),
-            passed,
-            descent.state,
-            np.uint64(k),
-            residual,
-            header,
-            *largest,
+            *("take_largest", tile_count(values.numel()), *stream(indices, values)),
+            *(passed, descent, np.uint64(k), residual, header, *largest),
         )
         return largest, descent
 

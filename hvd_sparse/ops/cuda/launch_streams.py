@@ -15,7 +15,7 @@ from torch import Tensor
 from hvd_sparse.magnitude import threshold_key
 from hvd_sparse.ops._arguments import DTYPE_CODES, Entries
 from hvd_sparse.ops.cuda._launcher import Argument
-from hvd_sparse.ops.cuda._passes import KernelFamily, empty_stream, thread_blocks
+from hvd_sparse.ops.cuda._passes import KernelFamily, empty_stream, stream, thread_blocks, vector
 from hvd_sparse.ops.cuda._workspace import tile_count
 
 WORDS_PER_BLOCK = 1024
@@ -36,13 +36,8 @@ class CudaStreams(KernelFamily):
         before = torch.empty(words, dtype=torch.int32, device=device)
         for indices, _ in streams:
             self._launch(
-                "mark_indices",
-                thread_blocks(indices.numel()),
-                indices,
-                np.int64(indices.numel()),
-                np.int64(numel),
-                bitmap,
-                self._workspace.fault(device),
+                *("mark_indices", thread_blocks(indices.numel()), *vector(indices)),
+                *(np.int64(numel), bitmap, self._workspace.fault(device)),
             )
         blocks = -(-words // WORDS_PER_BLOCK)
         header = self._header(blocks, device)
@@ -51,22 +46,14 @@ class CudaStreams(KernelFamily):
         total.fill_(-0.0)  # the neutral element of a float sum: 0.0 + -0.0 would lose a sign
         for indices, values in streams:
             self._launch(
-                "add_stream",
-                thread_blocks(indices.numel()),
-                indices,
-                values,
-                np.int64(indices.numel()),
-                np.int64(numel),
-                bitmap,
-                before,
-                merged,
-                total,
+                *("add_stream", thread_blocks(indices.numel()), *stream(indices, values)),
+                *(np.int64(numel), bitmap, before, merged, total),
             )
         nnz = self._total_of(header)
         return merged[:nnz], total[:nnz]
 
     def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries:
-        return self._filter("keep_absent", indices, values, other, np.int64(other.numel()))
+        return self._filter("keep_absent", indices, values, *vector(other))
 
     def unapplied(self, sent: Entries, lost: Entries, applied: Tensor) -> Entries:
         """What an exchange leaves with its sender; in passes, since collectives sum on the host."""
@@ -85,36 +72,23 @@ class CudaStreams(KernelFamily):
         numel, device = indices.numel(), indices.device
         header = self._header(tile_count(numel), device)
         kept = empty_stream(numel, device)
-        self._launch(
-            kernel, tile_count(numel), indices, values, np.int64(numel), *arguments, header, *kept
-        )
+        entries = stream(indices, values)
+        self._launch(kernel, tile_count(numel), *entries, *arguments, header, *kept)
         nnz = self._total_of(header)
         return kept[0][:nnz], kept[1][:nnz]
 
     def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
         self._launch(
-            "scatter_add",
-            thread_blocks(indices.numel()),
-            x,
-            np.int64(x.numel()),
-            indices,
-            values,
-            np.int64(indices.numel()),
-            self._workspace.fault(x.device),
+            *("scatter_add", thread_blocks(indices.numel())),
+            *(*vector(x), *stream(indices, values), self._workspace.fault(x.device)),
         )
 
     def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
         out.zero_()
         self._launch(
-            "scatter",
-            thread_blocks(indices.numel()),
-            out,
-            np.int32(DTYPE_CODES[out.dtype]),
-            np.int64(out.numel()),
-            indices,
-            values,
-            np.int64(indices.numel()),
-            self._workspace.fault(out.device),
+            *("scatter", thread_blocks(indices.numel())),
+            *(out, np.int32(DTYPE_CODES[out.dtype]), np.int64(out.numel())),
+            *(*stream(indices, values), self._workspace.fault(out.device)),
         )
 
     def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
@@ -128,12 +102,6 @@ class CudaStreams(KernelFamily):
     def _clear(self, x: Tensor, indices: Tensor, values: Tensor | None) -> None:
         """Zeroes entries, after copying them to `values` if that is not None."""
         self._launch(
-            "clear_at",
-            thread_blocks(indices.numel()),
-            x,
-            np.int64(x.numel()),
-            indices,
-            np.int64(indices.numel()),
-            values,
-            self._workspace.fault(x.device),
+            *("clear_at", thread_blocks(indices.numel())),
+            *(*vector(x), *vector(indices), values, self._workspace.fault(x.device)),
         )

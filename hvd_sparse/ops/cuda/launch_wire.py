@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops._arguments import GAP_BLOCK, MAX_NUMEL, bad_index
-from hvd_sparse.ops.cuda._passes import KernelFamily, thread_blocks
+from hvd_sparse.ops.cuda._passes import KernelFamily, thread_blocks, vector
 from hvd_sparse.ops.cuda._workspace import tile_count
 
 GAPS_PER_BLOCK = 1024
@@ -24,7 +24,7 @@ class CudaWire(KernelFamily):
         widths, blocks = -(-nnz // GAP_BLOCK), -(-nnz // GAPS_PER_BLOCK)
         header = self._header(blocks, device)
         code = torch.empty(widths + 4 * nnz, dtype=torch.uint8, device=device)
-        self._launch("gap_encode", blocks, indices, np.int64(nnz), np.int64(start), header, code)
+        self._launch("gap_encode", blocks, *vector(indices), np.int64(start), header, code)
         packed_bytes, unordered = self._workspace.read(header[1:3])
         if unordered:
             raise bad_index(f"indices from {start} on", MAX_NUMEL)
@@ -36,19 +36,13 @@ class CudaWire(KernelFamily):
         widths, blocks = -(-nnz // GAP_BLOCK), -(-nnz // GAPS_PER_BLOCK)
         if code.numel() < widths:
             raise bad_index(what, stop)
-        headers = [self._header(blocks, device), self._header(blocks, device)]
+        first, second = self._header(blocks, device), self._header(blocks, device)
         indices = torch.empty(nnz, dtype=torch.int32, device=device)
         self._launch(
-            "gap_decode",
-            blocks,
-            code,
-            np.int64(code.numel()),
-            np.int64(nnz),
-            np.int64(start),
-            *headers,
-            indices,
+            *("gap_decode", blocks, *vector(code)),
+            *(np.int64(nnz), np.int64(start), first, second, indices),
         )
-        packed_bytes, impossible, span = self._workspace.read(headers[0][1:3], headers[1][1:2])
+        packed_bytes, impossible, span = self._workspace.read(first[1:3], second[1:2])
         if impossible or widths + packed_bytes != code.numel() or start - 1 + span >= stop:
             raise bad_index(what, stop)
         return indices
@@ -60,15 +54,8 @@ class CudaWire(KernelFamily):
         codes = torch.empty(-(-numel * bits // 8), dtype=torch.uint8, device=device)
         scales = torch.empty(-(-numel // bucket_numel), device=device)
         self._launch(
-            "qsgd_quantize",
-            tile_count(numel),
-            x,
-            np.int64(numel),
-            np.uint32(bits),
-            np.uint32(bucket_numel),
-            np.uint64(seed),
-            codes,
-            scales,
+            *("qsgd_quantize", tile_count(numel), *vector(x)),
+            *(np.uint32(bits), np.uint32(bucket_numel), np.uint64(seed), codes, scales),
         )
         return codes, scales
 
@@ -77,13 +64,7 @@ class CudaWire(KernelFamily):
     ) -> Tensor:
         x = torch.empty(numel, device=codes.device)
         self._launch(
-            "qsgd_dequantize",
-            thread_blocks(-(-numel // QUAD)),
-            codes,
-            scales,
-            np.int64(numel),
-            np.uint32(bits),
-            np.uint32(bucket_numel),
-            x,
+            *("qsgd_dequantize", thread_blocks(-(-numel // QUAD)), codes, scales),
+            *(np.int64(numel), np.uint32(bits), np.uint32(bucket_numel), x),
         )
         return x
