@@ -260,7 +260,7 @@ class Compression:
         method: Assignment = rules
         if rules.needs_planner:
             path = checked.plan_cache or default_path()
-            cache = None if path == NO_CACHE else PlanCache(path)
+            cache = None if path in (NO_CACHE, None) else PlanCache(path)
             method = Planner(rules, checked.profile, cache)
         return SparseCompressor(
             named,

@@ -182,7 +182,10 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
 
     def _tell_all(self, l1: float) -> None:
         """All ranks of a connected world come here together."""
-        mine = torch.tensor([self._worker], dtype=torch.int64), torch.tensor([l1]).double()
+        mine = (
+            torch.tensor([self._worker], dtype=torch.int64, device="cpu"),
+            torch.tensor([l1], dtype=torch.float64, device="cpu"),
+        )
         received = self.value._session.gather(mine, "commit")
         if received is None:
             return

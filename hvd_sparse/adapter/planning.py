@@ -161,7 +161,9 @@ class Planning:
                 ready_s.setdefault(name, []).append(seconds)
         middle_s = {name: median(each) for name, each in ready_s.items()}
         lasts = zip(list(self._timed)[-timed:], last_s, strict=True)
-        steps = torch.tensor([(*took, last) for took, last in lasts], dtype=torch.float64)
+        steps = torch.tensor(
+            [(*took, last) for took, last in lasts], dtype=torch.float64, device="cpu"
+        )
         before = self._planner.outcome
         self._planner.compressed_steps = self._compressed_steps()
         changed = self._planner.review(self._specs, middle_s, steps, self._transport)

@@ -289,7 +289,7 @@ class Session:
 
     def _unit_of_rank_0(self) -> float:
         """The loss scale of the others' momenta; a rank that has just joined does not know it."""
-        unit = torch.tensor([self._engine.unit], dtype=torch.float64)
+        unit = torch.tensor([self._engine.unit], dtype=torch.float64, device="cpu")
         sent = self._transport.broadcast((unit,), 0, channel="unit")
         return float(sent.view(torch.float64))
 

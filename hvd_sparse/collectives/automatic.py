@@ -212,7 +212,7 @@ def measure_link(transport: Transport) -> Link:
     turns = count(1)
 
     def ping(nbytes: int, channel: str, peers: int = 1) -> Callable[[], object]:
-        payload = (torch.zeros(nbytes, dtype=torch.uint8),)
+        payload = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu"),)
         transport.expect(nbytes, channel=channel)
 
         def exchange() -> None:
@@ -251,9 +251,14 @@ def measure_link(transport: Transport) -> Link:
 
 def _kinds_of_work() -> list[tuple[Callable[[], object], int]]:
     """Some work of each kind, in the order of `Pace`, and how many entries or values it takes."""
-    places = torch.arange(ENTRIES, dtype=torch.int32) * (VALUES // ENTRIES)
-    stream, other = ((places + shift, torch.ones(ENTRIES)) for shift in (0, 7))
-    values, out = torch.ones(VALUES), torch.empty(VALUES)
+    places = torch.arange(ENTRIES, dtype=torch.int32, device="cpu") * (VALUES // ENTRIES)
+    stream, other = (
+        (places + shift, torch.ones(ENTRIES, dtype=torch.float32, device="cpu")) for shift in (0, 7)
+    )
+    values, out = (
+        torch.ones(VALUES, dtype=torch.float32, device="cpu"),
+        torch.empty(VALUES, dtype=torch.float32, device="cpu"),
+    )
     total = DenseSum((Part(None, values, 0, VALUES),), VALUES)
 
     def scatter() -> None:
@@ -284,4 +289,4 @@ def _times(function: Callable[[], object], repeats: int) -> Tensor:
         start = perf_counter()
         function()
         times.append(perf_counter() - start)
-    return torch.tensor(times[1:], dtype=torch.float64)
+    return torch.tensor(times[1:], dtype=torch.float64, device="cpu")

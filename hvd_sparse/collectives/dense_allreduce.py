@@ -54,7 +54,7 @@ class DenseAllreduce(Collective):
 
     @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        vector = torch.empty(self.numel)
+        vector = torch.empty(self.numel, dtype=torch.float32, device="cpu")
         ops.unchecked(vector.device).decode(vector, *stream.payload())
         self.transport.worked(Work(0, stream.nnz, self.numel, self.numel))
         # The surplus ranks hand their vectors over, and get the result.

@@ -46,7 +46,7 @@ from hvd_sparse.streams import SparseStream, sum_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 
-LEVELS = 0.9 * 2.0 ** (torch.arange(64, dtype=torch.float64) / 63)
+LEVELS = 0.9 * 2.0 ** (torch.arange(64, dtype=torch.float64, device="cpu") / 63)
 LEVEL_BYTES = 8 * LEVELS.numel()
 """What the counts at all levels take in a message."""
 BLOCKS = 1024
@@ -227,7 +227,7 @@ class Partitions:
             self.block_numel -= self.block_numel % BLOCK_MULTIPLE
         total = numel // self.block_numel
         self.blocks = [total // count + (i < total % count) for i in range(count)]
-        self.weights = torch.zeros(total, dtype=torch.float64)
+        self.weights = torch.zeros(total, dtype=torch.float64, device="cpu")
 
     def span(self, partition: int) -> tuple[int, int]:
         """First index of a partition, and the index after its last."""
@@ -245,9 +245,9 @@ class Partitions:
         total, count = self.weights.numel(), len(self.blocks)
         if total == 0:
             return
-        starts = torch.arange(1, total, dtype=torch.int32) * self.block_numel
+        starts = torch.arange(1, total, dtype=torch.int32, device="cpu") * self.block_numel
         edges = [0, *torch.searchsorted(indices, starts).tolist(), indices.numel()]
-        counts = torch.tensor(edges, dtype=torch.float64).diff()
+        counts = torch.tensor(edges, dtype=torch.float64, device="cpu").diff()
         self.weights = FADING * self.weights + counts
         shares = [float(part.sum()) for part in self.weights.split(self.blocks)]
         if max(shares) <= ALPHA * sum(shares) / count:
@@ -255,7 +255,7 @@ class Partitions:
         # Every block has some weight, so that a run of empty ones is cut by its number of blocks.
         least = 1e-6 * self.weights.mean()
         even = (self.weights + least).cumsum(0)
-        wanted = even[-1] * torch.arange(1, count, dtype=torch.float64) / count
+        wanted = even[-1] * torch.arange(1, count, dtype=torch.float64, device="cpu") / count
         cuts = (torch.searchsorted(even, wanted) + 1).tolist()
         self.blocks = widened([0, *cuts, total], min(LEAST_BLOCKS, total // count))
 

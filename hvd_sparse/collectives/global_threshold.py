@@ -28,8 +28,8 @@ DIGIT_BITS = 8
 DIGITS = 1 << DIGIT_BITS
 BIN_BITS = 12
 """Magnitude keys are counted in bins of 2**12, or 0.05 % of the magnitude."""
-MOVES = (1.2 ** torch.arange(40)).round().long().unique()
-LEVEL_BINS = torch.cat([-MOVES.flip(0), torch.zeros(1, dtype=torch.int64), MOVES])
+MOVES = (1.2 ** torch.arange(40, dtype=torch.int64, device="cpu")).round().long().unique()
+LEVEL_BINS = torch.cat([-MOVES.flip(0), torch.zeros(1, dtype=torch.int64, device="cpu"), MOVES])
 """Where a threshold may move from one step to the next, in bins, ascending: by up to 60 %, and
 finely where it moves little, since error feedback crowds entries just above the threshold."""
 LEVELS = LEVEL_BINS.numel()
@@ -78,7 +78,7 @@ def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
     """
     lowest = _lowest_key(threshold)
     if lowest <= 0:
-        return torch.zeros(LEVELS, dtype=torch.int32)
+        return torch.zeros(LEVELS, dtype=torch.int32, device="cpu")
     # By NumPy: on few values each call costs a fraction of torch's.
     bins = ((values.numpy().view(np.int32) & 0x7FFFFFFF) - lowest) >> BIN_BITS
     counts = np.bincount(np.clip(bins, -1, LAST - FIRST) + 1, minlength=LAST - FIRST + 2)

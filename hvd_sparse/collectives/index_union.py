@@ -70,7 +70,7 @@ class IndexUnion(Collective):
     ) -> Tensor:
         """Line 12: this rank's accumulator, where its own indices are a run of the union."""
         stop = start + stream.nnz
-        values = torch.zeros(union.numel())
+        values = torch.zeros(union.numel(), dtype=torch.float32, device="cpu")
         values[start:stop] = stream.values
         if take_at is not None:
             others = take_at(torch.cat([union[:start], union[stop:]]))
@@ -79,8 +79,8 @@ class IndexUnion(Collective):
 
     def _values_among(self, stream: SparseStream, union: Tensor, take_at: TakeAt | None) -> Tensor:
         """The same where others selected some of this rank's indices, too, or some between them."""
-        values = torch.zeros(union.numel())
-        own = torch.zeros(union.numel(), dtype=torch.bool)
+        values = torch.zeros(union.numel(), dtype=torch.float32, device="cpu")
+        own = torch.zeros(union.numel(), dtype=torch.bool, device="cpu")
         own[torch.searchsorted(union, stream.indices)] = True
         values[own] = stream.values
         if take_at is not None:
@@ -94,7 +94,7 @@ class IndexUnion(Collective):
         slices = [Part(None, values[a:b], a, b) for a, b in pairwise(edges)]
         payloads = [() if r == rank else packer.pack(part)[0] for r, part in enumerate(slices)]
         arrived = self.transport.all_to_all(payloads, channel="values")
-        total = torch.zeros(edges[rank + 1] - edges[rank])
+        total = torch.zeros(edges[rank + 1] - edges[rank], dtype=torch.float32, device="cpu")
         for r, message in enumerate(arrived):
             theirs = (
                 slices[rank] if r == rank else packer.wire.decode(message, *edges[rank : rank + 2])

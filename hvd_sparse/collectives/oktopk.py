@@ -125,9 +125,11 @@ class OkTopk(Collective):
         self.balance_factor = balance_factor
         self.tolerance = tolerance
         self.global_threshold = 0.0
-        self.boundaries = torch.zeros(transport.world_size - 1, dtype=torch.int64)
+        self.boundaries = torch.zeros(transport.world_size - 1, dtype=torch.int64, device="cpu")
         self.regions_are_uneven = False
-        self.level_counts = torch.zeros(transport.world_size, LEVELS, dtype=torch.int32)
+        self.level_counts = torch.zeros(
+            transport.world_size, LEVELS, dtype=torch.int32, device="cpu"
+        )
         self._received = 0
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
@@ -147,7 +149,7 @@ class OkTopk(Collective):
     def space_repartition(self, stream: SparseStream) -> Tensor:
         """Boundaries at the averaged P-quantiles of the ranks' indices, int64 `(P-1,)`."""
         P = self.transport.world_size
-        shares = torch.arange(1, P, dtype=torch.int64)
+        shares = torch.arange(1, P, dtype=torch.int64, device="cpu")
         if stream.nnz:
             local = stream.indices[shares * stream.nnz // P].long()
         else:
@@ -287,7 +289,7 @@ class OkTopk(Collective):
         """Bring entries to every rank, and with them what the next step needs to know."""
         rank = self.transport.rank
         counts = counts_at_levels(reduced_topk.values, self.global_threshold)
-        received = torch.tensor([self._received], dtype=torch.int32)
+        received = torch.tensor([self._received], dtype=torch.int32, device="cpu")
         payload, own = packer.pack(_part(chosen, spans[rank]))
         messages = self.transport.allgather((counts, received, *payload), channel="allgather")
         for message in messages:
@@ -317,7 +319,7 @@ class OkTopk(Collective):
 
     def _gather_counts(self, *counts: int) -> list[Any]:
         """Every rank's count; of several counts, every rank's, in lists of their own."""
-        mine = torch.tensor(counts, dtype=torch.int64)
+        mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
         gathered = self.transport.allgather((mine,), channel="shares")
         columns = torch.stack([message.view(torch.int64) for message in gathered]).T.tolist()
         return columns[0] if len(counts) == 1 else columns

@@ -66,13 +66,13 @@ class Account:
         self._before = StepStats()
         self._let_go_before_l1 = 0.0
         self.step_began = self._told_of_transport = self._comparing = False
-        self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64)
+        self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64, device="cpu")
 
     def begin_plan(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
         """Begin a plan; the ranks agree on whether they compare their times."""
         self._buckets = buckets
         self._plans += 1
-        mine = torch.tensor([self._observer is not None], dtype=torch.int64)
+        mine = torch.tensor([self._observer is not None], dtype=torch.int64, device="cpu")
         told = transport.broadcast((mine,), 0, channel="observe")
         self._comparing = bool(told.view(torch.int64))
         self._compared.zero_()
@@ -117,7 +117,7 @@ class Account:
     def _compare_ranks(self, transport: Transport) -> None:
         stats = [bucket.stats for bucket in self._buckets]
         sums = [sum(getattr(each, name) for each in stats) for name in COMPARED_PHASES]
-        now = torch.tensor(sums, dtype=torch.float64)
+        now = torch.tensor(sums, dtype=torch.float64, device="cpu")
         since, self._compared = now - self._compared, now
         messages = transport.allgather((since,), channel="compare")
         everyone = torch.stack([message.view(torch.float64) for message in messages])

@@ -85,7 +85,7 @@ class DeviceLane:
 def _pinned(nnz: int) -> SparseStream:
     """Pinned memory for entries, to which the device copies by itself."""
     return SparseStream(
-        torch.empty(nnz, dtype=torch.int32, pin_memory=True),
-        torch.empty(nnz, dtype=torch.float32, pin_memory=True),
+        torch.empty(nnz, dtype=torch.int32, pin_memory=True, device="cpu"),
+        torch.empty(nnz, dtype=torch.float32, pin_memory=True, device="cpu"),
         0,
     )

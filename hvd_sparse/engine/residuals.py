@@ -206,7 +206,10 @@ class Residuals:
         if not shapes:
             return []
         momentum = self.outside.momentum
-        own = [momentum.pop(name, torch.zeros(shape)) for name, shape in shapes.items()]
+        own = [
+            momentum.pop(name, torch.zeros(shape, dtype=torch.float32, device="cpu"))
+            for name, shape in shapes.items()
+        ]
         flat = torch.cat([tensor.cpu().reshape(-1) for tensor in own])
         total = transport.allreduce_sum(flat, channel="momentum")
         parts = total.split([tensor.numel() for tensor in own])

@@ -152,7 +152,7 @@ class Communicator:
 
 def _agree(transport: Transport, part: Part, call: str) -> int:
     """Check that all ranks make the same call; returns the most entries that any rank brings."""
-    mine = torch.tensor([zlib.crc32(call.encode()), part.nnz])
+    mine = torch.tensor([zlib.crc32(call.encode()), part.nnz], dtype=torch.int64, device="cpu")
     messages = transport.allgather((mine,), channel="sparse_call")
     calls = torch.stack([message.view(torch.int64) for message in messages])
     for rank, code in enumerate(calls[:, 0].tolist()):
@@ -287,7 +287,9 @@ def read_vector(x: object) -> tuple[Part, StreamLayout]:
         form = TensorLayout(
             numel, x.dtype, shape[x.sparse_dim() :], shape, x.sparse_dim(), x.device
         )
-        strides = torch.tensor([prod(sizes[i + 1 :]) for i in range(len(sizes))])
+        strides = torch.tensor(
+            [prod(sizes[i + 1 :]) for i in range(len(sizes))], dtype=torch.int64, device="cpu"
+        )
         flat = (x.indices().cpu() * strides[:, None]).sum(0)
         part = Part(flat.to(torch.int32), x.values().cpu().contiguous(), 0, numel)
     else:

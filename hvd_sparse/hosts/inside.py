@@ -154,7 +154,7 @@ def scattered(inside: Transport, flat: Tensor, bounds: Sequence[int], channel: s
     """
     mine = flat.cpu().split([stop - start for start, stop in pairwise(bounds)])
     arrived = inside.all_to_all([(shard,) for shard in mine], channel=channel)
-    total = torch.empty(mine[inside.rank].numel(), dtype=torch.float32)
+    total = torch.empty(mine[inside.rank].numel(), dtype=torch.float32, device="cpu")
     ops.sum_vectors(total, [message.view(flat.dtype) for message in arrived])
     return total.to(flat.device)
 

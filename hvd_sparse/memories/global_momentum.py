@@ -163,7 +163,7 @@ class GlobalMomentum(ErrorFeedback):
         theirs = transport.allgather((mine,), channel="momentum")
         if all(torch.equal(each, theirs[0]) for each in theirs):
             return
-        total = torch.zeros(share.numel)
+        total = torch.zeros(share.numel, dtype=torch.float32, device="cpu")
         ops.decode(total, share.indices, share.values)
         total = transport.allreduce_sum(total, channel="momentum")
         indices = total.nonzero().view(-1)

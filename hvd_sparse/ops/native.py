@@ -179,7 +179,9 @@ class NativeOps:
         self, accumulation: Accumulation, start: int, stride: int, run: int = 1
     ) -> Tensor:
         whole_strides, rest = divmod(max(0, accumulation.numel - start), stride)
-        sample = torch.empty(whole_strides * run + min(rest, run), dtype=torch.float32)
+        sample = torch.empty(
+            whole_strides * run + min(rest, run), dtype=torch.float32, device="cpu"
+        )
         self._call(
             "sample_accumulator",
             *(byref(_AccumulationStruct(accumulation)), start, stride, run, self._thread_count()),
@@ -240,7 +242,7 @@ class NativeOps:
         )
 
     def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
-        values = torch.empty(indices.numel(), dtype=torch.float32)
+        values = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
         self._take_at(x, indices, values.data_ptr())
         return values
 
@@ -261,7 +263,7 @@ class NativeOps:
     def gap_encode(self, indices: Tensor, start: int) -> Tensor:
         nnz, used = indices.numel(), c_int64()
         widths = -(-nnz // GAP_BLOCK)
-        code = torch.empty(widths + 4 * nnz, dtype=torch.uint8)
+        code = torch.empty(widths + 4 * nnz, dtype=torch.uint8, device="cpu")
         self._call(
             "gap_encode",
             *(indices.data_ptr(), nnz, start, code.data_ptr(), byref(used)),
@@ -274,14 +276,14 @@ class NativeOps:
         what = f"the {nnz} indices of a code"
         if code.numel() < -(-nnz // GAP_BLOCK):  # before there is room for so many
             raise bad_index(what, stop)
-        indices = torch.empty(nnz, dtype=torch.int32)
+        indices = torch.empty(nnz, dtype=torch.int32, device="cpu")
         arguments = *_span(code), nnz, start, stop, indices.data_ptr()
         self._call("gap_decode", *arguments, what=what, numel=stop)
         return indices
 
     def qsgd_quantize(self, x: Tensor, bits: int, bucket_numel: int, seed: int) -> Entries:
-        codes = torch.empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
-        scales = torch.empty(-(-x.numel() // bucket_numel))
+        codes = torch.empty(-(-x.numel() * bits // 8), dtype=torch.uint8, device="cpu")
+        scales = torch.empty(-(-x.numel() // bucket_numel), dtype=torch.float32, device="cpu")
         self._call(
             "qsgd_quantize",
             *(*_span(x), bits, bucket_numel, seed, self._thread_count()),
@@ -292,7 +294,7 @@ class NativeOps:
     def qsgd_dequantize(
         self, codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
     ) -> Tensor:
-        x = torch.empty(numel)
+        x = torch.empty(numel, dtype=torch.float32, device="cpu")
         self._call(
             "qsgd_dequantize",
             *(codes.data_ptr(), scales.data_ptr(), numel, bits, bucket_numel),
@@ -364,8 +366,8 @@ class _Room:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.indices = torch.empty(capacity, dtype=torch.int32)
-        self.values = torch.empty(capacity, dtype=torch.float32)
+        self.indices = torch.empty(capacity, dtype=torch.int32, device="cpu")
+        self.values = torch.empty(capacity, dtype=torch.float32, device="cpu")
         self._nnz = c_int64()
         self.arguments = (self.indices.data_ptr(), self.values.data_ptr(), byref(self._nnz))
 

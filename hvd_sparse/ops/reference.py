@@ -103,7 +103,9 @@ def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int =
     short = -keys.numel() % group_numel
     rows = torch.nn.functional.pad(keys, (0, short)).view(-1, group_numel)
     order = torch.sort(rows, dim=1, descending=True, stable=True).indices[:, :k]
-    first = torch.arange(rows.shape[0], device=keys.device).view(-1, 1) * group_numel
+    first = (
+        torch.arange(rows.shape[0], device=keys.device, dtype=torch.int64).view(-1, 1) * group_numel
+    )
     candidates = (first + order).flatten()
     candidates = candidates[candidates < keys.numel()]
     return sums.move_out(candidates[keys[candidates] > 0].sort().values)
@@ -119,7 +121,7 @@ def hash_select(
     buckets = _bucket_of(selected, slots // slots_per_bucket, a, b)
     # Sorted stably, the entries of a bucket are a run of descending magnitudes: the first ones win.
     buckets, order = torch.sort(buckets, stable=True)
-    position = torch.arange(order.numel(), device=order.device)
+    position = torch.arange(order.numel(), device=order.device, dtype=torch.int64)
     place = position - torch.searchsorted(buckets, buckets)
     winners = selected[order[place < slots_per_bucket]]
     return sums.move_out(torch.cat([winners, _where(~finite)]).sort().values)
@@ -146,8 +148,12 @@ def kth_magnitude(x: Tensor, k: int) -> float:
 
 def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
     keys = Sums(accumulation).keys
-    runs = torch.arange(start, max(start, keys.numel()), stride, device=keys.device)
-    sampled = (runs.view(-1, 1) + torch.arange(run, device=keys.device)).flatten()
+    runs = torch.arange(
+        start, max(start, keys.numel()), stride, device=keys.device, dtype=torch.int64
+    )
+    sampled = (
+        runs.view(-1, 1) + torch.arange(run, device=keys.device, dtype=torch.int64)
+    ).flatten()
     return keys[sampled[sampled < keys.numel()]].view(torch.float32)
 
 
@@ -159,7 +165,7 @@ def merge_sum(streams: Sequence[Entries], numel: int) -> Entries:
         _check_range(f"streams[{i}] indices", indices, numel)
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
     # -0.0 is the neutral element of a float sum: 0.0 + -0.0 would lose a sign.
-    total = torch.full(union.shape, -0.0, device=union.device)
+    total = torch.full(union.shape, -0.0, device=union.device, dtype=torch.float32)
     for indices, values in streams:
         total[torch.searchsorted(union, indices)] += values
     return union, total
@@ -254,15 +260,15 @@ def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
 
 def _pack_bits(gaps: Tensor, width: int) -> Tensor:
     """The gaps' bits side by side, from the lowest up."""
-    bits = gaps[:, None] >> torch.arange(width, device=gaps.device) & 1
-    weights = 1 << torch.arange(8, device=gaps.device)
+    bits = gaps[:, None] >> torch.arange(width, device=gaps.device, dtype=torch.int64) & 1
+    weights = 1 << torch.arange(8, device=gaps.device, dtype=torch.int64)
     return (_rows(bits.reshape(-1), 8) * weights).sum(1).to(torch.uint8)
 
 
 def _unpack_bits(packed: Tensor, length: int, width: int) -> Tensor:
-    bits = packed.long()[:, None] >> torch.arange(8, device=packed.device) & 1
+    bits = packed.long()[:, None] >> torch.arange(8, device=packed.device, dtype=torch.int64) & 1
     rows = bits.reshape(-1)[: length * width].view(length, width)
-    return (rows << torch.arange(width, device=packed.device)).sum(1)
+    return (rows << torch.arange(width, device=packed.device, dtype=torch.int64)).sum(1)
 
 
 def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -280,12 +286,12 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
     level = (finite.abs() * per_level[:, None]).clamp_(max=levels)
     whole = level.to(torch.int32)
     odds = ((level - whole) * 16777216.0).to(torch.int32)
-    positions = torch.arange(buckets.numel(), device=x.device).view_as(buckets)
+    positions = torch.arange(buckets.numel(), device=x.device, dtype=torch.int64).view_as(buckets)
     rounded = whole + (_random24(positions, seed) < odds).to(torch.int32)
     codes = levels + torch.where(finite < 0.0, -rounded, rounded)
     per_byte = 8 // bits
     grouped = _rows(codes.view(-1)[: x.numel()], per_byte)
-    shifts = torch.arange(per_byte, device=x.device) * bits
+    shifts = torch.arange(per_byte, device=x.device, dtype=torch.int64) * bits
     return (grouped << shifts).sum(1).to(torch.uint8), scales
 
 
@@ -293,7 +299,7 @@ def qsgd_dequantize(
     codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
 ) -> Tensor:
     levels = (1 << (bits - 1)) - 1
-    shifts = torch.arange(8 // bits, device=codes.device) * bits
+    shifts = torch.arange(8 // bits, device=codes.device, dtype=torch.int64) * bits
     unpacked = (codes.long()[:, None] >> shifts & ((1 << bits) - 1)).view(-1)[:numel]
     steps = scales / torch.full_like(scales, levels)
     return ((_rows(unpacked, bucket_numel) - levels) * steps[:, None]).view(-1)[:numel]

@@ -125,7 +125,9 @@ def _sweep(
         now = perf_counter()
         walls.append(now - before)
         larger = [each for each in numels if each > numel]
-        mine = torch.tensor([_next(larger, found, walls, share_s - (now - start))])
+        mine = torch.tensor(
+            [_next(larger, found, walls, share_s - (now - start))], dtype=torch.int64, device="cpu"
+        )
         numel = int(transport.broadcast((mine,), 0, channel="sweep").view(torch.int64).item())
     return found
 
@@ -156,7 +158,7 @@ def _next(
 def _time_dense(
     transport: Transport, dense_allreduce: DenseAllreduce, numel: int, device: torch.device
 ) -> dict[str, float]:
-    gradient, clock = torch.ones(numel, device=device), clock_of(device)
+    gradient, clock = torch.ones(numel, device=device, dtype=torch.float32), clock_of(device)
     seconds = []
     for step in range(WARMUP_STEPS + TIMED_STEPS):
         clock.wait()
@@ -174,7 +176,7 @@ def _time_method(
 ) -> dict[str, float]:
     """The median seconds of each phase; each ends when the device has done it."""
     generator = torch.Generator().manual_seed(transport.rank)
-    gradient = torch.randn(numel, generator=generator).to(device)
+    gradient = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").to(device)
     spec = TensorSpec("profile", (numel,), "torch.float32")
     bucket = Bucket((spec,), method, transport, device, step=AFTER_WARMUP)
     clock = clock_of(device)
@@ -203,7 +205,7 @@ def _time_method(
 
 def _meet(transport: Transport) -> None:
     """Ranks begin together, so that none is timed while it waits for another."""
-    transport.allreduce_sum(torch.zeros(1, dtype=torch.int64), channel="meet")
+    transport.allreduce_sum(torch.zeros(1, dtype=torch.int64, device="cpu"), channel="meet")
 
 
 class DeviceClock:

@@ -271,10 +271,10 @@ class PlanCache:
             warn(f"the planner cannot write {self.path}, and forgets its plan: {_told(error)}")
 
 
-def default_path() -> Path:
-    """`hvd_sparse/plans.json` in the user's folder of caches."""
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(folder) / "hvd_sparse" / "plans.json"
+def default_path() -> Path | None:
+    """`hvd_sparse/plans.json` in the user's folder of caches; None for a user without a home."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(folder, "hvd_sparse", "plans.json") if os.path.isabs(folder) else None
 
 
 def _told(error: Exception) -> str:

@@ -38,8 +38,8 @@ class RandomK(Selector):
         generator = torch.Generator().manual_seed(mixed(self.seed, self.step) >> 1)
         self.step += 1
         spoiled = accumulator.accumulate()
-        edges = torch.arange(wanted + 1) * width // max(wanted, 1)
-        chance = torch.rand(wanted, generator=generator, dtype=torch.float64)
+        edges = torch.arange(wanted + 1, dtype=torch.int64, device="cpu") * width // max(wanted, 1)
+        chance = torch.rand(wanted, generator=generator, dtype=torch.float64, device="cpu")
         offsets = (chance * (edges[1:] - edges[:-1])).long()
         indices = (edges[:-1] + offsets + accumulator.scope.start).int()
         taken = accumulator.take_at(indices.to(accumulator.residual.device))

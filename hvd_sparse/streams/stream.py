@@ -131,7 +131,11 @@ class SparseStream:
     @staticmethod
     def empty(numel: int) -> SparseStream:
         """A stream without entries."""
-        return SparseStream(torch.empty(0, dtype=torch.int32), torch.empty(0), numel)
+        return SparseStream(
+            torch.empty(0, dtype=torch.int32, device="cpu"),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            numel,
+        )
 
     @staticmethod
     def concatenate(streams: Sequence[SparseStream], numel: int) -> SparseStream:

@@ -154,7 +154,7 @@ class HorovodBootstrap:
 
         # Never empty: Horovod treats tensors without elements differently on some backends.
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()], dtype=torch.int64)
+        size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
         gathering = [
             hvd.allgather_async(part, name=f"{name}.{what}", process_set=self.process_set)
             for what, part in (("size", size), ("data", data))

@@ -170,7 +170,7 @@ class BufferPool:
     def take(self, nbytes: int) -> torch.Tensor:
         """A tensor of `nbytes` bytes, 16-byte aligned at least."""
         if nbytes < POOLED_BYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         block_bytes = 1 << (nbytes - 1).bit_length()
         blocks = self._blocks.setdefault(block_bytes, [])
         for i in range(len(blocks)):
@@ -179,7 +179,7 @@ class BufferPool:
         if self._kept_bytes + block_bytes > LIMIT_BYTES:
             self._drop_unreferenced()
         if self._kept_bytes + block_bytes > LIMIT_BYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         block = np.empty(block_bytes, dtype=np.uint8)
         blocks.append(block)
         self._kept_bytes += block_bytes
@@ -203,7 +203,7 @@ class PinnedPool(BufferPool):
     def take(self, nbytes: int) -> torch.Tensor:
         if nbytes < POOLED_BYTES:
             return super().take(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _references(blocks: list[np.ndarray], i: int) -> int:

@@ -92,7 +92,7 @@ class GlooTransport(PointToPointTransport):
         for peer in range(self.world_size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    scratch = torch.empty(1, dtype=torch.uint8)
+                    scratch = torch.empty(1, dtype=torch.uint8, device="cpu")
                     group.recv([scratch], peer, _ABORT_TAG).wait(_SHORTEST_WAIT)
 
     def error_of(self, error: RuntimeError, peer: int) -> TransportError:

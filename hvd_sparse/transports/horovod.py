@@ -74,7 +74,7 @@ class HorovodTransport(SupervisedTransport):
             return Done(own if src is not None else None)
         splits = [0] * self.world_size
         if dst is None or dst == self.rank:
-            operation = self._alltoall(torch.empty(0, dtype=torch.uint8), splits)
+            operation = self._alltoall(torch.empty(0, dtype=torch.uint8, device="cpu"), splits)
         else:
             splits[dst] = nbytes
             operation = self._alltoall(own, splits)
@@ -112,9 +112,10 @@ class HorovodTransport(SupervisedTransport):
         if P == 1:
             self._raise_failure()
             return [flatten(payload, self._buffers)]
-        padding = torch.zeros(round_up(nbytes) - nbytes, dtype=torch.uint8)
+        padding = torch.zeros(round_up(nbytes) - nbytes, dtype=torch.uint8, device="cpu")
         block = flatten(
-            [torch.tensor([nbytes], dtype=torch.int64), *payload, padding], self._buffers
+            [torch.tensor([nbytes], dtype=torch.int64, device="cpu"), *payload, padding],
+            self._buffers,
         )
         operation = self._start("allgather", block)
         self.traffic.sent(block.numel() * (P - 1), P - 1)
@@ -178,7 +179,7 @@ class HorovodTransport(SupervisedTransport):
         """Does nothing: Horovod cannot end an operation, and the waits here look at `failure`."""
 
     def _alltoall(self, data: torch.Tensor, splits: list[int]) -> _Operation:
-        return self._start("alltoall", data, torch.tensor(splits, dtype=torch.int32))
+        return self._start("alltoall", data, torch.tensor(splits, dtype=torch.int32, device="cpu"))
 
     def _start(self, kind: str, *arguments: torch.Tensor) -> _Operation:
         self._raise_failure()

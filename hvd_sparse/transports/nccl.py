@@ -96,7 +96,7 @@ def connect_nccl(store: Any, rank: int, world_size: int, device: torch.device) -
         if before is not None:
             os.environ[ERROR_HANDLING] = before
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        told = torch.full((world_size,), rank, device=device)
+        told = torch.full((world_size,), rank, device=device, dtype=torch.float32)
         ranks, each = torch.empty_like(told), [1] * world_size
         group.alltoall_base(ranks, told, each, each).wait()
         came = ranks.tolist()
@@ -434,7 +434,9 @@ class DeviceGroup:
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory, uint8 `(nbytes,)`, pinned so that a device copies asynchronously."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._down is not None)
+        return torch.empty(
+            nbytes, dtype=torch.uint8, pin_memory=self._down is not None, device="cpu"
+        )
 
     def _transfer(self, work: Any, *kept: torch.Tensor) -> Transfer:
         """An exchange, and what the current stream has queued behind it."""

@@ -207,7 +207,7 @@ class Transport(ABC):
         distance = 1
         while distance < P:
             count = min(distance, P - distance)
-            table = torch.tensor(sizes[:count], dtype=torch.int64)
+            table = torch.tensor(sizes[:count], dtype=torch.int64, device="cpu")
             body = _first_bytes(pieces, sum(round_up(size) for size in sizes[:count]))
             message = self.exchange(
                 [table, *body], (r - distance) % P, (r + distance) % P, channel=channel

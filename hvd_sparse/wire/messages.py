@@ -147,7 +147,7 @@ class Packer:
 
 def header(count: int) -> Tensor:
     """What a message begins with: a number of entries, or `DENSE`."""
-    written = torch.empty(1, dtype=torch.int64)
+    written = torch.empty(1, dtype=torch.int64, device="cpu")
     c_int64.from_address(written.data_ptr()).value = count
     return written
 

@@ -100,7 +100,10 @@ class HalfValues(ValueCodec):
         if top == MOST_EXPONENT:  # what is rounded up here could not be scaled back
             below = 2.0 ** (top + shift) * (1 - torch.finfo(self.dtype).eps / 2)
             scaled = torch.where(values.isfinite(), scaled.clamp(-below, below), scaled)
-        return (torch.full((1,), 2.0**-shift, dtype=torch.float32), scaled.to(self.dtype))
+        return (
+            torch.full((1,), 2.0**-shift, dtype=torch.float32, device="cpu"),
+            scaled.to(self.dtype),
+        )
 
     @override
     def decode(self, data: Tensor, count: int) -> Tensor:

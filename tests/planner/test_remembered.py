@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvd_sparse import Compression
 from hvd_sparse.engine import Choice, Method, TensorSpec
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.methods import METHODS
@@ -375,3 +376,20 @@ def test_what_was_remembered_is_read(tmp_path: Path, measured: Measured) -> None
         return None
 
     run_ranks(2, worker)
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user id is in no file: nothing is written beside the script."""
+
+    def unknown(uid: int) -> object:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_path() is not None
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert default_path() is None
+    rules = {"version": 1, "rules": [{"compress": "auto", "compressor": "topk"}]}
+    method = Compression.from_policy(policy=rules).method
+    assert isinstance(method, Planner)
+    assert method.cache is None

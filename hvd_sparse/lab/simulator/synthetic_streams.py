@@ -53,9 +53,14 @@ class SyntheticStreams:
         shared = _generator(self.seed, step, 0)
         own = _generator(self.seed, step, 1 + rank)
         room = min(numel, max(k, round(self.region * numel)))
-        common = self._draw(shared, room, round(self.overlap * k), torch.empty(0).long())
+        common = self._draw(
+            shared,
+            room,
+            round(self.overlap * k),
+            torch.empty(0, dtype=torch.float32, device="cpu").long(),
+        )
         indices = self._draw(own, room, k, common)
-        values = torch.randn(indices.numel(), generator=own)
+        values = torch.randn(indices.numel(), generator=own, dtype=torch.float32, device="cpu")
         values *= values.abs()
         values[: round(self.loud * indices.numel())] *= 1000
         return SparseStream(indices.int(), values, numel)
@@ -64,13 +69,15 @@ class SyntheticStreams:
         """`taken`, filled up with other indices to `count`; int64, ascending."""
         indices = taken
         if 4 * count > room:  # crowded: rank all of them instead of trying
-            weight = torch.rand(room, generator=generator, dtype=torch.float64)
+            weight = torch.rand(room, generator=generator, dtype=torch.float64, device="cpu")
             if self.skew:
-                weight *= torch.linspace(1, 1e-9, room, dtype=torch.float64).pow(self.skew)
+                weight *= torch.linspace(1, 1e-9, room, dtype=torch.float64, device="cpu").pow(
+                    self.skew
+                )
             weight[taken] = 2.0
             return weight.topk(count).indices.sort().values
         while (missing := count - indices.numel()) > 0:
-            u = torch.rand(missing, generator=generator, dtype=torch.float64)
+            u = torch.rand(missing, generator=generator, dtype=torch.float64, device="cpu")
             drawn = (room * u.pow(1 + self.skew)).long()
             indices = torch.cat([indices, drawn]).unique()
         return indices

@@ -132,7 +132,9 @@ class Workspace:
         with self._lock:
             if self._fault is None:
                 # The device writes to the host's memory: looking there takes no copy.
-                word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+                word = torch.zeros(
+                    1, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu"
+                )
                 self._fault = (word, word.numpy())
             return self._fault[0]
 
@@ -154,7 +156,7 @@ class Workspace:
         landing: Tensor | None = getattr(self._of_thread, "landing", None)
         if landing is None:
             landing = self._of_thread.landing = torch.empty(
-                MOST_READ, dtype=torch.int64, pin_memory=device.type == "cuda"
+                MOST_READ, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu"
             )
         return landing
 

@@ -39,7 +39,7 @@ class CudaEstimation(KernelFamily):
         self, inputs: AccumulationInputs, start: int, stride: int, run: int, samples: int
     ) -> Tensor:
         """Starts sampling `samples` magnitudes."""
-        magnitudes = torch.empty(samples, device=inputs.before.device)
+        magnitudes = torch.empty(samples, device=inputs.before.device, dtype=torch.float32)
         self._launch(
             *("sample_accumulator", thread_blocks(samples)),
             *(inputs.before, inputs.buffer_before, *inputs.momentum[1:], *inputs.table),

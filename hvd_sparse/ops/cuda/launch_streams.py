@@ -92,7 +92,7 @@ class CudaStreams(KernelFamily):
         )
 
     def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
-        values = torch.empty(indices.numel(), device=x.device)
+        values = torch.empty(indices.numel(), device=x.device, dtype=torch.float32)
         self._clear(x, indices, values)
         return values
 

@@ -52,7 +52,7 @@ class CudaWire(KernelFamily):
     ) -> tuple[Tensor, Tensor]:
         numel, device = x.numel(), x.device
         codes = torch.empty(-(-numel * bits // 8), dtype=torch.uint8, device=device)
-        scales = torch.empty(-(-numel // bucket_numel), device=device)
+        scales = torch.empty(-(-numel // bucket_numel), device=device, dtype=torch.float32)
         self._launch(
             *("qsgd_quantize", tile_count(numel), *vector(x)),
             *(np.uint32(bits), np.uint32(bucket_numel), np.uint64(seed), codes, scales),
@@ -62,7 +62,7 @@ class CudaWire(KernelFamily):
     def qsgd_dequantize(
         self, codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
     ) -> Tensor:
-        x = torch.empty(numel, device=codes.device)
+        x = torch.empty(numel, device=codes.device, dtype=torch.float32)
         self._launch(
             *("qsgd_dequantize", thread_blocks(-(-numel // QUAD)), codes, scales),
             *(np.int64(numel), np.uint32(bits), np.uint32(bucket_numel), x),
