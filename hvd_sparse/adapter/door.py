@@ -396,7 +396,8 @@ class Door:
         """The reduced gradients are in their places."""
         if not self._is_reduced:
             return
-        self.fates.give(self._handed)
+        flushed = (p for p, dense in self._dense.items() if dense.flushed is not None)
+        self.fates.give([*self._submitted, *flushed])  # nothing waits of the others
         if self._session.planning is not None:
             self._session.planning.returned()
         self._close_step()
