@@ -16,7 +16,8 @@ serves them as they become ready:
 
     finish = max(finish, ready_s) + seconds
 
-Horovod fuses its dense tensors, so its fixed cost counts once, at the end. A bucket is ready with its last tensor, and has a fixed cost of its own.
+Horovod fuses its dense tensors, so its fixed cost counts once, at the end. A bucket is ready with
+its last tensor, and has a fixed cost of its own.
 """
 
 from __future__ import annotations
