@@ -46,7 +46,7 @@ class RunOptions:
         False,
         "True: workers of a host sum their gradients densely in shared memory; each then exchanges "
         'one shard sparsely with its counterparts on other hosts. "auto": do so where all hosts '
-        "have the same number of workers, and more than one.",
+        "have the same number of workers, more than one, and the cost model predicts a gain.",
         check_hierarchical,
     )
     dense_below: int = option(

@@ -337,7 +337,7 @@ class SparseCompressor:
             self._door.rewinds.forgive()
 
     def close(self) -> None:
-        """Stop the background thread and close the connections; a later step opens them again."""
+        """Stop the background threads and close the connections; a later step opens them again."""
         self._settle("close()")
         self._session.close()
 

@@ -163,12 +163,12 @@ def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryO
 
 
 def warn_of_slow_settings() -> None:
-    """Warn of Horovod settings under which one small tensor per gradient is expensive."""
+    """Warn of Horovod settings under which its small tensors are expensive."""
     for variable in ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD"):
         if os.environ.get(variable) == "0":
             warnings.warn(f"hvd_sparse: {variable}=0 makes every step slow: unset it", stacklevel=2)
     if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
         warnings.warn(
-            "hvd_sparse: HOROVOD_AUTOTUNE tunes Horovod on tensors of two elements here: unset it",
+            "hvd_sparse: HOROVOD_AUTOTUNE tunes Horovod on small tensors here: unset it",
             stacklevel=2,
         )

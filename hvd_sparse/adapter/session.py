@@ -223,7 +223,7 @@ class Session:
                 raise error
 
     def seconds_to_leave(self) -> float | None:
-        """See `Leaving`. Where only this rank has failed, peers may still be waiting for others."""
+        """For `Leaving`. Where only this rank has failed, peers may still be waiting for others."""
         if self._connecting or self._engine.error is not None:
             return EXIT_S
         return None if self._engine.at_rest else self._timeout_s + EXIT_S

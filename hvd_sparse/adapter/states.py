@@ -63,20 +63,17 @@ class States:
         return {**self._engine.state_dict(), "unit": unit, "planner": plan}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """See `SparseCompressor.load_state_dict`."""
         self._engine.load_state_dict(state, strict=strict, shapes=self._shapes)
         self._loaded_strictly = strict if self._shapes is None else None
         self._take_unit(state.get("unit"))
         self._take_plan(state.get("planner"))
 
     def save_checkpoint(self, path: str | os.PathLike[str], process_set: Any) -> None:
-        """See `SparseCompressor.save_checkpoint`."""
         self._engine.check_between_steps("save_checkpoint()")
         world, gather = self._world(process_set, "save_checkpoint()")
         save_checkpoint(path, self.save, world.rank, world.size, gather)
 
     def load_checkpoint(self, path: str | os.PathLike[str], process_set: Any, missing: str) -> None:
-        """See `SparseCompressor.load_checkpoint`."""
         self._engine.check_between_steps("load_checkpoint()")
         world, gather = self._world(process_set, "load_checkpoint()")
         loaded = load_checkpoint(path, world.rank, world.size, gather, missing, self._shapes)

@@ -131,9 +131,7 @@ def settings() -> list[Finding]:
         if os.environ.get(name) == "0":
             found.append(Finding(name, "problem", "0 makes every step slow: unset it"))
     if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
-        found.append(
-            Finding("HOROVOD_AUTOTUNE", "problem", "tunes on tensors of two elements: unset it")
-        )
+        found.append(Finding("HOROVOD_AUTOTUNE", "problem", "tunes on small tensors: unset it"))
     return found
 
 

@@ -16,8 +16,9 @@ gradient ─► accumulate into the residual ─► select ─► SparseStream �
 * Threads. One thread exchanges; a second one selects ahead from the buckets that follow. Selecting
   sends nothing and touches only its own bucket, so threads change when things happen, and never
   what comes out.
-* Commit. A step changes state only when it is settled. `settle(counts=False)`, and any non-finite
-  result, takes it back bit for bit: memories, selectors, collectives and warm-ups.
+* Commit. A step keeps its changes only once it is settled. `settle` takes it back bit for bit
+  (memories, selectors, collectives and warm-ups) where nothing of it was applied, and else the
+  residuals and momenta of the tensors in `undone` alone.
 * Residuals. They stay with their tensors when the assignment changes. `residuals.py` is the one
   home of what waits outside the buckets: a tensor that has become dense releases its residual over
   several steps, of which each counts only if its result was applied; a frozen tensor keeps its own.

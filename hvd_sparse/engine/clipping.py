@@ -36,7 +36,6 @@ class WithDense:
 
     @property
     def description(self) -> str:
-        """See `Assignment.description`."""
         return f"{self.inner.description}; dense below {self.dense_below}: {self.dense.description}"
 
     def choice_of(self, spec: TensorSpec) -> Choice:

@@ -289,7 +289,7 @@ class Engine:
             self._worker.put(bucket, slot, part)
 
     def wait(self, timeout_s: float) -> bool:
-        """See `Worker.wait_for_all`; returns at once where there is no plan yet."""
+        """Wait for a whole step's exchanges, if any are under way, for `timeout_s` at most."""
         return self._worker.wait_for_all(timeout_s)
 
     def result(self, name: str) -> Tensor:

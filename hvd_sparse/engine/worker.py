@@ -181,7 +181,7 @@ class Worker:
         return Phase.COLLECTING not in phases and any(phase.is_due for phase in phases)
 
     def fail(self, error: BaseException) -> None:
-        """See `Engine.fail`."""
+        """Keep the first error, wake all who wait, and abort the transport."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()

@@ -5,7 +5,7 @@ a plan or a policy uses; `hvd_sparse.Compression` puts it behind Horovod's `comp
 
     method = METHODS["oktopk"](density=0.02).make()
 
-A new method is a class in a file here, and an entry in `METHODS`.
+`catalogue.py` has the methods, and `METHODS` at its end; a new one is a class and an entry there.
 """
 
 from hvd_sparse.methods.catalogue import METHODS, DgcOptions

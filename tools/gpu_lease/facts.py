@@ -30,7 +30,6 @@ LAUNCHES = 200
 
 
 def run(results: Results) -> None:
-    """See the module."""
     results.row(
         "machine", python=platform.python_version(), cores=os.cpu_count(), system=platform.release()
     )

@@ -21,13 +21,11 @@ class CountingLauncher:
         self.launched: Counter[str] = Counter()
 
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
-        """See `Launcher.launch`."""
         self.launched[kernel] += 1
         self._launcher.launch(kernel, blocks, *arguments)
 
 
 def run(results: Results) -> None:
-    """See the module."""
     device = torch.device("cuda", torch.cuda.current_device())
     compare(results, CupyLauncher(device), device)
 

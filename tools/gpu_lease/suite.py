@@ -29,12 +29,11 @@ def run(results: Results) -> None:
 
 
 def pytest_addoption(parser: Any) -> None:
-    """See pytest."""
     parser.addoption("--lease-rows", type=Path, help="folder of a lease's rows")
 
 
 def pytest_configure(config: Any) -> None:
-    """See pytest. Workers of xdist report to the first process, which alone writes."""
+    """Workers of xdist report to the first process, which alone writes."""
     if config.getoption("--lease-rows") is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Rows(Results(config.getoption("--lease-rows"), "suite")))
 
