@@ -26,11 +26,13 @@ class Caller(NamedTuple):
         optimizer: Horovod's, whose compression it is; None: somebody else.
         parameter: Whose gradient the tensor is.
         synchronizes: Whether its `synchronize` does so, and no hook of the gradient.
+        groups: Whether a group's gradients are handed over together.
     """
 
     optimizer: Any = None
     parameter: Parameter | None = None
     synchronizes: bool = False
+    groups: bool = False
 
 
 def caller_of(compressor: object) -> Caller:
@@ -45,8 +47,9 @@ def caller_of(compressor: object) -> Caller:
         if parameter is None and isinstance(own.get("p"), Tensor):
             parameter = own["p"]
         if getattr(own.get("self"), "_compression", None) is compressor:
-            above = "" if frame.f_back is None else frame.f_back.f_code.co_name
-            return Caller(own["self"], parameter, "synchronize" in (above, frame.f_code.co_name))
+            names = [f.f_code.co_name for f in (frame, frame.f_back) if f is not None]
+            groups = "_grouped_allreduce_grad_async" in names
+            return Caller(own["self"], parameter, "synchronize" in names, groups)
         if frame.f_back is None:
             break
         frame = frame.f_back

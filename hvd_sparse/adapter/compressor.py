@@ -103,13 +103,13 @@ class SparseCompressor:
         Returns:
             What Horovod is to reduce, and what `decompress` needs to know.
         """
-        optimizer, parameter, synchronizes = caller_of(self)
+        optimizer, parameter, synchronizes, groups = caller_of(self)
         if optimizer is None or parameter is None:
             return tensor, None
         is_new = self._bound() is not optimizer
         door = self._bind(optimizer)
-        together = optimizer._p_to_group.get(parameter, (parameter,))
-        result = door.first(parameter, len(together) if is_new else 0)
+        group = optimizer._p_to_group[parameter] if groups else ()
+        result = door.first(parameter, group, is_new=is_new)
         if synchronizes:
             door.meet_early()
         return result

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,9 +28,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from hvd_sparse.adapter.binding import SPARSE_DTYPES, Parameters
-from hvd_sparse.adapter.divergence import digest
 from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
 from hvd_sparse.adapter.handover import refuse_momenta
 from hvd_sparse.adapter.refusals import (
@@ -51,6 +51,10 @@ USED_NAMES = (
 """What of Horovod's optimizer is used, beside `synchronize`, `step` and the hooks of torch's."""
 
 
+SINGLE, GROUPED, SPARSE = "single", "grouped", "sparse"
+"""How Horovod's own method has begun to reduce a gradient before there was a door."""
+
+
 @dataclass(frozen=True)
 class Dense:
     """A gradient that Horovod reduces.
@@ -64,6 +68,24 @@ class Dense:
     handle: int
     dtype: torch.dtype
     flushed: str | None = None
+
+
+class Handles(dict[Any, Any]):
+    """Horovod's handles, of which its `synchronize` lets go last.
+
+    Args:
+        handles: Those that there are.
+        end: Is called then.
+    """
+
+    def __init__(self, handles: Mapping[Any, Any], end: Callable[[], None]) -> None:
+        super().__init__(handles)
+        self._end = end
+
+    @override
+    def clear(self) -> None:
+        super().clear()
+        self._end()
 
 
 class Door:
@@ -108,7 +130,7 @@ class Door:
         self._submitted: dict[Parameter, str] = {}
         self._dense: dict[Parameter, Dense] = {}
         self._gathered: dict[Parameter, Callable[[], Tensor]] = {}
-        self._begun_elsewhere: list[tuple[str, int]] = []
+        self._begun_elsewhere: list[tuple[str, str, int]] = []
         self._others: list[int] = []
         self._pulse: int | None = None
         names = sorted(optimizer._parameter_names.values())
@@ -142,7 +164,9 @@ class Door:
 
     # -- in ----------------------------------------------------------------------------------------
 
-    def first(self, parameter: Parameter, count: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def first(
+        self, parameter: Parameter, group: Sequence[Parameter], *, is_new: bool
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Hand in a gradient of which Horovod's own method will reduce what is returned here.
 
         That is so for an optimizer's first gradient only, by which it is found, or for the others
@@ -150,11 +174,14 @@ class Door:
 
         Args:
             parameter: Whose gradient.
-            count: Tensors that Horovod reduces under the first one's name; 0: the same as before.
+            group: Those that Horovod reduces together with it; empty: it is alone.
+            is_new: Whether it is the first of them.
         """
         result, _ = self.hand_in(parameter)
-        if count:
-            self._begun_elsewhere.append((self.optimizer._parameter_names[parameter], count))
+        if is_new:
+            kind = GROUPED if group else SINGLE
+            name = self.optimizer._parameter_names[parameter]
+            self._begun_elsewhere.append((name, kind, max(1, len(group))))
         return torch.zeros(1, dtype=torch.float32, device="cpu"), lambda _: result()
 
     def meet_early(self) -> None:
@@ -162,7 +189,14 @@ class Door:
         for parameter in self._rest():
             self.hand_in(parameter)
             self._early.add(parameter)
+        optimizer = self.optimizer
+        optimizer._handles = Handles(optimizer._handles, self._end_early)
         self._meet()
+
+    def _end_early(self) -> None:
+        """Horovod's `synchronize` has put the gradients into their places."""
+        self.optimizer._handles = {}
+        self._end_step()
 
     def _rest(self) -> list[Parameter]:
         """The parameters whose gradients did not come, in an order of their own."""
@@ -176,7 +210,8 @@ class Door:
             self._early.discard(parameter)
             return partial(self._result, parameter), None
         if not self._is_open:
-            self._open_step(brings_new=True)
+            self._open_step()
+            self._beat(brings_new=True)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
@@ -185,10 +220,8 @@ class Door:
             self._pass_on(parameter, gradient)
         return partial(self._result, parameter), None
 
-    def _open_step(self, *, brings_new: bool) -> None:
+    def _open_step(self) -> None:
         """The step's first gradient is there, or `synchronize` was called without one."""
-        import horovod.torch as hvd
-
         optimizer = self.optimizer
         self.fates.refuse_closures(optimizer)
         self._registered.refuse_others()
@@ -204,6 +237,12 @@ class Door:
             self._engine.scale = self._scale()
             self._engine.begin_step()
         self._is_open = True
+
+    def _beat(self, *, brings_new: bool) -> None:
+        """Begin the step's pulse."""
+        import horovod.torch as hvd
+
+        optimizer = self.optimizer
         place = optimizer.process_set.rank() + 1.0
         beat = torch.tensor([1.0, place, float(brings_new)], dtype=torch.float32, device="cpu")
         self._pulse = hvd.allreduce_async_(
@@ -267,6 +306,7 @@ class Door:
         if gradient.is_sparse:
             if not self.optimizer.sparse_as_dense:
                 self._pass_on_sparse(parameter, gradient)
+                self._fill_its_place(parameter)
                 return
             gradient = gradient.to_dense()
         name = self._parameters.name_of(parameter)
@@ -305,7 +345,7 @@ class Door:
         """Let Horovod reduce a gradient: contiguous, and not bfloat16, which it does not take."""
         tensor = gradient.float() if gradient.dtype == torch.bfloat16 else gradient
         name = f"hvd_sparse.dense.{self.optimizer._parameter_names.get(parameter)}"
-        handle = self._allreduce([tensor.contiguous()], name)
+        handle = self._allreduce(tensor.contiguous(), name)
         assert parameter.grad is not None
         self._dense[parameter] = Dense(handle, parameter.grad.dtype, flushed)
 
@@ -318,19 +358,21 @@ class Door:
         gathered, _ = self.optimizer._sparse_allreduce_grad_async(parameter, name)
         self._gathered[parameter] = gathered
 
-    def _allreduce(self, tensors: list[Tensor], name: str | None) -> int:
-        """Horovod's, as its own optimizer would call it: in place, under the parameter's name."""
+    def _fill_its_place(self, parameter: Parameter) -> None:
+        """An embedding without a gradient in the first step had a dense one: it is in the plan."""
+        name = self._parameters.name_of(parameter)
+        if name is not None and self._engine.planned and self._engine.expects(name):
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            self._engine.submit(self._parameters.spec_of(parameter, zeros), zeros, frozen=True)
+
+    def _allreduce(self, tensor: Tensor, name: str | None) -> int:
+        """Horovod's, as its own optimizer would call it: in place."""
         import horovod.torch as hvd
 
         optimizer = self.optimizer
-        if len(tensors) > 1:
-            handle: int = hvd.grouped_allreduce_async_(
-                tensors, name=name, op=optimizer.op, process_set=optimizer.process_set
-            )
-            return handle
         predivide = optimizer.gradient_predivide_factor if optimizer.op == hvd.Average else 1.0
-        handle = hvd.allreduce_async_(
-            tensors[0],
+        handle: int = hvd.allreduce_async_(
+            tensor,
             name=name,
             op=optimizer.op,
             prescale_factor=1.0 / predivide,
@@ -357,12 +399,12 @@ class Door:
             horovods(optimizer)
             return
         if not self._is_open:
-            self._open_step(brings_new=False)
+            if self._session.is_current():
+                self._session.raise_failure()
+            self._beat(brings_new=bool(optimizer._handles))
             if self._nobody_brings_new() and self._keep_what_is_there():
-                if self._holds_back:
-                    self._session.meet()
-                self._close_step()
                 return
+            self._open_step()
         for parameter in self._rest():
             optimizer._handles[parameter] = self.hand_in(parameter)
         self._reduce()
@@ -419,15 +461,24 @@ class Door:
 
     def _begin_what_others_have_begun(self) -> None:
         """Horovod's own methods have taken the gradients that came before a door: here or there."""
+        import horovod.torch as hvd
+
         optimizer = self.optimizer
         before = set(_with_handles(optimizer)) - self._handed.keys()
-        mine = [*self._begun_elsewhere, *((optimizer._parameter_names[p], 0) for p in before)]
+        names = optimizer._parameter_names
+        mine = [*self._begun_elsewhere, *((names[p], SPARSE, 1) for p in before)]
         theirs = self._session.gather_objects(mine, "begun")
-        by_name = {name: p for p, name in optimizer._parameter_names.items()}
-        for name, count in sorted({each for rank in theirs for each in rank} - set(mine)):
-            if count:
-                zeros = [torch.zeros(1, dtype=torch.float32, device="cpu") for _ in range(count)]
-                self._others.append(self._allreduce(zeros, name))
+        by_name = {name: p for p, name in names.items()}
+        for name, kind, count in sorted({each for rank in theirs for each in rank} - set(mine)):
+            zeros = [torch.zeros(1, dtype=torch.float32, device="cpu") for _ in range(count)]
+            if kind == GROUPED:
+                self._others.append(
+                    hvd.grouped_allreduce_async_(
+                        zeros, name=name, op=optimizer.op, process_set=optimizer.process_set
+                    )
+                )
+            elif kind == SINGLE:
+                self._others.append(self._allreduce(zeros[0], name))
             else:
                 handle = optimizer._sparse_allreduce_grad_async(by_name[name], name)
                 optimizer._handles[by_name[name]] = handle
@@ -466,15 +517,15 @@ class Door:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
-        mine = torch.stack([digest(gradient) for gradient in gradients]).cpu()
-        theirs = self._session.gather((mine,), "kept")
-        assert theirs is not None
-        if any(not torch.equal(each, theirs[0]) for each in theirs):
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        mine = [None if g.is_sparse else _digest(g) for g in gradients]
+        theirs = self._session.gather_objects(mine, "kept")
+        if any(None in each or each != theirs[0] for each in theirs):
             return False
         factor = self._scale() * len(theirs)
         for gradient in gradients if factor != 1.0 else ():
             gradient.mul_(factor)
+        self.fates.refresh()
         for parameter in parameters:
             optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
         optimizer._handles.clear()
@@ -573,7 +624,7 @@ class Door:
 
     def _close_step(self) -> None:
         self._handed, self._submitted, self._dense, self._gathered = {}, {}, {}, {}
-        self._others, self._pulse = [], None
+        self._others, self._pulse, self._begun_elsewhere, self._early = [], None, [], set()
         self._is_open = self._holds_back = self._is_reduced = False
 
 
@@ -599,6 +650,12 @@ def with_leftover(spec: TensorSpec, gradient: Tensor, leftover: Tensor, engine: 
     together = released.to(gradient.device) + gradient  # float32, or 64
     # What a rank with nothing left hands to Horovod, too.
     return together.half() if gradient.dtype == torch.float16 else together
+
+
+def _digest(gradient: Tensor) -> int:
+    """Two gradients with the same number are equal, as good as certainly."""
+    flat = gradient.detach().to("cpu").contiguous().view(-1)
+    return crc32(flat.view(torch.uint8).numpy().tobytes())
 
 
 def _with_handles(optimizer: Any) -> Iterator[Parameter]:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 import weakref
@@ -84,8 +85,14 @@ class Fates:
             gradient = p.grad
             assert gradient is not None
             self._given[p] = Given(gradient, gradient._version, p._version)
-            if not self._in_step and p not in self._watched:
+            if p.requires_grad and not self._in_step and p not in self._watched:
                 self._watch(p)
+
+    def refresh(self) -> None:
+        """What was given back was multiplied, and still is what was given back."""
+        for p, given in self._given.items():
+            if p.grad is given.gradient:
+                self._given[p] = given._replace(version=given.gradient._version)
 
     def settle(self, call: str | None = None) -> set[Parameter]:
         """Which of them have gone back since this was last asked, or go back now.
@@ -170,6 +177,9 @@ class Fates:
             if given is not None and not given.is_there(p):
                 del fates._given[p]
                 fates._undone.add(p)
+            taken_back = fates._taken_back.get(p)
+            if taken_back is not None and not taken_back.is_there(p):
+                del fates._taken_back[p]
 
         self._watched.add(parameter)
         hook = parameter.register_hook(look)
@@ -191,18 +201,38 @@ class Fates:
             self._in_step, self._reductions_inside = False, None
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
         skipped = isinstance(found_inf, Tensor) and bool(found_inf)
+        zeroed = self._zeroed()
         for group in optimizer.param_groups:
-            is_still = isinstance(group.get("lr"), int | float) and group["lr"] == 0
+            is_still = _is_zero(group.get("lr"))
             for p in group["params"]:
                 given = self._given.get(p)
                 if given is not None and p.grad is given.gradient:
                     del self._given[p]
-                    if skipped or (is_still and not optimizer.state.get(p)):
+                    if skipped or p in zeroed or (is_still and self._leaves_no_trace(optimizer, p)):
                         self._undone.add(p)
                     else:
                         self._idle_steps = None
                 elif self._taken_back and not skipped and self._was_taken_back(p):
                     self._refuse_late()
+
+    def _zeroed(self) -> set[Parameter]:
+        """The parameters whose gradients were set to zero since they were given back."""
+        changed = [
+            (p, given.gradient)
+            for p, given in self._given.items()
+            if given.gradient._version != given.version and p.grad is given.gradient
+        ]
+        if not changed:
+            return set()
+        norms = torch._foreach_norm([gradient for _, gradient in changed], math.inf)
+        largest = torch.stack([norm.to("cpu", torch.float64) for norm in norms])
+        return {p for (p, _), norm in zip(changed, largest.tolist(), strict=True) if norm == 0}
+
+    def _leaves_no_trace(self, optimizer: Any, parameter: Parameter) -> bool:
+        """Whether a step of rate 0 has changed nothing: neither a state nor a momentum."""
+        own = self._optimizer()
+        corrected = own is not None and own._compression.corrects_momentum(parameter)
+        return not optimizer.state.get(parameter) and not corrected
 
     def _was_taken_back(self, parameter: Parameter) -> bool:
         given = self._taken_back.get(parameter)
@@ -269,8 +299,8 @@ class Rewinds:
         return is_loaded and self._changes_at_step not in (None, self._changes())
 
     def forgive(self) -> None:
-        """The compression's own state has gone along."""
-        self._is_loaded = False
+        """The compression's own state goes along: before or after the optimizer's."""
+        self._is_loaded, self._changes_at_step = False, None
 
     def _changes(self) -> int:
         return sum([p._version for p in self._parameters])
@@ -280,6 +310,13 @@ class Rewinds:
 
     def _stepped(self, optimizer: Any) -> None:
         self._changes_at_step = self._changes()
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a learning rate is 0; one on a device is not waited for."""
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return False
+    return rate is not None and float(rate) == 0
 
 
 def weakly(method: weakref.WeakMethod[Any]) -> Any:

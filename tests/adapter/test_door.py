@@ -44,7 +44,7 @@ class Training:
         self,
         density: float | None,
         make: Callable[..., Any] = torch.optim.SGD,
-        op: Any = hvd.Average,
+        is_grouped: bool = False,
         **arguments: Any,
     ) -> None:
         global made  # noqa: PLW0603  # each training names its tensors
@@ -59,7 +59,10 @@ class Training:
             )
         self.inner = make(self.parameters, lr=1.0)
         self.optimizer: Any = hvd.DistributedOptimizer(
-            self.inner, named_parameters=self.named, compression=self.compression, op=op
+            self.inner,
+            named_parameters=self.named,
+            compression=self.compression,
+            groups=[self.parameters[:2]] if is_grouped else None,
         )
         self.at = 0
 
@@ -276,6 +279,59 @@ def broadcast_after_a_skipped_step(training: Training) -> None:
     training.step(2)
 
 
+@script
+def zero_before_the_step(training: Training) -> None:
+    training.step(2)
+    for _ in range(2):
+        training.zero()
+        training.backward()
+        training.optimizer.synchronize()
+        training.parameters[0].grad.zero_()
+        training.parameters[1].grad.mul_(1.0)
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+    training.step(2)
+
+
+@script
+def drop_what_was_synchronized_twice(training: Training) -> None:
+    training.step(2)
+    training.zero()
+    training.backward()
+    training.optimizer.synchronize()
+    training.optimizer.synchronize()
+    training.step(2)
+
+
+@script
+def synchronize_first_without_a_backward_pass(training: Training) -> None:
+    """One rank's first batch is empty, and gradients are reduced one by one before a step."""
+    for step in range(2):
+        training.zero()
+        for turn in range(2):
+            if hvd.rank() != 0 or step or turn:
+                training.backward()
+            else:
+                training.at += 1
+            training.optimizer.synchronize()
+        hvd.allreduce(torch.ones(1), name=f"door.{made}.between.{step}")
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+
+
+@script
+def freeze_and_synchronize(training: Training) -> None:
+    training.parameters[1].requires_grad_(False)
+    for _ in range(2):
+        training.zero()
+        training.backward(among=(0, 2))
+        training.optimizer.synchronize()
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+    training.parameters[1].requires_grad_(True)
+    training.step(2)
+
+
 @with_ranks(World(2), World(2, "mpi"), World(3))
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_books_balance(ranks: Ranks, name: str) -> None:
@@ -481,6 +537,97 @@ def tell_another_scale() -> None:
     assert torch.equal(*ends)
 
 
+def warm_up_from_rate_0() -> None:
+    """Momentum of a step of rate 0 counts, in the optimizer or in the compression."""
+    ends = []
+    for compressed in (False, True):
+        parameter = nn.Parameter(torch.zeros(NUMEL))
+        named = [(f"rate.{compressed}", parameter)]
+        inner, compression = hvd_sparse.dgc_sgd(named, lr=0.0, momentum=0.5, density=1.0)
+        optimizer: Any = hvd.DistributedOptimizer(
+            inner,
+            named_parameters=named,
+            compression=compression if compressed else hvd.Compression.none,
+        )
+        for step in range(4):
+            optimizer.param_groups[0]["lr"] = 0.0 if step < 2 else 1.0
+            optimizer.zero_grad()
+            (parameter * (2.0 + 4.0 * hvd.rank())).sum().backward()
+            optimizer.step()
+        ends.append(parameter.detach())
+        compression.close()
+    assert torch.equal(*ends)
+
+
+def leave_a_group_out() -> None:
+    """A group that no rank uses at first, and ranks whose first gradients differ."""
+    for first in ((2,), (hvd.rank(),)):
+        ends = []
+        for density in (None, 1.0):
+            training = Training(density, is_grouped=True)
+            for among in (first, (0, 1, 2)):
+                training.zero()
+                training.backward(among=among)
+                training.optimizer.step()
+            ends.append(training.moved())
+            training.close()
+        assert torch.equal(*ends)
+
+
+def use_an_embedding_late() -> None:
+    """No rank uses the second table in the first step."""
+    for exchanges in (False, True):
+        ends = []
+        for compressed in (False, True):
+            torch.manual_seed(6)
+            tables = nn.ModuleList(nn.Embedding(50, 8, sparse=True) for _ in range(2))
+            model = nn.ModuleList([tables, nn.Linear(8, 1)])
+            label = f"late.{exchanges}.{compressed}"
+            named = [(f"{label}.{n}", p) for n, p in model.named_parameters()]
+            compression: Any = hvd.Compression.none
+            if compressed:
+                compression = Compression.topk(named, density=1.0, dense_below=0, timeout_s=20.0)
+                if exchanges:
+                    compression.exchange_embeddings(named)
+            optimizer: Any = hvd.DistributedOptimizer(
+                torch.optim.SGD([p for _, p in named], lr=0.1),
+                named_parameters=named,
+                compression=compression,
+            )
+            for step in range(4):
+                for _, p in named:
+                    p.grad = None
+                model[1](tables[step % 2](torch.arange(5) + hvd.rank())).sum().backward()
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            ends.append(torch.cat([p.detach().flatten() for _, p in named]))
+            if compressed:
+                compression.close()
+        torch.testing.assert_close(*ends)
+
+
+def restore_an_optimizer_with_state() -> None:
+    """`TorchState` loads the compression's state before the optimizer's."""
+    training = Training(DENSITY, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.5))
+    state = hvd.elastic.TorchState(
+        nn.ParameterList(training.parameters), training.optimizer, compression=training.compression
+    )
+    state.sync()
+    training.step(3)
+    state.commit()
+    kept = training.compression.state_dict()["residual"]
+    training.step(1)
+    with told():
+        state.restore()
+        state.sync()
+        found = training.compression.state_dict()["residual"]
+        assert found.keys() == kept.keys()
+        assert all(torch.equal(found[name], kept[name]) and kept[name].any() for name in kept)
+        training.step(1)
+    training.close()
+
+
 def copy_with_residuals() -> None:
     training = Training(DENSITY)
     with told():
@@ -514,6 +661,10 @@ FUNCTIONS = (
     name_twice,
     copy_with_residuals,
     tell_another_scale,
+    warm_up_from_rate_0,
+    leave_a_group_out,
+    use_an_embedding_late,
+    restore_an_optimizer_with_state,
 )
 
 
