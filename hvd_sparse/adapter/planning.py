@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import spec_of
-from hvd_sparse.engine import Assignment, TensorSpec
+from hvd_sparse.engine import Assignment, Engine, TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
@@ -73,38 +73,35 @@ class Planning:
 
     Args:
         planner: Decides.
+        engine: Is told of every trial that is over, and of what is recalled.
         change_to: Reduces by another assignment from the next step on; all ranks call it together.
-        specs: The parameters in the order in which they were named; gradients come the other way.
+        specs: The parameters, in one order on all ranks.
         transport: The engine's.
         process_set: Horovod's name for the world.
-        tell: Is told of every trial that is over, and of what is recalled, as a recording has it.
         device: Where the gradients are.
-        compressed_steps: Tells how many steps the warm-up has seen.
     """
 
     def __init__(
         self,
         planner: Planner,
+        engine: Engine,
         change_to: Callable[[Assignment], None],
+        *,
         specs: Sequence[TensorSpec],
         transport: Transport,
         process_set: Any,
-        tell: Callable[[Mapping[str, Any]], None],
         device: torch.device,
-        compressed_steps: Callable[[], int],
     ) -> None:
-        self._planner = planner
-        self._compressed_steps = compressed_steps
-        self._change_to, self._tell = change_to, tell
+        self._planner, self._engine, self._change_to = planner, engine, change_to
         self._specs = list(reversed(specs))
         self._transport = transport
         self._ready: deque[dict[str, Any]] = deque([{}], maxlen=TIMED_STEPS)
         self._clock = clock_of(device)
         self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
-        planner.compressed_steps = compressed_steps()
+        planner.compressed_steps = engine.compressed_steps
         planner.decide(self._specs, World(transport, horovods_allreduce(process_set), device))
         if planner.outcome is not None:
-            tell(planner.outcome.recorded(recalled=True))
+            engine.tell_tried(planner.outcome.recorded(recalled=True))
         self._steps_left = planner.steps_to_review
         self._began_at = self._returned_at = perf_counter()
 
@@ -165,10 +162,10 @@ class Planning:
             [(*took, last) for took, last in lasts], dtype=torch.float64, device="cpu"
         )
         before = self._planner.outcome
-        self._planner.compressed_steps = self._compressed_steps()
+        self._planner.compressed_steps = self._engine.compressed_steps
         changed = self._planner.review(self._specs, middle_s, steps, self._transport)
         if self._planner.outcome is not None and self._planner.outcome is not before:
-            self._tell(self._planner.outcome.recorded(recalled=False))
+            self._engine.tell_tried(self._planner.outcome.recorded(recalled=False))
         self._steps_left = self._planner.steps_to_review
         if changed:
             self._change_to(self._planner.current)

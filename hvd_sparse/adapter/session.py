@@ -259,13 +259,12 @@ class Session:
         """Let a planner decide."""
         self.planning = Planning(
             planner,
+            self._engine,
             self._change_to,
-            self._parameters.sparse_specs(),
-            self._transport,
-            self._process_set,
-            self._engine.tell_tried,
-            device_of(self._parameters),
-            lambda: self._engine.compressed_steps,
+            specs=self._parameters.sparse_specs(),
+            transport=self._transport,
+            process_set=self._process_set,
+            device=device_of(self._parameters),
         )
         before, planner.before = planner.before, None
         if before is not None and not is_new:  # momenta are where rank 0, or its state, had them

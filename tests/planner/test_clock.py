@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +90,15 @@ def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyP
     device, planner = Device(monkeypatch), Trying()
     changes: list[object] = []
     made: Any = Planning
-    planning = made(planner, changes.append, [], None, None, changes.append, DEVICE, int)
+    planning = made(
+        planner,
+        SimpleNamespace(compressed_steps=0, tell_tried=changes.append),
+        changes.append,
+        specs=[],
+        transport=None,
+        process_set=None,
+        device=DEVICE,
+    )
     for step, first_ms in enumerate((35.0, 95.0, 30.0)):
         for name, at_ms in (("last", 5.0), ("first", first_ms)):
             device.now_ms = at_ms
