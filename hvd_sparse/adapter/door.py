@@ -144,8 +144,8 @@ class Door:
         optimizer._groups = None  # they are for fusion in Horovod, which gets no tensors
         optimizer._allreduce_grad_async = self.hand_in
         optimizer.synchronize = self.synchronize
-        optimizer.register_step_pre_hook(weakly(weakref.WeakMethod(self._end_step)))
-        optimizer.register_load_state_dict_post_hook(weakly(weakref.WeakMethod(self.give_up)))
+        optimizer.register_step_pre_hook(weakly(self._end_step))
+        optimizer.register_load_state_dict_post_hook(weakly(self.give_up))
 
     @property
     def optimizer(self) -> Any:

@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +75,7 @@ class Fates:
         self._in_step = False
         self._reductions_inside: int | None = None  # a step with a closure, which has begun
         optimizer.register_step_pre_hook(self._before_step)
-        after_step = weakly(weakref.WeakMethod(self._after_step))
+        after_step = weakly(self._after_step)
         hook = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, hook.remove).atexit = False
 
@@ -199,6 +199,8 @@ class Fates:
         if optimizer is self._optimizer():
             self._look_for_scaler()
             self._in_step, self._reductions_inside = False, None
+        if not self._given and not self._taken_back:
+            return  # Horovod's step, after the wrapped one, or a step of somebody else's
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
         skipped = isinstance(found_inf, Tensor) and bool(found_inf)
         zeroed = self._zeroed()
@@ -290,8 +292,8 @@ class Rewinds:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._is_loaded = False
         self._changes_at_step: int | None = None
-        optimizer.register_load_state_dict_post_hook(weakly(weakref.WeakMethod(self._loaded)))
-        optimizer.register_step_post_hook(weakly(weakref.WeakMethod(self._stepped)))
+        optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
+        optimizer.register_step_post_hook(weakly(self._stepped))
 
     def seen(self) -> bool:
         """Whether a state was loaded, and weights were set, since the last step or question."""
@@ -319,11 +321,12 @@ def _is_zero(rate: Any) -> bool:
     return rate is not None and float(rate) == 0
 
 
-def weakly(method: weakref.WeakMethod[Any]) -> Any:
+def weakly(method: Callable[[Any], None]) -> Callable[..., None]:
     """A hook of an optimizer that does not keep the method's object alive."""
+    reference = weakref.WeakMethod(method)
 
     def hook(optimizer: Any, *_: object) -> None:
-        alive = method()
+        alive = reference()
         if alive is not None:
             alive(optimizer)
 
