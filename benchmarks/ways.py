@@ -199,7 +199,9 @@ def make_way(
     options |= {"density": float(density)}
     options |= {"collective": collective} if collective else {}
     options |= {"wire": wire} if wire else {}
-    whole = {"hierarchical": True} if levels else {}  # of a policy, and not of its rules
+    whole: dict[str, Any] = (
+        {"hierarchical": True} if levels else {}
+    )  # of a policy, and not of its rules
     if base == "planned":
         rule = {"compress": "auto", "compressor": "topk", **options}
         policy = {

@@ -114,21 +114,16 @@ def optional(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-REQUIRED: Any = object()
-"""Default of an option that must be given."""
-
-
 def option(default: Any, meaning: str, check: Check) -> Any:
     """A field of an options' dataclass.
 
     Args:
-        default: Its default, or `REQUIRED`.
+        default: Its default; one that must be given is a `dataclasses.field` with this metadata.
         meaning: What it is for, as docstrings and schemas show it.
         check: Returns the value in the field's own type, or raises a `ConfigError` that begins with
             the option's name.
     """
-    given = {} if default is REQUIRED else {"default": default}
-    return field(metadata={"meaning": meaning, "check": check}, **given)
+    return field(default=default, metadata={"meaning": meaning, "check": check})
 
 
 def check_options(options: Any) -> None:

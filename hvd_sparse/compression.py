@@ -7,8 +7,8 @@ import inspect
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any, TypeAlias, get_type_hints
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ParamSpec, TypeAlias, TypeVar, get_type_hints
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -18,7 +18,7 @@ from hvd_sparse.adapter.levels import Hierarchical, check_hierarchical
 from hvd_sparse.checks import check_options, check_timeout, choice, count, option, optional
 from hvd_sparse.engine import Assignment
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.methods import METHODS, DgcOptions, MethodOptions
+from hvd_sparse.methods import METHODS, DgcOptions, catalogue
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.recording import Recorder
 from hvd_sparse.transports.connect import TRANSPORT_NAMES
@@ -30,6 +30,8 @@ POLICY_VARIABLE = "HVD_SPARSE_POLICY"
 
 NamedParameters: TypeAlias = Iterable[tuple[str, Parameter]] | None
 Record: TypeAlias = str | os.PathLike[str] | Recorder | None
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +77,37 @@ class RunOptions:
         check_options(self)
 
 
-def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(RunOptions):
+    """A constructor's arguments beside its method's, for type checkers and editors: never made."""
+
+    named_parameters: NamedParameters = field(default=None, kw_only=False)
+
+
+def takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """A decorator: type checkers and editors see the fields of a dataclass as the arguments."""
+    return lambda function: function
+
+
+def constructor(arguments: Callable[P, Arguments]) -> Callable[P, SparseCompressor]:
     """The function that makes a compression by one method.
 
-    Its signature and docstring come from the options' fields: the density and the method's own
-    ones, then those that all methods share, then `RunOptions`.
+    Its signature and docstring come from the fields: the density and the method's own ones, then
+    those that all methods share, then `RunOptions`.
+
+    Args:
+        arguments: The class that has the method's options and `Arguments`.
     """
+    options = METHODS[arguments.name]  # type: ignore[attr-defined]
     own = list(options.own_fields())
     density, *shared = (item for item in fields(options) if item not in own)
     of_method, of_run = [density, *own, *shared], fields(RunOptions)
     run_names = {item.name for item in of_run}
 
-    def construct(named_parameters: NamedParameters = None, **arguments: Any) -> SparseCompressor:
-        _check_names(construct.__qualname__, signature, named_parameters, arguments)
-        run = vars(RunOptions(**{k: v for k, v in arguments.items() if k in run_names}))
-        method = options(**{k: v for k, v in arguments.items() if k not in run_names})
+    def construct(named_parameters: NamedParameters = None, **given: Any) -> SparseCompressor:
+        _check_names(construct.__qualname__, signature, named_parameters, given)
+        run = vars(RunOptions(**{k: v for k, v in given.items() if k in run_names}))
+        method = options(**{k: v for k, v in given.items() if k not in run_names})
         observer = _recorder_of(run.pop("record"))
         return SparseCompressor(named_parameters, method.make(), observer=observer, **run)
 
@@ -108,7 +126,7 @@ def constructor(options: type[MethodOptions]) -> Callable[..., SparseCompressor]
     construct.__doc__ = _documented(inspect.getdoc(options) or "", [*of_method, *of_run])
     construct.__dict__["__signature__"] = signature
     _serve_uncalled(construct)
-    return construct
+    return takes(arguments)(construct)
 
 
 def _recorder_of(record: Record) -> Recorder | None:
@@ -176,6 +194,56 @@ def _documented(text: str, items: Iterable[Field[Any]]) -> str:
     return "\n".join([text, "", "Args:", *entries])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Topk(catalogue.TopkOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Oktopk(catalogue.OktopkOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dgc(catalogue.DgcOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dragonn(catalogue.DragonnOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exdyna(catalogue.ExdynaOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cltk(catalogue.CltkOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gaussiank(catalogue.GaussiankOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sidco(catalogue.SidcoOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mstopk(catalogue.MstopkOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HardThreshold(catalogue.HardThresholdOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Randomk(catalogue.RandomkOptions, Arguments): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DgcSgd(_Dgc):
+    lr: float = field()
+    weight_decay: float = 0.0
+
+
 class _HorovodCompressor:
     """A compressor of Horovod's own, which is imported on first use."""
 
@@ -210,17 +278,17 @@ class Compression:
     none = _HorovodCompressor()
     fp16 = _HorovodCompressor()
 
-    topk = staticmethod(constructor(METHODS["topk"]))
-    oktopk = staticmethod(constructor(METHODS["oktopk"]))
-    dgc = staticmethod(constructor(METHODS["dgc"]))
-    dragonn = staticmethod(constructor(METHODS["dragonn"]))
-    exdyna = staticmethod(constructor(METHODS["exdyna"]))
-    clt_k = staticmethod(constructor(METHODS["clt_k"]))
-    gaussiank = staticmethod(constructor(METHODS["gaussiank"]))
-    sidco = staticmethod(constructor(METHODS["sidco"]))
-    mstopk = staticmethod(constructor(METHODS["mstopk"]))
-    hard_threshold = staticmethod(constructor(METHODS["hard_threshold"]))
-    randomk = staticmethod(constructor(METHODS["randomk"]))
+    topk = staticmethod(constructor(_Topk))
+    oktopk = staticmethod(constructor(_Oktopk))
+    dgc = staticmethod(constructor(_Dgc))
+    dragonn = staticmethod(constructor(_Dragonn))
+    exdyna = staticmethod(constructor(_Exdyna))
+    clt_k = staticmethod(constructor(_Cltk))
+    gaussiank = staticmethod(constructor(_Gaussiank))
+    sidco = staticmethod(constructor(_Sidco))
+    mstopk = staticmethod(constructor(_Mstopk))
+    hard_threshold = staticmethod(constructor(_HardThreshold))
+    randomk = staticmethod(constructor(_Randomk))
 
     @staticmethod
     def from_policy(
@@ -274,6 +342,7 @@ class Compression:
         )
 
 
+@takes(_DgcSgd)
 def dgc_sgd(
     named_parameters: Iterable[tuple[str, Parameter]],
     *,

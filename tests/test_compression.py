@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 
 import hvd_sparse
 from hvd_sparse import Compression, ConfigError
+from hvd_sparse import compression as constructors
 from hvd_sparse.engine import Method, TensorSpec
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.bucketing import MethodId
@@ -121,6 +123,43 @@ def test_constructors_show_and_describe_all_their_arguments(constructor: str) ->
     copy = pickle.loads(pickle.dumps(compression))
     assert copy.method.description == compression.method.description
     assert type(copy.method.selector()) is type(compression.method.selector())
+
+
+MISTAKES = {
+    "topk(densty=0.5)": 'Unexpected keyword argument "densty"; did you mean "density"?',
+    "oktopk(wire=7)": 'Argument "wire" has incompatible type "int"; expected "str"',
+    "randomk(transport=7)": 'Argument "transport" has incompatible type "int"; expected "str"',
+    "sidco(None, 0.5)": "Too many positional arguments",
+    "dgc(nn.Linear(2, 2))": 'Argument 1 has incompatible type "Linear"',
+    "hard_threshold()": 'Missing named argument "threshold"',
+}
+
+
+@pytest.mark.slow
+def test_a_type_checker_sees_the_arguments(tmp_path: Path) -> None:
+    lines = ["from torch import nn", "from hvd_sparse import Compression, dgc_sgd", ""]
+    lines += [f"Compression.{mistake}" for mistake in MISTAKES]
+    lines += ["named = nn.Linear(2, 2).named_parameters()", "dgc_sgd(named, lr=0.1, densty=1)"]
+    lines += ['Compression.topk(named, density=1, wire="float16", record="run.jsonl").stats()']
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "mypy", "--strict", str(script)]
+    root = Path(hvd_sparse.__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    told = [*MISTAKES.values(), 'Unexpected keyword argument "densty"']
+    for message in told:
+        assert any(message in error for error in errors), (message, done.stdout, done.stderr)
+    assert {int(error.split(":")[1]) for error in errors} == {4, 5, 6, 7, 8, 9, 11}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_arguments_that_type_checkers_see_are_those_that_are_taken(name: str) -> None:
+    seen = inspect.signature(vars(constructors)[f"_{METHODS[name].__name__[: -len('Options')]}"])
+    taken = inspect.signature(getattr(Compression, name))
+    assert {p.name: (p.default, p.kind) for p in seen.parameters.values()} == {
+        p.name: (p.default, p.kind) for p in taken.parameters.values()
+    }
 
 
 def test_every_method_has_a_constructor() -> None:

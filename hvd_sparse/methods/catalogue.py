@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
 from typing_extensions import override
 
 from hvd_sparse.checks import (
-    REQUIRED,
     above,
     at_least,
     at_most,
@@ -113,10 +112,11 @@ class HardThresholdOptions(AnyCollectiveOptions):
 
     name = "hard_threshold"
 
-    threshold: float = option(
-        REQUIRED,
-        "λ, above 0, in units of the gradients (of the scaled loss, with loss scaling).",
-        above(0),
+    threshold: float = field(
+        metadata={
+            "meaning": "λ, above 0, in units of the gradients (of the scaled loss, with scaling).",
+            "check": above(0),
+        }
     )
 
     @override

@@ -103,7 +103,7 @@ assert main(["simulate", "--ranks", "2", "--algorithms", "parcel", "--numel", "1
     )
 
 
-def test_a_compressor_takes_its_file_and_two_lines(copy: Path) -> None:
+def test_a_compressor_takes_its_file_and_three_lines(copy: Path) -> None:
     (copy / "methods" / "first.py").write_text(
         '''from dataclasses import dataclass
 
@@ -135,7 +135,12 @@ class FirstOptions(AnyCollectiveOptions):
     insert(
         copy / "compression.py",
         "    @staticmethod\n    def from_policy(",
-        '    first = staticmethod(constructor(METHODS["first"]))\n\n',
+        "    first = staticmethod(constructor(_First))\n\n",
+    )
+    insert(
+        copy / "compression.py",
+        "class _HorovodCompressor",
+        "@dataclass(frozen=True)\nclass _First(catalogue.FirstOptions, Arguments): ...\n",
     )
     run(
         copy,
