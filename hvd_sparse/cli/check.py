@@ -1,4 +1,4 @@
-"""`hvd-sparse check`: what is installed, and what would be chosen and why."""
+"""`hvd-sparse check`: what is installed, what would be chosen and why, and whether a step works."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import argparse
 import importlib
 import os
 import platform
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import warnings
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +23,11 @@ import torch.distributed
 
 from hvd_sparse import ops
 from hvd_sparse._version import __version__
-from hvd_sparse.cli.command import Command, Output, no_arguments, one_line
+from hvd_sparse.cli.command import Command, Output, one_line
 from hvd_sparse.compression import POLICY_VARIABLE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.native import LIBRARY_PATH
+from hvd_sparse.planner.remembered import default_path
 from hvd_sparse.policy import load_policy
 from hvd_sparse.tables import table
 from hvd_sparse.transports.connect import TRANSPORT_NAMES, VARIABLE
@@ -28,6 +35,20 @@ from hvd_sparse.transports.nccl import problem_with_nccl
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 SLOW_SETTINGS = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD")
+TRIAL_S = 90
+TRIAL = f"""
+import signal; signal.alarm({TRIAL_S})  # ends a rank that nobody waits for any more
+import horovod.torch as hvd, hvd_sparse, torch
+hvd.init()
+device = torch.device("cuda", hvd.local_rank()) if torch.cuda.is_available() else "cpu"
+model = torch.nn.Linear(64, 64).to(device)
+compression = hvd_sparse.Compression.topk(model.named_parameters(), timeout_s={TRIAL_S / 2})
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), compression)
+model(torch.ones(1, 64, device=device)).sum().backward()
+optimizer.step()
+print(f"[{{hvd.rank()}}] went by {{compression.stats().transport}};", flush=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +95,9 @@ def native_library() -> Finding:
         return Finding("native library", "ok", f"{backend}: {LIBRARY_PATH}")
     if os.environ.get("HVD_SPARSE_NATIVE") == "0":
         return Finding("native library", "none", "switched off by HVD_SPARSE_NATIVE=0: slow")
-    return Finding("native library", "problem", f"{LIBRARY_PATH} does not load: slow reference")
+    why = f"{LIBRARY_PATH} {'does not load' if LIBRARY_PATH.exists() else 'is missing'}"
+    mend = "build it (pip install .), or start outside of the sources where it is installed"
+    return Finding("native library", "problem", f"{why}: slow torch reference; {mend}")
 
 
 def gloo() -> Finding:
@@ -114,9 +137,31 @@ def cuda() -> Finding:
         return Finding("CUDA", "none", "torch sees no CUDA device")
     device = torch.cuda.get_device_name()
     found = [f"{name} {v}" for name in CUPY_DISTRIBUTIONS if (v := _version(name)) is not None]
-    if found:
-        return Finding("CUDA", "ok", f"{device}, {found[0]}")
-    return Finding("CUDA", "none", f"{device}, but CuPy is not installed")
+    if not found:
+        extra = f"cuda{str(torch.version.cuda).partition('.')[0]}"
+        mend = f"pip install 'hvd-sparse[{extra}]'"
+        return Finding("CUDA", "problem", f"{device}, but no CuPy for its kernels: slow; {mend}")
+    index = torch.cuda.current_device()
+    try:
+        chosen = ops.kth_magnitude(torch.arange(8.0, device=f"cuda:{index}"), 2)
+    except Exception as error:  # of a compiler, a driver or a cache
+        return Finding("CUDA", "problem", f"{device}, {found[0]}: {one_line(error)}")
+    state = "ok" if chosen == 6 and ops.backend(f"cuda:{index}") == "cuda" else "problem"
+    return Finding("CUDA", state, f"{device}, {found[0]}, a kernel compiled and run")
+
+
+def cache_folder() -> Finding:
+    """Whether the planner can keep its plans for the next run."""
+    path = default_path()
+    if path is None:
+        return Finding("cache", "problem", "no home folder for plans: set XDG_CACHE_HOME")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return Finding("cache", "ok", f"{path.parent} can be written")
+    except OSError as error:
+        why = f"{path.parent} cannot be written ({error.strerror})"
+        return Finding("cache", "problem", f"{why}: set XDG_CACHE_HOME, or a policy's plan_cache")
 
 
 def settings() -> list[Finding]:
@@ -144,15 +189,20 @@ def policy(path: str) -> Finding:
     return Finding(POLICY_VARIABLE, "ok", f"{path}: valid, {rules} rules")
 
 
-def chosen_transport(mpi_finding: Finding) -> Finding:
-    """The choice of `transport="auto"` here, and why."""
+def chosen_transport(of_transports: list[Finding]) -> Finding:
+    """The choice of `transport="auto"` here, and why; the last finding is MPI's."""
     asked = os.environ.get(VARIABLE)
     name = "transport auto"
     if asked and asked != "auto":
         if asked not in TRANSPORT_NAMES:
             names = ", ".join(TRANSPORT_NAMES)
             return Finding(name, "problem", f"{VARIABLE} must be one of {names}; got {asked!r}")
+        here = next((f for f in of_transports if f.name == f"transport {asked}"), None)
+        if here is not None and here.state != "ok":
+            mend = f"mend that, or unset {VARIABLE}"
+            return Finding(name, "problem", f"{VARIABLE}={asked}, but {here.detail}: {mend}")
         return Finding(name, "ok", f"{asked}, because {VARIABLE} says so")
+    mpi_finding = of_transports[-1]
     if mpi_finding.state == "ok":
         choice = "mpi under horovodrun --mpi, gloo under horovodrun --gloo"
     else:
@@ -160,22 +210,53 @@ def chosen_transport(mpi_finding: Finding) -> Finding:
     return Finding(name, "ok", choice)
 
 
-def findings() -> list[Finding]:
+def trial_step() -> Finding:
+    """A training step of two ranks of this machine, as `horovodrun` starts them."""
+    name, ranks = "a training step", 2
+    if torch.cuda.is_available():
+        ranks = min(ranks, torch.cuda.device_count())
+    beside = Path(sys.executable).with_name("horovodrun")
+    launcher = str(beside) if beside.exists() else shutil.which("horovodrun")
+    if launcher is None:
+        return Finding(name, "problem", "there is no horovodrun: install Horovod")
+    command = [launcher, "-np", str(ranks), sys.executable, "-c", TRIAL]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as launch:
+        try:
+            told, _ = launch.communicate(timeout=TRIAL_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(launch.pid, signal.SIGTERM)
+            return Finding(name, "problem", f"{ranks} ranks did not end within {TRIAL_S} s")
+    if launch.returncode == 0:
+        by = told.rpartition("went by ")[2].partition(";")[0]
+        return Finding(name, "ok", f"{ranks} ranks of this machine{f', by {by}' * bool(by)}")
+    said = re.sub(r"\[\d+,\d+\]<std\w+>: ?", "", told)  # a launcher's mark of rank and stream
+    errors = re.findall(r"^[\w.]+Error: .*", said, re.MULTILINE)
+    why = errors[0] if errors else f"horovodrun ended with {launch.returncode}"
+    return Finding(name, "problem", f"{why}; see `{' '.join(command[:-1])} …`")
+
+
+def findings(*, with_trial: bool = True) -> list[Finding]:
     """All findings, in the order in which they are shown."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         of_horovod = horovod()
-        of_mpi = mpi(of_horovod)
-        return [
-            *(versions(), of_horovod, native_library(), gloo(), nccl(), of_mpi, cuda()),
-            *settings(),
-            chosen_transport(of_mpi),
-        ]
+        transports = [gloo(), nccl(), mpi(of_horovod)]
+        found = [versions(), of_horovod, native_library(), *transports, cuda(), cache_folder()]
+        found += [*settings(), chosen_transport(transports)]
+    if with_trial and not any(each.state == "problem" for each in (of_horovod, found[-1])):
+        found.append(trial_step())
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="without the step of two ranks")
 
 
 def run(options: argparse.Namespace) -> Output:
     """Check everything; the status is 1 where there is a problem."""
-    found = findings()
+    found = findings(with_trial=not options.quick)
     problems = [finding for finding in found if finding.state == "problem"]
     marks = {"ok": "ok", "none": "--", "problem": "!!"}
     lines = [table([(marks[f.state], f.name, f.detail) for f in found])]
@@ -194,8 +275,8 @@ def _version(distribution: str) -> str | None:
 
 CHECK = Command(
     name="check",
-    summary="show what is installed, and what would be chosen and why",
-    examples=("hvd-sparse check", "HVD_SPARSE_TRANSPORT=mpi hvd-sparse check --json"),
-    add_arguments=no_arguments,
+    summary="show what is installed, what would be chosen and why, and try a step",
+    examples=("hvd-sparse check", "HVD_SPARSE_TRANSPORT=mpi hvd-sparse check --quick --json"),
+    add_arguments=add_arguments,
     run=run,
 )

@@ -88,7 +88,8 @@ def load() -> NativeOps | None:
         return NativeOps()
     except OSError as error:
         warnings.warn(
-            f"hvd_sparse runs on its slow torch reference: no native library ({error})",
+            f"hvd_sparse runs on its slow torch reference: no native library ({error}); "
+            "build it (pip install .), or start outside of the sources where it is installed",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -68,7 +68,7 @@ def checked(monkeypatch: Any, capsys: Any, **environment: str) -> tuple[int, dic
             monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    status = main(["check", "--json"])
+    status = main(["check", "--quick", "--json"])
     report = json.loads(capsys.readouterr().out)
     return status, {f["name"]: f for f in report["findings"]}
 
@@ -92,6 +92,40 @@ def test_check_names_what_the_environment_decides(monkeypatch: Any, capsys: Any)
     assert status == 1
     assert "one of auto, gloo" in found["transport auto"]["detail"]
     assert found["HOROVOD_CACHE_CAPACITY"]["state"] == "problem"
+
+
+def test_check_tries_what_the_environment_asks_for(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    without_mpi = check.Finding("horovod", "ok", "0.28.1, built with gloo")
+    monkeypatch.setattr(check, "horovod", lambda: without_mpi)
+    (tmp_path / "file").touch()
+    here = {"HVD_SPARSE_TRANSPORT": "mpi", "XDG_CACHE_HOME": str(tmp_path / "file")}
+    status, found = checked(monkeypatch, capsys, **here)
+    assert status == 1
+    assert found["transport auto"] == {
+        "name": "transport auto",
+        "state": "problem",
+        "detail": "HVD_SPARSE_TRANSPORT=mpi, but Horovod was built without MPI: mend that, or "
+        "unset HVD_SPARSE_TRANSPORT",
+    }
+    assert found["cache"]["detail"].endswith("set XDG_CACHE_HOME, or a policy's plan_cache")
+    if not torch.cuda.is_available():
+        _, found = checked(monkeypatch, capsys, HVD_SPARSE_TRANSPORT="nccl")
+        assert "nccl, but torch sees no CUDA device: mend" in found["transport auto"]["detail"]
+
+
+@pytest.mark.launches
+def test_check_takes_a_step_as_training_does(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    step = check.trial_step()
+    assert step.state == "ok"
+    assert step.detail.removeprefix("2 ranks of this machine, by ") in ("gloo", "mpi")
+    (tmp_path / "hvd_sparse.py").write_text("raise ImportError('not whole')\n")
+    monkeypatch.chdir(tmp_path)
+    step = check.trial_step()
+    assert step.state == "problem"
+    assert step.detail.startswith("ImportError: not whole; see `")
 
 
 def test_check_reads_the_policy(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
