@@ -310,8 +310,8 @@ class Compression:
             record: Where to record what happens: a path, or a `Recorder`.
 
         Raises:
-            ConfigError: The policy is wrong; the message says file, line, key, range and value.
-            OSError: It cannot be read.
+            ConfigError: The policy is wrong, or cannot be read; the message says file, line, key,
+                range and value.
         """
         from hvd_sparse.planner import PlanCache, Planner, default_path
         from hvd_sparse.policy import assign, load_policy

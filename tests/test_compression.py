@@ -266,7 +266,7 @@ def test_unknown_names() -> None:
 )
 def test_what_are_no_named_parameters(given: Any, told: str) -> None:
     wanted = r"must be pairs of name and parameter, as model.named_parameters\(\), "
-    policy = {"version": 1, "rules": []}
+    policy = {"version": 1, "rules": [{"compress": "never"}]}
     makers = (
         Compression.topk,
         lambda named: Compression.from_policy(policy, named),

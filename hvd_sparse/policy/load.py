@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path as FilePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -16,12 +15,12 @@ from torch.nn import Module, Parameter
 
 from hvd_sparse.checks import check_timeout, optional
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
-from hvd_sparse.engine import TensorSpec
+from hvd_sparse.engine import Method, TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.methods.method_options import AUTOMATIC, SEPARATOR, check_collective
 from hvd_sparse.policy.assignment import Condition, PolicyAssignment, Rule
-from hvd_sparse.policy.document import Document, Path, read_yaml, shown, suggestion
+from hvd_sparse.policy.document import Document, Path, read_file, shown, suggestion
 from hvd_sparse.policy.schema import Match, policy_model
 
 PLANNABLE = LOSSLESS_CANDIDATES
@@ -49,13 +48,12 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, Any]) -> Policy:
         source: A path, or what such a file holds.
 
     Raises:
-        ConfigError: Something in it is wrong; the message names file, line and key.
-        OSError: The file cannot be read.
+        ConfigError: It cannot be read, or something in it is wrong; the message names file, line
+            and key.
     """
     if isinstance(source, Mapping):
         return check_policy(Document("policy", dict(source)))
-    path = os.fspath(source)
-    return check_policy(read_yaml(FilePath(path).read_bytes(), path))
+    return check_policy(read_file(os.fspath(source)))
 
 
 def check_policy(document: Document) -> Policy:
@@ -72,7 +70,10 @@ def check_policy(document: Document) -> Policy:
     except ValidationError as error:
         raise _located(document, error, model) from None
     defaults = policy.defaults.model_dump(exclude_unset=True)
-    rules = tuple(_rule(document, place, rule, defaults) for place, rule in enumerate(policy.rules))
+    made: dict[Any, Method] = {}
+    rules = tuple(
+        _rule(document, place, rule, defaults, made) for place, rule in enumerate(policy.rules)
+    )
     limits = {m.clip_norm: rule.place for rule in rules for m in rule.methods}
     if len(limits) > 1:
         (one, _), (other, place) = list(limits.items())[:2]
@@ -84,6 +85,8 @@ def check_policy(document: Document) -> Policy:
             check(key, getattr(policy, key))
         except ConfigError as error:
             raise document.error((key,), str(error).removeprefix(f"{key} ")) from None
+    if not rules:
+        raise document.error(("rules",), "must have a rule at least, got []")
     settings = {item.name: getattr(policy, item.name) for item in fields(Policy)[2:]}
     return Policy(document, rules, **settings)
 
@@ -118,13 +121,15 @@ def warnings_of(
     assignment: PolicyAssignment,
     named: Sequence[tuple[str, Parameter]] | None,
 ) -> list[str]:
-    """Rules that decide on nothing, with their places; on nothing in any model, without one."""
+    """Rules that decide on nothing (in any model, without one) or do not compress, with places."""
     if named is None:
         idle = assignment.unreachable_rules()
     else:
         idle = assignment.idle_rules(
             TensorSpec(name, tuple(p.shape), str(p.dtype)) for name, p in named if p.requires_grad
         )
+    whole = "density 1 sends all entries, which is no compression; compress: never says so"
+    idle += [(r, whole) for r in policy.rules if any(m.density == 1 for m in r.methods)]
     return [str(policy.document.error(("rules", rule.place), reason)) for rule, reason in idle]
 
 
@@ -137,7 +142,10 @@ def owning_modules(model: Module) -> dict[int, str]:
     }
 
 
-def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -> Rule:
+def _rule(
+    document: Document, place: int, rule: Any, defaults: dict[str, Any], made: dict[Any, Method]
+) -> Rule:
+    """One rule; methods that several rules share are made once."""
     path: Path = ("rules", place)
     condition = _condition(document, (*path, "match"), rule.match)
     own = rule.model_dump(exclude_unset=True, exclude={"match", "compress"})
@@ -164,11 +172,14 @@ def _rule(document: Document, place: int, rule: Any, defaults: dict[str, Any]) -
     for key, item in taken.items():
         if item.default is MISSING and key not in arguments:
             raise document.error(path, f"{key} must be given: {name} needs it")
-    variants = [arguments]
+    variants, methods = [arguments], []
     try:
         if is_auto and "collective" in taken:
             variants = [{**arguments, "collective": each} for each in collectives_of(arguments)]
-        methods = [METHODS[name](**variant).make() for variant in variants]
+        for variant in variants:
+            key = (name, *variant.items())
+            made[key] = made.get(key) or METHODS[name](**variant).make()
+            methods.append(made[key])
     except ConfigError as error:
         raise _of_argument(document, path, own, arguments, str(error)) from None
     if is_auto and any(method.clip_norm is not None for method in methods):
@@ -203,11 +214,14 @@ def _of_argument(
 def _condition(document: Document, path: Path, match: Match) -> Condition:
     if match.name is not None and match.name_regex is not None:
         raise document.error((*path, "name_regex"), "name and name_regex exclude each other")
-    condition = Condition(**match.model_dump())
+    condition = Condition(**dict(match))
     try:
-        condition.matches_name("")
+        re.compile(match.name_regex or "")
     except (re.error, RecursionError, OverflowError) as error:
-        raise document.error((*path, "name_regex"), f"not a regular expression: {error}") from None
+        hint = "; a glob, as *.weight, belongs in name" if str(match.name_regex)[0] == "*" else ""
+        raise document.error(
+            (*path, "name_regex"), f"not a regular expression: {error}{hint}"
+        ) from None
     if None not in (match.min_numel, match.max_numel) and match.min_numel > match.max_numel:  # type: ignore[operator]
         raise document.error(
             (*path, "max_numel"), f"must be at least min_numel, got {match.max_numel}"
