@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from hvd_sparse.compression import RunOptions
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.policy.load import Policy, load_policy
@@ -79,7 +80,8 @@ def policy_of(options: argparse.Namespace) -> Policy:
     source: Any = options.policy
     if source is None:
         rule = {"compress": "auto", "compressor": options.compressor, "density": options.density}
-        source = {"version": 1, "rules": [rule]}
+        small = {"match": {"max_numel": RunOptions.dense_below - 1}, "compress": "never"}
+        source = {"version": 1, "rules": [small, rule]}
     return load_policy(source)
 
 
@@ -90,16 +92,17 @@ RATE_BIT_PER_S |= {"kbyte": 8e3, "mbyte": 8e6, "gbyte": 8e9, "tbyte": 8e12}
 
 def seconds(text: str) -> float:
     """Parse a time, `30us` for example."""
-    return _parse(text, TIME_S, "30us")
+    return _parse(text.lower(), TIME_S, "30us")
 
 
 def bytes_per_s(text: str) -> float:
-    """Parse a rate as `tc` spells it, `25gbit` or `300gbyte` for example."""
-    return _parse(text, RATE_BIT_PER_S, "25gbit") / 8
+    """Parse a rate as `tc` spells it, `25gbit` or `300gbyte`; `25Gb/s` and `300GB/s` will do."""
+    unit = re.sub(r"(?<=[kKmMgGtT])([bB])(/s|ps)$", lambda m: {"b": "bit", "B": "byte"}[m[1]], text)
+    return _parse(unit.lower(), RATE_BIT_PER_S, "25gbit") / 8
 
 
 def _parse(text: str, units: dict[str, float], example: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]+)", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]+)", text.strip())
     if match is None or match[2] not in units or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(
             f"must be a number above 0 and one of {', '.join(units)}, as {example}; got {text!r}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import string
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from hvd_sparse.cli.command import (
     seconds,
 )
 from hvd_sparse.collectives.two_levels import Levels, shared
+from hvd_sparse.compression import RunOptions
 from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
@@ -111,6 +114,9 @@ def run(options: argparse.Namespace) -> Output:
     plans = [choose_plan(each, tensors) for each in profiles]
     plan, profile = min(zip(plans, profiles, strict=True), key=lambda pair: pair[0].predicted_s)
     rows = [row_of(tensor, rules, profile, plan, tensors) for tensor in reversed(tensors)]
+    for row in rows:
+        if options.policy is None and row["numel"] < RunOptions.dense_below:
+            row["reason"] = f"under {RunOptions.dense_below} elements (dense_below)"
     report = {
         "costs": profile.source,
         "ranks": options.ranks,
@@ -193,10 +199,20 @@ def write_outputs(
 
 
 def text_of(report: dict[str, Any], backward_s: float) -> str:
-    """The plan as text: a row per tensor, and the time of all reductions."""
-    rows = [(*HEADINGS, "choice, bucket", "reason")]
-    rows += [(*figures_of(row), row["shown"], row["reason"]) for row in report["tensors"]]
-    beside = f", beside a backward of {shown_s(backward_s)}" if backward_s else ""
+    """The plan as text, 100 columns wide: a row per tensor, and the time of all reductions."""
+    places = {"dense": "dense"}  # of tensors, by how they are reduced
+    reasons: dict[str, str] = {}
+    rows: list[tuple[str, ...]] = [(*HEADINGS, "in", "why")]
+    for row in report["tensors"]:
+        place = places.setdefault(row["shown"], row["shown"].rpartition(", ")[2])
+        reason = re.sub(r" [\d.e+-]+ [mun]?s\b", "", row["reason"])  # the row has the figures
+        mark = reasons.setdefault(reason, string.ascii_letters[len(reasons) % 52])
+        rows.append((*figures_of(row), place, mark))
+    notes = [f"{place}: {shown.rpartition(', ')[0]}" for shown, place in places.items()][1:]
+    notes += [f"{mark}: {reason}" for reason, mark in reasons.items()]
+    hidden = (
+        f"in {shown_s(backward_s)} hides a part" if backward_s else "hides nothing (--backward)"
+    )
     gain = report["dense_s"] / report["predicted_s"]
     others = [
         f"\n{source}: {shown_s(seconds)}"
@@ -204,10 +220,12 @@ def text_of(report: dict[str, Any], backward_s: float) -> str:
         if source != report["costs"]
     ]
     return (
-        f"{report['ranks']} ranks; costs: {report['costs']}; {report['rests_on']}\n\n"
-        f"{table(rows)}\n\n"
-        f"all reductions{beside}: {shown_s(report['predicted_s'])} as planned, "
-        f"{shown_s(report['dense_s'])} dense ({gain:.2f} ×)" + "".join(others)
+        f"{report['ranks']} ranks; costs: {report['costs']};\n{report['rests_on']}\n\n"
+        f"{table(rows)}\n\n" + "\n".join(notes) + "\n\n"
+        f"all reductions: {shown_s(report['predicted_s'])} as planned, "
+        f"{shown_s(report['dense_s'])} dense ({gain:.2f} ×)"
+        + "".join(others)
+        + f"\nassumed: these costs, and a network without other traffic; backward {hidden}"
     )
 
 

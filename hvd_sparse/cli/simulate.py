@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hvd_sparse.checks import check_choice, check_count, check_share
-from hvd_sparse.cli.command import Command, Output
+from hvd_sparse.cli.command import Command, Output, bytes_per_s, seconds
 from hvd_sparse.collectives.two_levels import shared
 from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError
@@ -26,9 +26,12 @@ from hvd_sparse.lab.simulator import (
 from hvd_sparse.tables import table
 
 COLUMNS = (
-    *("algorithm", "ranks", "sent, worst", "mean", "received, worst", "mean"),
-    *("card received", "messages", "exchange", "step", "efficiency"),
+    *("algorithm", "ranks", "words sent, worst", "mean", "words received, worst", "mean"),
+    *("words of a card", "messages", "exchange", "step", "efficiency"),
 )
+"""Words are of four bytes, per rank and step; those of a card are received, per host."""
+
+MOST_RANKS = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw time, volume and efficiency")
 
     add = parser.add_argument_group("network").add_argument
-    add("--alpha", type=float, default=1e-4, help="seconds per message (default: %(default)s)")
-    add(
-        "--beta",
-        type=float,
-        default=8e-9,
-        help="seconds per byte of a host's card (default: %(default)s)",
-    )
+    for number, words, unit, default, meaning in (
+        ("--alpha", "--latency", seconds, 1e-4, "of a message"),
+        ("--beta", "--bandwidth", seconds_per_byte, 8e-9, "per byte of a host's card"),
+    ):
+        name = number.removeprefix("--")
+        add(number, type=float, default=default, help=f"seconds {meaning} (default: %(default)s)")
+        add(words, dest=name, type=unit, metavar="VALUE", help="the same, as `plan` takes it")
     add(
         "--gamma",
         type=float,
@@ -79,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--region", type=float, default=1.0, help="share of the vector that has all indices")
     add("--loud", type=float, default=0.0, help="share of entries, the first, with large values")
     add("--seed", type=int, default=0, help="seed of the streams (default: %(default)s)")
+
+
+def seconds_per_byte(rate: str) -> float:
+    """Parse a rate, `1gbit` for example, as the time of a byte."""
+    return 1 / bytes_per_s(rate)
 
 
 def run(options: argparse.Namespace) -> Output:
@@ -155,6 +163,8 @@ def _numbers(name: str, text: str) -> list[int]:
         numbers = [int(number) for number in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{name} must be whole numbers with commas, got {text!r}") from error
+    if max(numbers) > MOST_RANKS:
+        raise ConfigError(f"{name} must be at most {MOST_RANKS}, got {max(numbers)}")
     return [check_count(name, number, 1) for number in numbers]
 
 

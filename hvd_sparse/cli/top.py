@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Output | None:
     """Show and update until Ctrl-C; only once where the output is no terminal."""
     check_above("interval", options.interval, 0)
+    if not options.recording.exists():
+        told = f"{options.recording}: no such file; a training with record= writes it"
+        return Output({"error": told}, told, status=1)
     follower = Follower(options.recording)
     if options.once or options.json or not sys.stdout.isatty():
         shown = moment(follower.poll(), options.run_number)

@@ -123,6 +123,7 @@ def as_they_come(
 
 HEADINGS = ("tensor", "elements", "ready", "dense", "sparse", "encode", "decode")
 """The headings of the columns of figures; the choice and the reason follow."""
+LONGEST_NAME = 30
 
 
 def row_of(
@@ -198,9 +199,10 @@ def reason(found: Verdict, plan: ChosenPlan, is_sparse: bool, hidden: bool) -> s
 
 def figures_of(row: dict[str, Any]) -> tuple[str, ...]:
     """The columns of figures of a row, as text."""
-    times = (row[f"{name}_s"] for name in HEADINGS[2:])
+    times = (row[f"{heading}_s"] for heading in HEADINGS[2:])
+    name: str = row["name"]
     return (
-        row["name"],
+        name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}",
         f"{row['numel']:,}",
         *("" if seconds is None else shown_s(seconds) for seconds in times),
     )

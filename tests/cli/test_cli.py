@@ -15,7 +15,7 @@ import torch
 import hvd_sparse
 from hvd_sparse import ops
 from hvd_sparse.cli import check
-from hvd_sparse.cli.command import Command, Output, no_arguments
+from hvd_sparse.cli.command import Command, Output, bytes_per_s, no_arguments
 from hvd_sparse.cli.main import COMMANDS, FAILED, INTERRUPTED, main, make_parser
 from hvd_sparse.cli.profile import device_of_rank
 from hvd_sparse.errors import ConfigError
@@ -187,8 +187,12 @@ def test_plan_shows_every_tensor_and_why(tmp_path: Path, monkeypatch: Any, capsy
     assert report["predicted_s"] < report["dense_s"] / 5
     terms = {name: report["tensors"][0][f"{name}_s"] for name in ("dense", "sparse", "encode")}
     assert terms["encode"] + report["tensors"][0]["decode_s"] < terms["dense"] - terms["sparse"]
-    assert main(slow) == 0
-    assert "8 ranks; costs: cost model" in capsys.readouterr().out
+    assert report["tensors"][1]["reason"] == "under 1024 elements (dense_below)"
+    assert main([*slow[:4], "--bandwidth", "10Mb/s", *slow[6:]]) == 0
+    shown = capsys.readouterr().out
+    assert "8 ranks; costs: cost model" in shown
+    assert "without other traffic; backward hides nothing (--backward)" in shown
+    assert max(map(len, shown.splitlines())) <= 100
     fast = [*slow[:4], "--bandwidth", "100tbit", "--latency", "1ns", "--backward", "10ms"]
     assert main(fast) == 0
     assert "encode + decode" in capsys.readouterr().out
@@ -213,6 +217,13 @@ def test_a_profile_is_taken_where_gradients_are() -> None:
     else:
         with pytest.raises(ConfigError, match="--device cuda: torch sees no CUDA device"):
             device_of_rank("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "rate"), [("1gbit", 1.25e8), ("1Gb/s", 1.25e8), ("2 GB/s", 2e9), ("8kbps", 1e3)]
+)
+def test_rates_are_taken_as_people_write_them(value: str, rate: float) -> None:
+    assert bytes_per_s(value) == rate
 
 
 @pytest.mark.parametrize("value", ["fast", "0gbit", "25", "-1gbit", "25parsec"])

@@ -19,8 +19,12 @@ def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any)
     work = ["--ranks", "2,5", "--numel", "5000", "--compute", "0.001", "--slow-rank", "1"]
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         status = main(["simulate", *work, *files])
-    shown = capsys.readouterr().out
+    shown, progress = capsys.readouterr()
     assert status == 0
+    cases = 2 * len(DISTINCT)
+    assert progress.startswith(f"1 of {cases}: simulated ")
+    assert f"\n{cases} of {cases}: simulated " in progress
+    assert "words sent, worst" in shown
     drawn = (tmp_path / "s.svg").read_text()
     assert all(f">{label}</text>" in drawn for label, *_ in CURVES)
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
@@ -29,6 +33,11 @@ def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any)
     ]
     assert all(f"{row['exchange_s'] * 1e3:.4g} ms" in shown for row in rows)
     assert all(row["received_words"]["worst"] >= row["received_words"]["mean"] > 0 for row in rows)
+    same = ["--bandwidth", "1gbit", "--latency", "100us", "--algorithms", "oktopk"]
+    assert main(["simulate", *work, *same]) == 0  # the defaults of --beta and --alpha
+    assert f"{rows[list(DISTINCT).index('oktopk')]['exchange_s'] * 1e3:.4g} ms" in (
+        capsys.readouterr().out
+    )
 
 
 def test_the_command_shows_both_forms(tmp_path: Path, capsys: Any) -> None:
@@ -45,6 +54,7 @@ def test_the_command_shows_both_forms(tmp_path: Path, capsys: Any) -> None:
     ("arguments", "message"),
     [
         (["--ranks", "2,x"], "--ranks must be whole numbers"),
+        (["--ranks", "2,1025"], "--ranks must be at most 1024, got 1025"),
         (["--ranks", "0"], "--ranks must be a whole number of at least 1, got 0"),
         (["--algorithms", "magic"], "--algorithms must be one of"),
         (["--density", "2"], "density must be in (0, 1], got 2"),

@@ -64,6 +64,7 @@ def test_it_ends_in_order_whenever_ctrl_c_comes(
 
     monkeypatch.setattr(meanwhile, interrupted)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    (tmp_path / "run.jsonl").touch()
     assert main(["top", str(tmp_path / "run.jsonl")]) == 0
     assert capsys.readouterr().err == ""
 
@@ -77,7 +78,9 @@ def test_without_a_terminal_it_shows_once(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(text_of(RUN, PLAN, steps(10, 10)))
     assert main(["top", str(path)]) == 0
-    text = capsys.readouterr().out
+    assert main(["top", str(tmp_path / "none.jsonl")]) == 1
+    text, _, told = capsys.readouterr().out.partition(f"{tmp_path / 'none.jsonl'}: no such file")
+    assert told == "; a training with record= writes it\n"
     assert "40 × less than dense" in text
     assert "\x1b" not in text
     assert main(["top", str(path), "--json"]) == 0
@@ -99,6 +102,7 @@ def test_a_missing_library_is_one_line(
         return real(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without_rich)
+    (tmp_path / "run.jsonl").touch()
     assert main(["top", str(tmp_path / "run.jsonl"), "--once"]) == FAILED
     assert capsys.readouterr().err == (
         "hvd-sparse top: top needs rich: pip install 'hvd-sparse[top]'\n"

@@ -247,8 +247,9 @@ def simulate_all(
     ]
 
     def finished(outcomes: Iterable[SimulatedOutcome]) -> Iterator[SimulatedOutcome]:
-        for outcome in outcomes:
-            progress(f"simulated {outcome.label} on {outcome.world_size} ranks")
+        for count, outcome in enumerate(outcomes, 1):
+            told = f"simulated {outcome.label} on {outcome.world_size} ranks"
+            progress(f"{count} of {len(cases)}: {told}")
             yield outcome
 
     shared = (workload, network, streams, steps, stretch)

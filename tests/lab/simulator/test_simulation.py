@@ -175,4 +175,4 @@ def test_processes_make_no_difference() -> None:
     arguments = (["dense", "oktopk"], [2, 3], workload, NETWORK, SyntheticStreams())
     told: list[str] = []
     assert simulate_all(*arguments, jobs=2, progress=told.append) == simulate_all(*arguments)
-    assert told[-1] == "simulated oktopk on 3 ranks"
+    assert told[-1] == "4 of 4: simulated oktopk on 3 ranks"
