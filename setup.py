@@ -7,16 +7,20 @@ is loaded with ctypes: no Python or torch headers, hence one wheel for every Pyt
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent.resolve()
@@ -48,11 +52,45 @@ def compiler() -> list[str]:
     return command
 
 
+def front_page() -> str:
+    """README.md as a package index shows it: with whole addresses in the place of relative ones."""
+    project, version = (ROOT / "pyproject.toml").read_text(), (ROOT / "hvd_sparse" / "_version.py")
+    (address,) = re.findall(r'^Repository = "(.+)"$', project, re.MULTILINE)
+    (number,) = re.findall(r'^__version__ = "(.+)"$', version.read_text(), re.MULTILINE)
+
+    def whole(link: re.Match[str]) -> str:
+        kind = "raw" if link[1] else "blob"
+        return f"{link[1]}[{link[2]}]({address}/{kind}/v{number}/{link[3]})"
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"(!?)\[([^]]*)\]\((?![a-z]+:|#)([^)]+)\)", whole, text)
+
+
 def is_older(output: Path, inputs: list[Path]) -> bool:
     """Whether `output` is missing or older than any of `inputs`."""
     return not output.exists() or output.stat().st_mtime < max(
         path.stat().st_mtime for path in inputs
     )
+
+
+def check_loads(library: Path, command: list[str]) -> None:
+    """Refuse what a compiler left that failed without saying so."""
+    load = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).hvds_abi_version()"
+    done = subprocess.run(
+        [sys.executable, "-c", load, str(library)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+        raise SystemExit(f"hvd_sparse: {shlex.join(command)} made no library that loads: {why}")
+
+
+class BuildPackage(build_py):
+    """Copies the modules into an empty folder: an earlier build may have left deleted ones."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(ROOT / self.build_lib / "hvd_sparse", ignore_errors=True)
+        super().run()
 
 
 class BuildNative(build_ext):
@@ -65,13 +103,15 @@ class BuildNative(build_ext):
     def run(self) -> None:
         sources = sorted((ROOT / SOURCE_DIR).glob("*.cpp"))
         headers = [*sorted((ROOT / SOURCE_DIR).glob("*.h")), Path(__file__).resolve()]
-        objects_dir = ROOT / self.build_temp / "native"
+        flags = [*COMPILE_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+        # Of this compiler and these flags: what others have left is not taken for theirs.
+        key = hashlib.sha256(repr((os.environ.get("CXX"), flags)).encode()).hexdigest()[:8]
+        objects_dir = ROOT / self.build_temp / f"native-{key}"
         objects = {source: objects_dir / f"{source.stem}.o" for source in sources}
         stale = [s for s, o in objects.items() if self.force or is_older(o, [s, *headers])]
         library = self._library()
         if stale or is_older(library, list(objects.values())):
             command = compiler()
-            flags = [*COMPILE_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
             objects_dir.mkdir(parents=True, exist_ok=True)
             library.parent.mkdir(parents=True, exist_ok=True)
 
@@ -82,8 +122,13 @@ class BuildNative(build_ext):
                 list(pool.map(compile_one, stale))
             # Linked beside and renamed: a process that has the old library mapped keeps it intact.
             fresh = library.with_suffix(".so.new")
+            fresh.unlink(missing_ok=True)
             linked = [str(path) for path in objects.values()]
             self._call([*command, *linked, *flags, *LINK_FLAGS, "-o", str(fresh)])
+            if not any(
+                flag.startswith("-fsanitize") for flag in flags
+            ):  # such a library needs LD_PRELOAD
+                check_loads(fresh, command)
             fresh.replace(library)
         if not self.inplace:
             shipped = ROOT / self.build_lib / SHIPPED_CUDA_DIR
@@ -148,7 +193,10 @@ class NativeDistribution(Distribution):
 
 setup(
     distclass=NativeDistribution,
+    long_description=front_page(),
+    long_description_content_type="text/markdown",
     cmdclass={
+        "build_py": BuildPackage,
         "build_ext": BuildNative,
         "bdist_wheel": PlatformWheel,
         "editable_wheel": VisibleEditable,

@@ -35,8 +35,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
 HOROVOD = "0.28.1"
-PYTHONS = ((3, 10), (3, 12))
-# What Horovod's build and `horovodrun` import; setuptools also provides distutils on Python 3.12.
+PYTHONS = ((3, 10), (3, 13))
+# What Horovod's build and `horovodrun` import; setuptools has the distutils of Python 3.12 and up.
 BUILD_TOOLS = ["cmake", "setuptools>=77", "wheel", "packaging", "numpy"]
 BUILD_TOOLS += ["cffi", "cloudpickle", "psutil", "pyyaml"]
 # The variables that Horovod reads when it is built, not when it runs.
@@ -83,9 +83,9 @@ def check_python(version: tuple[int, int]) -> None:
     """Refuse a Python with which Horovod is not known to build."""
     if not PYTHONS[0] <= version <= PYTHONS[1]:
         raise SetupError(
-            f"Python {version[0]}.{version[1]} is outside 3.10 to 3.12, which Horovod {HOROVOD} "
-            "is known to build with: make PYTHON=python3.11 (apt-get install python3.11 "
-            "python3.11-venv python3.11-dev)"
+            f"Python {version[0]}.{version[1]} is outside 3.10 to 3.13, which Horovod {HOROVOD} "
+            "is known to build with: make PYTHON=python3.13 (apt-get install python3.13 "
+            "python3.13-venv python3.13-dev)"
         )
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import threading
 import zipfile
@@ -64,7 +65,8 @@ def test_sdist_carries_the_native_sources(dist: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*/*.[ch]*")}
     assert sources
-    assert sources | {"LICENSE", "CHANGELOG.md", "hvd_sparse/py.typed"} <= names
+    beside = {"LICENSE", "NOTICE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md"}
+    assert sources | beside | {"hvd_sparse/py.typed"} <= names
     assert not [name for name in names if name.endswith(".so")]
 
 
@@ -93,6 +95,85 @@ def test_wheel_has_the_library_and_installs_without_torch(dist: Path, tmp_path: 
     loaded = run(python, "-I", "-c", load, cwd=tmp_path)
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout.strip().startswith(str(venv))
+    # Beside torch and the other dependencies it works; its sdist was the source of this wheel.
+    environ = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    reduced = run(python, "-c", REDUCTION, cwd=tmp_path, env=environ)
+    assert reduced.returncode == 0, reduced.stderr
+    assert reduced.stdout.split()[0].startswith(str(venv))
+    assert reduced.stdout.split()[1].startswith("native")
+    checked = run(venv / "bin" / "hvd-sparse", "check", "--quick", cwd=tmp_path, env=environ)
+    assert "ok  native library" in checked.stdout, checked.stderr
+
+
+REDUCTION = """
+import hvd_sparse, torch
+from hvd_sparse import ops
+from hvd_sparse.collectives import OkTopk
+from hvd_sparse.streams import SparseStream
+from hvd_sparse.transports import run_ranks
+
+def one_rank(transport):
+    mine = SparseStream(torch.tensor([transport.rank], dtype=torch.int32), torch.ones(1), 4)
+    return OkTopk(transport, 4, 2).reduce(mine).reduced.nnz
+
+assert run_ranks(2, one_rank) == [2, 2]
+print(hvd_sparse.__file__, ops.backend())
+"""
+
+
+@pytest.mark.slow
+def test_a_package_index_takes_both(dist: Path) -> None:
+    files = [*dist.glob("*.whl"), *dist.glob("*.tar.gz")]
+    done = run(sys.executable, "-m", "twine", "check", "--strict", *files)
+    assert done.returncode == 0, done.stdout
+    with zipfile.ZipFile(files[0]) as archive:
+        (place,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = archive.read(place).decode()
+    for line in ("Author: The hvd_sparse developers", "Requires-Python: <3.14,>=3.10"):
+        assert line in metadata
+    assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", metadata)  # no link is relative there
+
+
+def built(source: Path, wheels: Path, compiler: str) -> subprocess.CompletedProcess[str]:
+    hook = "from setuptools.build_meta import build_wheel as b; import sys; b(sys.argv[1])"
+    environ = {**os.environ, "CXX": compiler}
+    return run(sys.executable, "-c", hook, wheels, cwd=source, env=environ)
+
+
+def copy_of_sources(source: Path, tmp_path: Path) -> str:
+    """Copies what a build reads; returns a compiler that takes the library that is built here."""
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy2(ROOT / name, source)
+    for name in ("hvd_sparse", "csrc"):
+        shutil.copytree(ROOT / name, source / name, ignore=NOT_SHIPPED)
+    compiler = tmp_path / "c++"
+    library = ROOT / "hvd_sparse" / "_native.so"
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp {library} "$2"\n')
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+@pytest.mark.slow
+def test_an_earlier_build_leaves_nothing_in_a_wheel(tmp_path: Path) -> None:
+    source, wheels = tmp_path / "source", tmp_path / "wheels"
+    compiler = copy_of_sources(source, tmp_path)
+    (wheels / "second").mkdir(parents=True)
+    assert built(source, wheels, compiler).returncode == 0
+    (stale,) = source.glob("build/lib*/hvd_sparse")
+    (stale / "deleted.py").touch()
+    assert built(source, wheels / "second", compiler).returncode == 0
+    (wheel,) = (wheels / "second").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "hvd_sparse/deleted.py" not in archive.namelist()
+        assert "hvd_sparse/_native.so" in archive.namelist()
+    silent = tmp_path / "silent"
+    for leaves in ("true", ': > "$2"'):
+        silent.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n{leaves}\n')
+        silent.chmod(0o755)
+        failed = built(source, wheels, str(silent))
+        assert failed.returncode != 0
+        assert "made no library that loads" in failed.stderr, failed.stderr
 
 
 @pytest.mark.slow
@@ -126,21 +207,15 @@ def test_versions_agree() -> None:
 @pytest.mark.slow
 def test_an_editable_install_is_visible_to_mypy(tmp_path: Path) -> None:
     """Its metadata and its path come from the build; nothing has to be compiled for that."""
-    source, compiler = tmp_path / "source", tmp_path / "c++"
-    source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy2(ROOT / name, source)
-    for name in ("hvd_sparse", "csrc"):
-        shutil.copytree(ROOT / name, source / name, ignore=NOT_SHIPPED)
+    source = tmp_path / "source"
+    compiler = copy_of_sources(source, tmp_path)
     (source / "tests").mkdir()  # a second folder beside the package, as in a checkout
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
-    compiler.chmod(0o755)
     hook = "from setuptools.build_meta import build_editable as b; import sys; b(sys.argv[1])"
     wheels, venv = tmp_path / "wheels", tmp_path / "venv"
     wheels.mkdir()
-    environ = {**os.environ, "CXX": str(compiler)}
-    built = run(sys.executable, "-c", hook, wheels, cwd=source, env=environ)
-    assert built.returncode == 0, built.stderr
+    environ = {**os.environ, "CXX": compiler}
+    done = run(sys.executable, "-c", hook, wheels, cwd=source, env=environ)
+    assert done.returncode == 0, done.stderr
     assert run(sys.executable, "-m", "venv", "--without-pip", venv).returncode == 0
     (wheel,) = wheels.glob("*.whl")
     (packages,) = venv.glob("lib/python*/site-packages")
@@ -209,10 +284,15 @@ def test_each_missing_tool_names_its_package(
 
 def test_an_unsuitable_python_is_refused() -> None:
     bootstrap.check_python((3, 10))
-    bootstrap.check_python((3, 12))
-    for version in ((3, 9), (3, 13)):
-        with pytest.raises(bootstrap.SetupError, match=r"outside 3\.10 to 3\.12"):
+    bootstrap.check_python((3, 13))
+    for version in ((3, 9), (3, 14)):
+        with pytest.raises(bootstrap.SetupError, match=r"outside 3\.10 to 3\.13"):
             bootstrap.check_python(version)
+    declared = (ROOT / "pyproject.toml").read_text()
+    assert 'requires-python = ">=3.10,<3.14"' in declared
+    assert {(3, int(minor)) for minor in re.findall(r"Python :: 3\.(\d+)", declared)} == {
+        (3, minor) for minor in range(bootstrap.PYTHONS[0][1], bootstrap.PYTHONS[1][1] + 1)
+    }
 
 
 def test_the_wheel_key_separates_what_differs() -> None:
