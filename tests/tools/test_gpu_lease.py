@@ -156,9 +156,8 @@ def test_a_kernel_that_does_nothing_is_found(sanitized: Shim, tmp_path: Path) ->
 def test_a_phase_that_takes_too_long_is_killed_and_the_rows_stay(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"phase": "facts", "name": "cut o')
     launch(Phase("facts", 0.05, 1), tmp_path, 0.05)
-    launch(Phase("smoke", 60.0, 1), tmp_path, -1.0)
     told = [(row["phase"], row["error"]) for row in read(tmp_path)]
-    assert told == [("facts", "not done in 0 s"), ("smoke", "no time was left for it")]
+    assert told == [("facts", "not done in 0 s")]
 
 
 def test_a_benchmark_becomes_rows(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ PHASES = (
 )
 CALLS = tuple(dict.fromkeys(phase.call for phase in PHASES if phase.call))
 MOST_CALL_S, MOST_TOTAL_S, START_S = 600.0, 1800.0, 120.0
-"""What a lease allows, in seconds of a call and of all of them; and what a machine's start takes."""
+"""Seconds that a lease allows a call and all of them, and that a machine's start takes."""
 NAMES = tuple(phase.name for phase in PHASES)
 
 
