@@ -76,10 +76,9 @@ class AutomaticCollective(Collective):
     def chosen(self) -> Collective:
         return self._candidates[self.algorithm]
 
-    @property
     @override
-    def device(self) -> torch.device | None:
-        return self.chosen.device
+    def reads_on(self, device: torch.device) -> bool:
+        return self.chosen.reads_on(device)
 
     @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:

@@ -61,17 +61,18 @@ class Collective(ABC):
         """The collective that does the work: this one, unless it chooses among others."""
         return self
 
-    @property
-    def device(self) -> torch.device | None:
-        """A device where `reduce` takes streams and leaves sums, too; None: only on the host."""
-        return None
+    def reads_on(self, device: torch.device) -> bool:
+        """Whether `reduce` reads streams on a device alone; others are on the host, too."""
+        del device
+        return False
 
     @abstractmethod
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Sum the ranks' streams.
 
         Args:
-            stream: What this rank selected; on the host, or on `device` on all ranks.
+            stream: What this rank selected; on the host, or where `reads_on` allows it. Sums are
+                taken at its `home`, and what is returned is there.
             take_at: Gives what the accumulator holds at other indices, once the stream is out of
                 it; None: nothing. Only collectives that sum at other ranks' indices call it.
 
@@ -79,9 +80,9 @@ class Collective(ABC):
             TransportError: A peer is gone or did not answer; nothing was applied.
         """
 
-    def packer(self) -> Packer:
-        """The encoder of the messages of exchange number `step`."""
-        return Packer(self.wire, self.transport.rank, self.step)
+    def packer(self, stream: SparseStream) -> Packer:
+        """The encoder of the messages of exchange number `step`, which sums streams like this."""
+        return Packer(self.wire, self.transport.rank, self.step, stream.home)
 
     def scope(self) -> Scope | None:
         """Where this rank is to select in the next step; None: everywhere, all k entries."""

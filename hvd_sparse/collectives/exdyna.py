@@ -102,10 +102,12 @@ class ExDyna(IndexUnion):
         rest = stream.without(kept.indices)
         P, step = self.transport.world_size, self.step
         self.selected = [parts[(i - step) % P].numel() for i in range(P)]
-        reduction = self.sum_at(kept, parts, take_at)
+        packer = self.packer(stream)
+        reduction = self.sum_at(kept, parts, take_at, packer)
         if self.dynamic:
             self.partitions.level(reduction.reduced.indices)
-        return Reduction(reduction.reduced, sum_of([rest, reduction.returned], self.numel))
+        returned = [rest.to(packer.device), reduction.returned]
+        return Reduction(reduction.reduced, sum_of(returned, self.numel))
 
     # -- algorithm 5: online threshold scaling -----------------------------------------------------
 
@@ -245,7 +247,7 @@ class Partitions:
         total, count = self.weights.numel(), len(self.blocks)
         if total == 0:
             return
-        starts = torch.arange(1, total, dtype=torch.int32, device="cpu") * self.block_numel
+        starts = torch.arange(1, total, dtype=torch.int32, device=indices.device) * self.block_numel
         edges = [0, *torch.searchsorted(indices, starts).tolist(), indices.numel()]
         counts = torch.tensor(edges, dtype=torch.float64, device="cpu").diff()
         self.weights = FADING * self.weights + counts

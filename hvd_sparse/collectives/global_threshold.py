@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_sparse import ops
 from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys, threshold_key
+from hvd_sparse.streams import CPU
 from hvd_sparse.transports import Transport
 
 DIGIT_BITS = 8
@@ -53,6 +55,7 @@ def th_re_evaluate(values: Tensor, k: int, transport: Transport) -> float:
     prefix, wanted = 0, k
     for shift in (24, 16, 8, 0):
         counts = torch.bincount((keys >> shift) & (DIGITS - 1), minlength=DIGITS)
+        (counts,) = ops.moved((counts,), CPU)
         counts = transport.allreduce_sum(counts, channel="global_threshold")
         from_top = counts.flip(0).cumsum(0)
         if int(from_top[-1]) < wanted:
@@ -73,12 +76,18 @@ def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
         threshold: What the levels lie around.
 
     Returns:
-        int32 `(LEVELS,)`, descending; zeros where there are no levels: magnitudes next to zero have
-        no room for any below them.
+        int32 `(LEVELS,)` on the values' device, descending; zeros where there are no levels:
+        magnitudes next to zero have no room for any below them.
     """
     lowest = _lowest_key(threshold)
     if lowest <= 0:
-        return torch.zeros(LEVELS, dtype=torch.int32, device="cpu")
+        return torch.zeros(LEVELS, dtype=torch.int32, device=values.device)
+    if values.device.type != "cpu":  # bincount would wait there
+        places = ((magnitude_keys(values) - lowest) >> BIN_BITS).clamp(-1, LAST - FIRST) + 1
+        found = torch.zeros(LAST - FIRST + 2, dtype=torch.int32, device=values.device)
+        found.index_add_(0, places, torch.ones_like(places))
+        above = torch.from_numpy(_ABOVE_FIRST + 1).pin_memory()
+        return found.flip(0).cumsum(0).flip(0)[above.to(values.device, non_blocking=True)].int()
     # By NumPy: on few values each call costs a fraction of torch's.
     bins = ((values.numpy().view(np.int32) & 0x7FFFFFFF) - lowest) >> BIN_BITS
     counts = np.bincount(np.clip(bins, -1, LAST - FIRST) + 1, minlength=LAST - FIRST + 2)

@@ -33,7 +33,7 @@ class GTopk(Collective):
 
     @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        packer = self.packer()
+        packer = self.packer(stream)
         total, dropped = self._reduce_to_root(stream, packer)
         u = self._broadcast(total, packer)
         self.step += 1
@@ -44,7 +44,7 @@ class GTopk(Collective):
     ) -> tuple[SparseStream, list[SparseStream]]:
         """The tree; at rank 0, the sum. Returns what this rank dropped, too."""
         P, rank = self.transport.world_size, self.transport.rank
-        total, rest = stream.split_largest(self.k)
+        total, rest = stream.to(packer.device).split_largest(self.k)
         dropped = [rest]
         mask = 1
         while mask < P:
@@ -56,7 +56,7 @@ class GTopk(Collective):
                 src = rank + mask
             message = self.transport.exchange(payload, dst, src, channel="gtopk.reduce").wait()
             if message is not None:
-                theirs = packer.wire.decode(message, 0, self.numel).to_stream(self.numel)
+                theirs = packer.read(message, 0, self.numel).to_stream(self.numel)
                 entries = total.nnz + theirs.nnz
                 self.transport.worked(Work(entries, selected_entries=entries))
                 total, rest = sum_of([total, theirs], self.numel).split_largest(self.k)
@@ -68,4 +68,4 @@ class GTopk(Collective):
         """Rank 0's stream, as all ranks read it."""
         payload = packer.pack(Part.of(total))[0] if self.transport.rank == 0 else None
         message = self.transport.broadcast(payload, 0, channel="gtopk.broadcast")
-        return packer.wire.decode(message, 0, self.numel).to_stream(self.numel)
+        return packer.read(message, 0, self.numel).to_stream(self.numel)

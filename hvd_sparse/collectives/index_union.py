@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hvd_sparse import ops
 from hvd_sparse.accumulator import Scope
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
-from hvd_sparse.streams import Part, SparseStream
+from hvd_sparse.streams import CPU, Part, SparseStream
+from hvd_sparse.wire import Packer
 
 
 class IndexUnion(Collective):
@@ -33,7 +35,8 @@ class IndexUnion(Collective):
 
     @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        return self.sum_at(stream, self.gather(stream.indices), take_at)
+        parts = self.gather(stream.indices)
+        return self.sum_at(stream, parts, take_at, self.packer(stream))
 
     def gather(self, indices: Tensor) -> list[Tensor]:
         """Line 11: all ranks' indices, in the order of the ranks."""
@@ -42,7 +45,7 @@ class IndexUnion(Collective):
         return [self.wire.decode_indices(message, self.numel) for message in messages]
 
     def sum_at(
-        self, stream: SparseStream, parts: list[Tensor], take_at: TakeAt | None
+        self, stream: SparseStream, parts: list[Tensor], take_at: TakeAt | None, packer: Packer
     ) -> Reduction:
         """Lines 12-13 and 18: the sum of all ranks' accumulators wherever one selected.
 
@@ -50,19 +53,24 @@ class IndexUnion(Collective):
             stream: What this rank selected.
             parts: All ranks' indices, this rank's included.
             take_at: See `Collective.reduce`.
+            packer: The encoder of values; its device is where they are summed.
         """
         rank = self.transport.rank
         order = sorted(range(len(parts)), key=lambda r: int(parts[r][0]) if len(parts[r]) else -1)
-        union = torch.cat([parts[r] for r in order])
-        if is_ascending(union):  # partitions side by side, or a leader alone: as a rule
+        runs = [parts[r] for r in order if len(parts[r])]
+        (union,) = ops.moved((torch.cat([parts[r] for r in order]),), packer.device)
+        if all(before[-1] < after[0] for before, after in pairwise(runs)):
+            # Partitions side by side, or a leader alone: as a rule.
             start = sum(len(parts[r]) for r in order[: order.index(rank)])
             values = self._values_around(stream, union, start, take_at)
         else:
             union = union.unique()
             values = self._values_among(stream, union, take_at)
-        total, lost = self._sum(values)
+        total, lost = self._sum(values, packer)
         self.step += 1
-        returned = SparseStream(union[lost.indices.long()], lost.values, self.numel)
+        returned = SparseStream.empty(self.numel)
+        if lost.nnz:
+            returned = SparseStream(union[lost.indices.long()], lost.values, self.numel)
         return Reduction(SparseStream(union, total, self.numel), returned)
 
     def _values_around(
@@ -70,8 +78,8 @@ class IndexUnion(Collective):
     ) -> Tensor:
         """Line 12: this rank's accumulator, where its own indices are a run of the union."""
         stop = start + stream.nnz
-        values = torch.zeros(union.numel(), dtype=torch.float32, device="cpu")
-        values[start:stop] = stream.values
+        values = torch.zeros(union.numel(), dtype=torch.float32, device=union.device)
+        values[start:stop] = stream.to(union.device).values
         if take_at is not None:
             others = take_at(torch.cat([union[:start], union[stop:]]))
             values[:start], values[stop:] = others[:start], others[start:]
@@ -79,32 +87,33 @@ class IndexUnion(Collective):
 
     def _values_among(self, stream: SparseStream, union: Tensor, take_at: TakeAt | None) -> Tensor:
         """The same where others selected some of this rank's indices, too, or some between them."""
-        values = torch.zeros(union.numel(), dtype=torch.float32, device="cpu")
-        own = torch.zeros(union.numel(), dtype=torch.bool, device="cpu")
-        own[torch.searchsorted(union, stream.indices)] = True
-        values[own] = stream.values
+        values = torch.zeros(union.numel(), dtype=torch.float32, device=union.device)
+        own = torch.zeros(union.numel(), dtype=torch.bool, device=union.device)
+        indices, its_values = stream.to(union.device).payload()
+        places = torch.searchsorted(union, indices)
+        own[places], values[places] = True, its_values
         if take_at is not None:
-            values[~own] = take_at(union[~own])
+            others = own.logical_not().nonzero().view(-1)
+            values[others] = take_at(union[others])
         return values
 
-    def _sum(self, values: Tensor) -> tuple[Tensor, SparseStream]:
+    def _sum(self, values: Tensor, packer: Packer) -> tuple[Tensor, SparseStream]:
         """Float32 values `(K,)` summed over the ranks, in their order; what rounding lost here."""
-        P, rank, packer = self.transport.world_size, self.transport.rank, self.packer()
+        P, rank, device = self.transport.world_size, self.transport.rank, values.device
         edges = [values.numel() * r // P for r in range(P + 1)]
+        (values,) = ops.moved((values,), CPU)
         slices = [Part(None, values[a:b], a, b) for a, b in pairwise(edges)]
         payloads = [() if r == rank else packer.pack(part)[0] for r, part in enumerate(slices)]
         arrived = self.transport.all_to_all(payloads, channel="values")
-        total = torch.zeros(edges[rank + 1] - edges[rank], dtype=torch.float32, device="cpu")
+        total = torch.zeros(edges[rank + 1] - edges[rank], dtype=torch.float32, device=device)
         for r, message in enumerate(arrived):
-            theirs = (
-                slices[rank] if r == rank else packer.wire.decode(message, *edges[rank : rank + 2])
-            )
+            mine = slices[rank]
+            theirs = packer.land(mine) if r == rank else packer.read(message, mine.start, mine.stop)
             total += theirs.values
         payload, _ = packer.pack(Part(None, total, *edges[rank : rank + 2]))
         gathered = self.transport.allgather(payload, channel="sums")
         sums = [
-            packer.wire.decode(m, a, b).values
-            for m, (a, b) in zip(gathered, pairwise(edges), strict=True)
+            packer.read(m, a, b).values for m, (a, b) in zip(gathered, pairwise(edges), strict=True)
         ]
         return torch.cat(sums), packer.lost(values.numel())
 
@@ -129,9 +138,3 @@ class CyclicLeader(IndexUnion):
         if self.step % self.transport.world_size == self.transport.rank:
             return Scope(0, self.numel)
         return Scope(0, 0, share=0.0)
-
-
-def is_ascending(indices: Tensor) -> bool:
-    """Whether int32 indices `(m,)` ascend strictly."""
-    places = indices.numpy()  # torch would share this small work among threads
-    return bool((places[1:] > places[:-1]).all())

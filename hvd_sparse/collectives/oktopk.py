@@ -53,6 +53,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import (
     LEVELS,
@@ -136,7 +137,7 @@ class OkTopk(Collective):
         """Algorithm 1, from line 5 on; see `Collective.reduce`."""
         if self.step % self.repartition_interval == 0 or self.regions_are_uneven:
             self.boundaries = self.space_repartition(stream)
-        packer = self.packer()
+        packer = self.packer(stream)
         reduced_topk = self.split_and_reduce(stream, packer)
         due = self.step % self.threshold_interval == 0
         u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due)
@@ -165,7 +166,7 @@ class OkTopk(Collective):
         P, rank = self.transport.world_size, self.transport.rank
         regions = self._cut(stream)
         span = self._spans()[rank]
-        total, arrived = regions[rank].to_stream(self.numel), list[SparseStream]()
+        total, arrived = packer.land(regions[rank]).to_stream(self.numel), list[SparseStream]()
         self._received = 0
         for batch in batches(P):
             handles = [
@@ -192,12 +193,12 @@ class OkTopk(Collective):
         cuts = stream.indices.numpy().searchsorted(ends).tolist()
         stretches = pairwise([0, *cuts, stream.nnz])
         return [
-            _part(stream.slice(*positions), span)
+            Part.of(stream.slice(*positions), *span)
             for positions, span in zip(stretches, self._spans(), strict=True)
         ]
 
     def _read(self, message: Tensor, packer: Packer, span: Span) -> SparseStream:
-        return packer.wire.decode(message, *span).to_stream(self.numel)
+        return packer.read(message, *span).to_stream(self.numel)
 
     def _sum(self, total: SparseStream, arrived: Sequence[SparseStream]) -> SparseStream:
         if not arrived:
@@ -288,9 +289,9 @@ class OkTopk(Collective):
     ) -> SparseStream:
         """Bring entries to every rank, and with them what the next step needs to know."""
         rank = self.transport.rank
-        counts = counts_at_levels(reduced_topk.values, self.global_threshold)
+        counts = ops.queued(counts_at_levels(reduced_topk.values, self.global_threshold))
         received = torch.tensor([self._received], dtype=torch.int32, device="cpu")
-        payload, own = packer.pack(_part(chosen, spans[rank]))
+        payload, own = packer.pack(Part.of(chosen, *spans[rank]))
         messages = self.transport.allgather((counts, received, *payload), channel="allgather")
         for message in messages:
             check_bytes(self.wire.name, "counts at levels", message[:HEAD_BYTES], HEAD_BYTES)
@@ -299,7 +300,7 @@ class OkTopk(Collective):
         even = max(self.k, FEW_ENTRIES, UNEVEN_FACTOR * sum(entries) / len(entries))
         self.regions_are_uneven = max(entries) > even
         parts = [
-            own.to_stream(self.numel)
+            packer.land(own).to_stream(self.numel)
             if source == rank
             else self._read(message[HEAD_BYTES:], packer, spans[source])
             for source, message in enumerate(messages)
@@ -367,7 +368,7 @@ class OkTopk(Collective):
                 target, source = (rank + s) % P, (rank - s) % P
                 sends, receives = part(target).nnz > 0, len(moved(source, rank)) > 0
                 handles[source] = self.transport.exchange(
-                    packer.pack(_part(part(target), spans[rank]))[0] if sends else None,
+                    packer.pack(Part.of(part(target), *spans[rank]))[0] if sends else None,
                     target if sends else None,
                     source if receives else None,
                     channel="balance",
@@ -400,8 +401,3 @@ class OkTopk(Collective):
             self.regions_are_uneven = bool(state["regions_are_uneven"])
             if state["level_counts"].shape == self.level_counts.shape:
                 self.level_counts = state["level_counts"].clone()
-
-
-def _part(stream: SparseStream, span: Span) -> Part:
-    """A stream whose entries lie in a span, as a part of that alone."""
-    return Part(stream.indices, stream.values, *span)

@@ -50,7 +50,7 @@ class SparcmlCollective(Collective):
 
     @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        packer = self.packer()
+        packer = self.packer(stream)
         parts = self.combine_parts(Part.of(stream), self.transport, packer, SUM)
         self.step += 1
         total = sum_of_parts(parts, self.numel)
@@ -88,10 +88,11 @@ def ssar_recursive_double(
         first = cube.rank_at(cube.position & ~(mask - 1))  # of those that hold the same part
         payload, own = packer.pack(packer.settled(part, operation), author=first)
         message = transport.exchange(payload, peer, peer, channel="sparcml.double").received()
-        theirs = packer.wire.decode(message, part.start, part.stop)
+        theirs = packer.read(message, part.start, part.stop)
+        own = packer.land(own)
         ordered = [own, theirs] if transport.rank < peer else [theirs, own]
         part = _combine_on(transport, ordered, operation)
-    return [_unfold(part, cube, transport)]
+    return [_unfold(packer.land(part), cube, transport, packer)]
 
 
 def _fold(
@@ -105,20 +106,20 @@ def _fold(
     message = transport.exchange(payload, dst, src, channel="sparcml.fold").wait()
     if message is None:
         return part
-    return _combine_on(
-        transport, [part, packer.wire.decode(message, part.start, part.stop)], operation
-    )
+    theirs = packer.read(message, part.start, part.stop)
+    return _combine_on(transport, [packer.land(part), theirs], operation)
 
 
-def _unfold(part: Part, cube: Cube, transport: Transport) -> Part:
+def _unfold(part: Part, cube: Cube, transport: Transport, packer: Packer) -> Part:
     """The surplus ranks get the result, without rounding."""
     if cube.positions == transport.world_size:
         return part
-    plain = PlainWire(part.values.dtype, part.values.shape[1:])
-    payload = None if cube.is_passive or cube.partner is None else plain.encode(part, 0)
+    wire = PlainWire(part.values.dtype, part.values.shape[1:])
+    plain = Packer(wire, packer.rank, packer.step, packer.device)
+    payload = None if cube.is_passive or cube.partner is None else plain.pack(part)[0]
     dst, src = (None, cube.partner) if cube.is_passive else (cube.partner, None)
     message = transport.exchange(payload, dst, src, channel="sparcml.unfold").wait()
-    return part if message is None else plain.decode(message, part.start, part.stop)
+    return part if message is None else plain.read(message, part.start, part.stop)
 
 
 class SsarRecursiveDouble(SparcmlCollective):
@@ -192,10 +193,10 @@ def _split_and_reduce(
         for start, stop in uniform_regions(part.numel, P)
     ]
     payloads = [() if i == rank else packer.pack(region)[0] for i, region in enumerate(regions)]
-    own = regions[rank]
+    own = packer.land(regions[rank])
     messages = transport.all_to_all(payloads, channel="sparcml.split")
     parts = [
-        own if source == rank else packer.wire.decode(message, own.start, own.stop)
+        own if source == rank else packer.read(message, own.start, own.stop)
         for source, message in enumerate(messages)
     ]
     return _combine_on(transport, parts, operation)
@@ -209,7 +210,7 @@ def _allgather_regions(
     messages = transport.allgather(payload, channel="sparcml.gather")
     spans = uniform_regions(numel, transport.world_size)
     return [
-        own if source == transport.rank else packer.wire.decode(message, *span)
+        packer.land(own) if source == transport.rank else packer.read(message, *span)
         for source, (message, span) in enumerate(zip(messages, spans, strict=True))
     ]
 

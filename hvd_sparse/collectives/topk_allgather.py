@@ -51,23 +51,25 @@ class TopkAllgather(Collective):
         super().__init__(transport, numel, k, wire=wire)
         self._on_devices = DeviceAllgather(transport, numel)
 
-    @property
     @override
-    def device(self) -> torch.device | None:
-        return self.transport.device if self.wire is PLAIN else None
+    def reads_on(self, device: torch.device) -> bool:
+        ours = self.transport.device if self.wire is PLAIN else None
+        return ours is not None and ours.type == device.type
 
     @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
-        if self.device is not None and stream.indices.device.type == self.device.type:
+        if self.reads_on(stream.indices.device):
             return self._reduce_on_devices(stream)
-        packer = self.packer()
+        packer = self.packer(stream)
         payload, own = packer.pack(Part.of(stream))
         messages = self.transport.allgather(payload, channel="topk_allgather")
         self.step += 1
         streams = [
-            own.to_stream(self.numel)
-            if source == self.transport.rank
-            else packer.wire.decode(message, 0, self.numel).to_stream(self.numel)
+            (
+                packer.land(own)
+                if source == self.transport.rank
+                else packer.read(message, 0, self.numel)
+            ).to_stream(self.numel)
             for source, message in enumerate(messages)
         ]
         self.transport.worked(Work(sum(part.nnz for part in streams)))

@@ -350,6 +350,8 @@ def make_buckets(
     The buckets of a tensor that is cut decode into one gradient, side by side. `devices` has where
     the gradients are, by the tensors' names.
     """
+    if any(device.type == "cuda" for device in devices.values()):
+        transport.land_pinned()
     buckets: list[Bucket] = []
     wholes: dict[str, Tensor] = {}
     slots: dict[str, list[tuple[Bucket, int]]] = {}

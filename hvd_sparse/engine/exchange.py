@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from hvd_sparse.collectives import Reduction
 from hvd_sparse.engine.bucket import Bucket
-from hvd_sparse.engine.staging import Stage
 from hvd_sparse.engine.stats import StepStats
 from hvd_sparse.selectors.correction import hold_back
 from hvd_sparse.transports import Context
@@ -30,17 +29,19 @@ def select(bucket: Bucket) -> None:
     memory, stats = bucket.memory, bucket.step_stats
     with stats.timed("stage_s"):
         gradients = bucket.gradients()
+    bucket.lane.begin()
     with stats.timed("accumulate_select_s"):
         stats.nnz_wanted = bucket.k_of(bucket.numel)
         stage = bucket.stages.at(bucket.k_of(memory.residual.numel()), bucket.step)
         bucket.stats.collective = stage.name
+        bucket.lane.shrink(stage.k)
         scope = stage.collective.scope()
         bucket.open_step()
         accumulator = memory.accumulate(gradients, stage.k, scope)
         selected = stage.select(bucket.selector, accumulator)
         bucket.taken = hold_back(accumulator, selected, stage.k)
-        if not _stays(stage, bucket):
-            bucket.lane.send(bucket.taken)
+        to_host = not stage.collective.reads_on(bucket.decoded.device)
+        bucket.lane.send(bucket.taken, to_host=to_host)
     stats.nnz_held_back = selected.nnz - bucket.taken.nnz
 
 
@@ -64,7 +65,8 @@ def reduce(bucket: Bucket) -> Reduction:
     transport.context = Context(bucket.specs[0].label, bucket.step)
     traffic = transport.traffic.snapshot()
     with stats.timed("exchange_s"):
-        sent = taken if _stays(stage, bucket) else bucket.lane.landed(taken)
+        sent = bucket.lane.landed(taken)
+        stats.accumulate_select_s = bucket.lane.selected_s(stats.accumulate_select_s)
         reduction = stage.collective.reduce(sent, memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
         applied = memory.applied(reduction.reduced)
@@ -78,12 +80,6 @@ def reduce(bucket: Bucket) -> Reduction:
     stats.messages_sent = spent.messages_sent
     stats.bytes_sent, stats.bytes_received = spent.bytes_sent, spent.bytes_received
     return reduction
-
-
-def _stays(stage: Stage, bucket: Bucket) -> bool:
-    """Whether entries are exchanged from the device on which they are."""
-    device = stage.collective.device
-    return device is not None and device.type == bucket.decoded.device.type
 
 
 def decode(bucket: Bucket, scale: float, stats: StepStats) -> None:

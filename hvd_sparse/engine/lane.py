@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from hvd_sparse import ops
 from hvd_sparse.streams import SparseStream
 
 HIGH_PRIORITY = -1
@@ -17,13 +18,13 @@ HIGH_PRIORITY = -1
 
 
 class DeviceLane:
-    """One bucket's stream on a CUDA device, and pinned memory for its entries on the host.
+    """One bucket's stream on a CUDA device, and the way of its entries to the host.
 
     On a CPU there is nothing to order and nothing to copy.
 
     All memory that crosses is safe with torch's allocator: what the training's stream gave away is
     kept by the bucket until `hand_back`, and what the lane allocates is used again only by work
-    that comes after a `hand_over`.
+    that comes after a `hand_over`. Torch keeps pinned memory until a copy from it is done.
 
     Args:
         device: The gradients' device.
@@ -32,10 +33,13 @@ class DeviceLane:
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._givers: dict[torch.cuda.Stream, None] = {}
-        self._room, self._nnz = SparseStream.empty(0), 0
+        self._here: tuple[torch.Tensor, ...] | None = None
+        self._most_k = 0
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-            self._arrived = torch.cuda.Event()
+            self._began, self._arrived = (
+                torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)
+            )
 
     def expect(self) -> None:
         """On the training thread: the next `hand_over` includes what was issued here."""
@@ -53,39 +57,42 @@ class DeviceLane:
         """On the background thread: a block whose work runs in the lane."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def send(self, stream: SparseStream) -> None:
-        """In the lane: start to copy entries to the host, without waiting for the device."""
-        if self._stream is None:
-            return
-        self._nnz = stream.nnz
-        if self._nnz > self._room.nnz:
-            self._room = _pinned(1 << (self._nnz - 1).bit_length())
-        here = self._room.slice(0, self._nnz)
-        here.indices.copy_(stream.indices, non_blocking=True)
-        here.values.copy_(stream.values, non_blocking=True)
-        self._arrived.record()
+    def begin(self) -> None:
+        """In the lane: begin what `selected_s` times. The gradients are there by then."""
+        if self._stream is not None:
+            self._began.record()
+
+    def shrink(self, k: int) -> None:
+        """Drop pinned memory where far fewer entries are sent from now on, as after a warm-up."""
+        if self._stream is not None and 2 * k < self._most_k:
+            ops.drop_pinned()
+            self._most_k = k
+        self._most_k = max(self._most_k, k)
+
+    def send(self, stream: SparseStream, *, to_host: bool) -> None:
+        """In the lane: end what is timed, and start to copy entries to the host, if they go there.
+
+        The device is not waited for.
+        """
+        if self._stream is not None:
+            self._here = tuple(map(ops.queued, stream.payload())) if to_host else None
+            self._arrived.record()
 
     def landed(self, stream: SparseStream) -> SparseStream:
-        """On the background thread: wait for the entries that were sent; they are on the host.
-
-        They stay there until the next `send`.
-        """
+        """On the background thread: wait for what was sent; the entries, there and on the host."""
         if self._stream is None:
             return stream
         self._arrived.synchronize()
-        here = self._room.slice(0, self._nnz)
-        return SparseStream(here.indices, here.values, stream.numel)
+        here, self._here = self._here, None
+        return stream if here is None else SparseStream(here[0], here[1], stream.numel, twin=stream)
+
+    def selected_s(self, on_host_s: float) -> float:
+        """Seconds from `begin` to `send`, after `landed`; on a CPU those of the host."""
+        if self._stream is None:
+            return on_host_s
+        return float(self._began.elapsed_time(self._arrived)) / 1e3
 
     def hand_back(self) -> None:
         """On the training thread: what is issued here next waits for all of the lane's work."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-
-def _pinned(nnz: int) -> SparseStream:
-    """Pinned memory for entries, to which the device copies by itself."""
-    return SparseStream(
-        torch.empty(nnz, dtype=torch.int32, pin_memory=True, device="cpu"),
-        torch.empty(nnz, dtype=torch.float32, pin_memory=True, device="cpu"),
-        0,
-    )

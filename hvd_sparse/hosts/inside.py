@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hvd_sparse import ops
-from hvd_sparse.streams import Part, Sum, join, sum_of_parts
+from hvd_sparse.streams import CPU, Part, Sum, join, sum_of_parts
 from hvd_sparse.transports import Payload, Transport
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.nccl import NcclTransport
@@ -83,7 +83,7 @@ class InsideHost(ABC):
         part = Part.of(own) if not hasattr(own, "parts") else join(own.parts)
         if part.indices is not None and PLAIN.is_filled_by(part):
             part = part.to_dense()
-        return PLAIN.encode(part, 0)
+        return PLAIN.encode(part.to(CPU), 0)
 
     def _read(self, messages: Sequence[Tensor]) -> ShardedSum:
         """Decodes the ranks' messages: all ranks read the same bytes, so they get the same bits."""
@@ -152,11 +152,11 @@ def scattered(inside: Transport, flat: Tensor, bounds: Sequence[int], channel: s
 
     `flat` is `(n,)`, of a gradient's type, on any device; the sum is float32 `(m,)` on the same.
     """
-    mine = flat.cpu().split([stop - start for start, stop in pairwise(bounds)])
+    mine = ops.moved((flat,), CPU)[0].split([stop - start for start, stop in pairwise(bounds)])
     arrived = inside.all_to_all([(shard,) for shard in mine], channel=channel)
     total = torch.empty(mine[inside.rank].numel(), dtype=torch.float32, device="cpu")
     ops.sum_vectors(total, [message.view(flat.dtype) for message in arrived])
-    return total.to(flat.device)
+    return ops.moved((total,), flat.device)[0]
 
 
 def shard_bounds(numel: int, local_size: int) -> list[int]:

@@ -37,7 +37,7 @@ from hvd_sparse import ops
 from hvd_sparse.errors import TransportError, TransportTimeout
 from hvd_sparse.hosts.inside import InsideHost, ShardedSum
 from hvd_sparse.ops.pages import ask_for_large_pages
-from hvd_sparse.streams import Sum
+from hvd_sparse.streams import CPU, Sum
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.point_to_point import PointToPointTransport
@@ -87,9 +87,8 @@ class SharedHost(InsideHost):
     @override
     def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
         starts = [0, *accumulate(gradient.numel() for gradient in gradients)]
-        pieces = [
-            self._offer(gradient, start) for gradient, start in zip(gradients, starts, strict=False)
-        ]
+        here = ops.moved(gradients, CPU)
+        pieces = [self._offer(each, start) for each, start in zip(here, starts, strict=False)]
         self._steps += 1
         self._post(GRADIENTS_POSTED)
         self._wait(GRADIENTS_POSTED, "gradients")
@@ -99,7 +98,7 @@ class SharedHost(InsideHost):
             vectors[self._own] = own
             at = start - self.shard.start
             ops.sum_vectors(self._sum[at : at + own.numel()], vectors)
-        return self._sum.to(gradients[0].device)
+        return ops.moved((self._sum,), gradients[0].device)[0]
 
     def _offer(self, gradient: Tensor, start: int) -> tuple[int, Tensor] | None:
         """Lets the others read their shards of a gradient.
@@ -113,7 +112,7 @@ class SharedHost(InsideHost):
             min(max(bound - start, 0), gradient.numel())
             for bound in (self.shard.start, self.shard.stop)
         )
-        if gradient.is_contiguous() and gradient.device.type == "cpu":
+        if gradient.is_contiguous():
             flat = gradient.view(-1)
             copied(place[:first], flat[:first])
             copied(place[last:], flat[last:])

@@ -79,7 +79,8 @@ class GlobalMomentum(ErrorFeedback):
     def applied(self, reduced: Sum) -> Sum:
         m, P, entries = self.momentum, self.world_size, reduced.as_stream()
         last, share = self._last_sum, entries.finite().times(1.0 / P)
-        self.share, self._last_sum = share.to(self.residual.device), share.times(P).to("cpu")
+        self.share = share.to(self.residual.device)
+        self._last_sum = self.share.times(P)
         if not self.nesterov:
             return reduced
         last = last.to(entries.indices.device)
@@ -130,7 +131,7 @@ class GlobalMomentum(ErrorFeedback):
         momentum = tensors["momentum"].to(self.residual.device)
         indices = momentum.nonzero().view(-1)
         self.share = SparseStream(indices.int(), momentum[indices], momentum.numel())
-        self._last_sum = self.share.times(self.world_size).to("cpu")
+        self._last_sum = self.share.times(self.world_size)
 
     @override
     def take_out(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -167,7 +168,8 @@ class GlobalMomentum(ErrorFeedback):
         ops.decode(total, share.indices, share.values)
         total = transport.allreduce_sum(total, channel="momentum")
         indices = total.nonzero().view(-1)
-        self._last_sum = SparseStream(indices.int(), total[indices], share.numel)
+        last = SparseStream(indices.int(), total[indices], share.numel)
+        self._last_sum = last.to(self.residual.device)
 
     @override
     def _begin(self, k: int) -> None:

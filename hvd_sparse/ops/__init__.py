@@ -34,6 +34,7 @@ same operations without the checks.
 from hvd_sparse.ops._arguments import GAP_BLOCK, Entries
 from hvd_sparse.ops._dispatch import Ops, backend, unchecked
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
+from hvd_sparse.ops.crossing import drop_pinned, moved, queued, wait_for
 from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
 from hvd_sparse.ops.pages import new_vector, zero_vector
 from hvd_sparse.ops.selection import (
@@ -69,17 +70,20 @@ __all__ = [
     "backend",
     "decode",
     "difference",
+    "drop_pinned",
     "gap_decode",
     "gap_encode",
     "hash_select",
     "kth_magnitude",
     "merge_sum",
+    "moved",
     "new_vector",
     "partition_select",
     "post",
     "posted",
     "qsgd_dequantize",
     "qsgd_quantize",
+    "queued",
     "sample_accumulator",
     "scatter_add",
     "sum_vectors",
@@ -87,6 +91,7 @@ __all__ = [
     "threshold_stream",
     "unapplied",
     "unchecked",
+    "wait_for",
     "zero_at",
     "zero_vector",
 ]

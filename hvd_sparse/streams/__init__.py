@@ -27,9 +27,10 @@ from hvd_sparse.streams.part import (
     sum_of_parts,
     uniform_regions,
 )
-from hvd_sparse.streams.stream import ENTRY_BYTES, SparseStream, merge, sum_of, unapplied
+from hvd_sparse.streams.stream import CPU, ENTRY_BYTES, SparseStream, merge, sum_of, unapplied
 
 __all__ = [
+    "CPU",
     "ENTRY_BYTES",
     "INDEX_BYTES",
     "MAX",

@@ -11,7 +11,7 @@ combined, nnz is bounded by the sum of theirs, which costs nothing to know.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -70,17 +70,31 @@ class Part:
             index stands for: nothing more than a number, or a row of an embedding.
         start: First element.
         stop: One past the last element.
+        twin: The same on another device, where it is there, too.
     """
 
     indices: Tensor | None
     values: Tensor
     start: int
     stop: int
+    twin: Part | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     @staticmethod
-    def of(stream: SparseStream) -> Part:
-        """A whole vector, sparse."""
-        return Part(stream.indices, stream.values, 0, stream.numel)
+    def of(stream: SparseStream, start: int = 0, stop: int | None = None) -> Part:
+        """A whole vector, sparse; or of that the elements where the entries lie."""
+        stop = stream.numel if stop is None else stop
+        twin = None if stream.twin is None else Part.of(stream.twin, start, stop)
+        return Part(stream.indices, stream.values, start, stop, twin=twin)
+
+    def to(self, device: torch.device) -> Part:
+        """The same on a device, as `SparseStream.to` brings it there."""
+        if self.twin is not None and self.twin.values.device.type == device.type:
+            return self.twin
+        given = (self.values,) if self.indices is None else (self.values, self.indices)
+        values, *indices = ops.moved(given, device)
+        if values is self.values:
+            return self
+        return Part(indices[0] if indices else None, values, self.start, self.stop)
 
     @property
     def numel(self) -> int:

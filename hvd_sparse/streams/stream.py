@@ -6,7 +6,7 @@ Whoever makes a `SparseStream` answers for its tensors. Operations on it are not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
 
+CPU = torch.device("cpu")
 ENTRY_BYTES = 8
 """Bytes of one entry on the wire: an int32 index and a float32 value (COO, two words)."""
 
@@ -26,11 +27,13 @@ class SparseStream:
         indices: int32 `(nnz,)`, strictly ascending, each in `[0, numel)`.
         values: float32 `(nnz,)`.
         numel: Length of the vector it stands for, below 2**31.
+        twin: The same entries on another device, where they are there, too.
     """
 
     indices: Tensor
     values: Tensor
     numel: int
+    twin: SparseStream | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     @property
     def nnz(self) -> int:
@@ -38,12 +41,20 @@ class SparseStream:
         return self.indices.numel()
 
     @property
+    def home(self) -> torch.device:
+        """Where sums of it are taken: the device of its twin, if it has one."""
+        return self.indices.device if self.twin is None else self.twin.indices.device
+
+    @property
     def _ops(self) -> ops.Ops:
         return ops.unchecked(self.indices.device)
 
     def slice(self, start: int, stop: int) -> SparseStream:
         """Entries number `start` up to `stop`, as views."""
-        return SparseStream(self.indices[start:stop], self.values[start:stop], self.numel)
+        twin = None if self.twin is None else self.twin.slice(start, stop)
+        return SparseStream(
+            self.indices[start:stop], self.values[start:stop], self.numel, twin=twin
+        )
 
     def payload(self) -> tuple[Tensor, Tensor]:
         """The parts of this stream's message."""
@@ -51,10 +62,19 @@ class SparseStream:
 
     def isfinite(self) -> bool:
         """Whether every value is finite."""
-        return self.nnz == 0 or int(magnitude_keys(self.values).max()) < INFINITE_KEY
+        if self.nnz == 0:
+            return True
+        (largest,) = ops.moved((magnitude_keys(self.values).max(),), CPU)
+        return int(largest) < INFINITE_KEY
 
     def finite(self) -> SparseStream:
-        """The finite entries: all of them, as a rule, and then this very stream."""
+        """The finite entries: all of them, as a rule, and then this very stream.
+
+        On a CUDA device, where counting them takes a wait, the others become -0.0.
+        """
+        if self.indices.device.type == "cuda":
+            neutral = self.values.where(self.values.isfinite(), -0.0)
+            return SparseStream(self.indices, neutral, self.numel)
         return self if self.isfinite() else self.where(self.values.isfinite())
 
     def where(self, kept: Tensor) -> SparseStream:
@@ -94,20 +114,13 @@ class SparseStream:
         Between the host and a CUDA device it goes through pinned memory. Only the way to the host
         is waited for.
         """
-        target, source = torch.device(device), self.indices.device
-        indices, values = self.indices, self.values
-        if target.type == "cpu" and source.type == "cuda":
-            indices = torch.empty_like(indices, device=target, pin_memory=True)
-            values = torch.empty_like(values, device=target, pin_memory=True)
-            indices.copy_(self.indices, non_blocking=True)
-            values.copy_(self.values, non_blocking=True)
-            torch.cuda.current_stream(source).synchronize()
-        elif target.type == "cuda" and source.type == "cpu":
-            indices = indices.pin_memory().to(target, non_blocking=True)
-            values = values.pin_memory().to(target, non_blocking=True)
-        else:
-            indices, values = indices.to(target), values.to(target)
-        return SparseStream(indices, values, self.numel)
+        target = torch.device(device)
+        if self.twin is not None and self.twin.indices.device.type == target.type:
+            return self.twin
+        entries = ops.moved(self.payload(), target)
+        return (
+            self if entries[0] is self.indices else SparseStream(entries[0], entries[1], self.numel)
+        )
 
     def as_stream(self) -> SparseStream:
         """This stream; a `DenseSum` becomes one."""
@@ -175,6 +188,9 @@ def unapplied(
             that were applied; elsewhere the entries go back whole to whoever brought them.
         applied: The sum.
     """
-    rest, unchecked = sum_of(lost, sent.numel), ops.unchecked(sent.indices.device)
-    left = unchecked.unapplied(sent.payload(), rest.payload(), applied.indices)
+    device = applied.indices.device
+    sent, rest = sent.to(device), sum_of(lost, sent.numel)
+    if rest.nnz == 0:
+        return sent.without(applied.indices)
+    left = ops.unchecked(device).unapplied(sent.payload(), rest.payload(), applied.indices)
     return SparseStream(*left, sent.numel)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.errors import MessageError
-from hvd_sparse.streams import INDEX_BYTES, SUM, Operation, Part, SparseStream, sum_of
+from hvd_sparse.streams import CPU, INDEX_BYTES, SUM, Operation, Part, SparseStream, sum_of
 
 HEADER_BYTES = 8
 DENSE = -1
@@ -97,6 +97,9 @@ class Wire(ABC):
 class Packer:
     """Encodes one rank's messages of one exchange, and keeps account of what rounding loses.
 
+    It stands between the host, where messages are, and the device where they are summed: a part
+    may be packed from either, and what is read lands on the device.
+
     The rule that conserves mass: whoever encodes goes on with what the receivers will read, and
     keeps the difference. Where several ranks encode the same part, one of them keeps it.
 
@@ -104,12 +107,14 @@ class Packer:
         wire: The form of the messages.
         rank: This rank.
         step: Number of the exchange; it seeds stochastic rounding.
+        device: Where parts are summed.
     """
 
-    def __init__(self, wire: Wire, rank: int, step: int) -> None:
+    def __init__(self, wire: Wire, rank: int, step: int, device: torch.device = CPU) -> None:
         self.wire = wire
         self.rank = rank
         self.step = step
+        self.device = device
         self._lost: list[SparseStream] = []
         self._messages = 0
 
@@ -128,21 +133,33 @@ class Packer:
                 the same number of messages; None for this rank.
 
         Returns:
-            The message, and the part as its receivers will read it.
+            The message, and the part as its receivers will read it, not landed.
         """
         author = self.rank if author is None else author
         place = (self.step, author, self._messages)
         self._messages += 1
         seed = sum(n * factor for n, factor in zip(place, SEED_FACTORS, strict=True)) % (1 << 64)
-        payload, read = self.wire.encode_and_read(part, seed)
-        if author == self.rank and read is not part:
-            lost = Part(part.indices, part.values - read.values, part.start, part.stop)
+        here = part.to(CPU)
+        payload, read = self.wire.encode_and_read(here, seed)
+        if read is here:
+            return payload, part
+        if author == self.rank:
+            lost = Part(here.indices, here.values - read.values, part.start, part.stop)
             self._lost.append(lost.to_stream(part.stop))  # some entries may be zero
         return payload, read
 
+    def land(self, part: Part) -> Part:
+        """A part where it is summed."""
+        return part.to(self.device)
+
+    def read(self, message: Tensor, start: int, stop: int) -> Part:
+        """What a message says of the elements `[start, stop)`, landed; see `Wire.decode`."""
+        return self.land(self.wire.decode(message, start, stop))
+
     def lost(self, numel: int) -> SparseStream:
-        """What rounding has lost so far and this rank is to keep, as one stream."""
-        return sum_of(self._lost, numel)
+        """What rounding has lost so far and this rank is to keep, as one stream, landed."""
+        lost = sum_of(self._lost, numel)
+        return lost.to(self.device) if lost.nnz else lost
 
 
 def header(count: int) -> Tensor:

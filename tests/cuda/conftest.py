@@ -1,11 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
+import torch
 
+from hvd_sparse.ops import _dispatch
 from hvd_sparse.ops.cuda import CudaOps, _workspace
-from tests.cuda.shim_launcher import FAMILIES, Shim
+from tests.cuda.pretended import Event, Pretended, Stream
+from tests.cuda.shim_launcher import FAMILIES, Shim, ShimLauncher
 
 SEEDS = (0, pytest.param(1, marks=pytest.mark.slow))
 
@@ -27,3 +31,24 @@ def cuda(request: pytest.FixtureRequest, sanitized: Shim) -> Iterator[CudaOps]:
     launcher = sanitized.launcher(request.param)
     yield CudaOps(launcher)
     launcher.close()
+
+
+@pytest.fixture
+def pretended(
+    sanitized: Shim, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], Pretended]]:
+    """Makes one thread's device."""
+    monkeypatch.setattr(_dispatch, "_on_cuda", lambda index: Pretended.of_thread().ops)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    launchers: list[ShimLauncher] = []
+
+    def make() -> Pretended:
+        launchers.append(sanitized.launcher(0))
+        return Pretended(launchers[-1])
+
+    yield make
+    for launcher in launchers:
+        launcher.close()

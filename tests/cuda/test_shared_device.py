@@ -26,13 +26,19 @@ def train_on(device_name: str) -> None:
         compression=compression,
     )
     target = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
     losses = []
     for _ in range(60):
         x = torch.randn(32, 64, device=device)
-        loss = (model(x) - x @ target / 8).square().mean()
+        with torch.autocast(device.type, torch.float16, enabled=scaler.is_enabled()):
+            loss = (model(x) - x @ target / 8).square().mean()
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
         losses.append(float(loss))
     assert losses[-1] < 0.9 * losses[0], losses
     flat = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()

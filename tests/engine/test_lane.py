@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from hvd_sparse.engine import lane
+from hvd_sparse import ops
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.bucketing import TensorSpec
 from hvd_sparse.engine.lane import DeviceLane
@@ -34,8 +34,14 @@ class FakeStream:
 
 
 class FakeEvent:
+    def __init__(self, *, enable_timing: bool, blocking: bool) -> None:
+        assert blocking, "a wait that spins takes a core"
+
     def record(self) -> None:
         calls["record"] += 1
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 2.0
 
     def synchronize(self) -> None:
         calls["synchronize"] += 1
@@ -49,12 +55,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-
-    def pageable(nnz: int) -> SparseStream:
-        calls["allocated"] += 1
-        return SparseStream(torch.empty(nnz, dtype=torch.int32), torch.empty(nnz), 0)
-
-    monkeypatch.setattr(lane, "_pinned", pageable)
+    monkeypatch.setattr(ops, "drop_pinned", lambda: calls.update(["dropped"]))
     return current
 
 
@@ -90,21 +91,31 @@ def test_every_stream_that_gave_a_gradient_is_waited_for(training: list[FakeStre
     assert stream.priority < 0
 
 
-def test_entries_land_in_memory_that_stays(training: list[FakeStream]) -> None:
+def test_entries_are_waited_for_once_and_stay_on_the_device(training: list[FakeStream]) -> None:
     place = DeviceLane(DEVICE)
-    for nnz in (100, 70, 0, 128, 129, 5):
-        indices, values = stream(1000, nnz, nnz)
-        there = SparseStream(indices, values, 1000)
-        calls["synchronize"] = 0
-        place.send(there)
+    there = SparseStream(*stream(1000, 100, 1), 1000)
+    for to_host in (True, False):
+        place.begin()
+        place.send(there, to_host=to_host)
         assert calls["synchronize"] == 0
         here = place.landed(there)
-        assert_same((*here.payload(), here.numel), (indices, values, 1000))
-        assert calls["synchronize"] == 1
-    assert calls["allocated"] == 2
+        assert (here.twin is there) if to_host else (here is there)
+        assert_same((*here.payload(), here.numel), (*there.payload(), 1000))
+        assert calls.pop("synchronize") == 1
+        assert place.selected_s(5.0) == 0.002  # the device's time, not what the host waited
+
+
+def test_pinned_memory_is_dropped_after_a_warm_up(training: list[FakeStream]) -> None:
+    place = DeviceLane(DEVICE)
+    dropped = []
+    for k in (1000, 900, 250, 240, 260, 10, 10):
+        place.shrink(k)
+        dropped.append(calls.pop("dropped", 0))
+    assert dropped == [0, 0, 1, 0, 0, 1, 0]
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
     place, there = DeviceLane(torch.device("cpu")), SparseStream.empty(5)
-    place.send(there)
+    place.send(there, to_host=True)
     assert place.landed(there) is there
+    assert place.selected_s(5.0) == 5.0

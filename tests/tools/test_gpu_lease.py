@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import torch
 from hvd_sparse.ops.cuda import Argument
 from hvd_sparse.ops.cuda import launch_selection as selection
 from tests.cuda.shim_launcher import FAMILIES, Shim, ShimLauncher
-from tools.gpu_lease import timing, variants
-from tools.gpu_lease.__main__ import launch
+from tools.gpu_lease import phases, timing, variants
+from tools.gpu_lease.__main__ import ARCHIVE, launch, main
 from tools.gpu_lease.compiled import Resources, build, loads_of, resources_of
 from tools.gpu_lease.counters import kernels_of
-from tools.gpu_lease.phases import PHASES, Phase, run
+from tools.gpu_lease.phases import CALLS, PHASES, Phase, run
 from tools.gpu_lease.results import FILE, Results, read
 from tools.gpu_lease.smoke import compare
 from tools.gpu_lease.suite import PLACES
@@ -49,14 +50,33 @@ def run_bare(bare: dict[str, str], *arguments: str) -> subprocess.CompletedProce
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_every_phase_says_so(bare: dict[str, str], tmp_path: Path) -> None:
-    asked = [f"--phase={phase.name}" for phase in PHASES if phase.name != "compiled"]
-    done = run_bare(bare, "tools.gpu_lease", "--out", str(tmp_path / "out"), *asked)
+    told = ["tools.gpu_lease", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    done = run_bare(bare, *told)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = read(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [ARCHIVE]
+    with tarfile.open(tmp_path / "out" / ARCHIVE) as archive:
+        archive.extractall(tmp_path / "back", filter="data")
+    rows = read(tmp_path / "back")
     skipped = {row["phase"] for row in rows if row.get("reason") == "no CUDA device"}
     assert skipped == {phase.name for phase in PHASES if phase.needs_device}
+    again = ["--work", str(tmp_path / "new"), "--resume", str(tmp_path / "out" / ARCHIVE)]
+    assert run_bare(bare, *told[:3], *again).returncode == 0
+    assert read(tmp_path / "new") == rows  # nothing was run twice
     [library] = [row for row in rows if row["name"] == "native library"]
     assert library["backend"].startswith("native-")
+
+
+def test_the_plan_needs_no_device_and_fits_a_lease(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--dry-run", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert [f"call {number}: " in said for number in (*CALLS, 7)] == [True] * 6 + [False]
+    assert f"files: {ARCHIVE}, " in said
+    monkeypatch.setattr(phases, "MOST_CALL_S", 299.0)
+    with pytest.raises(ValueError, match="call 2 takes 300 s, above 299"):
+        main(asked)
 
 
 def test_a_device_without_cupy_is_told_what_to_install(
@@ -135,10 +155,9 @@ def test_a_kernel_that_does_nothing_is_found(sanitized: Shim, tmp_path: Path) ->
 
 def test_a_phase_that_takes_too_long_is_killed_and_the_rows_stay(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"phase": "facts", "name": "cut o')
-    launch(Phase("facts", 0.05), tmp_path, 0.05)
-    launch(Phase("smoke", 60.0), tmp_path, -1.0)
+    launch(Phase("facts", 0.05, 1), tmp_path, 0.05)
     told = [(row["phase"], row["error"]) for row in read(tmp_path)]
-    assert told == [("facts", "not done in 0 s"), ("smoke", "no time was left for it")]
+    assert told == [("facts", "not done in 0 s")]
 
 
 def test_a_benchmark_becomes_rows(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from hvd_sparse.ops import Accumulation, Momentum
 from hvd_sparse.ops._dispatch import Ops
 
-NUMELS = (1, 257, 5000, 100_003)
+NUMELS = (1, 257, 5000, 100_003, 2**22 + 3)
+"""The last one has more tiles than the look-back reads at once."""
 HASH_A, HASH_B = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 Case = Callable[[Ops], tuple[object, ...]]
 """Calls an operation of an implementation: what it returned, and the tensors that it changed."""

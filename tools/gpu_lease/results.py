@@ -22,17 +22,19 @@ class Results:
 
     Attributes:
         folder: The same.
+        phase: The same.
     """
 
     def __init__(self, folder: Path, phase: str) -> None:
         self.folder = folder
-        self._path, self._phase = folder / FILE, phase
+        self.phase = phase
+        self._path = folder / FILE
 
     def row(
         self, name: str, values: Mapping[str, object] | None = None, *, ok: bool = True, **more: Any
     ) -> None:
         """Write one row, and print it."""
-        row = {"phase": self._phase, "name": name, "ok": ok, **(values or {}), **more}
+        row = {"phase": self.phase, "name": name, "ok": ok, **(values or {}), **more}
         with self._path.open("a+b") as file:
             if file.tell() and self._path.read_bytes()[-1:] != b"\n":
                 file.write(b"\n")  # a phase was killed while it wrote

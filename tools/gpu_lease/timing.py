@@ -10,7 +10,7 @@ from pathlib import Path
 from tools.gpu_lease.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
-NUMELS = (2**27, 2**20, 2**23, 2**24)
+NUMELS = (2**27, 2**23)
 REPETITIONS = 11
 
 

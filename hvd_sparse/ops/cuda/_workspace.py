@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops._arguments import DTYPE_CODES
+from hvd_sparse.ops.crossing import wait_for
 from hvd_sparse.ops.cuda._launcher import AddressTable
 
 TILE = 4096
@@ -122,7 +123,7 @@ class Workspace:
             landing[used : used + part.numel()].copy_(part, non_blocking=True)
             used += part.numel()
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+            wait_for(device)
         words: list[int] = landing[:used].tolist()
         self._raise_fault()
         return words

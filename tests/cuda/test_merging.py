@@ -1,0 +1,130 @@
+"""Every collective on a device gives the host's bits; how often a step waits and copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_sparse.collectives.registry import ALGORITHMS, BY_NAME
+from hvd_sparse.memories import MemoryOptions
+from hvd_sparse.selectors import ExactTopK
+from hvd_sparse.transports import Transport, run_ranks
+from hvd_sparse.wire import WIRES
+from tests.cuda.pretended import CUDA, Pretended
+from tests.laws.buckets import bucket_of, step_of
+from tests.ops.cases import assert_same, generator
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+NUMEL, K, STEPS = 6000, 300, 4
+COSTS = {
+    "dense": (5, 4, 2),
+    "topk_allgather": (4, 6, 3),
+    "ssar_recursive_double": (4, 6, 3),
+    "ssar_split_allgather": (5, 8, 7),
+    "dsar_split_allgather": (7, 6, 6),
+    "gtopk": (12, 15, 6),
+    "oktopk": (8, 13, 7),
+    "index_union": (8, 7, 6),
+    "exdyna": (7, 8, 8),
+    "clt_k": (5, 4, 6),
+}
+"""Of a step of the first of two ranks: waits of the host, copies to the host, copies from it."""
+
+
+def steps_of_rank(
+    transport: Transport,
+    make: Callable[[], Pretended] | None,
+    name: str,
+    wire: str = "float32",
+    memory: MemoryOptions = MemoryOptions(),  # noqa: B008
+    numel: int = NUMEL,
+    k: int = K,
+) -> tuple[list[Any], Counter[str]]:
+    """What each step came to, with the residual; and what the last one cost the host."""
+    device = make() if make is not None else None
+    place = torch.device("cpu") if device is None else CUDA
+    collective = partial(BY_NAME[name].collective, wire=WIRES[wire])
+
+    def train() -> list[Any]:
+        if device is not None:
+            transport.land_pinned()
+        bucket = bucket_of(transport, numel, k, ExactTopK, collective, memory, place)
+        random, found = generator(transport.rank), list[Any]()
+        for _ in range(STEPS):
+            gradient = torch.randn(numel, generator=random)
+            if device is not None:
+                gradient = gradient.pin_memory().to(CUDA, non_blocking=True)
+                device.counts.clear()
+            taken, reduction = step_of(bucket, [gradient])
+            assert bucket.reduced is not None
+            bucket.reduced.write(bucket.decoded, 0.5)
+            told = [taken.payload(), reduction.reduced.as_stream().payload()]
+            found.append([*map(on_host, told), on_host(reduction.returned.payload())])
+            found.append(on_host([bucket.memory.residual, bucket.decoded]))
+        return found
+
+    if device is None:
+        return train(), Counter()
+    with device:
+        found = train()
+        return found, device.counts
+
+
+def on_host(tensors: Any) -> list[Tensor]:
+    with torch._C.DisableTorchFunction():
+        return [x.as_subclass(Tensor).clone() for x in tensors]
+
+
+def same_as_on_the_host(
+    world_size: int, pretended: Callable[[], Pretended], **parts: Any
+) -> list[Counter[str]]:
+    """What the last step cost each rank on the device."""
+    step = partial(steps_of_rank, **parts)
+    host = run_ranks(world_size, partial(step, make=None), timeout_s=60)
+    there = run_ranks(world_size, partial(step, make=pretended), timeout_s=200)
+    for (ours, _), (theirs, _) in zip(there, host, strict=True):
+        assert_same(ours, theirs)
+    return [counts for _, counts in there]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", [entry.name for entry in ALGORITHMS])
+def test_the_bits_are_the_hosts(
+    name: str, world_size: int, pretended: Callable[[], Pretended]
+) -> None:
+    ranks = same_as_on_the_host(world_size, pretended, name=name)
+    assert not any(counts["pageable"] for counts in ranks)
+    first = ranks[0]
+    cost = (first["waits"], first["copies to host"], first["copies to device"])
+    assert world_size > 2 or cost == COSTS[name]
+
+
+@pytest.mark.parametrize("wire", ["float16", "qsgd4+gap"])
+@pytest.mark.parametrize(
+    "name", ["topk_allgather", "oktopk", "gtopk", "dsar_split_allgather", "index_union"]
+)
+def test_what_rounding_loses_is_the_hosts(
+    name: str, wire: str, pretended: Callable[[], Pretended]
+) -> None:
+    same_as_on_the_host(3, pretended, name=name, wire=wire)
+
+
+@pytest.mark.parametrize(
+    "memory", [MemoryOptions(0.9, nesterov=True), MemoryOptions(0.9, momentum_kind="local")]
+)
+def test_momentum_is_the_hosts(memory: MemoryOptions, pretended: Callable[[], Pretended]) -> None:
+    same_as_on_the_host(2, pretended, name="oktopk", memory=memory)
+
+
+def test_a_dense_step_crosses_as_values_alone(pretended: Callable[[], Pretended]) -> None:
+    """4 bytes an element each way, not the 8 of an entry."""
+    [first, _] = same_as_on_the_host(2, pretended, name="dense", k=NUMEL)
+    for way in ("to host", "to device"):
+        assert 4 * NUMEL <= first[f"bytes {way}"] < 4.1 * NUMEL
