@@ -11,6 +11,7 @@ import torch
 from benchmarks.convergence_cases import (
     DENSE_FIRST,
     MAX_MEAN_DENSITY,
+    POWERSGD,
     PROMISED,
     TASKS,
     WORLD_SIZE,
@@ -139,7 +140,8 @@ def markdown(found: Found) -> str:
         task, runs = TASKS[group.task], [found[case] for case in members]
         gaps = [task.gap(found[case].final, found[case.dense].final) for case in members]
         cells = [
-            *(group.task, f"{group.density:g}", f"{group.method}{group.levels}"),
+            *(group.task, "" if group.method == POWERSGD else f"{group.density:g}"),
+            f"{group.method}{group.levels}",
             *(group.memory, group.wire),
             str(len(runs)),
             f"{mean(run.final for run in runs):.4g} {task.unit}",
@@ -169,7 +171,9 @@ def plot(found: Found, path: Path) -> None:
                 curves.setdefault(label, []).append(run.curve)
         for label, members in curves.items():
             curve = torch.tensor(members).mean(0)
-            steps = torch.arange(1, len(curve) + 1) * (TASKS[task].budgets[density].steps / 20)
+            steps = torch.arange(1, len(curve) + 1) * (
+                TASKS[task].budgets[density].steps / len(curve)
+            )
             style = {"color": "black", "lw": 2} if label == "dense" else {"lw": 1}
             ax.plot(steps, curve, label=label, **style)
         ax.set(

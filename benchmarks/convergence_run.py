@@ -15,15 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.convergence_tasks import Budget, Task
+from benchmarks.powersgd import Compressed, PowerSgd
 from hvd_sparse import MomentumCorrectedSGD
 from hvd_sparse.compression import RunOptions
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.hosts import Grid, Hosts
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
-
-CURVE_POINTS = 20
-"""Number of evaluations of a run, at equal distances."""
 
 
 @dataclass
@@ -32,7 +30,7 @@ class Run:
 
     Attributes:
         final: The task's final metric.
-        curve: The task's metric after every twentieth.
+        curve: The task's metric along the run, at equal distances.
         density: Entries that a rank selected, per element and step, warm-up included. With ExDyna
             and CLT-k a rank selects its P-th part of what is applied; in two levels, its shard's.
         applied: Entries of the sum that was applied, per element and step.
@@ -75,13 +73,16 @@ class Averaging:
     def __init__(
         self,
         model: nn.Module,
-        method: Method | None,
+        method: Method | PowerSgd | None,
         engine: LocalTransport,
         dense: Transport,
         hosts: int = 0,
     ):
         self.named = list(model.named_parameters())
         self.dense = dense
+        self.low_rank: Compressed | None = None
+        if isinstance(method, PowerSgd):
+            self.low_rank, method = Compressed(method.rank, self.mean), None
         self.momentum = 0.0 if method is None else method.memory.momentum
         self.engine: Engine | None = None
         if method is not None:
@@ -104,15 +105,24 @@ class Averaging:
             if self.engine is not None and self.is_sparse(p):
                 self.engine.submit(TensorSpec(name, tuple(p.shape), str(p.dtype)), p.grad)
         rest = [p for _, p in self.named if not self.is_sparse(p)]
+        if self.low_rank is not None:
+            rest = [p for p in rest if p.ndim < 2]
+            for name, p in self.named:
+                if p.ndim > 1 and p.grad is not None:
+                    p.grad = self.low_rank.average(name, p.grad)
         if rest:
-            flat = torch.cat([p.grad.view(-1) for p in rest if p.grad is not None])
-            mean = self.dense.allreduce_sum(flat, channel="dense") / self.dense.world_size
+            mean = self.mean(torch.cat([p.grad.view(-1) for p in rest if p.grad is not None]))
             for p, part in zip(rest, mean.split([p.numel() for p in rest]), strict=True):
                 p.grad = part.view(p.shape).clone()
         for name, p in self.named:
             if self.engine is not None and self.is_sparse(p):
                 self.engine.scale = self.engine.scale or 1 / self.dense.world_size
                 p.grad = self.engine.result(name)
+
+    def mean(self, vector: Tensor) -> Tensor:
+        """The mean over all ranks."""
+        total = self.dense.allreduce_sum(vector.view(-1), channel="dense")
+        return total.view_as(vector) / self.dense.world_size
 
     def counts(self, step: int) -> Counts:
         """The counts up to a step."""
@@ -130,6 +140,13 @@ class Averaging:
     def dense_numel(self) -> int:
         """Elements that are not."""
         return sum(p.numel() for _, p in self.named) - self.sparse_numel
+
+    def averaged(self, steps: int) -> float:
+        """Elements of dense sums, per step."""
+        if self.low_rank is None:
+            return self.dense_numel
+        vectors = sum(p.numel() for _, p in self.named if p.ndim < 2)
+        return vectors + self.low_rank.sent / steps
 
     def accumulator(self) -> Tensor:
         """The accumulator of plain error feedback: ε + g, float32 `(n,)`."""
@@ -149,7 +166,7 @@ class Averaging:
 
 def train(
     task: Task,
-    method: Method | None,
+    method: Method | PowerSgd | None,
     seed: int,
     world_size: int,
     budget: Budget,
@@ -173,8 +190,8 @@ def train(
     shared: dict[str, Any] = {"rows": [None] * world_size, "xi": []}
     barrier = Barrier(world_size)
     models = [task.model(seed) for _ in range(world_size)]  # here: threads share torch's seed
-    warm = 0 if method is None else method.warmup.dense_steps + method.warmup.steps
-    points = {budget.steps * (i + 1) // CURVE_POINTS for i in range(CURVE_POINTS)}
+    warm = 0 if not isinstance(method, Method) else method.warmup.dense_steps + method.warmup.steps
+    points = {budget.steps * (i + 1) // task.curve_points for i in range(task.curve_points)}
 
     def worker(transport: LocalTransport) -> tuple[Run, list[Tensor]]:
         rank, recipe, run = transport.rank, task.recipe, Run()
@@ -195,7 +212,7 @@ def train(
             if measure_xi and step + 1 in points:
                 shared["rows"][rank] = (averaging.accumulator(), averaging.gradient())
                 if barrier.wait() == 0:
-                    assert method is not None
+                    assert isinstance(method, Method)
                     shared["xi"].append(xi_of(shared["rows"], method))
                 barrier.wait()
             averaging.average()
@@ -242,7 +259,7 @@ def describe(run: Run, averaging: Averaging, warm: Counts, late: Counts, budget:
     ring = 2 * (P - 1) / P * 4 * budget.steps / 1e6
     run.dense_mbytes = ring * (sparse + averaging.dense_numel)
     end = averaging.counts(budget.steps)
-    run.mbytes = ring * averaging.dense_numel + end.sent_bytes / 1e6
+    run.mbytes = ring * averaging.averaged(budget.steps) + end.sent_bytes / 1e6
     run.updates = float(budget.steps - warm.step)
     if averaging.engine is not None:
         quarter = sparse * (end.step - late.step)

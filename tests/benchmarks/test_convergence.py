@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.convergence import Runs, run_all
 from benchmarks.convergence_cases import (
     DENSITIES,
     MAX_MEAN_DENSITY,
-    METHOD_NAMES,
+    OTHERS,
     PAPER_MEMORY,
     PROMISED,
     SEEDS,
@@ -21,7 +22,10 @@ from benchmarks.convergence_cases import (
 from benchmarks.convergence_report import markdown, plot, rows_of
 from benchmarks.convergence_run import Run
 from benchmarks.convergence_tasks import Budget, Digits, Sources
+from benchmarks.powersgd import Compressed
+from hvd_sparse.engine import Method
 from hvd_sparse.memories import ErrorFeedback, GlobalMomentum, MomentumCorrection
+from hvd_sparse.transports import Transport, run_ranks
 
 KINDS = {"plain": ErrorFeedback, "local": MomentumCorrection, "global": GlobalMomentum}
 
@@ -32,21 +36,21 @@ def case_of(method: str, memory: str, density: float = 0.01, wire: str = "float3
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = Budget(steps=24, lr=0.05, dense_steps=2, warmup_steps=4)
-    monkeypatch.setattr(Digits, "budgets", {0.01: budget, 0.001: budget})
+    budgets = {d: Budget(steps=24, lr=5 * d**0.5, dense_steps=2, warmup_steps=4) for d in DENSITIES}
+    monkeypatch.setattr(Digits, "budgets", budgets)
 
 
 @pytest.mark.parametrize("memory", KINDS)
-@pytest.mark.parametrize("method", METHOD_NAMES[1:])
+@pytest.mark.parametrize("method", [*PROMISED, *OTHERS])
 def test_a_method_has_the_memory_that_its_row_names(method: str, memory: str) -> None:
     made = case_of(method, memory).make()
-    assert made is not None
+    assert isinstance(made, Method)
     assert type(made.memory.make(8, torch.device("cpu"), 4)) is KINDS[memory]
 
 
 def test_every_promised_method_is_trained_with_its_papers_memory_and_the_best() -> None:
     done = {case._replace(seed=0) for case in cases() if case.wire == "float32"}
-    for task in TASKS:
+    for task in set(TASKS) - {"fashion"}:
         for density in DENSITIES:
             for method in PROMISED:
                 for memory in (PAPER_MEMORY.get(method, "plain"), *TRIED_MEMORIES):
@@ -66,7 +70,7 @@ def test_at_density_0_001_a_whole_run_stays_below_the_promised_mean() -> None:
     """Dense steps and warm-up included."""
     for case in cases():
         made = case.make()
-        if case.density == 0.001 and made is not None:
+        if case.density == 0.001 and isinstance(made, Method):
             steps = case.budget.steps
             density = sum(made.warmup.density_at(s, made.density) for s in range(steps)) / steps
             assert density <= MAX_MEAN_DENSITY, case
@@ -159,3 +163,22 @@ def test_trainings_of_before_there_were_two_levels_are_read(short: None, tmp_pat
     assert '"hosts": 0' in path.read_text()
     path.write_text(path.read_text().replace(', "hosts": 0', ""))
     assert Runs(path).get(case) is not None
+
+
+def test_power_sgd_loses_nothing_of_what_it_has_not_sent() -> None:
+    ranks = [torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+
+    def worker(transport: Transport) -> tuple[Tensor, Tensor]:
+        def mean(x: Tensor) -> Tensor:
+            return transport.allreduce_sum(x.reshape(-1), channel="x").view_as(x) / 2
+
+        compressed, total = Compressed(2, mean), torch.zeros(6, 4, 3)
+        for _ in range(200):
+            total += compressed.average("x", ranks[transport.rank])
+        return total / 200, compressed.average("x", ranks[transport.rank])
+
+    (mean, last), (other_mean, other_last) = run_ranks(2, worker)
+    assert torch.equal(mean, other_mean)
+    assert torch.equal(last, other_last)
+    assert torch.linalg.matrix_rank(last.flatten(1)) == 2
+    torch.testing.assert_close(mean, (ranks[0] + ranks[1]) / 2, atol=0.1, rtol=0)
