@@ -113,6 +113,28 @@ def torch_build(venv: Path) -> str:
     return installed(venv, "torch")
 
 
+def missing_toolkit(torch: str, environ: Mapping[str, str], default: Path) -> str:
+    """Why Horovod cannot be built for this torch, in one line, or nothing.
+
+    Horovod asks for the whole CUDA toolkit where torch is a build for CUDA and finds a CUDA home,
+    be it a lone `nvcc`, and then ends deep inside CMake.
+    """
+    nvcc = shutil.which("nvcc", path=environ.get("PATH", os.defpath))
+    named = environ.get("HOROVOD_CUDA_HOME") or environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    home = Path(named) if named else Path(nvcc).parents[1] if nvcc else default
+    if "+cu" not in torch or not home.exists():
+        return ""
+    headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]
+    if headers:
+        return ""
+    return (
+        f"torch {torch} is a build for CUDA, and {home} has no include/cuda_runtime.h, which "
+        "Horovod needs: set CUDA_HOME and HOROVOD_CUDA_HOME to a whole toolkit, or take torch "
+        "for CPUs (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu "
+        f"HVD_SPARSE_TORCH={torch.partition('+')[0]}+cpu)"
+    )
+
+
 def torch_suits(venv: Path, environ: Mapping[str, str]) -> bool:
     """Whether the requested torch is installed: 2.13.0 accepts any build of 2.13.0."""
     build = torch_build(venv)
@@ -332,6 +354,8 @@ class Setup:
         entry = cache_root(self.environ) / key
         with locked(entry.with_name(key + ".lock"), f"another build of {key}"):
             if not any(entry.glob("*.whl")):
+                if problem := missing_toolkit(torch, self.environ, Path("/usr/local/cuda")):
+                    raise SetupError(problem)
                 self.build_horovod(torch, entry)
             wheel = next(entry.glob("*.whl"))
             doing = f"Installing Horovod {HOROVOD} from {entry}"

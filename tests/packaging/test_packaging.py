@@ -375,6 +375,20 @@ def test_an_mpicc_that_comes_during_a_setup_is_for_the_next_one(
     assert not bootstrap.is_current(root, venv, os.environ)
 
 
+def test_a_lone_nvcc_is_named_before_anything_is_built(tmp_path: Path) -> None:
+    environ = tools_in(tmp_path / "bin", "nvcc")
+    told = bootstrap.missing_toolkit("2.13.0+cu130", environ, tmp_path / "none")
+    assert told.startswith(
+        f"torch 2.13.0+cu130 is a build for CUDA, and {tmp_path} has no include/"
+    )
+    assert "HVD_SPARSE_TORCH=2.13.0+cpu" in told
+    assert not bootstrap.missing_toolkit("2.13.0+cpu", environ, tmp_path / "none")
+    assert not bootstrap.missing_toolkit("2.13.0+cu130", {"PATH": ""}, tmp_path / "none")
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
+    assert not bootstrap.missing_toolkit("2.13.0+cu130", environ, tmp_path / "none")
+
+
 def test_builds_of_one_torch_version_differ(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     (packages / "torch-2.13.0.dist-info").mkdir(parents=True)
