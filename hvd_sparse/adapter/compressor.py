@@ -17,6 +17,7 @@ from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover, handing_over, refuse_momenta
 from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.refusals import (
+    ClippedMomenta,
     refuse_a_second_optimizer,
     refuse_embeddings_as_dense,
     refuse_operation,
@@ -419,6 +420,7 @@ class SparseCompressor:
         named = self._parameters.sparse()
         self._session.handing = handing_over(optimizer, self._engine, named, self._dense_below)
         let_go_after_steps(optimizer, self._engine)
+        ClippedMomenta(optimizer)
         return self._door
 
 
