@@ -126,7 +126,24 @@ def heading(recording: Recording) -> str:
         if recording.torn_lines
         else ""
     )
-    return f"<h1>What happened</h1>\n<p>{escape(facts)}</p>{warning}"
+    return f"<h1>{escape(headline(recording))}</h1>\n<p>{escape(facts)}</p>{warning}"
+
+
+def headline(recording: Recording) -> str:
+    """Whether it paid, in a sentence."""
+    lines, plan = recording.steps, last_plan(recording)
+    steps = sum(line["steps"] for line in lines)
+    step_ms, wait_ms = (
+        1e3 * total / steps
+        for total in (
+            sum(line["seconds"] for line in lines),
+            sum(sum(line["wait_s"]) for line in lines),
+        )
+    )
+    sent = float(bucket_means(plan)["bytes_sent"].sum()) if plan.buckets else 0.0
+    less = dense_bytes(plan, recording.run["world_size"]) / sent if sent else 0.0
+    told = f"Sent {less:.3g} × fewer bytes than dense; a" if less else "Sent nothing sparsely; a"
+    return f"{told} step takes {step_ms:.3g} ms, {wait_ms:.3g} of them waiting for exchanges"
 
 
 def begun(recording: Recording, after_s: float = 0.0) -> str:
@@ -326,16 +343,20 @@ def bucket_tables(plan: Plan) -> list[str]:
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff;
-       max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+       max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .2rem; }
 p { margin: .2rem 0 .6rem; color: #4b5563; overflow-wrap: anywhere; }
-svg { width: 100%; max-width: 42rem; height: auto; display: block; }
+svg { width: 100%; height: auto; display: block; }
 .tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: .6rem; margin: 1.2rem 0; }
 @media (max-width: 40rem) { .tiles { grid-template-columns: repeat(2, 1fr); } }
 .tiles div { border: 1px solid #e5e7eb; border-radius: 8px; padding: .5rem .8rem; }
 .tiles b { display: block; font-size: 1.25rem; } .tiles span { color: #6b7280; font-size: .85rem; }
 .warn { background: #fef3c7; border-radius: 6px; padding: .4rem .8rem; color: #78350f; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .8rem; width: 100%; }
+.wide { overflow-x: auto; scrollbar-width: thin;  /* a shadow: there is more */
+        background: linear-gradient(to left, #fff 30%, transparent) right / 3rem 100% local,
+                    linear-gradient(to left, #9ca3af, transparent) right / 1rem 100% scroll;
+        background-repeat: no-repeat; }
+table { border-collapse: collapse; font-size: .8rem; width: 100%; }
 th, td { padding: .25rem .35rem; text-align: right; border-bottom: 1px solid #e5e7eb;
          white-space: nowrap; vertical-align: top; }
 th { color: #6b7280; font-weight: 600; } td.text, th.text { text-align: left; }

@@ -95,6 +95,9 @@ def test_a_run_of_warm_up_dense_steps_and_two_plans(tmp_path: Path) -> None:
         ("15–16", "oktopk at density 0.05, wire float16+gap, exchanged by oktopk"),
     ]
     assert "Compressed by oktopk at density 0.05" in page
+    assert re.search(
+        r"<h1>Sent [\d.]+ × fewer bytes than dense; a step takes [\d.]+ ms, [\d.]+ ", page
+    )
     assert "<b>16</b><span>steps<" in page
     assert "<b>8</b><span>steps with all tensors dense<" in page
     of_run = curves(run)
@@ -153,6 +156,7 @@ def compared(*exchange_s: list[float]) -> Recording:
     ("exchange_s", "slowest"),
     [
         ([[3.8, 3.7]] * 5, None),  # as much as such figures vary
+        ([[19.2, 21.7]] * 5, None),
         ([[3.8, 1.7]] * 5, 1),
         ([[3.8, 1.7], [1.7, 3.8], [3.8, 1.6]] * 2, 1),
         ([[9.0, 1.7], [1.7, 3.8], [1.8, 3.8]], None),  # one outlier is no slow rank
