@@ -44,7 +44,7 @@ class SparseCompressor:
         named_parameters: The optimizer's parameters by name, or None to read them from it.
         method: How to compress and exchange: a `Method` for all tensors, or an `Assignment`.
         transport: Name of a transport, or "auto".
-        timeout_s: Seconds without a sign of life after which a peer is given up.
+        timeout_s: Seconds of silence after which a peer counts as dead.
         busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
         hierarchical: Whether to exchange on two levels, inside hosts and between them.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce.

@@ -95,7 +95,7 @@ class Registered:
     """The parameters whose gradients Horovod reduces: those that it found when it wrapped.
 
     Parameters that come later, by `add_param_group`, and those that required no gradient then, keep
-    their own gradients on each rank, without a word of Horovod's.
+    their own gradients on each rank; Horovod silently skips them.
 
     Args:
         optimizer: Horovod's, which registers its hooks once.
