@@ -13,7 +13,7 @@ cxx_sources = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-quick test-slowest sanitize fuzz faults soak lint format build bench gpu-check clean distclean
+.PHONY: help setup demo test test-quick test-slowest sanitize fuzz faults soak lint format build docs bench gpu-check clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target what; \
@@ -69,6 +69,11 @@ build: setup ## sdist and, made from it in isolation, a manylinux wheel: dist/
 	@$(bin)/python -m build --outdir build/dist
 	@mv build/dist/*.tar.gz dist/
 	@PATH="$(CURDIR)/$(bin):$$PATH" $(bin)/auditwheel repair --wheel-dir dist build/dist/*.whl
+
+docs: setup ## the documentation as a site, in build/site, with every link checked
+	@$(bin)/python -c "import mkdocs, mkdocstrings" 2>/dev/null || $(bin)/python -m pip install -q -e '.[docs]'
+	@$(bin)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 bench: setup ## the benchmarks; results as JSON in build/bench/
 	@mkdir -p build/bench

@@ -1,6 +1,7 @@
 """Train a small network on scikit-learn's handwritten digits, while workers join and leave.
 
-    horovodrun -np 2 --min-np 1 --host-discovery-script ./discover_hosts.sh \\
+    horovodrun -np 2 --min-np 1 \\
+        --host-discovery-script examples/launch/discover_hosts.sh \\
         python examples/pytorch_elastic.py
 
 Two arguments differ from a script for plain Horovod: `compression` of DistributedOptimizer, and

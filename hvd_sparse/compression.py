@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, get_type_hints
 
 from torch import Tensor
 from torch.nn import Module, Parameter
+from typing_extensions import dataclass_transform
 
 from hvd_sparse.adapter import SparseCompressor, caller_of, named_pairs
 from hvd_sparse.adapter.levels import Hierarchical, check_hierarchical
@@ -77,9 +78,13 @@ class RunOptions:
         check_options(self)
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions):
     """A constructor's arguments beside its method's, for type checkers and editors: never made."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     named_parameters: NamedParameters = field(default=None, kw_only=False)
 
@@ -194,53 +199,41 @@ def _documented(text: str, items: Iterable[Field[Any]]) -> str:
     return "\n".join([text, "", "Args:", *entries])
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Topk(catalogue.TopkOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Oktopk(catalogue.OktopkOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Dgc(catalogue.DgcOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Dragonn(catalogue.DragonnOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Exdyna(catalogue.ExdynaOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Cltk(catalogue.CltkOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Gaussiank(catalogue.GaussiankOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Sidco(catalogue.SidcoOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Mstopk(catalogue.MstopkOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _HardThreshold(catalogue.HardThresholdOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Randomk(catalogue.RandomkOptions, Arguments): ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class _DgcSgd(_Dgc):
-    lr: float = field()
+    lr: float
     weight_decay: float = 0.0
 
 

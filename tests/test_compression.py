@@ -371,4 +371,4 @@ def test_the_core_runs_where_horovod_and_mpi4py_are_not_installed() -> None:
 
 
 def test_version() -> None:
-    assert hvd_sparse.__version__ == "0.1.0"
+    assert hvd_sparse.__version__ == "0.2.0"

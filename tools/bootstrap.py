@@ -124,11 +124,12 @@ def missing_toolkit(torch: str, environ: Mapping[str, str], default: Path) -> st
     home = Path(named) if named else Path(nvcc).parents[1] if nvcc else default
     if "+cu" not in torch or not home.exists():
         return ""
-    if any(home.glob(f"{folder}include/cuda_runtime.h") for folder in ("", "targets/*/")):
+    headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]
+    if headers:
         return ""
     return (
-        f"torch {torch} is a build for CUDA, and {home} has no include/cuda_runtime.h, which Horovod "
-        "needs beside it: set CUDA_HOME and HOROVOD_CUDA_HOME to a whole toolkit, or take torch "
+        f"torch {torch} is a build for CUDA, and {home} has no include/cuda_runtime.h, which "
+        "Horovod needs: set CUDA_HOME and HOROVOD_CUDA_HOME to a whole toolkit, or take torch "
         "for CPUs (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu "
         f"HVD_SPARSE_TORCH={torch.partition('+')[0]}+cpu)"
     )

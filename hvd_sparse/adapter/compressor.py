@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +15,10 @@ from torch.nn import Parameter
 from hvd_sparse.adapter.binding import Parameters, caller_of
 from hvd_sparse.adapter.door import Door
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
-from hvd_sparse.adapter.handover import Handover, handing_over, refuse_momenta
+from hvd_sparse.adapter.handover import Handover, handing_over, left_dense, refuse_momenta
 from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.refusals import (
+    ClippedMomenta,
     refuse_a_second_optimizer,
     refuse_embeddings_as_dense,
     refuse_operation,
@@ -27,7 +29,7 @@ from hvd_sparse.adapter.session import Session
 from hvd_sparse.adapter.states import States
 from hvd_sparse.checks import check_above, check_choice
 from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, with_dense
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.functional.communicator import ALGORITHMS
 from hvd_sparse.methods import METHODS
 
@@ -42,7 +44,7 @@ class SparseCompressor:
         named_parameters: The optimizer's parameters by name, or None to read them from it.
         method: How to compress and exchange: a `Method` for all tensors, or an `Assignment`.
         transport: Name of a transport, or "auto".
-        timeout_s: Seconds without a sign of life after which a peer is given up.
+        timeout_s: Seconds of silence after which a peer counts as dead.
         busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
         hierarchical: Whether to exchange on two levels, inside hosts and between them.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce.
@@ -167,7 +169,11 @@ class SparseCompressor:
         """
         if self._door is not None and self._door.is_settled:
             self._door.settle("stats()")
-        return self._engine.stats()
+        return replace(self._engine.stats(), dense=self._left_dense())
+
+    def _left_dense(self) -> dict[str, list[str]]:
+        named, assignment = self._parameters, self._engine.assignment
+        return {} if named is None else left_dense(named, assignment, self._dense_below)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
@@ -419,6 +425,10 @@ class SparseCompressor:
         named = self._parameters.sparse()
         self._session.handing = handing_over(optimizer, self._engine, named, self._dense_below)
         let_go_after_steps(optimizer, self._engine)
+        ClippedMomenta(optimizer)
+        dense = self._left_dense()
+        if sum(map(len, dense.values())) == len(self._parameters):
+            warn(f"nothing is compressed: all tensors are dense ({'; '.join(dense)})")
         return self._door
 
 

@@ -117,6 +117,25 @@ def memory_of(
     return None if method is None else method.memory
 
 
+def left_dense(
+    parameters: Parameters, assignment: Assignment, dense_below: int
+) -> dict[str, list[str]]:
+    """Names of the tensors that an assignment leaves to Horovod, by the reason."""
+    found: dict[str, list[str]] = {}
+    sparse = {name for name, _ in parameters.sparse()}
+    for name, p in parameters:
+        if planned_memory(assignment, name, p) is not None:
+            continue
+        if name not in sparse:
+            why = f"of type {p.dtype}"
+        elif memory_of(assignment, name, p, dense_below) is not None:
+            continue
+        else:
+            why = f"under dense_below={dense_below}" if p.numel() < dense_below else "by the policy"
+        found.setdefault(why, []).append(name)
+    return found
+
+
 def refuse_momenta(
     optimizer: Any, parameters: Parameters, assignment: Assignment, dense_below: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 import weakref
@@ -11,9 +12,12 @@ from typing import Any, NoReturn
 from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import Parameters
-from hvd_sparse.errors import ConfigError, UnsupportedError
+from hvd_sparse.errors import ConfigError, UnsupportedError, warn
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
+
+LOOKS, EQUAL_NORMS, NORM_TOLERANCE = 50, 3, 1e-4
+"""Steps in which `ClippedMomenta` looks, and how many with one norm are no coincidence."""
 
 
 def refuse_operation(op: Any) -> None:
@@ -91,7 +95,7 @@ class Registered:
     """The parameters whose gradients Horovod reduces: those that it found when it wrapped.
 
     Parameters that come later, by `add_param_group`, and those that required no gradient then, keep
-    their own gradients on each rank, without a word of Horovod's.
+    their own gradients on each rank; Horovod silently skips them.
 
     Args:
         optimizer: Horovod's, which registers its hooks once.
@@ -160,6 +164,45 @@ def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryO
                     "hvd_sparse.MomentumCorrectedSGD, or hvd_sparse.dgc_sgd, which makes the pair; "
                     "or momentum=0 in the compression"
                 )
+
+    lone = [p for group in optimizer.param_groups for p in group["params"] if p not in corrected]
+    if corrected and lone and not isinstance(optimizer, MomentumCorrectedSGD):
+        warn(
+            f"the compression's momentum is for {len(corrected)} tensors; {len(lone)} others, which"
+            " are dense, get none: use hvd_sparse.MomentumCorrectedSGD, which gives it to them"
+        )
+
+
+class ClippedMomenta:
+    """Refuses to clip what the compression has applied momentum to: it is a sum of momenta.
+
+    A pre-step hook of Horovod's optimizer. Clipped gradients have one norm in step after step.
+
+    Args:
+        optimizer: Horovod's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._norms: list[float] = []
+        self._hook = optimizer.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: Any, *_: object) -> None:
+        if optimizer._should_synchronize or not optimizer._synchronized:
+            return  # no script has synchronized before this step
+        corrects = getattr(optimizer._compression, "corrects_momentum", None)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if corrects is not None and any(map(corrects, parameters)):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self._norms.append(math.hypot(*(float(g.norm()) for g in gradients)))
+        last = self._norms[-EQUAL_NORMS:]
+        if len(self._norms) >= LOOKS or corrects is None:
+            self._hook.remove()
+        if len(last) == EQUAL_NORMS and 0 < max(last) < (1 + NORM_TOLERANCE) * min(last):
+            raise ConfigError(
+                f"gradients are clipped to a norm of {last[-1]:.3g} after synchronize(), where the "
+                "compression has made sums of momenta of them: give it clip_norm, which clips "
+                "before, in the place of clip_grad_norm_()"
+            )
 
 
 def warn_of_slow_settings() -> None:

@@ -35,7 +35,7 @@ class Session:
     Args:
         engine: Reduces what is compressed.
         transport: Name of a transport, or "auto".
-        timeout_s: Seconds without a sign of life after which a peer is given up.
+        timeout_s: Seconds of silence after which a peer counts as dead.
         busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
         hierarchical: Whether to exchange on two levels, inside hosts and between them.
 

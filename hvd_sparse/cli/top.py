@@ -124,11 +124,12 @@ def grid(rows: Iterable[tuple[str, ...]]) -> Any:
 
 
 def ranks(shown: Present) -> Any:
-    """Each rank's time in exchanges; the others wait for the rank with the least time."""
-    most = max(shown.exchange_ms) or 1.0
+    """Each rank's time in exchanges; the bar is by how much it comes later than the first."""
+    most = max(shown.exchange_ms)
+    spread = most - min(shown.exchange_ms) or 1.0
     rows = []
     for rank, exchange_ms in enumerate(shown.exchange_ms):
-        bar = "█" * round(BAR_CHARACTERS * exchange_ms / most)
+        bar = "█" * round(BAR_CHARACTERS * (most - exchange_ms) / max(spread, most / 2))
         note = "the others wait for it" if rank == shown.slowest_rank else ""
         rows.append((f"rank {rank}", f"{exchange_ms:.1f} ms in exchanges", bar, note))
     return grid(rows)

@@ -158,5 +158,6 @@ class Account:
             steps=self._steps,
             before=replace(self._before),
             plan=self._plans,
+            world_size=0 if transport is None else transport.world_size,
             **figures,
         )

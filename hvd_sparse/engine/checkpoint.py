@@ -159,6 +159,8 @@ def _tried(action: Callable[[], Any]) -> tuple[Any, str]:
     """An action's result, or None and its error for the other ranks."""
     try:
         return action(), ""
+    except FileNotFoundError as error:
+        return None, f"there is no {error.filename}"
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
 
@@ -170,7 +172,10 @@ def _gathered(gather: Gather, mine: Any, error: str, what: str, folder: Path) ->
         CheckpointError: On every rank, if any has an error.
     """
     everyone = gather((mine, error))
-    wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
+    ranks: dict[str, list[str]] = {}
+    for rank, (_, told) in enumerate(everyone):
+        ranks.setdefault(told, []).append(str(rank))
+    wrong = [f"rank {', '.join(those)}: {told}" for told, those in ranks.items() if told]
     if wrong:
         raise CheckpointError(f"{what} {folder}: {'; '.join(wrong)}")
     return [each for each, _ in everyone]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -113,8 +113,13 @@ class BucketStats(StepStats):
 
     @property
     def density(self) -> float:
-        """Density reached: entries applied, per element and step."""
+        """Density of the sum: entries applied, of all ranks together, per element and step."""
         return self._per_element(self.nnz_applied)
+
+    @property
+    def density_selected(self) -> float:
+        """Density of this rank: entries that it selected, per element and step."""
+        return self._per_element(self.nnz_selected)
 
     @property
     def density_target(self) -> float:
@@ -191,6 +196,8 @@ class Stats:
             over the steps.
         before: Sums over the buckets of earlier plans.
         plan: Number of the plan, from 1; 0 before the first.
+        world_size: P; 0 before the first step.
+        dense: Names of the tensors that are left dense, by the reason.
     """
 
     transport: str
@@ -203,6 +210,14 @@ class Stats:
     steps: int = 0
     before: StepStats = field(default_factory=StepStats)
     plan: int = 0
+    world_size: int = 0
+    dense: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def dense_bytes(self) -> float:
+        """What a ring allreduce of the same tensors, in float32, would have sent from this rank."""
+        elements = sum(bucket.numel * bucket.steps for bucket in self.buckets)
+        return 8 * elements * (self.world_size - 1) / self.world_size if self.world_size else 0.0
 
     @property
     def totals(self) -> StepStats:
@@ -245,18 +260,25 @@ class Stats:
 
     def __str__(self) -> str:
         if not self.steps:
-            return "no step yet"
+            return "no step yet (one worker alone exchanges nothing)"
         total = self.totals
+        own = sum(bucket.bytes_sent for bucket in self.buckets)
+        less = f" ({self.dense_bytes / own:.3g} × less than dense)" if own else ""
         skipped = f", {self.skipped_steps} of them skipped" if self.skipped_steps else ""
         lines = [
             f"{self.steps} steps{f' by {self.transport}' if self.transport else ''}{skipped}: "
-            f"{nbytes(total.bytes_sent)} sent, {nbytes(total.bytes_received)} received, "
-            f"{total.wait_s:.3g} s waited for"
+            f"{nbytes(total.bytes_sent)} sent{less}, {nbytes(total.bytes_received)} received, "
+            f"{1e3 * total.wait_s / self.steps:.3g} ms a step waited for"
         ]
         if self.buckets:
             lines.append(self._table())
+            lines.append(
+                "densities: own, that this rank selected, of what was wanted; sum, of all ranks"
+            )
         if len(self.buckets) > MOST_ROWS:
             lines.append(f"and {len(self.buckets) - MOST_ROWS} smaller buckets")
+        for why, names in self.dense.items():
+            lines.append(f"dense, {why}: {tensors(names)}")
         gradient = {
             "waits outside the buckets": self.waiting_l1,
             "dropped": self.dropped_l1,
@@ -271,7 +293,7 @@ class Stats:
     def _table(self) -> str:
         """The largest buckets; bytes and milliseconds are means per step."""
         largest = sorted(range(len(self.buckets)), key=lambda b: -self.buckets[b].numel)
-        columns = "tensors n compressor collective wire density of threshold sent waited"
+        columns = "tensors n compressor collective wire own of sum threshold sent waited"
         rows = [["", *columns.split()]]
         for place in sorted(largest[:MOST_ROWS]):
             bucket = self.buckets[place]
@@ -285,8 +307,9 @@ class Stats:
                     bucket.compressor or "–",
                     bucket.collective or "–",
                     bucket.wire or "–",
-                    f"{bucket.density:.3g}",
+                    f"{bucket.density_selected:.3g}",
                     f"{bucket.density_wanted:.3g}",
+                    f"{bucket.density:.3g}",
                     f"{bucket.threshold:.3g}" if bucket.threshold else "–",
                     nbytes(bucket.bytes_sent / steps),
                     f"{1e3 * bucket.wait_s / steps:.3g} ms",

@@ -277,6 +277,37 @@ def reassign_without_a_connection() -> None:
     compression.close()
 
 
+def clip_momenta() -> None:
+    """The common script clips by what the compression clips, or is refused by name."""
+    for kind in ("local", "global"):
+        with pytest.warns(
+            UserWarning, match="momentum is for 2 tensors; 2 others, which are dense"
+        ):
+            clip_by_hand(momentum=0.9, momentum_kind=kind, dense_below=100)
+    clip_by_hand(refused=False)  # without momentum it is right
+    model, optimizer, compression = training(momentum=0.9, clip_norm=0.1)
+    train(model, optimizer, 6)
+    compression.close()
+
+
+def clip_by_hand(*, refused: bool = True, **arguments: Any) -> None:
+    model, optimizer, compression = training(**arguments)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            if refused and step == 2:
+                with pytest.raises(
+                    ConfigError, match=r"clipped to a norm of 0.1 .* give it clip_n"
+                ):
+                    optimizer.step()
+                break
+            optimizer.step()
+    compression.close()
+
+
 def end_a_momentum() -> None:
     """Under an optimizer that has none it ends with the compression's, and does not come back."""
     model, optimizer, compression = training(density=0.05, momentum=0.9)
@@ -468,6 +499,7 @@ HABITS = (
     forget_within_a_step,
     reassign_within_a_step,
     reassign_without_a_connection,
+    clip_momenta,
     end_a_momentum,
     synchronize_twice,
     share_a_backward_pass,

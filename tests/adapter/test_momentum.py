@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hvd_sparse import Compression, ConfigError, MomentumCorrectedSGD, dgc_sgd
+from hvd_sparse.adapter.binding import Parameters
+from hvd_sparse.adapter.handover import left_dense
 from hvd_sparse.adapter.refusals import refuse_double_momentum
 from hvd_sparse.memories import MemoryOptions
 
@@ -98,3 +100,17 @@ def test_the_pair() -> None:
     expected = Compression.dgc(momentum=0.8, nesterov=True).method
     assert compression.method.description == expected.description
     assert not compression.corrects_momentum(model.weight)  # before there is a plan
+
+
+def test_what_is_left_dense_is_named_with_the_reason() -> None:
+    named = [(n, nn.Parameter(torch.zeros(numel))) for n, numel in (("big", 2000), ("small", 10))]
+    named.append(("double", nn.Parameter(torch.zeros(2000, dtype=torch.float64))))
+    method = Compression.topk().method
+    assert left_dense(Parameters(named), method, 1024) == {
+        "of type torch.float64": ["double"],
+        "under dense_below=1024": ["small"],
+    }
+    rules = [{"match": {"name": "big"}, "compress": "auto", "compressor": "topk"}]
+    planner = Compression.from_policy({"version": 1, "rules": rules}).method
+    found = left_dense(Parameters(named), planner, 0)
+    assert found == {"of type torch.float64": ["double"], "by the policy": ["small"]}

@@ -11,6 +11,7 @@
 | sh: python FILE | the file is here, or is `train.py`, which stands for the reader's |
 | sh: make | the targets and variables stand in the Makefile |
 | sh: pip, apt-get | each package is one that pyproject.toml, the set-up or CI names |
+| sh: git clone, cd | the address is pyproject.toml's |
 | sh: printf | it writes the compiler wrapper of tools/bootstrap.py |
 | text | a diagram |
 
@@ -176,6 +177,10 @@ def test_commands(
                 check_launch(words, check)
             case ["pip" | "apt-get", "install", *_]:
                 check_packages(words)
+            case ["git", "clone", address]:
+                assert f'Repository = "{address}"' in (ROOT / "pyproject.toml").read_text()
+            case ["cd", "hvd-sparse"]:
+                pass
             case ["printf", script, ">", wrapper, "&&", "chmod", "+x", executable]:
                 assert wrapper == executable
                 assert "-std=c++20" in script

@@ -1,4 +1,4 @@
-"""The README's table of memory per parameter is what a bucket holds."""
+"""The table of memory per parameter in docs/usage.md is what a bucket holds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bytes_per_parameter(thing: Any) -> float:
         ("bfloat16", None, True, 8 + 2 + 2),
     ],
 )
-def test_a_bucket_holds_what_the_readme_says(
+def test_a_bucket_holds_what_the_table_says(
     dtype: str, kind: str | None, strided: bool, expected: float
 ) -> None:
     momentum = {} if kind is None else {"momentum": 0.9, "momentum_kind": kind}

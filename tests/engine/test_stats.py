@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,11 +113,17 @@ def test_a_bucket_says_how_it_is_compressed(of: dict[str, Stats]) -> None:
 def test_the_text_is_a_short_table(of: dict[str, Stats]) -> None:
     text = str(of["five"])
     assert text.splitlines()[0].startswith("5 steps by local: ")
-    assert len(text.splitlines()) == 6
+    assert len(text.splitlines()) == 7
+    sent = sum(bucket.bytes_sent for bucket in of["five"].buckets)
+    assert f"({of['five'].dense_bytes / sent:.3g} × less than dense)" in text
+    for bucket in of["five"].buckets:  # one rank's share, and that of all ranks together
+        assert bucket.density_selected <= bucket.density
     for word in ("topk", "topk_allgather", "float16+gap", "layer0.weight", "let go"):
         assert word in text
     assert all(len(line) <= 120 for line in text.splitlines())
-    assert str(of["none"]) == "no step yet"
+    assert str(of["none"]) == "no step yet (one worker alone exchanges nothing)"
+    dense = str(replace(of["five"], dense={"under dense_below=1024": ["a", "b"]}))
+    assert "\ndense, under dense_below=1024: a … b (2)" in dense
     assert "9 steps" in str(of["closed"])
     buckets = tuple(BucketStats(names=(f"w{i}",), numel=i, k=1, steps=1) for i in range(500))
     many = str(Stats("gloo", buckets, steps=1))

@@ -140,7 +140,7 @@ class FirstOptions(AnyCollectiveOptions):
     insert(
         copy / "compression.py",
         "class _HorovodCompressor",
-        "@dataclass(frozen=True)\nclass _First(catalogue.FirstOptions, Arguments): ...\n",
+        "class _First(catalogue.FirstOptions, Arguments): ...\n",
     )
     run(
         copy,

@@ -24,11 +24,11 @@ GREY = "#6b7280"
 MOST_CURVES = len(COLOURS)
 FEW_POINTS = 40
 """A curve with fewer points shows each of them by a marker."""
-MOST_LEGEND_COLUMNS = 4
+MOST_LEGEND_COLUMNS = 2
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "font.family": "sans-serif",
-    "font.size": 8,
+    "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#9ca3af",
@@ -62,7 +62,7 @@ def svg(name: str, draw: Callable[..., None], *data: Any) -> str:
             "a report needs matplotlib: pip install 'hvd-sparse[report]'"
         ) from error
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(5.2, 2.3), layout="constrained")
+        figure = Figure(figsize=(4.6, 2.3), layout="constrained")
         axes = figure.add_subplot()
         draw(axes, *data)
         out = io.StringIO()
@@ -141,15 +141,12 @@ def bucket_curves(axes: Any, plan: Plan, name: str, label: str) -> None:
 
 
 def ranks(axes: Any, recording: Recording) -> None:
-    """Time per phase on every rank."""
+    """By how much each rank comes later than the first: the longest bar is the slowest rank's."""
     at = np.arange(recording.run["world_size"])
-    bottom = np.zeros(len(at))
-    for (name, label), colour in zip(PHASES.items(), COLOURS, strict=False):
-        mean_ms = rank_ms(recording, name).mean(axis=0)
-        axes.bar(at, mean_ms, 0.7, bottom=bottom, color=colour, alpha=0.85, label=label)
-        bottom += mean_ms
+    exchange_ms = rank_ms(recording, "exchange_s").mean(axis=0)
+    axes.bar(at, exchange_ms.max() - exchange_ms, 0.7, color=COLOURS[5], alpha=0.85)
     axes.set_xlim(-0.6, max(len(at) - 0.4, 0.6))
-    _finish(axes, "ms per step", "rank", legend=True)
+    _finish(axes, "ms later than the first", "rank", legend=False)
 
 
 def stairs(curves: Curves, *columns: Floats) -> tuple[Floats, list[Floats]]:
@@ -194,5 +191,5 @@ def _finish(
         axes.set_ylim(bottom=0)
     if legend:
         axes.legend(
-            loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=MOST_LEGEND_COLUMNS, fontsize=7
+            loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=MOST_LEGEND_COLUMNS, fontsize=8
         )

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from hvd_sparse.engine.account import COMPARED_PHASES
 from hvd_sparse.engine.stats import FIGURES
@@ -173,7 +176,9 @@ class Reader:
 
 def _is_of_another_version(line: dict[str, Any]) -> bool:
     version = line.get("version")
-    return line.get("kind") == "run" and is_count(version) and version != VERSION
+    return (
+        line.get("kind") == "run" and holds(LINES["run"]["version"], version) and version != VERSION
+    )
 
 
 def _check_lengths(line: dict[str, Any], keys: Sequence[str], length: int, place: str) -> None:
@@ -189,7 +194,76 @@ MOST = 1e50
 MOST_UNIX_S = 253402300799
 """The end of the year 9999, the last that can be shown."""
 
-Check = Callable[[Any], bool]
+Number = Annotated[float, Field(strict=True, ge=0, le=MOST, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+AboveZero = Annotated[Count, Field(gt=0)]
+Text = Annotated[str, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Phases = dict[Text, Annotated[list[Number], Field(min_length=2, max_length=2)]]
+"""Starts and seconds of phases."""
+
+
+class Bucket(TypedDict):
+    names: Annotated[list[Text], Field(min_length=1)]
+    numel: Count
+    k: Count
+    density: Number
+    dtype: Text
+    compressor: Text
+    wire: Text
+
+
+class Attempt(TypedDict):
+    methods: list[Text]
+    sparse_tensors: Count
+    buckets: Count
+    predicted_s: Number
+    step_s: Annotated[Number, Field(gt=0)]
+    error_s: Number
+    steps: Count
+
+
+number = TypeAdapter(Number)
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "run": {
+        **{"id": Text, "version": Count, "hvd_sparse": Text, "torch": Text, "host": Text},
+        **{"pid": Count, "rank": Count, "world_size": AboveZero, "transport": Text},
+        "start_unix_s": Annotated[Number, Field(le=MOST_UNIX_S)],
+    },
+    "plan": {"id": Text, "step": Count, "buckets": list[Bucket]},
+    "steps": {
+        **{"id": Text, "step": Count, "steps": AboveZero, "at_s": Number, "seconds": Number},
+        **{"collective": list[Text], "threshold": list[Number | None]},
+        **{"imbalance": list[Number], "spans": list[Phases]},
+        **dict.fromkeys(FIGURES, list[Number]),
+    },
+    "residual": {"id": Text, "step": Count, "bucket": Count, "norm": Number | None},
+    "trial": {
+        **{"id": Text, "step": Count, "chosen": Count, "recalled": Flag},
+        "tried": Annotated[list[Attempt], Field(min_length=1)],
+    },
+    "ranks": {
+        **{"id": Text, "step": Count, "steps": AboveZero},
+        **dict.fromkeys(COMPARED_PHASES, list[Number]),
+    },
+}
+"""What a line of each kind must hold."""
+LINES = {
+    kind: {key: TypeAdapter(value) for key, value in keys.items()} for kind, keys in KINDS.items()
+}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that is not negative."""
+    return holds(number, value)
+
+
+def holds(adapter: TypeAdapter[Any], value: Any) -> bool:
+    try:
+        adapter.validate_python(value)
+    except (ValidationError, OverflowError):
+        return False
+    return True
 
 
 def check_line(line: Any, place: str) -> dict[str, Any]:
@@ -208,120 +282,10 @@ def check_line(line: Any, place: str) -> dict[str, Any]:
     missing = [key for key in LINES[kind] if key not in line]
     if missing:
         raise ConfigError(f"{place}: a {kind!r} line without {', '.join(missing)}")
-    for key, check in LINES[kind].items():
-        if not check(line[key]):
+    for key, adapter in LINES[kind].items():
+        if not holds(adapter, line[key]):
             raise ConfigError(
                 f"{place}: {key} of a {kind!r} line cannot be {short_repr(line[key])}"
             )
     checked: dict[str, Any] = line
     return checked
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number that is not negative."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
-
-
-def is_count(value: Any) -> bool:
-    """Whether a value is a whole number, not negative, that a float represents exactly."""
-    return isinstance(value, int) and is_number(value) and value <= 2**53
-
-
-def is_number_or_none(value: Any) -> bool:
-    """Whether a value is a number, or null, which stands for one that was not finite."""
-    return value is None or is_number(value)
-
-
-def is_moment(value: Any) -> bool:
-    """Whether a value is a time in seconds since 1970."""
-    return is_number(value) and value <= MOST_UNIX_S
-
-
-def is_spans(value: Any) -> bool:
-    """Whether a value maps phases to their starts and seconds."""
-    return isinstance(value, dict) and all(
-        list_of(is_number)(span) and len(span) == 2 for span in value.values()
-    )
-
-
-def above_zero(check: Check) -> Check:
-    return lambda value: check(value) and value > 0
-
-
-def instance_of(kind: type) -> Check:
-    return lambda value: isinstance(value, kind)
-
-
-def list_of(check: Check, least: int = 0) -> Check:
-    """Whether a value is a list of at least so many valid values."""
-    return lambda value: isinstance(value, list) and len(value) >= least and all(map(check, value))
-
-
-def object_of(checks: Mapping[str, Check]) -> Check:
-    return lambda value: (
-        isinstance(value, dict)
-        and all(key in value and check(value[key]) for key, check in checks.items())
-    )
-
-
-is_text, is_flag = instance_of(str), instance_of(bool)
-BUCKET: Mapping[str, Check] = {
-    "names": list_of(is_text, 1),
-    "numel": is_count,
-    "k": is_count,
-    "density": is_number,
-    "dtype": is_text,
-    "compressor": is_text,
-    "wire": is_text,
-}
-ATTEMPT: Mapping[str, Check] = {
-    "methods": list_of(is_text),
-    "sparse_tensors": is_count,
-    "buckets": is_count,
-    "predicted_s": is_number,
-    "step_s": above_zero(is_number),
-    "error_s": is_number,
-    "steps": is_count,
-}
-LINES: Mapping[str, Mapping[str, Check]] = {
-    "run": {
-        "id": is_text,
-        "version": is_count,
-        "hvd_sparse": is_text,
-        "torch": is_text,
-        "host": is_text,
-        "pid": is_count,
-        "rank": is_count,
-        "world_size": above_zero(is_count),
-        "transport": is_text,
-        "start_unix_s": is_moment,
-    },
-    "plan": {"id": is_text, "step": is_count, "buckets": list_of(object_of(BUCKET))},
-    "steps": {
-        "id": is_text,
-        "step": is_count,
-        "steps": above_zero(is_count),
-        "at_s": is_number,
-        "seconds": is_number,
-        "collective": list_of(is_text),
-        "threshold": list_of(is_number_or_none),
-        "imbalance": list_of(is_number),
-        "spans": list_of(is_spans),
-        **dict.fromkeys(FIGURES, list_of(is_number)),
-    },
-    "residual": {"id": is_text, "step": is_count, "bucket": is_count, "norm": is_number_or_none},
-    "trial": {
-        "id": is_text,
-        "step": is_count,
-        "tried": list_of(object_of(ATTEMPT), 1),
-        "chosen": is_count,
-        "recalled": is_flag,
-    },
-    "ranks": {
-        "id": is_text,
-        "step": is_count,
-        "steps": above_zero(is_count),
-        **dict.fromkeys(COMPARED_PHASES, list_of(is_number)),
-    },
-}
-"""What a line of each kind must hold."""

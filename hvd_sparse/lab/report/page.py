@@ -66,7 +66,6 @@ def report_page(runs: Sequence[Recording], recording: Recording) -> str:
     parts = [
         heading(recording),
         runs_section(runs, recording),
-        tiles(recording),
         section(
             "Time per phase",
             "Work of the background thread, summed over the buckets. It overlaps with the backward "
@@ -126,7 +125,8 @@ def heading(recording: Recording) -> str:
         if recording.torn_lines
         else ""
     )
-    return f"<h1>What happened</h1>\n<p>{escape(facts)}</p>{warning}"
+    first, figures = map(escape, summary(recording))
+    return f"<h1>{first}</h1>\n<p>{figures}</p>\n<p>{escape(facts)}</p>{warning}"
 
 
 def begun(recording: Recording, after_s: float = 0.0) -> str:
@@ -178,42 +178,30 @@ def runs_section(runs: Sequence[Recording], shown: Recording) -> str:
     return section("Runs", text, table(columns, rows))
 
 
-def tiles(recording: Recording) -> str:
-    """The run in a few figures."""
-    lines = recording.steps
+def summary(recording: Recording) -> tuple[str, str]:
+    """Whether it paid, in a sentence; and the other figures of the run."""
+    lines, world_size = recording.steps, recording.run["world_size"]
     steps = sum(line["steps"] for line in lines)
-    step_s = sum(line["seconds"] for line in lines) / steps
-    wait_s = sum(sum(line["wait_s"]) for line in lines) / steps
-    shown = [
-        (f"{steps_of(recording):,}", "steps"),
-        (f"{1e3 * step_s:.1f} ms", "per step"),
-        (f"{100 * wait_s / step_s:.0f} %" if step_s else "–", "of it waiting for buckets"),
-    ]
+    step_ms = 1e3 * sum(line["seconds"] for line in lines) / steps
+    wait_ms = 1e3 * sum(sum(line["wait_s"]) for line in lines) / steps
+    took = f"a step takes {step_ms:.3g} ms, {wait_ms:.3g} of them waiting for exchanges"
+    told = f"{steps_of(recording):,} steps"
+    dense_steps = sum(line["steps"] for p in recording.plans if not p.buckets for line in p.steps)
     plans = [plan for plan in recording.plans if plan.buckets and plan.steps]
-    if plans:
-        dense_steps = sum(
-            line["steps"] for p in recording.plans if not p.buckets for line in p.steps
-        )
-        if dense_steps:
-            shown.append((f"{dense_steps:,}", "steps with all tensors dense"))
-        by_plan = [sum(line["steps"] for line in plan.steps) for plan in plans]
-        sent = sum(sum(line["bytes_sent"]) for plan in plans for line in plan.steps) / sum(by_plan)
-        rings = [dense_bytes(plan, recording.run["world_size"]) for plan in plans]
-        ring = float(np.average(rings, weights=by_plan))
-        plan = last_plan(recording)
-        numel = max(1, sum(bucket["numel"] for bucket in plan.buckets))
-        k = sum(bucket["k"] for bucket in plan.buckets)
-        selected = float(bucket_means(plan)["nnz_selected"].sum())
-        shown += [
-            (nbytes(sent), "sent per step"),
-            (f"{ring / sent:.0f} ×" if sent else "–", "less than dense"),
-            (f"{selected / numel:.3g}", f"density selected here, of {numel:,} elements"),
-            (f"{k / numel:.3g}", "target density"),
-        ]
-    return (
-        '<div class="tiles">'
-        + "".join(f"<div><b>{escape(v)}</b><span>{escape(n)}</span></div>" for v, n in shown)
-        + "</div>"
+    if not plans:
+        return f"Sent nothing sparsely; {took}", f"{told}, all dense."
+    by_plan = [sum(line["steps"] for line in plan.steps) for plan in plans]
+    sent = sum(sum(line["bytes_sent"]) for plan in plans for line in plan.steps) / sum(by_plan)
+    ring = float(np.average([dense_bytes(plan, world_size) for plan in plans], weights=by_plan))
+    plan = last_plan(recording)
+    numel = max(1, sum(bucket["numel"] for bucket in plan.buckets))
+    k = sum(bucket["k"] for bucket in plan.buckets)
+    selected = float(bucket_means(plan)["nnz_selected"].sum())
+    less = f"Sent {ring / sent:.3g} × fewer bytes than dense" if sent else "Sent nothing"
+    return f"{less}; {took}", (
+        f"{told}, {dense_steps:,} of them with all tensors dense; {nbytes(sent)} sent per step; "
+        f"density selected here {selected / numel:.3g}, target {k / numel:.3g}, "
+        f"of {numel:,} elements."
     )
 
 
@@ -326,16 +314,16 @@ def bucket_tables(plan: Plan) -> list[str]:
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff;
-       max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+       max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .2rem; }
 p { margin: .2rem 0 .6rem; color: #4b5563; overflow-wrap: anywhere; }
-svg { width: 100%; max-width: 42rem; height: auto; display: block; }
-.tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: .6rem; margin: 1.2rem 0; }
-@media (max-width: 40rem) { .tiles { grid-template-columns: repeat(2, 1fr); } }
-.tiles div { border: 1px solid #e5e7eb; border-radius: 8px; padding: .5rem .8rem; }
-.tiles b { display: block; font-size: 1.25rem; } .tiles span { color: #6b7280; font-size: .85rem; }
+svg { width: 100%; height: auto; display: block; }
 .warn { background: #fef3c7; border-radius: 6px; padding: .4rem .8rem; color: #78350f; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .8rem; width: 100%; }
+.wide { overflow-x: auto; scrollbar-width: thin;  /* a shadow: there is more */
+        background: linear-gradient(to left, #fff 30%, transparent) right / 3rem 100% local,
+                    linear-gradient(to left, #9ca3af, transparent) right / 1rem 100% scroll;
+        background-repeat: no-repeat; }
+table { border-collapse: collapse; font-size: .8rem; width: 100%; }
 th, td { padding: .25rem .35rem; text-align: right; border-bottom: 1px solid #e5e7eb;
          white-space: nowrap; vertical-align: top; }
 th { color: #6b7280; font-weight: 600; } td.text, th.text { text-align: left; }

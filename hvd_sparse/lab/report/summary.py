@@ -19,7 +19,7 @@ MOST_POINTS = 150
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LONG_GAP = 4
 """A curve has a hole where two points are this many times further apart than their neighbours."""
-CLEARLY_LESS = 0.9
+CLEARLY_LESS = 0.8
 """The slowest rank spends less time in exchanges than this share of the others' median."""
 MOSTLY = 2 / 3
 """Share of the comparisons in which the slowest rank must have spent the least time."""
