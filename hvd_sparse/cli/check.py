@@ -109,14 +109,18 @@ def nccl() -> Finding:
 
 
 def cuda() -> Finding:
-    """Whether a GPU is present, and CuPy for its kernels."""
+    """Whether a GPU is present, and CuPy for its kernels, of which one is compiled and run."""
     if not torch.cuda.is_available():
         return Finding("CUDA", "none", "torch sees no CUDA device")
     device = torch.cuda.get_device_name()
     found = [f"{name} {v}" for name in CUPY_DISTRIBUTIONS if (v := _version(name)) is not None]
-    if found:
-        return Finding("CUDA", "ok", f"{device}, {found[0]}")
-    return Finding("CUDA", "none", f"{device}, but CuPy is not installed")
+    if not found:
+        return Finding("CUDA", "none", f"{device}, but CuPy is not installed")
+    try:
+        ops.kth_magnitude(torch.ones(2, device="cuda"), 1)
+    except Exception as error:
+        return Finding("CUDA", "problem", f"{device}, {found[0]}: {error}")
+    return Finding("CUDA", "ok", f"{device}, {found[0]}, a kernel ran")
 
 
 def settings() -> list[Finding]:
