@@ -64,9 +64,9 @@ KERNEL accumulate_select(const f32* before, f32* residual, const Segment* segmen
                     start, stop, first_tile, capacity, header, indices, values);
 }
 
-// The same with momentum. u is not masked where entries leave. On sm_80 the 64 registers that four
-// blocks leave a thread are too few.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+// The same with momentum. u is not masked where entries leave. On sm_80 and sm_120 the 64
+// registers that four blocks leave a thread are too few.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 #undef BLOCKS_PER_PROCESSOR
 #define BLOCKS_PER_PROCESSOR 3
 #endif

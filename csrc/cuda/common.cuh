@@ -71,6 +71,10 @@ HVDS_UNTRACED inline u32 LoadRelaxed(const u32* at) {
   return *at;
 }
 HVDS_UNTRACED inline void StoreToHost(u64* at, u64 value) { *at = value; }
+template <typename T>
+inline T LoadOnce(const void* at) {
+  return *static_cast<const T*>(at);
+}
 
 #else
 
@@ -118,6 +122,26 @@ __device__ __forceinline__ u32 LoadRelaxed(const u32* at) {
   asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
   return value;
 }
+// What nobody writes while the kernel runs, and no thread reads again: it takes no place in the L1
+// cache. An address out of a table is a generic one to the compiler; these are always global.
+template <typename T>
+__device__ __forceinline__ T LoadOnce(const void* at);
+template <>
+__device__ __forceinline__ uint4 LoadOnce<uint4>(const void* at) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(__cvta_generic_to_global(at)));
+  return x;
+}
+template <>
+__device__ __forceinline__ uint2 LoadOnce<uint2>(const void* at) {
+  uint2 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(x.x), "=r"(x.y)
+               : "l"(__cvta_generic_to_global(at)));
+  return x;
+}
 // Whole; the host sees it once it has waited for the kernel.
 __device__ __forceinline__ void StoreToHost(u64* at, u64 value) {
   asm volatile("st.relaxed.sys.u64 [%0], %1;" : : "l"(at), "l"(value) : "memory");
@@ -125,24 +149,35 @@ __device__ __forceinline__ void StoreToHost(u64* at, u64 value) {
 
 #endif
 
-// Over the lanes of a warp, all of which call it and get the same.
+// Over the lanes of a warp, all of which call it and get the same. Instructions for it come with
+// sm_80; the shim has both ways, by a launch's seed.
+#if defined(HVDS_SHIM) || __CUDA_ARCH__ < 800
+#define HVDS_SHUFFLES
+#endif
+
 __device__ __forceinline__ u32 WarpMax(u32 x) {
-#if defined(HVDS_SHIM) || __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(kAllLanes, x);
-#else
+#ifdef HVDS_SHIM
+  if (shim::HasReductions()) return __reduce_max_sync(kAllLanes, x);
+#endif
+#ifdef HVDS_SHUFFLES
   for (u32 by = kLanes / 2; by > 0; by /= 2) {
     const u32 other = __shfl_xor_sync(kAllLanes, x, by);
     x = x < other ? other : x;
   }
   return x;
+#else
+  return __reduce_max_sync(kAllLanes, x);
 #endif
 }
 __device__ __forceinline__ u32 WarpSum(u32 x) {
-#if defined(HVDS_SHIM) || __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(kAllLanes, x);
-#else
+#ifdef HVDS_SHIM
+  if (shim::HasReductions()) return __reduce_add_sync(kAllLanes, x);
+#endif
+#ifdef HVDS_SHUFFLES
   for (u32 by = kLanes / 2; by > 0; by /= 2) x += __shfl_xor_sync(kAllLanes, x, by);
   return x;
+#else
+  return __reduce_add_sync(kAllLanes, x);
 #endif
 }
 

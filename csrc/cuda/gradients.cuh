@@ -86,13 +86,16 @@ __device__ __forceinline__ bool IsWide(const Tile& tile) {
          (tile.dtype == kNoGradient || IsAligned(tile.gradient, kQuad * ItemBytes(tile.dtype)));
 }
 
-// Four floats at an aligned place.
-__device__ __forceinline__ void LoadWide(const f32* from, f32 (&x)[kQuad]) {
-  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+__device__ __forceinline__ void FloatsOf(uint4 bits, f32 (&x)[kQuad]) {
   x[0] = FloatOf(bits.x);
   x[1] = FloatOf(bits.y);
   x[2] = FloatOf(bits.z);
   x[3] = FloatOf(bits.w);
+}
+
+// Four floats at an aligned place.
+__device__ __forceinline__ void LoadWide(const f32* from, f32 (&x)[kQuad]) {
+  FloatsOf(*reinterpret_cast<const uint4*>(from), x);
 }
 
 // Four floats, of which the first `left` exist; the others are zero.
@@ -136,7 +139,8 @@ __device__ __forceinline__ void LoadWideGradients(const Tile& tile, f32 (&x)[kRo
   if (tile.dtype == kFloat32) {
 #pragma unroll
     for (u32 round = 0; round < kRounds; ++round) {
-      LoadWide(reinterpret_cast<const f32*>(tile.gradient) + PlaceOf(round, 0), x[round]);
+      const u8* const from = tile.gradient + 4 * static_cast<u64>(PlaceOf(round, 0));
+      FloatsOf(LoadOnce<uint4>(from), x[round]);
     }
   } else if (tile.dtype == kNoGradient) {
 #pragma unroll
@@ -147,8 +151,7 @@ __device__ __forceinline__ void LoadWideGradients(const Tile& tile, f32 (&x)[kRo
     uint2 bits[kRounds];
 #pragma unroll
     for (u32 round = 0; round < kRounds; ++round) {
-      bits[round] =
-          *reinterpret_cast<const uint2*>(tile.gradient + 2 * static_cast<u64>(PlaceOf(round, 0)));
+      bits[round] = LoadOnce<uint2>(tile.gradient + 2 * static_cast<u64>(PlaceOf(round, 0)));
     }
 #pragma unroll
     for (u32 round = 0; round < kRounds; ++round) WidenQuad(tile.dtype, bits[round], x[round]);

@@ -111,6 +111,11 @@ KERNEL count_digits(const f32* x, i64 count, const Header* passed, u64 k, u32 di
   if (is_last[0] != 0) Descend(descent, digit, wanted);
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200  // where 64 registers would spill
+#undef BLOCKS_PER_PROCESSOR
+#define BLOCKS_PER_PROCESSOR 3
+#endif
+
 // The k largest of the candidates, ties to the earlier one, in order; the finite others go back to
 // the residual, which has zeros there. Does nothing where there are not enough candidates.
 //

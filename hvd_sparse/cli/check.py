@@ -132,7 +132,7 @@ def nccl() -> Finding:
 
 
 def cuda() -> Finding:
-    """Whether a GPU is present, and CuPy for its kernels."""
+    """Whether a GPU is present, and CuPy for its kernels, of which one is compiled and run."""
     if not torch.cuda.is_available():
         return Finding("CUDA", "none", "torch sees no CUDA device")
     device = torch.cuda.get_device_name()

@@ -350,8 +350,9 @@ def make_buckets(
     The buckets of a tensor that is cut decode into one gradient, side by side. `devices` has where
     the gradients are, by the tensors' names.
     """
-    if any(device.type == "cuda" for device in devices.values()):
+    for device in {each for each in devices.values() if each.type == "cuda"}:
         transport.land_pinned()
+        ops.backend(device)  # which says now if it cannot be had
     buckets: list[Bucket] = []
     wholes: dict[str, Tensor] = {}
     slots: dict[str, list[tuple[Bucket, int]]] = {}

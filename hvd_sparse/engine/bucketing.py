@@ -10,7 +10,7 @@ tensors, or treats one otherwise, all ranks raise `PlanError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -25,6 +25,8 @@ from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.transport import gather_json
 
+Devices = Mapping[str, torch.device]
+"""Where gradients are, by their tensors' names."""
 WARMUP_KINDS = ("exponential", "linear", "constant")
 STAGES = 4
 """Densities of an exponential warm-up, each for the same number of steps."""
@@ -250,18 +252,21 @@ class BucketPlan:
     method: Method
 
 
-def form_buckets(arrivals: Sequence[TensorSpec], assignment: Assignment) -> list[BucketPlan]:
-    """Group tensors of one type, method and bucket name in the order of their arrival.
+def form_buckets(
+    arrivals: Sequence[TensorSpec], assignment: Assignment, devices: Devices | None = None
+) -> list[BucketPlan]:
+    """Group tensors of one type, device, method and bucket name in the order of their arrival.
 
     Within a bucket, tensors that would misalign those behind them come last.
     """
+    devices = {} if devices is None else devices
     groups: list[list[TensorSpec]] = []
     methods: list[Method] = []
-    open_groups: dict[tuple[str, MethodId, str], list[TensorSpec]] = {}
+    open_groups: dict[tuple[object, ...], list[TensorSpec]] = {}
     for spec in arrivals:
         choice = assignment.choice_of(spec)
         assert choice.method is not None
-        key = (spec.dtype, choice.method.id, choice.bucket)
+        key = (spec.dtype, devices.get(spec.name), choice.method.id, choice.bucket)
         most = choice.method.part_numel
         if most is not None and not choice.bucket and spec.numel > most:
             open_groups.pop(key, None)
@@ -298,9 +303,14 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
 
 
 def agree_on_plan(
-    arrivals: Sequence[TensorSpec], assignment: Assignment, transport: Transport
+    arrivals: Sequence[TensorSpec],
+    assignment: Assignment,
+    transport: Transport,
+    devices: Devices,
 ) -> list[BucketPlan]:
     """Make the plan by rank 0's order of arrival; every rank checks that it can follow it.
+
+    `devices` has where this rank's gradients are.
 
     Returns:
         The buckets in the order of exchange.
@@ -308,9 +318,13 @@ def agree_on_plan(
     Raises:
         PlanError: On every rank, if any rank has other tensors or treats them otherwise.
     """
-    plan = form_buckets(arrivals, assignment)
+    plan = form_buckets(arrivals, assignment, devices)
+    places = list(dict.fromkeys(devices[name] for name in sorted(devices)))
     told = [
-        {"method": bucket.method.id.to_json(), "specs": [_told(spec) for spec in bucket.specs]}
+        {
+            "method": bucket.method.id.to_json(),
+            "specs": [_told(s, places.index(devices[s.name])) for s in bucket.specs],
+        }
         for bucket in plan
     ]
     first = _exchanged(assignment, told, transport, "plan")
@@ -325,8 +339,9 @@ def agree_on_plan(
     ]
 
 
-def _told(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.label, "shape": spec.shape, "dtype": spec.dtype}
+def _told(spec: TensorSpec, place: int) -> dict[str, Any]:
+    """The place is a number among this rank's devices: ranks may have others, placed alike."""
+    return {"name": spec.label, "shape": spec.shape, "dtype": spec.dtype, "place": place}
 
 
 def text_tensor(text: str) -> torch.Tensor:
@@ -376,6 +391,7 @@ def _tensors(message: dict[str, Any]) -> dict[str, MethodId]:
     for bucket in message["plan"]:
         method = MethodId.from_json(bucket["method"])
         for spec in bucket["specs"]:
-            name = f"{spec['dtype']}{tuple(spec['shape'])} by {method.name}"
+            place = f" on device {spec['place']}" * bool(spec["place"])
+            name = f"{spec['dtype']}{tuple(spec['shape'])}{place} by {method.name}"
             found[spec["name"]] = MethodId(name, method.options)
     return found

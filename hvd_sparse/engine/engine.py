@@ -340,8 +340,9 @@ class Engine:
     def _make_plan(self) -> None:
         assert self._transport is not None
         arrivals = self._arrivals.values()
-        plan = agree_on_plan([spec for spec, *_ in arrivals], self.assignment, self._transport)
         devices = {spec.name: gradient.device for spec, gradient, _ in arrivals}
+        specs = [spec for spec, *_ in arrivals]
+        plan = agree_on_plan(specs, self.assignment, self._transport, devices)
         buckets, locations = make_buckets(plan, devices, self._transport, self.hosts)
         self.residuals.begin_plan(buckets, locations, self._transport)
         self._buckets, self._locations = buckets, locations

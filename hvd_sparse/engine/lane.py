@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hvd_sparse import ops
+from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.streams import SparseStream
 
 HIGH_PRIORITY = -1
@@ -49,6 +50,11 @@ class DeviceLane:
     def hand_over(self) -> None:
         """On the training thread: the lane's next work waits for all streams that were noted."""
         if self._stream is not None:
+            if torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    "a CUDA graph that captures backward() would replay it without the exchange: "
+                    "capture the forward pass alone"
+                )
             for giver in self._givers:  # one, unless the training has streams of its own
                 self._stream.wait_stream(giver)
             self._givers.clear()

@@ -81,12 +81,11 @@ class ErrorFeedback:
     def take_at(self, indices: Tensor) -> Tensor:
         """Take the entries at more indices, int32 `(m,)` ascending; returns their values `(m,)`.
 
-        Indices may be on any device; the values are on the same one.
+        The indices are on the residual's device.
         """
-        places = indices.to(self.residual.device)
-        values = ops.take_at(self.residual, places)
-        self._taken_elsewhere.append(SparseStream(places, values, self.residual.numel()))
-        return values.to(indices.device)
+        values = ops.take_at(self.residual, indices)
+        self._taken_elsewhere.append(SparseStream(indices, values, self.residual.numel()))
+        return values
 
     def give_back(self, taken: SparseStream, returned: SparseStream) -> None:
         """End a step: keep what was taken, but had no part in what was applied.

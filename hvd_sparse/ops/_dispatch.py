@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -16,6 +17,9 @@ from hvd_sparse.ops._arguments import Entries
 from hvd_sparse.ops.accumulation import Accumulation
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
 from hvd_sparse.ops.native import NativeOps
+
+LEAST_CAPABILITY = (7, 0)
+"""Of a device, that the kernels compile for."""
 
 
 class Ops(Protocol):
@@ -97,6 +101,7 @@ def load() -> NativeOps | None:
 
 
 _native = load()
+_making = threading.Lock()
 
 
 def backend(device: torch.device | str = "cpu") -> str:
@@ -123,7 +128,8 @@ def unchecked(device: torch.device) -> Ops:
     if _native is not None and device.type == "cpu":
         return _native
     if device.type == "cuda" and os.environ.get("HVD_SPARSE_NATIVE") != "0":
-        return _on_cuda(device.index)
+        with _making:
+            return _on_cuda(device.index)
     return reference
 
 
@@ -133,6 +139,10 @@ def _on_cuda(index: int) -> Ops:
     release: str | None = vars(torch.version).get("cuda")
     if release is None:  # a build for another maker's devices
         _warn_of_reference("the CUDA kernels need a torch for CUDA")
+        return reference
+    capability = torch.cuda.get_device_capability(index)
+    if capability < LEAST_CAPABILITY:
+        _warn_of_reference("sm_{}{} is older than sm_70".format(*capability))
         return reference
     try:
         return CudaOps(CupyLauncher(torch.device("cuda", index)))

@@ -246,3 +246,13 @@ def test_profile_needs_more_than_one_rank() -> None:
     )
     assert done.returncode == FAILED
     assert "hvd-sparse profile: one rank exchanges nothing" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_kernel_that_does_not_run_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(check, "_version", lambda name: "14.0")
+    finding = check.cuda()
+    assert finding.state == "problem"
+    assert finding.detail.startswith("H100, cupy-cuda12x 14.0: ")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -23,6 +25,7 @@ def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _dispatch._on_cuda.cache_clear()
     _dispatch._warn_of_reference.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.delenv("HVD_SPARSE_NATIVE", raising=False)
     yield
     _dispatch._on_cuda.cache_clear()
@@ -56,7 +59,8 @@ class FakeCupy(ModuleType):
 
         launches, told = self.launches, self.options
         self.RawModule = RawModule
-        self.cuda = SimpleNamespace(Device=device, Stream=stream, compiler=compiler)
+        nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
+        self.cuda = SimpleNamespace(Device=device, Stream=stream, compiler=compiler, nvrtc=nvrtc)
 
 
 @pytest.mark.usefixtures("torch_for_cuda")
@@ -81,6 +85,29 @@ def test_with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
     assert isinstance(_dispatch.unchecked(DEVICE), CudaOps)
     assert _dispatch.backend(DEVICE) == "cuda"
+
+
+@pytest.mark.usefixtures("torch_for_cuda")
+def test_an_old_device_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, 1))
+    with pytest.warns(RuntimeWarning, match="sm_61 is older than sm_70"):
+        assert _dispatch.unchecked(DEVICE) is reference
+
+
+def test_without_a_compiler_the_first_bucket_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = FakeCupy()
+    del cupy.cuda.nvrtc
+    with pytest.raises(CompileError, match=r"CuPy cannot compile kernels for cuda:0: .*nvrtc"):
+        launcher(monkeypatch, cupy)
+
+
+def test_a_home_that_cannot_be_written_costs_the_cache_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", os.devnull)
+    monkeypatch.setenv("CUPY_CACHE_DIR", "")
+    launcher(monkeypatch, FakeCupy()).launch("scatter_add", 1)
+    assert Path(os.environ["CUPY_CACHE_DIR"]).is_dir()
 
 
 def launcher(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> CupyLauncher:

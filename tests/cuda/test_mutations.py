@@ -64,6 +64,10 @@ MUTATIONS = {
     "resumed one tile late": Mutation(
         "accumulate", "header->stopped = ", "u64{tile} + 1", "u64{tile} + 2"
     ),
+    # common.cuh
+    "warp sum that skips a neighbour": Mutation(
+        "groups", "u32 WarpSum(u32 x) {", "by /= 2", "by /= 4"
+    ),
     # gradients.cuh, accumulate.cuh and accumulate.cu
     "segment off by one": Mutation(
         "accumulate",
@@ -90,6 +94,12 @@ MUTATIONS = {
     ),
     "quads of one round": Mutation(
         "accumulate", "uint2 bits[kRounds];", "PlaceOf(round, 0)", "PlaceOf(0, 0)"
+    ),
+    "gradients of one round": Mutation(
+        "accumulate",
+        "const u8* const from = tile.gradient + ",
+        "PlaceOf(round, 0)",
+        "PlaceOf(0, 0)",
     ),
     "threshold that is too high": Mutation(
         "accumulate", "[=](u32 key, i64) { return ", "key >= least", "key > least"
@@ -249,8 +259,9 @@ def select(ops: CudaOps) -> None:
     same_as_reference(ops, "partition_select", ties, [], 1.0, 100, 3000)
     # One whole tile: in its place, and one element beside it.
     residual, gradient = torch.randn(2, 4097, generator=generator())
-    half = gradient[:4096].bfloat16()
+    whole, half = gradient[:4096].clone(), gradient[:4096].bfloat16()
     same_as_reference(ops, "accumulate_select", residual[:4096].clone(), [half], 1.0)
+    same_as_reference(ops, "accumulate_select", residual[:4096].clone(), [whole], 1.0)
     same_as_reference(ops, "accumulate_select", residual[1:], [gradient[1:]], 1.0)
 
 

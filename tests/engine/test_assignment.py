@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.engine.bucket import Bucket, Phase
-from hvd_sparse.engine.bucketing import MethodId, differing, form_buckets
+from hvd_sparse.engine.bucketing import MethodId, agree_on_plan, differing, form_buckets
 from hvd_sparse.engine.worker import Worker
 from hvd_sparse.errors import PlanError
 from hvd_sparse.methods.catalogue import TopkOptions
@@ -74,6 +75,29 @@ def test_buckets_hold_one_method_type_and_name() -> None:
         (["b", "e"], LARGE),
         (["half"], SMALL),
     ]
+
+
+@pytest.mark.parametrize(
+    ("there", "agree"), [(("cuda:0", "cpu"), True), (("cuda:3", "cpu"), True), (("cpu",), False)]
+)
+def test_a_bucket_is_on_one_device_and_ranks_place_tensors_alike(
+    there: tuple[str, ...], agree: bool
+) -> None:
+    specs = [TensorSpec(name, (8,), "torch.float32") for name in "abcd"]
+
+    def rank(transport: Transport) -> list[list[str]] | str:
+        names = ("cuda:0", "cpu") if transport.rank == 0 else there
+        places = cycle(map(torch.device, names))
+        devices = {spec.name: place for spec, place in zip(specs, places, strict=False)}
+        try:
+            plan = agree_on_plan(specs, SMALL, transport, devices)
+        except PlanError as error:
+            return str(error)
+        return [[spec.name for spec in bucket.specs] for bucket in plan]
+
+    refusal = "ranks have different gradients for 'b': rank 0 torch.float32(8,) on device 1"
+    for found in run_ranks(2, rank):
+        assert found == [["a", "c"], ["b", "d"]] if agree else str(found).startswith(refusal)
 
 
 def test_tensors_that_misalign_others_come_last_in_their_bucket() -> None:

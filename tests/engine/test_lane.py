@@ -11,6 +11,7 @@ from hvd_sparse import ops
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.bucketing import TensorSpec
 from hvd_sparse.engine.lane import DeviceLane
+from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import run_ranks
@@ -54,6 +55,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
     calls.clear()
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: calls["captures"] > 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(ops, "drop_pinned", lambda: calls.update(["dropped"]))
     return current
@@ -77,6 +79,13 @@ def test_a_bucket_is_handed_over_once(training: list[FakeStream]) -> None:
     assert (calls["wait_stream"], bucket.phase) == (1, Phase.READY)
     bucket.put(4, torch.ones(3))  # another gradient in the place of one that is there
     assert calls["wait_stream"] == 2
+
+
+def test_a_capture_is_refused(training: list[FakeStream]) -> None:
+    bucket = new_bucket(1)
+    calls["captures"] = 1
+    with pytest.raises(UnsupportedError, match="capture the forward pass alone"):
+        bucket.put(0, torch.zeros(3))
 
 
 def test_every_stream_that_gave_a_gradient_is_waited_for(training: list[FakeStream]) -> None:

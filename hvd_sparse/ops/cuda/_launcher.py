@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +18,9 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops.cuda import _sources
+
+logger = logging.getLogger("hvd_sparse")
+LOCK = "hvd_sparse.lock"
 
 THREADS = 256
 """Of a block, for every kernel (`kThreads` in csrc/cuda/common.cuh)."""
@@ -55,12 +63,16 @@ class CupyLauncher:
 
     Raises:
         ImportError: CuPy is not installed.
+        CompileError: It has no compiler, or no driver that fits.
     """
 
     def __init__(self, device: torch.device, options: Sequence[str] = ()) -> None:
-        import cupy
-
-        self._cupy: Any = cupy
+        self._cupy, self._cache = _cupy()
+        try:
+            with self._cupy.cuda.Device(device.index):
+                self._cupy.cuda.nvrtc.getVersion()
+        except Exception as error:
+            raise CompileError(f"CuPy cannot compile kernels for {device}: {error}") from error
         self._device = device
         self._options = ("-std=c++17", *options)
         self._families = _sources.kernels()
@@ -92,8 +104,10 @@ class CupyLauncher:
 
     def _compiled(self, kernel: str) -> Any:
         family = self._families[kernel]
-        with self._compiling:
+        with self._compiling, (self._cache / LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes then find it compiled
             if family not in self._modules:
+                logger.info("compiling the CUDA kernels of %s.cu, once for this machine", family)
                 self._modules[family] = self._cupy.RawModule(
                     code=_sources.source(family), options=self._options, backend="nvrtc"
                 )
@@ -106,6 +120,20 @@ class CupyLauncher:
                 ) from error
             self._functions[kernel] = function
             return function
+
+
+def _cupy() -> tuple[Any, Path]:
+    """CuPy, and the folder of what it has compiled: one that ends with this process, if need be."""
+    cache = Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        (cache / LOCK).touch()
+    except OSError:
+        cache = Path(tempfile.mkdtemp(prefix="hvd_sparse_"))
+        os.environ["CUPY_CACHE_DIR"] = str(cache)
+    import cupy
+
+    return cupy, cache
 
 
 class _ForeignStream:

@@ -146,6 +146,7 @@ class Device {
   unsigned grid = 0;
   std::mt19937_64 random;
   uint64_t idle_spins = 0;
+  bool has_reductions = true;
   size_t live = 0;
 
   void Wait(const char* what, int line) {
@@ -272,6 +273,7 @@ void Device::Launch(Entry kernel, const std::vector<uint64_t>& kernel_arguments,
   arguments = kernel_arguments.data();
   grid = blocks;
   random.seed(seed);
+  has_reductions = seed % 2 == 0;
   idle_spins = 0;
   // Blocks start in ascending, descending or random order, one to four at a time, or as many as a
   // look-back has to read in two goes.
@@ -510,6 +512,8 @@ bool IsMutated(int mutation) {
   static const char* const chosen = std::getenv("HVDS_MUTATION");
   return chosen != nullptr && std::atoi(chosen) == mutation;
 }
+
+bool HasReductions() { return device.has_reductions; }
 
 void NoteProgress() { device.idle_spins = 0; }
 

@@ -47,6 +47,9 @@ uint16_t NarrowFloat16(float x);
 // Whether this process runs with that mutation, of those that are built in (test_mutations.py).
 bool IsMutated(int mutation);
 
+// Whether the device of this launch has sm_80's reductions over a warp.
+bool HasReductions();
+
 enum class Collective { kBallot, kShuffle, kShuffleUp, kShuffleDown, kMatch, kMax, kSum };
 
 // Every lane of the warp brings a value; what a lane gets depends on the collective.
@@ -152,6 +155,7 @@ struct alignas(8) uint2 {
 #define __shfl_sync(mask, value, lane)         \
   shim::Unpack<std::decay_t<decltype(value)>>( \
       shim::OfWarp(shim::Collective::kShuffle, mask, shim::Pack(value), lane, __LINE__))
+#define __shfl_xor_sync(mask, value, by) __shfl_sync(mask, value, (threadIdx.x % 32) ^ (by))
 #define __shfl_up_sync(mask, value, by)        \
   shim::Unpack<std::decay_t<decltype(value)>>( \
       shim::OfWarp(shim::Collective::kShuffleUp, mask, shim::Pack(value), by, __LINE__))
