@@ -377,7 +377,13 @@ def together(
         done = part()
     except (OSError, RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
         problem = str(error)
-    every = world.allgather_object((done, problem), f"hvd_sparse.{name}", timeout_s)
+    try:
+        limit_s = CONNECTING_S if problem else timeout_s
+        every = world.allgather_object((done, problem), f"hvd_sparse.{name}", limit_s)
+    except TransportTimeout:
+        if not problem:
+            raise
+        every = [(None, "")] * world.rank + [(None, problem)]  # nobody is there to hear of it
     for rank, (_, problem) in enumerate(every):
         if problem:
             raise TransportError(f"rank {rank} could not connect: {problem}")

@@ -6,8 +6,8 @@ address where each rank listens: a pure function of all descriptions, so all ran
 Gloo needs no server. Each rank puts its addresses into a store, and then reads everyone else's.
 `MeetingStore` does that by one allgather over Horovod. Nothing listens for it, and nothing of it
 remains once the group is connected. What listens is gloo itself: one TCP port per rank and group,
-bound to the rank's chosen address, until `close`. Gloo gives a connection to a pair of ranks only
-while they connect; a stranger who connects later costs one descriptor and is not heard.
+bound to the rank's chosen address, until `close`. Once the ranks are connected, the system drops
+whatever comes to it.
 
 NCCL asks a store as long as the group lives, and ranks ask at different times. So it gets a
 `TCPStore`, which rank 0 binds to its chosen address, until `close`. A stranger on that network who

@@ -5,14 +5,9 @@ from __future__ import annotations
 import os
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection, Pipe
+from contextlib import suppress
 
 import pytest
 import torch
@@ -22,8 +17,8 @@ from hvd_sparse.transports import LocalTransport, Transport, run_ranks
 from hvd_sparse.transports.connect import create_transport
 from hvd_sparse.transports.gloo import GlooTransport, _ends_in, take_nothing
 from hvd_sparse.transports.meeting import MeetingStore
-from tests.launch import REPOSITORY
 from tests.transports.failures import no_descriptors
+from tests.transports.pairs import PairWorld, borrowed, run_pair
 from tests.transports.test_connect import ThreadBootstrap, over_gloo
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,40 +32,12 @@ END_S = 10.0
 PROBES = 600
 
 
-@contextmanager
-def borrowed(descriptors: list[int]) -> Iterator[list[socket.socket]]:
-    found = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    try:
-        yield found
-    finally:
-        for one in found:
-            one.detach()
-
-
-def give_up_at_random(rank: int, peer: Connection) -> None:
-    """In each round a thread sums, one rank's connection breaks at some moment, both ranks abort.
-
-    Run by a process; gloo's lost sends need two, each with a thread of gloo's.
-    """
-    torch.set_num_threads(1)
-    moments = random.Random(rank)
-
-    def swap(mine: object) -> list[object]:
-        peer.send(mine)
-        theirs = peer.recv()
-        return [mine, theirs] if rank == 0 else [theirs, mine]
-
-    class World:
-        size, ranks, mpi_enabled, process_set = 2, [0, 1], False, None
-
-        def __init__(self) -> None:
-            self.rank = rank
-
-        def allgather_object(self, obj: object, name: str, timeout_s: float) -> list[object]:
-            return swap(obj)
-
+def give_up_at_random(world: PairWorld) -> None:
+    """In each round a thread sums, a connection breaks at some moment, and both ranks abort."""
+    moments = random.Random(world.rank)
     for number in range(ROUNDS):
-        transport = create_transport("gloo", World(), 60.0)  # type: ignore[arg-type]
+        transport = create_transport("gloo", world, 60.0)
+        assert isinstance(transport, GlooTransport)
 
         def work(transport: Transport = transport) -> None:
             with suppress(TransportError):
@@ -78,11 +45,11 @@ def give_up_at_random(rank: int, peer: Connection) -> None:
                     transport.allreduce_sum(torch.ones(1), channel="c")
 
         thread = threading.Thread(target=work, daemon=True)
-        swap("now")
+        world.meet()
         thread.start()
         time.sleep(0.006 * moments.random())
-        if number % 3 == rank:
-            with borrowed(transport._sockets._connected) as connections:  # type: ignore[attr-defined]
+        if number % 3 == world.rank:
+            with borrowed(transport._sockets._connected) as connections:
                 for connection in connections:
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
@@ -91,35 +58,15 @@ def give_up_at_random(rank: int, peer: Connection) -> None:
         thread.join(END_S)
         assert not thread.is_alive(), f"round {number}: the wait goes on"
         transport.close()
-        swap("ended")
-    print("all waits ended", flush=True)
-    os._exit(0)  # what gloo has lost keeps its threads
+        world.meet()
+    print(f"all waits ended in {ROUNDS} rounds", flush=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(max(120, ROUNDS))
 def test_a_wait_ends_whenever_its_transport_is_given_up() -> None:
-    ends = Pipe()
-    code = (
-        "import sys; from multiprocessing.connection import Connection; "
-        "from tests.transports.test_gloo import give_up_at_random; "
-        "give_up_at_random(int(sys.argv[1]), Connection(int(sys.argv[2])))"
-    )
-    with ExitStack() as opened:
-        ranks = []
-        for rank, end in enumerate(ends):
-            os.set_inheritable(end.fileno(), True)
-            command = [sys.executable, "-c", code, str(rank), str(end.fileno())]
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(
-                command, cwd=REPOSITORY, stdout=pipe, stderr=pipe, close_fds=False, text=True
-            )
-            opened.callback(process.kill)
-            ranks.append(process)
-            end.close()
-        with ThreadPoolExecutor(2) as pool:
-            for out, err in pool.map(lambda p: p.communicate(timeout=max(100, ROUNDS)), ranks):
-                assert "all waits ended" in out, out + err
+    said = run_pair(give_up_at_random, limit_s=max(100, ROUNDS))
+    assert all("all waits ended" in words for words in said), "\n".join(said)
 
 
 def test_a_connection_that_the_network_drops_ends_both_waits() -> None:
