@@ -21,7 +21,7 @@ import pickle
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -102,12 +102,10 @@ def create_transport(
     if chosen == "local":
         return LocalWorld(1, timeout_s).transport(0)
     hosts = _addresses_for(chosen, [capability.host for capability in every])
-    token, lines = _share(world, hosts, timeout_s)
-    try:
+    with ExitStack() as undo:
+        token, lines = _share(world, hosts, timeout_s, undo)
         transport = _connect(chosen, world, timeout_s, device, hosts, token)
-    except BaseException:
-        close_all(lines.values())
-        raise
+        undo.pop_all()
     if lines:
         busy = BUSY_TIMEOUTS * timeout_s if busy_timeout_s is None else busy_timeout_s
         transport.watch = Watch(transport, lines, busy)
@@ -319,7 +317,7 @@ def _addresses_for(chosen: str, reports: Sequence[HostReport]) -> Sequence[str |
 
 
 def _share(
-    world: HorovodBootstrap, hosts: Sequence[str | None], timeout_s: float
+    world: HorovodBootstrap, hosts: Sequence[str | None], timeout_s: float, undo: ExitStack
 ) -> tuple[str, dict[int, Line]]:
     """A common token, and lines to the other ranks; none in a world of one or without addresses.
 
@@ -334,34 +332,28 @@ def _share(
     def introduce() -> tuple[str, int | None]:
         host = hosts[world.rank]
         if host is not None and world.size > 1:
-            listeners.append(listen(host))
+            listeners.append(undo.enter_context(listen(host)))
         return secrets.token_hex(16), listeners[0].getsockname()[1] if listeners else None
 
     lines: dict[int, Line] = {}
 
     def call() -> None:
         limit_s = max(timeout_s, CONNECTING_S)
+        key = bytes.fromhex(token)
         lines.update(connect_lines(world.rank, listeners[0], addresses, key, limit_s))
+        for line in lines.values():
+            undo.callback(line.close)
 
-    with ExitStack() as undo:
-        undo.callback(close_all, lines.values(), listeners)
-        every = together(world, "introduction", timeout_s, introduce)
-        token, key = every[0][0], bytes.fromhex(every[0][0])
-        addresses: dict[int, Address] = {
-            rank: (host, port)
-            for rank, (host, (_, port)) in enumerate(zip(hosts, every, strict=True))
-            if host is not None and port is not None and rank != world.rank
-        }
-        if listeners:
-            together(world, "lines", max(timeout_s, 2 * CONNECTING_S), call)
-        undo.pop_all()
+    every = together(world, "introduction", timeout_s, introduce)
+    token = every[0][0]
+    addresses: dict[int, Address] = {
+        rank: (host, port)
+        for rank, (host, (_, port)) in enumerate(zip(hosts, every, strict=True))
+        if host is not None and port is not None and rank != world.rank
+    }
+    if listeners:
+        together(world, "lines", max(timeout_s, 2 * CONNECTING_S), call)
     return token, lines
-
-
-def close_all(*sockets: Iterable[Line | socket.socket]) -> None:
-    for some in sockets:
-        for one in some:
-            one.close()
 
 
 def together(

@@ -95,7 +95,7 @@ class GlooTransport(PointToPointTransport):
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
             self._group = dist.ProcessGroupGloo(meeting, rank, world_size, options)
             self._sockets = Sockets(meeting, host, timeout_s)
-            if len(self._sockets) < world_size - 1:
+            if len(self._sockets.connected) < world_size - 1:
                 logger.warning(
                     "rank %d does not know gloo's sockets of torch %s: what the network drops ends "
                     "waits only by busy_timeout_s, and strangers' connections stay",
@@ -122,7 +122,7 @@ class GlooTransport(PointToPointTransport):
 
     @override
     def bytes_moved(self) -> int | None:
-        return self._sockets.bytes_moved() if len(self._sockets) else None
+        return self._sockets.bytes_moved() if self._sockets.connected else None
 
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
         try:
@@ -273,7 +273,7 @@ class Sockets:
 
     def __init__(self, meeting: MeetingStore, host: str, timeout_s: float) -> None:
         mine, all_ends = _ends_in(meeting.own.values()), _ends_in(meeting.entries.values())
-        self._connected: list[int] = []
+        self.connected: list[int] = []
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             try:
                 with _borrowed(descriptor) as end:
@@ -284,17 +284,14 @@ class Sockets:
                         user_timeout_ms = math.ceil(1000 * timeout_s)
                         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout_ms)
                         keep_alive(end, max(1, min(KEEPALIVE_S, int(timeout_s / 4))))
-                        self._connected.append(descriptor)
+                        self.connected.append(descriptor)
             except (OSError, LookupError):  # no socket, or one of another kind
                 continue
-
-    def __len__(self) -> int:
-        return len(self._connected)
 
     def bytes_moved(self) -> int:
         """The bytes that have come, and those of which the other ends have said that they came."""
         moved = 0
-        for descriptor in self._connected:
+        for descriptor in self.connected:
             with contextlib.suppress(OSError, struct.error), _borrowed(descriptor) as end:
                 info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_AT + 16)
                 moved += sum(struct.unpack_from("QQ", info, _BYTES_AT))

@@ -201,7 +201,7 @@ class _Exchange:
         try:
             connection = socket.socket()
         except OSError as error:  # no descriptor
-            self._failed(peer, error)
+            self._problem, self._call_at[peer] = f": {error.strerror}", time.monotonic() + AGAIN_S
             return
         connection.setblocking(False)
         status = connection.connect_ex(self._addresses[peer])
@@ -268,12 +268,7 @@ class _Exchange:
             self._selector.unregister(connection)
         connection.close()
         if call.peer is not None:
-            self._failed(call.peer)
-
-    def _failed(self, peer: int, error: OSError | None = None) -> None:
-        self._call_at[peer] = time.monotonic() + AGAIN_S
-        if error is not None:
-            self._problem = f": {error.strerror}"
+            self._call_at[call.peer] = time.monotonic() + AGAIN_S
 
     def _proof(self, of: int, to: int) -> bytes:
         return hmac.digest(self._token, _RANK.pack(of) + _RANK.pack(to), "sha256")

@@ -52,9 +52,6 @@ PERIODS = 5
 ENDED_S = 5.0
 """So long, the last message of a peer whose line has ended may still be on its way."""
 
-ASKED_AT_ONCE = 16
-"""Peers that are asked at a time by a rank that waits for all."""
-
 REASON_S = 1.0
 CAUSE_CHARACTERS = 2000
 
@@ -94,7 +91,6 @@ class Watch:
         self._silent_s: dict[int, float] = {}
         self._says: dict[int, str] = {}
         self._lost_s: float | None = None
-        self._next = 0
         self._thread = threading.Thread(target=self._run, name="hvd_sparse watch", daemon=True)
         self._thread.start()
 
@@ -182,7 +178,8 @@ class Watch:
             if message["failure"]:
                 transport.told(peer, tuple(message["failure"]))
             asked = self._asked.pop(peer, None)
-            self._silent_s.pop(peer, None)
+            if peer in self._silent_s:
+                self._silent_s[peer] = 0.0
             if asked is not None and self._wait_since == asked.since:
                 self._judge(transport, peer, asked, message)
 
@@ -203,7 +200,7 @@ class Watch:
         waited_s = now - awaiting.since
         if awaiting.since != self._wait_since:
             self._wait_since, self._warned_at = awaiting.since, awaiting.since
-            self._silent_s, self._says, self._lost_s, self._next = {}, {}, None, 0
+            self._silent_s, self._says, self._lost_s = {}, {}, None
             elapsed_s = min(waited_s, 2 * self._period_s)
         if waited_s < self._period_s:
             return
@@ -212,9 +209,8 @@ class Watch:
             self._bytes, self._bytes_at, self._lost_s = moved, now, None
         elif self._lost_s is not None:
             self._lost_s += elapsed_s
-        self._choose_whom_to_ask(awaiting)
-        for peer in self._silent_s:
-            self._silent_s[peer] += elapsed_s
+        for peer in awaiting.peers:
+            self._silent_s[peer] = self._silent_s.get(peer, 0.0) + elapsed_s
         error = self._reason_to_give_up(awaiting, now)
         if error is not None:
             transport.fail(error)
@@ -229,13 +225,6 @@ class Watch:
             logger.warning(
                 "rank %d has waited %.1f s for %s; %s", self._rank, waited_s, awaiting.what, said
             )
-
-    def _choose_whom_to_ask(self, awaiting: Awaiting) -> None:
-        """Keeps those that have not answered, and adds the next ones up to `ASKED_AT_ONCE`."""
-        peers = awaiting.peers
-        for _ in range(min(len(peers), ASKED_AT_ONCE) - len(self._silent_s)):
-            self._silent_s.setdefault(peers[self._next % len(peers)], 0.0)
-            self._next += 1
 
     def _reason_to_give_up(self, awaiting: Awaiting, now: float) -> HvdSparseError | None:
         waited_s = now - awaiting.since

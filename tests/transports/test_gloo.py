@@ -49,7 +49,7 @@ def give_up_at_random(world: PairWorld) -> None:
         thread.start()
         time.sleep(0.006 * moments.random())
         if number % 3 == world.rank:
-            with borrowed(transport._sockets._connected) as connections:
+            with borrowed(transport._sockets.connected) as connections:
                 for connection in connections:
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
@@ -76,7 +76,7 @@ def test_a_connection_that_the_network_drops_ends_both_waits() -> None:
     def rank(t: Transport) -> None:
         t.allreduce_sum(torch.ones(1), channel="c")
         if t.rank == 0:
-            with borrowed(t._sockets._connected) as connections:  # type: ignore[attr-defined]
+            with borrowed(t._sockets.connected) as connections:  # type: ignore[attr-defined]
                 for connection in connections:  # both ends of it, in this process
                     take_nothing(connection)
         start = time.monotonic()

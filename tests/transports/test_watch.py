@@ -213,7 +213,7 @@ def test_an_error_of_the_watch_ends_the_wait(monkeypatch: pytest.MonkeyPatch) ->
     def broken(self: Watch, *arguments: Any) -> None:
         raise KeyError("broken")
 
-    monkeypatch.setattr(Watch, "_choose_whom_to_ask", broken)
+    monkeypatch.setattr(Watch, "_reason_to_give_up", broken)
 
     def rank(t: Transport) -> None:
         if t.rank == 0:
