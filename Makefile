@@ -47,8 +47,9 @@ fuzz: setup ## what came over a wire under libFuzzer, FUZZ_SECONDS in all (needs
 	@$(bin)/python -m tools.fuzz --seconds $(FUZZ_SECONDS)
 
 faults: setup ## every fault in every phase of a training, on real ranks
-	@HVD_SPARSE_FAULTS=all $(bin)/python -m pytest -s tests/faults tests/transports/test_faults.py \
-	tests/transports/test_processes.py tests/adapter/test_exit.py $(PYTEST_ARGS)
+	@HVD_SPARSE_FAULTS=all HVD_SPARSE_ABORTS=2000 $(bin)/python -m pytest -s tests/faults \
+	tests/transports/test_faults.py tests/transports/test_gloo.py tests/transports/test_processes.py \
+	tests/adapter/test_exit.py $(PYTEST_ARGS)
 
 soak: setup ## train for SOAK_STEPS steps on 4 ranks among faults; the books, memory, descriptors
 	@$(bin)/python -m tools.soak --steps $(SOAK_STEPS)

@@ -65,7 +65,7 @@ class RunOptions:
     )
     busy_timeout_s: float | None = option(
         None,
-        "Limit in seconds on the wait for a worker that is alive; None: no limit.",
+        "Limit in seconds on the wait for a worker that is alive; None: ten times `timeout_s`.",
         optional(check_timeout),
     )
     record: Record = option(

@@ -45,7 +45,7 @@ class SparseCompressor:
         method: How to compress and exchange: a `Method` for all tensors, or an `Assignment`.
         transport: Name of a transport, or "auto".
         timeout_s: Seconds of silence after which a peer counts as dead.
-        busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
+        busy_timeout_s: Seconds after which a peer that is alive is given up; None: 10 `timeout_s`.
         hierarchical: Whether to exchange on two levels, inside hosts and between them.
         dense_below: Tensors of fewer elements go through Horovod's own allreduce.
         observer: Is told of plans and steps, or None.

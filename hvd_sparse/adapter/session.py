@@ -36,7 +36,7 @@ class Session:
         engine: Reduces what is compressed.
         transport: Name of a transport, or "auto".
         timeout_s: Seconds of silence after which a peer counts as dead.
-        busy_timeout_s: Seconds after which a wait for a peer that is alive is given up, or None.
+        busy_timeout_s: Seconds after which a peer that is alive is given up; None: 10 `timeout_s`.
         hierarchical: Whether to exchange on two levels, inside hosts and between them.
 
     Attributes:

@@ -28,10 +28,17 @@ from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.exchange import decode, reduce, select
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.supervised import Awaiting, SupervisedTransport
 
 GRACE_S = 0.1
 """How long an exchange under way may still take when the thread is to end, since its peers may do
 the same."""
+
+ABANDON_S = 5.0
+"""A wait of a transport that has failed ends within this time, or is abandoned."""
+
+_ABANDONED: list[Transport | None] = []
+"""Transports in which a thread waits for good; nobody touches them again."""
 
 
 class Worker:
@@ -97,7 +104,7 @@ class Worker:
         """End the threads, and forget their plan, scale and error.
 
         An exchange under way is aborted if the peers do not finish it at once. They then report
-        the `reason`.
+        the `reason`. A thread that waits on in the transport for `ABANDON_S` is abandoned with it.
         """
         with self._changed:
             self._stopping = True
@@ -109,7 +116,13 @@ class Worker:
             thread.join(GRACE_S if exchanging else None)
             if thread.is_alive() and self.transport is not None:
                 self.transport.abort(reason)
-            thread.join()
+            while thread.is_alive():
+                waits = self._waits_in_vain()
+                thread.join(ABANDON_S)
+                if thread.is_alive() and waits is not None and waits == self._waits_in_vain():
+                    _ABANDONED.append(self.transport)
+                    break
+        self._exchanging = False
         self.scale = self.error = self._at = None
         self._threads, self._buckets, self._clipping = [], (), None
         self._stopping = False
@@ -124,7 +137,7 @@ class Worker:
 
     def _close_transport(self) -> None:
         transport, self.transport = self.transport, None
-        if transport is not None:
+        if transport is not None and not any(transport is other for other in _ABANDONED):
             transport.close()
         atexit.unregister(self._close_at_exit)
 
@@ -153,10 +166,21 @@ class Worker:
             BaseException: The error by which the step has failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: bucket.phase is phase or self.error is not None)
+            while not self._changed.wait_for(
+                lambda: bucket.phase is phase or self.error is not None, ABANDON_S
+            ):
+                if self.transport is not None and self._waits_in_vain() is not None:
+                    self.error = self.transport.failure
             if bucket.phase is not phase:
                 assert self.error is not None
                 raise self.error
+
+    def _waits_in_vain(self) -> Awaiting | None:
+        """What a thread waits for in a transport that has failed, and so ought to be told."""
+        transport = self.transport
+        if not isinstance(transport, SupervisedTransport) or transport.failure is None:
+            return None
+        return transport.awaits()
 
     def at_pause(self) -> AbstractContextManager[object]:
         """A block in which no bucket's exchange ends, so that statistics do not change."""
@@ -201,15 +225,17 @@ class Worker:
         try:
             task()
         except BaseException as error:
-            self.fail(error)
+            if threading.current_thread() in self._threads:  # else it has been abandoned
+                self.fail(error)
 
     def _exchange_and_end(self) -> None:
         try:
             self._exchange_all()
         finally:
             with self._changed:
-                self._exchanging = False
-            if self._orphaned:
+                is_ours = threading.current_thread() in self._threads
+                self._exchanging = self._exchanging and not is_ours
+            if self._orphaned and is_ours:
                 self._close_transport()
 
     def _exchange_all(self) -> None:

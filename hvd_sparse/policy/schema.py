@@ -108,7 +108,7 @@ def policy_model() -> type[BaseModel]:
         ),
         "busy_timeout_s": (
             float | None,
-            _key("Seconds until a busy peer is given up, too; without it, never"),
+            _key("Seconds until a busy peer is given up, too; by default ten times timeout_s"),
         ),
         "defaults": (
             defaults,

@@ -21,16 +21,11 @@ and for the same bucket. Only a payload that outgrows it takes a second message.
 the call, the bucket and the step: where they differ, the receiver raises `PlanError`. `traffic`
 counts what a rank puts on the wire, headers included, but no message to itself.
 
-**Failures** (supervised.py, watch.py, questions.py). A rank that is silent for `timeout_s` raises
+**Failures** (supervised.py, watch.py, lines.py). A rank that is silent for `timeout_s` raises
 `TransportTimeout` on its peers, a dead one `PeerLostError`, and one that makes other calls
 `PlanError`. A busy rank is waited for: a warning names it every `timeout_s`, and `busy_timeout_s`
-bounds the wait. All ranks are told what failed first, and all report it.
-
-**Ports.** Under gloo, each rank has two TCP ports per transport: gloo's and its watch's. Under MPI
-and `horovod` it has the watch's only. They are bound to the address that the ranks chose, 127.0.0.1
-on one host, and close with the transport. A watch answers only those who know 16 random bytes that
-went over Horovod. NCCL adds a `TCPStore` on rank 0's address. MPI, NCCL and Horovod also open ports
-of their own, which this package does not choose.
+bounds the wait. All ranks are told what failed first, and all report it. docs/reliability.md lists
+the bounds, and the ports.
 
 **NCCL.** `auto` never takes it: its second communicator beside Horovod's has run on no device yet.
 Messages are padded to the capacity, at most a quarter more bytes, which `traffic` does not count.

@@ -7,8 +7,10 @@
    first tells what it wants and can do. `decide` is a pure function of what all ranks told, so all
    ranks choose alike, or all raise.
 3. *Over which addresses?* `choose_addresses` (see `meeting`), again from what all ranks told.
-4. *What do we share?* `introduce` gathers a secret token, and where the ranks' watches listen.
+4. *What do we share?* A secret token, and the `lines` over which the ranks' watches talk.
 5. `_connect` makes the transport, and a `Watch` goes with it.
+
+Where one rank cannot do its part, all are told why (`together`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import pickle
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +36,10 @@ from hvd_sparse.errors import (
     TransportError,
     TransportTimeout,
 )
-from hvd_sparse.transports.gloo import GlooTransport
+from hvd_sparse.transports.gloo import CONNECTING_S, GlooTransport
 from hvd_sparse.transports.horovod import HorovodTransport
 from hvd_sparse.transports.horovod_handles import outcome_of, wait_for
+from hvd_sparse.transports.lines import Address, Line, connect_lines
 from hvd_sparse.transports.local import LocalWorld
 from hvd_sparse.transports.meeting import (
     HostReport,
@@ -57,8 +60,11 @@ from hvd_sparse.transports.watch import Watch
 TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl", "horovod")
 VARIABLE = "HVD_SPARSE_TRANSPORT"
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the wire format; raised with each change to it."""
+
+BUSY_TIMEOUTS = 10
+"""So many times `timeout_s`, a peer that is alive is waited for by default."""
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -78,11 +84,13 @@ def create_transport(
             where MPI started the processes and all of them can import mpi4py, else gloo. A world of
             one needs neither. NCCL has to be asked for.
         world: The ranks.
-        timeout_s: Seconds of silence after which a peer counts as dead. Also the limit for
-            connecting. A peer that is alive is waited for, with a warning every `timeout_s`.
+        timeout_s: Seconds of silence after which a peer counts as dead. Also the limit for each
+            part of connecting. A peer that is alive is waited for, with a warning every
+            `timeout_s`.
         device: Where this rank has the tensors that it will exchange; for `nccl`, the current CUDA
             device otherwise.
-        busy_timeout_s: Seconds after which even a peer that is alive is given up; None: never.
+        busy_timeout_s: Seconds after which even a peer that is alive is given up; None: ten times
+            `timeout_s`.
 
     Raises:
         ConfigError: The choice is impossible here; the same on all ranks.
@@ -95,17 +103,12 @@ def create_transport(
         return LocalWorld(1, timeout_s).transport(0)
     hosts = _addresses_for(chosen, [capability.host for capability in every])
     with ExitStack() as undo:
-        listener, port = _listener_on(hosts[world.rank] if world.size > 1 else None)
-        if listener is not None:
-            undo.enter_context(listener)
-        token, ports = introduce(world, port, timeout_s)
+        token, lines = _share(world, hosts, timeout_s, undo)
         transport = _connect(chosen, world, timeout_s, device, hosts, token)
         undo.pop_all()
-    if listener is not None:
-        watched = [
-            (host, port) if host and port else None for host, port in zip(hosts, ports, strict=True)
-        ]
-        transport.watch = Watch(transport, listener, watched, bytes.fromhex(token), busy_timeout_s)
+    if lines:
+        busy = BUSY_TIMEOUTS * timeout_s if busy_timeout_s is None else busy_timeout_s
+        transport.watch = Watch(transport, lines, busy)
     return transport
 
 
@@ -313,35 +316,70 @@ def _addresses_for(chosen: str, reports: Sequence[HostReport]) -> Sequence[str |
         return [None] * len(reports)
 
 
-def _listener_on(host: str | None) -> tuple[socket.socket | None, int | str | None]:
-    """Where this rank's watch will be asked; with it the port, or why this rank cannot listen."""
-    if host is None:
-        return None, None
-    try:
-        listener = listen(host)
-    except TransportError as error:  # the peers wait for word of it
-        return None, str(error)
-    return listener, listener.getsockname()[1]
-
-
-def introduce(
-    world: HorovodBootstrap, port: int | str | None, timeout_s: float
-) -> tuple[str, list[int | None]]:
-    """Gathers a common token and the ports of the ranks' watches; collective.
+def _share(
+    world: HorovodBootstrap, hosts: Sequence[str | None], timeout_s: float, undo: ExitStack
+) -> tuple[str, dict[int, Line]]:
+    """A common token, and lines to the other ranks; none in a world of one or without addresses.
 
     The token is 16 random bytes of rank 0's in hexadecimal, new for each transport. A counter would
-    not do: in an elastic job, the ranks have made different numbers of transports. In place of this
-    rank's port, words say why it has none, and None says that there will be no watch.
+    not do: in an elastic job, the ranks have made different numbers of transports.
 
     Raises:
-        TransportError: A rank cannot listen; on all of them.
+        TransportError: A rank cannot listen, or not all ranks connected; on all of them.
     """
-    mine = (secrets.token_hex(16), port)
-    every = world.allgather_object(mine, "hvd_sparse.introduction", timeout_s)
-    for rank, (_, theirs) in enumerate(every):
-        if isinstance(theirs, str):
-            raise TransportError(f"rank {rank} cannot show signs of life: {theirs}")
-    return every[0][0], [theirs for _, theirs in every]
+    listeners: list[socket.socket] = []
+
+    def introduce() -> tuple[str, int | None]:
+        host = hosts[world.rank]
+        if host is not None and world.size > 1:
+            listeners.append(undo.enter_context(listen(host)))
+        return secrets.token_hex(16), listeners[0].getsockname()[1] if listeners else None
+
+    lines: dict[int, Line] = {}
+
+    def call() -> None:
+        limit_s = max(timeout_s, CONNECTING_S)
+        key = bytes.fromhex(token)
+        lines.update(connect_lines(world.rank, listeners[0], addresses, key, limit_s))
+        for line in lines.values():
+            undo.callback(line.close)
+
+    every = together(world, "introduction", timeout_s, introduce)
+    token = every[0][0]
+    addresses: dict[int, Address] = {
+        rank: (host, port)
+        for rank, (host, (_, port)) in enumerate(zip(hosts, every, strict=True))
+        if host is not None and port is not None and rank != world.rank
+    }
+    if listeners:
+        together(world, "lines", max(timeout_s, 2 * CONNECTING_S), call)
+    return token, lines
+
+
+def together(
+    world: HorovodBootstrap, name: str, timeout_s: float, part: Callable[[], Any]
+) -> list[Any]:
+    """Does this rank's part of connecting; returns what came of every rank's part. Collective.
+
+    Raises:
+        TransportError: A rank could not do its part; on all of them.
+    """
+    done, problem = None, ""
+    try:
+        done = part()
+    except (OSError, RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
+        problem = str(error)
+    try:
+        limit_s = CONNECTING_S if problem else timeout_s
+        every = world.allgather_object((done, problem), f"hvd_sparse.{name}", limit_s)
+    except TransportTimeout:
+        if not problem:
+            raise
+        every = [(None, "")] * world.rank + [(None, problem)]  # nobody is there to hear of it
+    for rank, (_, problem) in enumerate(every):
+        if problem:
+            raise TransportError(f"rank {rank} could not connect: {problem}")
+    return [done for done, _ in every]
 
 
 # -- the connection itself -------------------------------------------------------------------------
@@ -368,33 +406,34 @@ def _connect(
     first, host = hosts[0], hosts[world.rank]
     assert first is not None
     assert host is not None
+    meeting = MeetingStore(
+        lambda entries: world.allgather_object(entries, "hvd_sparse.addresses", timeout_s)
+    )
     if chosen == "nccl":
         return NcclTransport(
             world.rank,
             world.size,
+            meeting,
             _shared_store(world, first, token, timeout_s),
             host=host,
             timeout_s=timeout_s,
             device=_cuda_device(device),
         )
-    meeting = MeetingStore(
-        lambda entries: world.allgather_object(entries, "hvd_sparse.addresses", timeout_s)
-    )
     return GlooTransport(world.rank, world.size, meeting, host=host, timeout_s=timeout_s)
 
 
 def _shared_store(world: HorovodBootstrap, address: str, token: str, timeout_s: float) -> Any:
     """A store that rank 0 serves at its address; without the token, no key is found in it."""
-    store: Any = None
-    port: int | str | None = None
-    if world.rank == 0:
-        try:
-            store, port = serve_store(address, timeout_s)
-        except (RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
-            port = str(error)
-    port = world.allgather_object(port, "hvd_sparse.store", timeout_s)[0]
-    if not isinstance(port, int):
-        raise TransportError(f"rank 0 cannot serve the store where the ranks meet: {port}")
-    if store is None:
-        store = join_store(address, port, timeout_s)
-    return dist.PrefixStore(token, store)
+    stores: list[Any] = []
+
+    def serve() -> int | None:
+        if world.rank != 0:
+            return None
+        store, port = serve_store(address, timeout_s)
+        stores.append(store)
+        return port
+
+    port = together(world, "store", timeout_s, serve)[0]
+    if not stores:
+        stores.append(join_store(address, port, timeout_s))
+    return dist.PrefixStore(token, stores[0])

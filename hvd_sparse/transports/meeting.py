@@ -6,8 +6,8 @@ address where each rank listens: a pure function of all descriptions, so all ran
 Gloo needs no server. Each rank puts its addresses into a store, and then reads everyone else's.
 `MeetingStore` does that by one allgather over Horovod. Nothing listens for it, and nothing of it
 remains once the group is connected. What listens is gloo itself: one TCP port per rank and group,
-bound to the rank's chosen address, until `close`. Gloo gives a connection to a pair of ranks only
-while they connect; a stranger who connects later costs one descriptor and is not heard.
+bound to the rank's chosen address, until `close`. Once the ranks are connected, the system drops
+whatever comes to it.
 
 NCCL asks a store as long as the group lives, and ranks ask at different times. So it gets a
 `TCPStore`, which rank 0 binds to its chosen address, until `close`. A stranger on that network who
@@ -192,26 +192,31 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
 
     Args:
         allgather: Gives every rank's object to every rank, in order; collective.
+
+    Attributes:
+        own: What this rank has written.
+        entries: What has arrived, of all ranks.
     """
 
     def __init__(self, allgather: Callable[[dict[str, bytes]], list[dict[str, bytes]]]) -> None:
         super().__init__()
         self._allgather = allgather
-        self._entries: dict[str, bytes] = {}
+        self.own: dict[str, bytes] = {}
+        self.entries: dict[str, bytes] = {}
         self._new: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         """Writes an entry; the others see it after the next round."""
-        self._new[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self.own[key] = self._new[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
         """An entry of any rank; collective where it has not arrived yet."""
         self.wait([key])
-        return self._entries[key]
+        return self.entries[key]
 
     def check(self, keys: list[str]) -> bool:
         """Whether the entries have arrived."""
-        return all(key in self._entries for key in keys)
+        return all(key in self.entries for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Fetches the entries; the allgather has its own timeout.
@@ -224,8 +229,8 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
                 return
             new, self._new = self._new, {}
             for entries in self._allgather(new):
-                self._entries.update(entries)
-        missing = [key for key in keys if key not in self._entries]
+                self.entries.update(entries)
+        missing = [key for key in keys if key not in self.entries]
         if missing:
             raise TransportError(f"no rank has written {missing} while the ranks met")
 

@@ -8,7 +8,6 @@ it until the rank has finished (`MpiTransport.hold_finalize`).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import threading
 import time
 import weakref
@@ -31,9 +30,8 @@ SPIN_S_PER_BYTE = 1e-9
 """Spin longer for a large message: MPI moves it piece by piece, in the calls of both ends."""
 
 GRACE_S = 1.0
-"""MPI's end waits this long for a rank that makes no progress."""
+"""MPI's end waits this long for a rank that makes no progress, and a transport's for a call."""
 
-_ABORT_TAG = 0
 _GROUP_TAG = 7711  # distinguishes this communicator from others made at the same time
 
 
@@ -56,11 +54,12 @@ class MpiTransport(PointToPointTransport):
 
     Args:
         ranks: The group's ranks in `comm`, including this one; the same on all of them.
-        timeout_s: Seconds after which a wait gives up.
+        timeout_s: Seconds after which a wait gives up, and making it, too.
         comm: The mpi4py communicator to derive one from; COMM_WORLD by default.
 
     Raises:
         ConfigError: This process is not one of `ranks`.
+        TransportError: MPI has failed, or not all ranks came.
     """
 
     name = "mpi"
@@ -74,8 +73,7 @@ class MpiTransport(PointToPointTransport):
         super().__init__(list(ranks).index(parent.Get_rank()), len(ranks), timeout_s)
         self.mpi = MPI
         group = parent.group.Incl(list(ranks))
-        self._comm: Any = parent.Create_group(group, _GROUP_TAG)
-        self._control: Any = self._comm.Dup()
+        self._comm: Any = in_time(lambda: parent.Create_group(group, _GROUP_TAG), timeout_s)
         group.Free()
         largest_tag: Any = parent.Get_attr(MPI.TAG_UB)
         self.tag_limit = min(self.tag_limit, largest_tag) & ~1
@@ -105,8 +103,10 @@ class MpiTransport(PointToPointTransport):
 
     def end(self) -> None:
         """Waits for the call into MPI that is under way; none can begin afterwards."""
-        with self._gate:
-            self._ended = True
+        held = self._gate.acquire(timeout=GRACE_S)  # that call may never return
+        self._ended = True
+        if held:
+            self._gate.release()
 
     def call(self, function: Callable[..., Any], *arguments: Any, peer: int) -> Any:
         """Calls into MPI.
@@ -154,26 +154,7 @@ class MpiTransport(PointToPointTransport):
         return _Pending(self, peer, message, request, True)
 
     def _abort_connections(self) -> None:
-        # MPI cannot close a connection: the peers look for this message while they wait.
-        with self._gate:
-            if self._ended or self.mpi.Is_finalized():
-                return
-            for peer in range(self.world_size):
-                if peer != self.rank:
-                    with contextlib.suppress(self.mpi.Exception):
-                        self._control.Isend([b"", self.mpi.BYTE], peer, _ABORT_TAG).Free()
-
-    def check_peers(self) -> None:
-        """Looks whether a peer has given the transport up.
-
-        Raises:
-            PeerLostError: A peer has, or another thread of this rank.
-        """
-        status = self.mpi.Status()
-        if self.call(self._control.Iprobe, self.mpi.ANY_SOURCE, _ABORT_TAG, status, peer=self.rank):
-            raise PeerLostError(
-                f"rank {self.rank}: rank {status.Get_source()} gave the transport up"
-            )
+        """Does nothing: MPI cannot close a connection, and the waits here look at `failure`."""
 
     def error_of(self, error: object, peer: int) -> TransportError:
         """What a failure in MPI means."""
@@ -199,9 +180,33 @@ class _Pending:
                     f"rank {transport.rank}: rank {self._peer} did not answer within "
                     f"{transport.timeout_s:g} s"
                 )
-            if pauses.pause() and transport.watch is None:
-                transport.check_peers()
+            pauses.pause()
         return self._buffer if self._receives else None
+
+
+def in_time(call: Callable[[], Any], timeout_s: float) -> Any:
+    """What a call of MPI's returns that waits for other ranks, and knows no bound of its own.
+
+    Raises:
+        TransportTimeout: It did not return in time; its thread is abandoned.
+        TransportError: It failed.
+    """
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="hvd_sparse connects MPI", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome:
+        raise TransportTimeout(f"MPI did not connect the ranks within {timeout_s:g} s")
+    if isinstance(outcome[0], Exception):
+        raise TransportError(f"MPI could not connect the ranks: {outcome[0]}") from outcome[0]
+    return outcome[0]
 
 
 def _call_if_alive(comm: Any, keyval: int, method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -42,7 +42,7 @@ from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports.framing import POOLED_BYTES, Payload, PinnedPool
 from hvd_sparse.transports.gloo import LONGEST_WAIT, GlooTransport
 from hvd_sparse.transports.horovod_handles import Pauses
-from hvd_sparse.transports.meeting import dist
+from hvd_sparse.transports.meeting import MeetingStore, dist
 from hvd_sparse.transports.point_to_point import Request
 from hvd_sparse.transports.supervised import Awaiting
 from hvd_sparse.transports.transport import Handle
@@ -109,6 +109,8 @@ class NcclTransport(GlooTransport):
     """One rank of a gloo group whose ranks have a device each.
 
     Args:
+        meeting: Where the ranks meet for gloo.
+        store: Where they meet for NCCL.
         device: This rank's own device.
         connect: Makes the group of the devices, with the arguments of `connect_nccl`.
         direct_bytes: Messages up to this capacity go over gloo; the same on all ranks.
@@ -123,6 +125,7 @@ class NcclTransport(GlooTransport):
         self,
         rank: int,
         world_size: int,
+        meeting: MeetingStore,
         store: Any,
         *,
         host: str,
@@ -131,8 +134,7 @@ class NcclTransport(GlooTransport):
         connect: Callable[[Any, int, int, torch.device], Any] = connect_nccl,
         direct_bytes: int = DIRECT_BYTES,
     ) -> None:
-        gloo_store = dist.PrefixStore("gloo", store)
-        super().__init__(rank, world_size, gloo_store, host=host, timeout_s=timeout_s)
+        super().__init__(rank, world_size, meeting, host=host, timeout_s=timeout_s)
         self.device: torch.device = device
         self.direct_bytes = direct_bytes
         self._notes = dist.PrefixStore("notes", store)
@@ -207,6 +209,10 @@ class NcclTransport(GlooTransport):
         finally:
             del self.awaited_beside[id(start)]
         return arrived
+
+    @override
+    def bytes_moved(self) -> None:
+        return None  # NCCL's are not known
 
     @override
     def close(self) -> None:

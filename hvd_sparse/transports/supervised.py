@@ -103,6 +103,10 @@ class SupervisedTransport(Transport):
     def calls_made(self) -> int:
         """How many calls this rank has begun."""
 
+    def bytes_moved(self) -> int | None:
+        """How many bytes have come from the peers or reached them; None where nothing tells."""
+        return None
+
     def deadline_from(self, now: float) -> float:
         """When a wait that begins now gives up by itself; a value of `time.monotonic()`."""
         return now + self.timeout_s if self.watch is None else float("inf")

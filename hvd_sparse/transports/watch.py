@@ -1,33 +1,35 @@
 """A watch over the peers that a rank waits for: it waits for busy ones, and gives dead ones up.
 
-Each transport has one watch thread, and a TCP port that is bound to the rank's chosen address
-(127.0.0.1 on one host) while the transport is open. Once a rank has waited for a peer for longer
-than a period, it asks the peer's watch what the peer is doing, and again each period. A period is a
-fifth of `timeout_s`, one second at most.
+Each transport has one watch thread, which talks to those of the peers over kept connections
+(`lines`). Once a rank has waited for a peer for longer than a period, it asks the peer's watch what
+the peer is doing, and again each period. A period is a fifth of `timeout_s`, one second at most.
 
 * **The peer answers.** It is alive, however busy: the wait goes on, and a warning names the peer
-  every `timeout_s`. `busy_timeout_s` bounds this; by default nothing does, as in Horovod.
+  every `timeout_s`. `busy_timeout_s` bounds this.
+* **The peer has made the same call**, and for `timeout_s` no byte has come or gone: what one of
+  them sent does not arrive, and this rank gives up. Where the medium does not tell its bytes, only
+  `busy_timeout_s` bounds this.
 * **The peer has failed**, or knows of a rank that has: this rank fails with the same cause.
 * **The peer did something else in the same call**: the ranks disagree, and this rank fails with a
   `PlanError`. It does so, too, where the peer has waited for Horovod for `timeout_s`, and exchanged
   nothing meanwhile: the peer has given Horovod a tensor that not all ranks have.
 * **The peer is silent for `timeout_s`.** It is stopped, or its host is gone: this rank gives up.
-  The same happens where a thread of the peer keeps Python's lock that long; torch releases it.
-* **The peer's port is closed** for `REFUSED_S`: its process has ended.
+  The same happens where a thread of the peer keeps Python's lock that long.
+* **The peer's line has ended** for `ENDED_S`: its process has ended.
 
 A rank that fails tells the ranks at distances 1, 2, 4, … in both directions, and these pass it on:
-2 log2 P short messages a rank. While nobody waits, nothing is sent. Questions carry a token of 16
-random bytes that went over Horovod; nothing else is answered. What arrives is never unpickled.
+2 log2 P short messages a rank. While nobody waits, nothing is sent. What arrives is never
+unpickled.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
+import selectors
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from hvd_sparse.errors import (
     HvdSparseError,
@@ -38,7 +40,7 @@ from hvd_sparse.errors import (
 )
 from hvd_sparse.transports.framing import Context
 from hvd_sparse.transports.horovod_handles import WAITING
-from hvd_sparse.transports.questions import Address, Message, Questions, ask_at_once
+from hvd_sparse.transports.lines import Line, Message
 from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
 
 logger = logging.getLogger("hvd_sparse")
@@ -47,17 +49,9 @@ LONGEST_PERIOD_S = 1.0
 PERIODS = 5
 """Questions to a peer within `timeout_s`."""
 
-PATIENCE_PERIODS = 2
-"""An unanswered question is asked again after so many periods, then after twice as long, and so on:
-the question or its answer may be lost while a network is down."""
+ENDED_S = 5.0
+"""So long, the last message of a peer whose line has ended may still be on its way."""
 
-REFUSED_S = 5.0
-"""So long, a closed port may still mean that the last message is on its way."""
-
-ASKED_AT_ONCE = 16
-"""Peers that are asked at a time by a rank that waits for all."""
-
-TELL_S = 0.5
 REASON_S = 1.0
 CAUSE_CHARACTERS = 2000
 
@@ -67,84 +61,73 @@ class Watch:
 
     Args:
         transport: Not kept alive.
-        listener: Where the peers ask.
-        addresses: Where to ask them, by rank; None for one that cannot be asked.
-        token: The same on all ranks of the transport, and secret.
-        busy_timeout_s: Seconds after which a wait ends though the peer answers, or None.
+        lines: To the peers, by rank.
+        busy_timeout_s: Seconds after which a wait ends though the peer answers.
     """
 
     def __init__(
-        self,
-        transport: SupervisedTransport,
-        listener: socket.socket,
-        addresses: Sequence[Address | None],
-        token: bytes,
-        busy_timeout_s: float | None = None,
+        self, transport: SupervisedTransport, lines: Mapping[int, Line], busy_timeout_s: float
     ) -> None:
         self._transport = weakref.ref(transport)
         self._rank, self._world_size = transport.rank, transport.world_size
         self._timeout_s, self._busy_timeout_s = transport.timeout_s, busy_timeout_s
         self._period_s = min(LONGEST_PERIOD_S, transport.timeout_s / PERIODS)
-        self._addresses, self._token = list(addresses), token
-        self._questions = Questions(token, listener, self._answer)
-        self._ended = threading.Event()
+        self._lines = dict(lines)
+        self._selector = selectors.DefaultSelector()
+        for peer, line in lines.items():
+            self._selector.register(line.connection, selectors.EVENT_READ, peer)
+        self._closing = threading.Event()
+        # By peer: the wait in which it was asked, while it has not answered; its last answer.
+        self._asked: dict[int, Awaiting] = {}
+        self._answers: dict[int, Message] = {}
+        self._heard = threading.Condition()
         now = time.monotonic()
         self._looked_at = self._still_since = self._warned_at = now
         self._position = (0, False)
-        # Of the wait under way, by peer that was asked: seconds of silence, seconds since its port
-        # was found closed, and what it said.
+        self._bytes, self._bytes_at = transport.bytes_moved(), now
+        # Of the wait under way: seconds without an answer, by peer that is asked; what each said;
+        # seconds without a byte since the peer had made the same call, or None.
         self._wait_since: float | None = None
         self._silent_s: dict[int, float] = {}
-        self._refused_s: dict[int, float] = {}
         self._says: dict[int, str] = {}
-        self._asking: set[int] = set()
-        self._next = 0
+        self._lost_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="hvd_sparse watch", daemon=True)
         self._thread.start()
 
     def tell(self, kind: str, cause: str) -> None:
-        """Tells the peers of the first failure; never raises, and takes `TELL_S` at most."""
+        """Tells the peers of the first failure; never raises, and does not wait."""
         P, r = self._world_size, self._rank
         distances = [1 << j for j in range(P.bit_length()) if 1 << j < P]
-        peers = {(r + sign * distance) % P for distance in distances for sign in (1, -1)}
-        question = {"from": r, "tell": [kind, cause[:CAUSE_CHARACTERS]]}
-        addresses = [address for p in peers if (address := self._addresses[p]) is not None]
-        try:
-            ask_at_once(self._token, addresses, question, TELL_S, answers=False)
-        except OSError as error:
-            logger.warning("rank %d cannot tell its peers of its failure: %s", r, error)
+        for peer in {(r + sign * distance) % P for distance in distances for sign in (1, -1)}:
+            self._lines[peer].send({"tell": [kind, cause[:CAUSE_CHARACTERS]]})
 
     def reason_of(self, peer: int) -> tuple[str, str] | str:
         """Why the connection to a peer may be gone: its failure's kind and cause, or words."""
-        address = self._addresses[peer]
-        if address is None:
-            return ""
-        question = {"from": self._rank, "ask": None}
-        try:
-            heard = ask_at_once(self._token, [address], question, REASON_S, answers=True)
-        except OSError as error:
-            return f"it cannot be asked why ({error})"
-        answer, refused = heard[0] if heard else (None, False)
+        line = self._lines[peer]
+        with self._heard:
+            self._answers.pop(peer, None)
+            line.send({"ask": None})
+            self._heard.wait_for(lambda: peer in self._answers or line.ended, REASON_S)
+            answer = self._answers.get(peer)
         if answer is not None:
             failure = answer["failure"]
             return tuple(failure) if failure else f"rank {peer} answers, and knows of no failure"
-        if refused:
-            time.sleep(0.1)  # what it told before it went may be on its way to the watch
-            return "its process has ended, or has closed the transport"
-        return f"rank {peer} does not answer"
+        return line.ended or f"rank {peer} does not answer"
 
     def close(self) -> None:
-        """Ends the watch."""
-        self._ended.set()
-        self._questions.wake()
+        """Ends the watch, and the lines to the peers."""
+        self._closing.set()
+        for line in self._lines.values():
+            line.hang_up()  # wakes the thread
         if threading.current_thread() is not self._thread:
             self._thread.join(REASON_S)
 
     def _run(self) -> None:
         look_at = time.monotonic() + self._period_s
         try:
-            while not self._ended.is_set():
-                self._questions.serve(look_at - time.monotonic())
+            while not self._closing.is_set():
+                for key, _ in self._selector.select(max(0.0, look_at - time.monotonic())):
+                    self._listen_to(key.data)
                 now = time.monotonic()
                 if now >= look_at:
                     look_at = now + self._period_s
@@ -153,21 +136,60 @@ class Watch:
                         return
                     self._look(transport, now)
                     del transport
-        except Exception as error:  # or the waits would never end
+        except Exception as error:  # a bug here; or the waits would never end
             transport = self._transport()
-            if transport is not None and not self._ended.is_set():
+            if transport is not None and not self._closing.is_set():
                 logger.exception("rank %d: the watch over its peers has failed", self._rank)
                 transport.fail(
                     TransportError(f"rank {self._rank}: the watch over its peers failed: {error!r}")
                 )
         finally:
-            self._questions.close()
+            self._selector.close()
+            for line in self._lines.values():
+                line.close()
+
+    def _listen_to(self, peer: int) -> None:
+        line = self._lines[peer]
+        for message in line.receive():
+            try:
+                self._take(peer, message)
+            except (LookupError, TypeError, ValueError):
+                logger.exception("rank %d cannot read what rank %d sent", self._rank, peer)
+                line.end("it sent what no rank sends")
+        if line.ended is not None:
+            self._selector.unregister(line.connection)
+            with self._heard:
+                self._heard.notify_all()
+
+    def _take(self, peer: int, message: Message) -> None:
+        """Takes a peer's failure, its question or its answer."""
+        transport = self._transport()
+        if transport is None:
+            return
+        if "tell" in message:
+            kind, cause = message["tell"]
+            transport.told(peer, (kind, cause))
+        elif "ask" in message:
+            self._lines[peer].send(self._answer(transport, message["ask"]))
+        else:
+            with self._heard:
+                self._answers[peer] = message
+                self._heard.notify_all()
+            if message["failure"]:
+                transport.told(peer, tuple(message["failure"]))
+            asked = self._asked.pop(peer, None)
+            if peer in self._silent_s:
+                self._silent_s[peer] = 0.0
+            if asked is not None and self._wait_since == asked.since:
+                self._judge(transport, peer, asked, message)
 
     def _look(self, transport: SupervisedTransport, now: float) -> None:
         """Looks at what the transport is at; asks, warns, or gives up."""
         # Not more than two periods: a rank that was stopped itself has not waited for an answer.
         elapsed_s = min(now - self._looked_at, 2 * self._period_s)
         self._looked_at = now
+        for line in self._lines.values():
+            line.send()  # what had no room
         awaiting = transport.awaits()
         position = (transport.calls_made(), awaiting is not None)
         if position != self._position:
@@ -178,21 +200,25 @@ class Watch:
         waited_s = now - awaiting.since
         if awaiting.since != self._wait_since:
             self._wait_since, self._warned_at = awaiting.since, awaiting.since
-            self._silent_s, self._refused_s, self._says, self._next = {}, {}, {}, 0
+            self._silent_s, self._says, self._lost_s = {}, {}, None
             elapsed_s = min(waited_s, 2 * self._period_s)
         if waited_s < self._period_s:
             return
-        self._choose_whom_to_ask(awaiting)
-        for peer in self._silent_s:
-            self._silent_s[peer] += elapsed_s
-            if peer in self._refused_s:
-                self._refused_s[peer] += elapsed_s
-        error = self._reason_to_give_up(awaiting, waited_s)
+        moved = transport.bytes_moved()
+        if moved != self._bytes:
+            self._bytes, self._bytes_at, self._lost_s = moved, now, None
+        elif self._lost_s is not None:
+            self._lost_s += elapsed_s
+        for peer in awaiting.peers:
+            self._silent_s[peer] = self._silent_s.get(peer, 0.0) + elapsed_s
+        error = self._reason_to_give_up(awaiting, now)
         if error is not None:
             transport.fail(error)
             return
-        for peer in self._silent_s.keys() - self._asking:
-            self._ask(peer, awaiting)
+        for peer in self._silent_s.keys() - self._asked.keys():
+            self._asked[peer] = awaiting
+            number = None if awaiting.call is None else awaiting.call.number
+            self._lines[peer].send({"ask": number})
         if now - self._warned_at >= self._timeout_s:
             self._warned_at = now
             said = "; ".join(self._says.values())
@@ -200,63 +226,36 @@ class Watch:
                 "rank %d has waited %.1f s for %s; %s", self._rank, waited_s, awaiting.what, said
             )
 
-    def _choose_whom_to_ask(self, awaiting: Awaiting) -> None:
-        """Keeps those that have not answered, and adds the next ones up to `ASKED_AT_ONCE`."""
-        peers = awaiting.peers
-        for _ in range(min(len(peers), ASKED_AT_ONCE) - len(self._silent_s)):
-            self._silent_s.setdefault(peers[self._next % len(peers)], 0.0)
-            self._next += 1
-
-    def _reason_to_give_up(self, awaiting: Awaiting, waited_s: float) -> HvdSparseError | None:
+    def _reason_to_give_up(self, awaiting: Awaiting, now: float) -> HvdSparseError | None:
+        waited_s = now - awaiting.since
         has_waited = f"rank {self._rank} has waited {waited_s:.1f} s for {awaiting.what}"
         for peer, silent_s in self._silent_s.items():
-            late = silent_s >= self._timeout_s
-            if peer in self._refused_s and (late or self._refused_s[peer] >= REFUSED_S):
+            line = self._lines[peer]
+            if line.ended is not None and now - line.ended_at >= min(ENDED_S, self._timeout_s):
                 return PeerLostError(
-                    f"rank {self._rank} lost rank {peer}: its process has ended, or has closed the "
-                    f"transport; {has_waited}"
+                    f"rank {self._rank} lost rank {peer}: {line.ended}; {has_waited}"
                 )
-            if late:
+            if silent_s >= self._timeout_s:
                 return TransportTimeout(
                     f"rank {self._rank}: rank {peer} did not answer within {self._timeout_s:g} s: "
                     f"it is stopped, or its host cannot be reached; {has_waited}"
                 )
-        if self._busy_timeout_s is not None and waited_s >= self._busy_timeout_s:
-            said = "; ".join(self._says.values())
+        said = "; ".join(self._says.values())
+        if self._lost_s is not None and self._lost_s >= self._timeout_s:
+            return TransportTimeout(
+                f"{has_waited}, which has made that call too, and no byte has come or gone for "
+                f"{self._lost_s:.1f} s: the network drops what the ranks send; {said}"
+            )
+        if now - max(awaiting.since, self._bytes_at) >= self._busy_timeout_s:
             return TransportTimeout(
                 f"{has_waited}, longer than busy_timeout_s={self._busy_timeout_s:g}; {said}"
             )
         return None
 
-    def _ask(self, peer: int, awaiting: Awaiting) -> None:
-        address = self._addresses[peer]
-        if address is None:
-            return
-        number = None if awaiting.call is None else awaiting.call.number
-        self._asking.add(peer)
-        self._questions.ask(
-            address,
-            {"from": self._rank, "ask": number},
-            lambda answer, refused: self._heard(peer, awaiting, answer, refused),
-            max(PATIENCE_PERIODS * self._period_s, self._silent_s[peer]),
-        )
-
-    def _heard(self, peer: int, asked: Awaiting, answer: Message | None, refused: bool) -> None:
-        """Takes an answer to what was asked during one wait."""
-        self._asking.discard(peer)
-        transport = self._transport()
-        if transport is None:
-            return
-        if answer is not None and answer["failure"]:
-            transport.told(peer, tuple(answer["failure"]))
-        if self._wait_since != asked.since:
-            return
-        if answer is None:
-            if refused:
-                self._refused_s.setdefault(peer, 0.0)
-            return
-        self._silent_s.pop(peer, None)
-        self._refused_s.pop(peer, None)
+    def _judge(
+        self, transport: SupervisedTransport, peer: int, asked: Awaiting, answer: Message
+    ) -> None:
+        """Takes an answer to what was asked in the wait that is still under way."""
         self._says[peer] = in_words(peer, answer)
         waited_s = time.monotonic() - asked.since
         if stuck_s(answer, waited_s) >= self._timeout_s:
@@ -279,28 +278,21 @@ class Watch:
                         "different calls"
                     )
                 )
+            elif self._lost_s is None and self._bytes is not None:
+                self._lost_s = 0.0
 
-    def _answer(self, question: Message) -> Message:
-        """What this rank is doing, or an acknowledgement of a peer's failure.
+    def _answer(self, transport: SupervisedTransport, number: int | None) -> Message:
+        """What this rank is doing.
 
         An answer holds this rank's failure; what it awaits, and for how many seconds; the seconds
         that it has waited for Horovod; and its call of the number that was asked.
         """
-        transport = self._transport()
-        if transport is None:  # dropped without `close`: this thread ends soon, too
-            return {"failure": None, "awaits": None, "for_s": 0.0, "horovod_s": 0.0, "did": None}
-        if "tell" in question:
-            kind, cause = question["tell"]
-            transport.told(int(question["from"]), (str(kind), str(cause)))
-            return {}
         awaiting = transport.awaits()
-        now = time.monotonic()
         since = self._still_since if awaiting is None else awaiting.since
-        number = question["ask"]
         return {
             "failure": transport.cause(),
             "awaits": None if awaiting is None else awaiting.what,
-            "for_s": now - since,
+            "for_s": time.monotonic() - since,
             "horovod_s": WAITING.seconds(),
             "did": None if number is None else transport.call_made(number),
         }

@@ -182,7 +182,7 @@ def test_another_release_is_refused_before_anything_of_it_is_read() -> None:
         3, lambda local: of_another_release(local, lambda w: create_transport("gloo", w, 5.0))
     )
     assert len(set(says)) == 1
-    assert "9.9 (protocol 1) on ranks 1" in says[0]
+    assert f"9.9 (protocol {PROTOCOL}) on ranks 1" in says[0]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

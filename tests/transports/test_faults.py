@@ -148,6 +148,25 @@ def tensor_of_one_rank(make: Make) -> None:
     closed(transport)
 
 
+def late_in_mpi(make: Make) -> None:
+    """Rank 1 does not come to MPI's part of connecting, which has no bound of its own."""
+    if sys.argv[1] != "mpi":
+        return
+
+    def late(*arguments: object) -> NoReturn:
+        time.sleep(TIMEOUT_S + MARGIN_S / 2)
+        raise PeerLostError("late")
+
+    if hvd.rank() == 1:
+        handshake._connect = late  # type: ignore[assignment]
+        with pytest.raises(PeerLostError, match="late"):
+            make()
+        return
+    error = error_of(make)
+    assert isinstance(error, TransportTimeout), error
+    assert "MPI did not connect the ranks within 4 s" in str(error)
+
+
 def rank_without_compression(make: Make) -> None:
     """Rank 1 never connects."""
     if hvd.rank() == 1:
@@ -175,7 +194,7 @@ def main() -> NoReturn:
         return transport
 
     faults = (busy_rank, first_cause, different_calls, other_release, tensor_of_one_rank)
-    for fault in (*faults, stopped_rank, rank_without_compression):
+    for fault in (*faults, stopped_rank, late_in_mpi, rank_without_compression):
         report(f"-- {fault.__name__}")
         start = time.monotonic()
         fault(make)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 
 import psutil
 import pytest
@@ -43,25 +42,8 @@ def test_gloo_listens_on_loopback_only_and_leaves_no_store() -> None:
 
     for found in over_gloo(3, rank):
         assert {ip for ip, _ in found} == {"127.0.0.1"}
-        # Gloo's own port of each of the three ranks, which are threads here; at most one more each.
-        assert 3 <= len(found) <= 6
+        assert len(found) == 3  # gloo's own port of each of the three ranks, which are threads here
     assert not listening() - before  # what was there before may have gone meanwhile
-
-
-def test_noise_on_an_open_port_changes_nothing() -> None:
-    before = listening()
-
-    def rank(t: Transport) -> None:
-        t.allreduce_sum(torch.ones(1), channel="c")
-        if t.rank == 0:
-            for address in sorted(listening() - before):
-                with socket.create_connection(address, timeout=5.0) as stranger:
-                    stranger.sendall(os.urandom(100_000))
-        for count in (1, 100_000, 7):
-            total = t.allreduce_sum(torch.ones(count), channel="c")
-            assert torch.equal(total, torch.full((count,), 3.0))
-
-    over_gloo(3, rank)
 
 
 def test_a_store_listens_on_its_address_only() -> None:

@@ -16,7 +16,7 @@ from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, Transp
 from hvd_sparse.transports import LocalTransport, Transport, nccl, run_ranks
 from hvd_sparse.transports.connect import create_transport
 from hvd_sparse.transports.framing import next_capacity
-from hvd_sparse.transports.meeting import dist, join_store, serve_store
+from hvd_sparse.transports.meeting import MeetingStore, dist, join_store, serve_store
 from hvd_sparse.transports.nccl import (
     DIRECT_BYTES,
     DeviceGroup,
@@ -44,6 +44,12 @@ def store_of(local: LocalTransport) -> Any:
     return store if store is not None else join_store("127.0.0.1", port, 20.0)
 
 
+def meeting_of(local: LocalTransport) -> MeetingStore:
+    """Where they meet for gloo."""
+    world = ThreadBootstrap(local)
+    return MeetingStore(lambda entries: world.allgather_object(entries, "addresses", 20.0))
+
+
 def over_nccl(
     world_size: int,
     fn: Callable[[NcclTransport], Any],
@@ -60,6 +66,7 @@ def over_nccl(
         transport = NcclTransport(
             local.rank,
             world_size,
+            meeting_of(local),
             store_of(local),
             host="127.0.0.1",
             timeout_s=timeouts[local.rank],
@@ -186,6 +193,7 @@ def test_a_rank_that_cannot_connect_fails_all(fault: str) -> None:
             NcclTransport(
                 local.rank,
                 2,
+                meeting_of(local),
                 store_of(local),
                 host="127.0.0.1",
                 timeout_s=20.0 if fault == "raises" else 0.5,
