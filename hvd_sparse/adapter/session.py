@@ -15,12 +15,12 @@ from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
-from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, slot_of_this_rank
 from hvd_sparse.adapter.planning import Planning, device_of
 from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
 from hvd_sparse.errors import TransportError, warn
+from hvd_sparse.leaving import PROCESS_END
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
@@ -66,7 +66,6 @@ class Session:
         self._divergence: Divergence | None = None
         self._must_agree = self._compares = False
         self._connecting = False
-        self._exit = BoundedExit(self)
         self._world: object | None = None
         self._mpi_ops: Any = None
         self._process_set: Any = None
@@ -95,7 +94,7 @@ class Session:
 
         world = HorovodBootstrap(optimizer.process_set)
         self._connecting = True
-        self._exit.register()
+        PROCESS_END.add(self)
         with as_horovod_error():
             self._join(world, parameters, device)
         updated = {p for group in optimizer.param_groups for p in group["params"]}
@@ -122,7 +121,6 @@ class Session:
     ) -> None:
         transport = self._new_transport(world, device)
         self._engine.connect(transport)
-        self._exit.register()  # once more: at exit the engine closes, and then knows of no failure
         if self.embeddings is not None:
             self.embeddings.connect(self._new_transport(world, None))
         self._process_set, self._transport = world.process_set, transport
@@ -222,11 +220,14 @@ class Session:
             with as_horovod_error():
                 raise error
 
-    def seconds_to_leave(self) -> float | None:
-        """For `Leaving`. Where only this rank has failed, peers may still be waiting for others."""
-        if self._connecting or self._engine.error is not None:
-            return EXIT_S
-        return None if self._engine.at_rest else self._timeout_s + EXIT_S
+    def leave(self, error: BaseException | None) -> bool:
+        """`Leaving.leave`: the engine and the transports leave by themselves."""
+        del error
+        return self._connecting
+
+    def disown(self) -> None:
+        """`Leaving.disown`."""
+        self._world = None
 
     def close(self) -> None:
         """Stop the background threads and close the connections; `connect` opens them again."""

@@ -88,11 +88,6 @@ class Engine:
         return error if error is not None or transport is None else transport.failure
 
     @property
-    def at_rest(self) -> bool:
-        """Whether nothing has failed, and no exchange is due or under way."""
-        return self._worker.at_rest
-
-    @property
     def _transport(self) -> Transport | None:
         return self._worker.transport
 

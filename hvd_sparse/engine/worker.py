@@ -9,13 +9,11 @@ The threads hold no reference to the engine, so that it can be collected. It the
 
 While the interpreter shuts down, Python ends a thread that returns from native code by unwinding
 its stack; a C++ frame that must not throw then ends the process (`terminate called without an
-active exception`). The threads therefore end earlier: `close` runs at exit.
+active exception`). The threads therefore end earlier: see `leaving`.
 """
 
 from __future__ import annotations
 
-import atexit
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +25,7 @@ from torch import Tensor
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.exchange import decode, reduce, select
+from hvd_sparse.leaving import PROCESS_END
 from hvd_sparse.transports import Transport
 
 GRACE_S = 0.1
@@ -68,8 +67,7 @@ class Worker:
     def connect(self, transport: Transport) -> None:
         """Use a transport until `close` closes it, at exit at the latest."""
         self.transport = transport
-        # Horovod's exit handler was registered earlier, by hvd.init(), and so runs later.
-        atexit.register(self._close_at_exit)
+        PROCESS_END.add(self)
 
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Begin to work on the buckets of a plan, in their order.
@@ -126,15 +124,20 @@ class Worker:
         transport, self.transport = self.transport, None
         if transport is not None:
             transport.close()
-        atexit.unregister(self._close_at_exit)
+        PROCESS_END.remove(self)
 
-    def _close_at_exit(self) -> None:
-        """If an error ends the process, peers that wait for it, now or later, report that error."""
-        error = getattr(sys, "last_value", None)  # set by Python for what nobody has caught
+    def leave(self, error: BaseException | None) -> bool:
+        """`Leaving.leave`; finishes an exchange that the peers finish at once."""
+        at_rest = self.at_rest
         self.stop("its process ends" if error is None else error)
         if error is not None and self.transport is not None:
             self.transport.abort(error)
         self.close()
+        return not at_rest
+
+    def disown(self) -> None:
+        """`Leaving.disown`."""
+        Worker.__init__(self)
 
     # -- for the training thread -------------------------------------------------------------------
 
