@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,7 @@ class Session:
 
     Attributes:
         world_size: P.
+        lock: Held while a step opens, and by what may not be called within one.
         embeddings: Reduces the gradients of sparse embeddings, or None.
         planning: The planner beside the training, where the engine's assignment is a planner's.
         handing: Prepares the hand-over of momentum to a planner's next assignment; None: nothing
@@ -56,6 +58,7 @@ class Session:
         hierarchical: Hierarchical = False,
     ) -> None:
         self.world_size = 1
+        self.lock = threading.RLock()
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
         self.handing: Callable[[Assignment], Handover | None] | None = None

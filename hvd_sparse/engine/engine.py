@@ -298,8 +298,8 @@ class Engine:
         if not self._buckets:
             if name not in self._arrivals:
                 raise ConfigError(
-                    f"the gradient of {name!r} was given up, since reassign() or load_state_dict() "
-                    "was called between backward() and step()"
+                    f"the gradient of {name!r} was given up, since close(), reassign() or "
+                    "load_state_dict() was called between backward() and step()"
                 )
             self._make_plan()
         location = self._locations[name]

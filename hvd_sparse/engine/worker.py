@@ -25,8 +25,10 @@ from torch import Tensor
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.exchange import decode, reduce, select
+from hvd_sparse.errors import TransportError
 from hvd_sparse.leaving import PROCESS_END
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.transport import start_thread
 
 GRACE_S = 0.1
 """How long an exchange under way may still take when the thread is to end, since its peers may do
@@ -83,13 +85,14 @@ class Worker:
         tasks = {"hvd_sparse": self._exchange_and_end}
         if len(buckets) > 1 and not in_order:
             tasks["hvd_sparse.ahead"] = self._select_ahead
-        self._threads = [
-            threading.Thread(target=self._until_it_fails, args=(task,), name=name, daemon=True)
-            for name, task in tasks.items()
-        ]
         self._exchanging = True
-        for thread in self._threads:
-            thread.start()
+        try:
+            for name, task in tasks.items():
+                self._threads.append(start_thread(name, self._until_it_fails, task))
+        except TransportError as error:
+            self._exchanging = bool(self._threads)
+            self.fail(error)
+            raise
 
     def stop(self, reason: object = "it gave up an exchange under way") -> None:
         """End the threads, and forget their plan, scale and error.
