@@ -229,8 +229,7 @@ class Session:
         return self._connecting
 
     def disown(self) -> None:
-        """`Leaving.disown`."""
-        self._world = None
+        """`Leaving.disown`: what it has disowns itself."""
 
     def close(self) -> None:
         """Stop the background threads and close the connections; `connect` opens them again."""
