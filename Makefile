@@ -51,8 +51,9 @@ faults: setup ## every fault in every phase of a training, on real ranks
 	tests/transports/test_faults.py tests/transports/test_gloo.py tests/transports/test_processes.py \
 	tests/adapter/test_exit.py $(PYTEST_ARGS)
 
-soak: setup ## train for SOAK_STEPS steps on 4 ranks among faults; the books, memory, descriptors
-	@$(bin)/python -m tools.soak --steps $(SOAK_STEPS)
+soak: setup ## train for SOAK_STEPS steps, or rounds for HOURS, on 4 ranks among faults; books, memory, ends
+	@mkdir -p build/bench
+	@$(bin)/python -m tools.soak $(if $(HOURS),--hours $(HOURS) --json build/bench/soak.json,--steps $(SOAK_STEPS))
 
 lint: setup ## ruff, mypy and clang-format, as checks
 	@$(bin)/ruff check

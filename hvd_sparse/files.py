@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISLNK, S_ISREG
 
@@ -40,7 +40,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield partial
         os.replace(partial, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # the first error counts
+            partial.unlink()
         raise
 
 

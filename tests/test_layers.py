@@ -33,6 +33,7 @@ FLOORS = (
     {"ops"},
     {"topology", "optim", "magnitude"},
     {"checks"},
+    {"leaving"},
     {"errors", "files", "tables", "_version"},
 )
 """From the top of the house to the ground; a room imports rooms of lower floors, and itself."""

@@ -165,10 +165,8 @@ class SparseCompressor:
         """What was selected, sent and waited for, per bucket and step: a snapshot.
 
         Its text is a short table, and `later.since(earlier)` is what happened between two of them.
-        It may be called anywhere. A skipped step is counted once the next one has begun.
+        Any thread may call it at any time. A skipped step is counted once the next one has begun.
         """
-        if self._door is not None and self._door.is_settled:
-            self._door.settle("stats()")
         return replace(self._engine.stats(), dense=self._left_dense())
 
     def _left_dense(self) -> dict[str, list[str]]:
@@ -177,8 +175,9 @@ class SparseCompressor:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
-        self._settle("state_dict()", between_steps=True)
-        return self._states.save()
+        with self._session.lock:
+            self._settle("state_dict()", between_steps=True)
+            return self._states.save()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from what `state_dict()` of the same rank returned.

@@ -16,6 +16,7 @@ that all ranks take part (`hvd.join()` ends that), and how many of them bring a 
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,6 +126,7 @@ class Door:
         self._momenta: list[tuple[Any, Any]] = []
         self._warned: set[str] = set()
         self._is_open = self._holds_back = self._is_reduced = False
+        self._thread = threading.get_ident()
         self._early: set[Parameter] = set()
         self._handed: dict[Parameter, tuple[Tensor, int]] = {}
         self._submitted: dict[Parameter, str] = {}
@@ -151,11 +153,6 @@ class Door:
     def optimizer(self) -> Any:
         """Horovod's; None once it is gone."""
         return self._optimizer()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether what became of the last step is known."""
-        return not self._is_open and self.fates.is_settled
 
     @property
     def unit(self) -> float:
@@ -210,7 +207,8 @@ class Door:
             self._early.discard(parameter)
             return partial(self._result, parameter), None
         if not self._is_open:
-            self._open_step()
+            with self._session.lock:
+                self._open_step()
             self._beat(brings_new=True)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -282,7 +280,11 @@ class Door:
         Raises:
             ConfigError: It is one.
         """
-        if self._is_open and self._engine.error is None:
+        elsewhere = (
+            threading.get_ident() != self._thread
+        )  # where results may be about to be applied
+        is_within = self._is_open or (elsewhere and not self.fates.is_settled)
+        if is_within and self._engine.error is None:
             raise ConfigError(f"{call} must be called between steps, got a call within one")
 
     def give_up(self, *_: object) -> None:
@@ -393,6 +395,7 @@ class Door:
 
     def synchronize(self) -> None:
         """Give all gradients back, reduced, in the place of Horovod's `synchronize`."""
+        self._thread = threading.get_ident()
         optimizer = self.optimizer
         horovods = type(optimizer).synchronize
         if not optimizer.process_set.included():
@@ -404,7 +407,8 @@ class Door:
             self._beat(brings_new=bool(optimizer._handles))
             if self._nobody_brings_new() and self._keep_what_is_there():
                 return
-            self._open_step()
+            with self._session.lock:
+                self._open_step()
         for parameter in self._rest():
             optimizer._handles[parameter] = self.hand_in(parameter)
         self._reduce()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +16,12 @@ from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
-from hvd_sparse.adapter.leaving import EXIT_S, BoundedExit
 from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, slot_of_this_rank
 from hvd_sparse.adapter.planning import Planning, device_of
 from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
 from hvd_sparse.errors import TransportError, warn
+from hvd_sparse.leaving import PROCESS_END
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
@@ -41,6 +42,7 @@ class Session:
 
     Attributes:
         world_size: P.
+        lock: Held while a step opens, and by what may not be called within one.
         embeddings: Reduces the gradients of sparse embeddings, or None.
         planning: The planner beside the training, where the engine's assignment is a planner's.
         handing: Prepares the hand-over of momentum to a planner's next assignment; None: nothing
@@ -56,6 +58,7 @@ class Session:
         hierarchical: Hierarchical = False,
     ) -> None:
         self.world_size = 1
+        self.lock = threading.RLock()
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
         self.handing: Callable[[Assignment], Handover | None] | None = None
@@ -66,7 +69,6 @@ class Session:
         self._divergence: Divergence | None = None
         self._must_agree = self._compares = False
         self._connecting = False
-        self._exit = BoundedExit(self)
         self._world: object | None = None
         self._mpi_ops: Any = None
         self._process_set: Any = None
@@ -95,7 +97,7 @@ class Session:
 
         world = HorovodBootstrap(optimizer.process_set)
         self._connecting = True
-        self._exit.register()
+        PROCESS_END.add(self)
         with as_horovod_error():
             self._join(world, parameters, device)
         updated = {p for group in optimizer.param_groups for p in group["params"]}
@@ -122,7 +124,6 @@ class Session:
     ) -> None:
         transport = self._new_transport(world, device)
         self._engine.connect(transport)
-        self._exit.register()  # once more: at exit the engine closes, and then knows of no failure
         if self.embeddings is not None:
             self.embeddings.connect(self._new_transport(world, None))
         self._process_set, self._transport = world.process_set, transport
@@ -222,11 +223,13 @@ class Session:
             with as_horovod_error():
                 raise error
 
-    def seconds_to_leave(self) -> float | None:
-        """For `Leaving`. Where only this rank has failed, peers may still be waiting for others."""
-        if self._connecting or self._engine.error is not None:
-            return EXIT_S
-        return None if self._engine.at_rest else self._timeout_s + EXIT_S
+    def leave(self, error: BaseException | None) -> bool:
+        """`Leaving.leave`: the engine and the transports leave by themselves."""
+        del error
+        return self._connecting
+
+    def disown(self) -> None:
+        """`Leaving.disown`: what it has disowns itself."""
 
     def close(self) -> None:
         """Stop the background threads and close the connections; `connect` opens them again."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from hvd_sparse.errors import TransportError
 from hvd_sparse.transports import horovod_handles
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
+from hvd_sparse.transports.transport import start_thread
 
 T = TypeVar("T")
 
@@ -57,8 +58,11 @@ def interruptibly(call: Callable[[], T], abort: Callable[[BaseException], None])
         except BaseException as error:
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="hvd_sparse.call", daemon=True)
-    thread.start()
+    try:
+        thread = start_thread("hvd_sparse.call", run)
+    except TransportError as error:
+        abort(error)
+        raise
     try:
         return outcome.result()
     except BaseException as error:

@@ -16,18 +16,18 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice
 from hvd_sparse.engine.state import EngineState, l1_of
-from hvd_sparse.errors import CheckpointError, ConfigError
+from hvd_sparse.errors import CheckpointError, ConfigError, warn
 from hvd_sparse.files import replacing
 
 FORMAT, VERSION = "hvd_sparse checkpoint", 1
@@ -35,8 +35,13 @@ MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"step-\d+-[0-9a-f]{16}-rank-\d+-of-\d+\.pt")
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.(pt|json)")
 """Files that `files.replacing` leaves behind where the process is killed."""
+ATTEMPTS = 3
+"""Manifests that are read where each one was replaced by the next."""
+FILE_KEYS = frozenset({"name", "nbytes", "sha256", "l1"})
 KEYS = frozenset({"format", "version", "package", "world_size", "step", "unit", "shapes", "files"})
 
+Mine = TypeVar("Mine")
+Told = TypeVar("Told")
 Gather = Callable[[Any], list[Any]]
 """Gives every rank's object to every rank, in the order of the ranks; all ranks call it."""
 
@@ -65,19 +70,21 @@ def save_checkpoint(
         CheckpointError: On every rank, if any of them could not write.
     """
     folder = Path(path)
-    token = secrets.token_hex(8)
-    mine, error = _tried(lambda: EngineState.from_dict(state_of()))
-    state = mine or EngineState()
-    shapes = {name: list(tensor.shape) for name, tensor in state.residual.items()}
-    summary = {"token": token, "step": state.step, "unit": state.unit, "shapes": shapes}
-    ranks = _gathered(gather, summary, error, "save", folder)
-    step, token = ranks[0]["step"], ranks[0]["token"]
-    _check_alike(ranks, folder)
-    state.rank, state.world_size = rank, world_size
+    ranks = Together(gather, "save", folder)
+
+    def own_state() -> tuple[EngineState, dict[str, Any]]:
+        state = EngineState.from_dict(state_of())
+        state.rank, state.world_size = rank, world_size
+        shapes = {name: list(tensor.shape) for name, tensor in state.residual.items()}
+        token = secrets.token_hex(8)
+        return state, {"token": token, "step": state.step, "unit": state.unit, "shapes": shapes}
+
+    state, every = ranks.do(own_state)
+    step, token = every[0]["step"], every[0]["token"]
+    _check_alike(every, folder)
     name = f"step-{step}-{token}-rank-{rank}-of-{world_size}.pt"
     try:
-        entry, error = _tried(lambda: _write_state(folder / name, state))
-        files = _gathered(gather, entry, error, "save", folder)
+        _, files = ranks.do(lambda: (None, _write_state(folder / name, state)))
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -85,17 +92,15 @@ def save_checkpoint(
             "world_size": world_size,
             "step": step,
             "unit": state.unit,
-            "shapes": {name: shape for each in ranks for name, shape in each["shapes"].items()},
+            "shapes": {name: shape for each in every for name, shape in each["shapes"].items()},
             "files": files,
         }
+        ranks.do(lambda: (None, rank == 0 and _write_manifest(folder, manifest)))
         # Where hosts share no file system, the others have yet to write theirs.
-        write = partial(_write_manifest, folder, manifest)
-        for writers in ([0], range(world_size)):
-            _, error = _tried(write) if rank in writers else (None, "")
-            _gathered(gather, None, error, "save", folder)
+        ranks.do(lambda: (None, _write_manifest(folder, manifest)))
     except CheckpointError:  # all ranks know of it; by another error rank 0 may still go on
         if not _stands(folder, name):
-            (folder / name).unlink(missing_ok=True)
+            _remove(folder / name)
         raise
     _remove_others(folder, {file["name"] for file in files})
 
@@ -119,23 +124,54 @@ def load_checkpoint(
     """
     check_choice("missing", missing, ("refuse", "drop"))
     folder = Path(path)
-    manifest, error = _tried(lambda: _read_manifest(folder))
-    digest = manifest and _checksum(_canonical(manifest))
-    seen = _gathered(gather, (digest, manifest and manifest["step"]), error, "load", folder)
-    assert manifest is not None
-    if len({each[0] for each in seen}) > 1:
-        steps = ", ".join(f"rank {r} step {each[1]}" for r, each in enumerate(seen))
-        raise CheckpointError(f"load {folder}: ranks see different checkpoints: {steps}")
+    ranks = Together(gather, "load", folder)
 
+    def read_manifest() -> tuple[dict[str, Any], tuple[str, int]]:
+        manifest = _read_manifest(folder)
+        return manifest, (_checksum(_canonical(manifest)), manifest["step"])
+
+    def load() -> tuple[Loaded, str]:
+        loaded = _load(folder, manifest, rank, world_size, shapes)
+        return loaded, "; ".join(loaded.dropped)
+
+    before: list[tuple[str, int]] = []
+    for _ in range(ATTEMPTS):  # another job may save into the folder, and remove what is read
+        manifest, seen = ranks.do(read_manifest)
+        if seen == before:
+            break
+        before, faults = seen, [""]
+        if len(set(seen)) == 1:
+            loaded, faults = ranks.do(load)
+            if not any(faults):
+                return loaded
+    if len(set(seen)) > 1:
+        steps = ", ".join(f"rank {r} step {step}" for r, (_, step) in enumerate(seen))
+        raise CheckpointError(f"load {folder}: ranks see different checkpoints: {steps}")
+    if missing == "refuse":
+        ranks.refuse(faults)
+    return loaded
+
+
+def _load(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+    shapes: Mapping[str, Sequence[int]] | None,
+) -> Loaded:
+    """This rank's part of a checkpoint, without what is damaged, missing or not of it."""
     total = EngineState(step=manifest["step"], unit=manifest["unit"])
     faults: list[str] = []
     lost = 0.0
     old_size = manifest["world_size"]
     for old_rank in range(rank, old_size, world_size):
         file = manifest["files"][old_rank]
-        state, error = _tried(partial(_read_state, folder, file, manifest))
-        if state is None or state.rank != old_rank:
-            faults.append(error or f"{file['name']}: rank must be {old_rank}, got {state.rank}")
+        try:
+            state = _read_state(folder, file, manifest)
+            if state.rank != old_rank:
+                raise ConfigError(f"{file['name']}: rank must be {old_rank}, got {state.rank}")
+        except Exception as error:
+            faults.append(f"{type(error).__name__}: {error}")
             lost += file["l1"]
             continue
         total.add(state)
@@ -145,40 +181,51 @@ def load_checkpoint(
     strangers = {} if shapes is None else total.strangers(shapes)
     faults += [f"residual of {name!r}: {why}" for name, why in strangers.items()]
     lost += total.drop(strangers)
-    state_dict, error = _tried(lambda: EngineState.from_dict(total.as_dict()).as_dict())
-    refused = "; ".join(faults) if missing == "refuse" else ""
-    _gathered(gather, None, error or refused, "load", folder)
-    assert state_dict is not None
-    return Loaded(state_dict, faults, lost)
+    return Loaded(EngineState.from_dict(total.as_dict()).as_dict(), faults, lost)
 
 
 # -- agreement -------------------------------------------------------------------------------------
 
 
-def _tried(action: Callable[[], Any]) -> tuple[Any, str]:
-    """An action's result, or None and its error for the other ranks."""
-    try:
-        return action(), ""
-    except FileNotFoundError as error:
-        return None, f"there is no {error.filename}"
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+@dataclass(frozen=True)
+class Together:
+    """What all ranks do together: each its part, and none fails alone.
 
-
-def _gathered(gather: Gather, mine: Any, error: str, what: str, folder: Path) -> list[Any]:
-    """All ranks' objects.
-
-    Raises:
-        CheckpointError: On every rank, if any has an error.
+    Attributes:
+        gather: Tells every rank's outcome to every rank.
+        what: What they do, for errors.
+        folder: Where.
     """
-    everyone = gather((mine, error))
-    ranks: dict[str, list[str]] = {}
-    for rank, (_, told) in enumerate(everyone):
-        ranks.setdefault(told, []).append(str(rank))
-    wrong = [f"rank {', '.join(those)}: {told}" for told, those in ranks.items() if told]
-    if wrong:
-        raise CheckpointError(f"{what} {folder}: {'; '.join(wrong)}")
-    return [each for each, _ in everyone]
+
+    gather: Gather
+    what: str
+    folder: Path
+
+    def do(self, action: Callable[[], tuple[Mine, Told]]) -> tuple[Mine, list[Told]]:
+        """Do this rank's part, which returns what stays here, and what all ranks hear.
+
+        Raises:
+            CheckpointError: On every rank, if the action has failed on any.
+        """
+        mine, told, error = None, None, ""
+        try:
+            mine, told = action()
+        except FileNotFoundError as failure:
+            error = f"there is no {failure.filename}"
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        every = self.gather((told, error))
+        self.refuse([error for _, error in every])
+        return cast("Mine", mine), [told for told, _ in every]
+
+    def refuse(self, errors: Sequence[str]) -> None:
+        """Raise CheckpointError where any rank has an error; all ranks have all errors."""
+        ranks: dict[str, list[str]] = {}
+        for rank, error in enumerate(errors):
+            ranks.setdefault(error, []).append(str(rank))
+        wrong = [f"rank {', '.join(those)}: {told}" for told, those in ranks.items() if told]
+        if wrong:
+            raise CheckpointError(f"{self.what} {self.folder}: {'; '.join(wrong)}")
 
 
 def _check_alike(ranks: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -231,11 +278,15 @@ def _read_state(folder: Path, file: Mapping[str, Any], manifest: Mapping[str, An
     return state
 
 
-def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Write it, unless it is there already; returns whether this call did."""
     path, content = folder / MANIFEST, _canonical(manifest)
-    text = json.dumps({"manifest": dict(manifest), "sha256": _checksum(content)}, indent=1)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        _write(path, text.encode())
+    document = {"manifest": dict(manifest), "sha256": _checksum(content)}
+    text = json.dumps(document, indent=1).encode()
+    if path.exists() and path.read_bytes() == text:
+        return False
+    _write(path, text)
+    return True
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -255,9 +306,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{MANIFEST}: must be {FORMAT!r} of version {VERSION}, got {found}")
     if document.get("sha256") != _checksum(_canonical(manifest)) or manifest.keys() != KEYS:
         raise ConfigError(f"{MANIFEST}: the checksum is another one: the file was changed")
-    names = [file["name"] for file in manifest["files"]]
-    if len(names) != manifest["world_size"] or not all(map(FILE_NAME.fullmatch, names)):
-        raise ConfigError(f"{MANIFEST}: files must be one for each rank, got {names}")
+    files = manifest["files"]
+    whole = all(f.keys() == FILE_KEYS and FILE_NAME.fullmatch(f["name"]) for f in files)
+    if len(files) != manifest["world_size"] or not whole:
+        raise ConfigError(f"{MANIFEST}: files must be one for each rank, got {files}")
     return dict(manifest)
 
 
@@ -279,13 +331,31 @@ def _write(path: Path, content: bytes) -> None:
 
 def _stands(folder: Path, name: str) -> bool:
     """Whether the folder's manifest names a file."""
-    manifest, _ = _tried(lambda: _read_manifest(folder))
-    return manifest is not None and name in {file["name"] for file in manifest["files"]}
+    try:
+        return name in {file["name"] for file in _read_manifest(folder)["files"]}
+    except Exception:  # it cannot be read, or is none
+        return False
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:
     """Remove the files of earlier checkpoints, finished or not, once all ranks have a new one."""
-    for file in folder.iterdir():
-        ours = FILE_NAME.fullmatch(file.name) or UNFINISHED.fullmatch(file.name)
-        if ours and file.name not in names:
-            file.unlink(missing_ok=True)
+    with _warning_of(folder):
+        for file in list(folder.iterdir()):
+            ours = FILE_NAME.fullmatch(file.name) or UNFINISHED.fullmatch(file.name)
+            if ours and file.name not in names:
+                _remove(file)
+
+
+def _remove(path: Path) -> None:
+    with _warning_of(path):
+        if path.exists():
+            path.unlink()
+
+
+@contextmanager
+def _warning_of(path: Path) -> Iterator[None]:
+    """What stays behind harms nothing: the next checkpoint removes it."""
+    try:
+        yield
+    except OSError as error:
+        warn(f"what an earlier checkpoint left cannot be removed: {path}: {error}")

@@ -88,11 +88,6 @@ class Engine:
         return error if error is not None or transport is None else transport.failure
 
     @property
-    def at_rest(self) -> bool:
-        """Whether nothing has failed, and no exchange is due or under way."""
-        return self._worker.at_rest
-
-    @property
     def _transport(self) -> Transport | None:
         return self._worker.transport
 
@@ -303,8 +298,8 @@ class Engine:
         if not self._buckets:
             if name not in self._arrivals:
                 raise ConfigError(
-                    f"the gradient of {name!r} was given up, since reassign() or load_state_dict() "
-                    "was called between backward() and step()"
+                    f"the gradient of {name!r} was given up, since close(), reassign() or "
+                    "load_state_dict() was called between backward() and step()"
                 )
             self._make_plan()
         location = self._locations[name]

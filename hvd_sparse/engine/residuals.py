@@ -86,7 +86,7 @@ class Residuals:
     @property
     def waiting_l1(self) -> float:
         """L1 norm of the residuals that are outside the buckets."""
-        return l1_of(self.outside.residual.values())
+        return l1_of(list(self.outside.residual.values()))  # any thread may ask
 
     @property
     def holds_any(self) -> bool:

@@ -9,13 +9,11 @@ The threads hold no reference to the engine, so that it can be collected. It the
 
 While the interpreter shuts down, Python ends a thread that returns from native code by unwinding
 its stack; a C++ frame that must not throw then ends the process (`terminate called without an
-active exception`). The threads therefore end earlier: `close` runs at exit.
+active exception`). The threads therefore end earlier: see `leaving`.
 """
 
 from __future__ import annotations
 
-import atexit
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,8 +25,11 @@ from torch import Tensor
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.exchange import decode, reduce, select
+from hvd_sparse.errors import TransportError
+from hvd_sparse.leaving import PROCESS_END
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.supervised import Awaiting, SupervisedTransport
+from hvd_sparse.transports.transport import start_thread
 
 GRACE_S = 0.1
 """How long an exchange under way may still take when the thread is to end, since its peers may do
@@ -75,8 +76,7 @@ class Worker:
     def connect(self, transport: Transport) -> None:
         """Use a transport until `close` closes it, at exit at the latest."""
         self.transport = transport
-        # Horovod's exit handler was registered earlier, by hvd.init(), and so runs later.
-        atexit.register(self._close_at_exit)
+        PROCESS_END.add(self)
 
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Begin to work on the buckets of a plan, in their order.
@@ -92,13 +92,14 @@ class Worker:
         tasks = {"hvd_sparse": self._exchange_and_end}
         if len(buckets) > 1 and not in_order:
             tasks["hvd_sparse.ahead"] = self._select_ahead
-        self._threads = [
-            threading.Thread(target=self._until_it_fails, args=(task,), name=name, daemon=True)
-            for name, task in tasks.items()
-        ]
         self._exchanging = True
-        for thread in self._threads:
-            thread.start()
+        try:
+            for name, task in tasks.items():
+                self._threads.append(start_thread(name, self._until_it_fails, task))
+        except TransportError as error:
+            self._exchanging = bool(self._threads)
+            self.fail(error)
+            raise
 
     def stop(self, reason: object = "it gave up an exchange under way") -> None:
         """End the threads, and forget their plan, scale and error.
@@ -139,15 +140,20 @@ class Worker:
         transport, self.transport = self.transport, None
         if transport is not None and not any(transport is other for other in _ABANDONED):
             transport.close()
-        atexit.unregister(self._close_at_exit)
+        PROCESS_END.remove(self)
 
-    def _close_at_exit(self) -> None:
-        """If an error ends the process, peers that wait for it, now or later, report that error."""
-        error = getattr(sys, "last_value", None)  # set by Python for what nobody has caught
+    def leave(self, error: BaseException | None) -> bool:
+        """`Leaving.leave`; finishes an exchange that the peers finish at once."""
+        at_rest = self.at_rest
         self.stop("its process ends" if error is None else error)
         if error is not None and self.transport is not None:
             self.transport.abort(error)
         self.close()
+        return not at_rest
+
+    def disown(self) -> None:
+        """`Leaving.disown`."""
+        Worker.__init__(self)
 
     # -- for the training thread -------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ sends is not known.
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
@@ -29,7 +28,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from time import perf_counter
@@ -45,6 +43,7 @@ from hvd_sparse.engine.account import COMPARED_PHASES, Observer
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import FIGURES
 from hvd_sparse.errors import ConfigError, warn
+from hvd_sparse.leaving import PROCESS_END
 from hvd_sparse.transports import Transport
 
 VERSION = 3
@@ -100,7 +99,6 @@ class Recorder(Observer):
         self._rank = self._step = self._compared = 0
         self._read_bytes_per_s = READ_BYTES_PER_S
         self._budgets: tuple[Budget, Budget] | None = None
-        self._at_exit = partial(_write_last_line, weakref.ref(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments only: a copy begins a recording of its own."""
@@ -173,7 +171,17 @@ class Recorder(Observer):
     @override
     def ended(self) -> None:
         self._write_rest()
-        atexit.unregister(self._at_exit)
+        PROCESS_END.remove(self)
+
+    def leave(self, error: BaseException | None) -> bool:
+        """Write the last line at the end of the process."""
+        del error
+        self.ended()
+        return False
+
+    def disown(self) -> None:
+        """Write no more, in a forked child: the run is its parent's."""
+        self._target = self._scalars = None
 
     def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
         """Write a planner's decision, between two steps."""
@@ -209,7 +217,7 @@ class Recorder(Observer):
             return
         self._target = os.path.abspath(self.path.replace("{rank}", str(self._rank)))
         self._id = secrets.token_hex(4)
-        atexit.register(self._at_exit)
+        PROCESS_END.add(self)
         self._write(
             {
                 "kind": "run",
@@ -303,16 +311,6 @@ class Recorder(Observer):
             self._scalars.add_scalar(f"{tag}/density", density, self._step)
             if line["threshold"][place] is not None:
                 self._scalars.add_scalar(f"{tag}/threshold", line["threshold"][place], self._step)
-
-
-def _write_last_line(alive: Callable[[], Recorder | None]) -> None:
-    """Writes a recorder's last line at the end of the process, if the recorder still exists."""
-    recorder = alive()
-    try:
-        if recorder is not None:
-            recorder.ended()
-    except Exception as error:  # a TensorBoard writer has errors of its own
-        warn(f"{recorder} could not be ended: {type(error).__name__}: {error}")
 
 
 class LineFile:

@@ -7,13 +7,11 @@ it until the rank has finished (`MpiTransport.hold_finalize`).
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,9 +82,6 @@ class MpiTransport(PointToPointTransport):
         # MPI and Python keep what they call at their end; that must not keep this object alive.
         at_end = MPI.Comm.Create_keyval(delete_fn=_call_if_alive)
         MPI.COMM_SELF.Set_attr(at_end, weakref.WeakMethod(self.hold_finalize))
-        # Runs before Horovod's own exit handler, which was registered earlier.
-        self._exit_hook = partial(_call_if_alive, None, 0, weakref.WeakMethod(self.end))
-        atexit.register(self._exit_hook)
 
     @override
     def close(self) -> None:
@@ -99,7 +94,17 @@ class MpiTransport(PointToPointTransport):
             self.abort()
         super().close()
         self.end()
-        atexit.unregister(self._exit_hook)
+
+    @override
+    def leave(self, error: BaseException | None) -> bool:
+        has_failed = super().leave(error)
+        self.end()
+        return has_failed
+
+    @override
+    def disown(self) -> None:
+        super().disown()
+        self._gate, self._ended = threading.RLock(), True
 
     def end(self) -> None:
         """Waits for the call into MPI that is under way; none can begin afterwards."""

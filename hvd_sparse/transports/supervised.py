@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn, Protocol
 from typing_extensions import override
 
 from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError, TransportError
+from hvd_sparse.leaving import PROCESS_END, keep_forever
 from hvd_sparse.transports.framing import Context
 from hvd_sparse.transports.transport import Transport
 
@@ -82,6 +83,19 @@ class SupervisedTransport(Transport):
         self._cause = ("", "")
         self._failing = threading.Lock()
         self.watch: Supervisor | None = None  # it ends the waits, which else have deadlines
+        PROCESS_END.add(self)
+
+    def leave(self, error: BaseException | None) -> bool:
+        """`Leaving.leave`; an engine's is closed by then."""
+        if error is not None:
+            self.abort(error)
+        return self.cause() is not None
+
+    def disown(self) -> None:
+        """`Leaving.disown`."""
+        keep_forever(vars(self).copy())
+        self._failing, self.watch = threading.Lock(), None
+        self.failure = TransportError("the connection is that of the process that forked this one")
 
     @abstractmethod
     def _abort_connections(self) -> None:

@@ -16,8 +16,9 @@ The 2 additional steps of allreduce_sum are for worlds whose size is no power of
 from __future__ import annotations
 
 import json
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from typing_extensions import override
 
 from hvd_sparse.cost_model import Link, Work
-from hvd_sparse.errors import HvdSparseError, PlanError
+from hvd_sparse.errors import HvdSparseError, PlanError, TransportError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
 from hvd_sparse.transports.framing import (
     BufferPool,
@@ -354,6 +355,23 @@ def check_peers(
     if payload is None:
         raise TypeError(f"exchange to rank {dst} needs a payload")
     return payload_nbytes(payload)
+
+
+def start_thread(name: str, task: Callable[..., object], *arguments: object) -> threading.Thread:
+    """A background thread that runs a task, and does not outlive the process.
+
+    Raises:
+        TransportError: The system has no more threads, or no memory for another one's stack.
+    """
+    thread = threading.Thread(target=task, args=arguments, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise TransportError(
+            f"no thread could be started for {name!r}: {error}: see the limits of processes and "
+            "of memory (ulimit -u, ulimit -v, pids.max)"
+        ) from error
+    return thread
 
 
 def round_up(nbytes: int) -> int:

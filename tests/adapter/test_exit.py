@@ -6,9 +6,13 @@ That is: by their own exit status and with their own traceback, never by std::te
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import math
+import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +21,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import horovod.torch as hvd
 import pytest
@@ -40,6 +46,8 @@ TIMEOUT_S = 5.0
 LIMIT_S = 60.0
 LATE_S = 2.0
 LINGER_S = 4.0
+HANDLER_S = 9.0
+"""What an exit handler of the script's takes: longer than Horovod's end may."""
 
 
 class Lingers:
@@ -70,6 +78,9 @@ CASES: Mapping[str, tuple[bool, Callable[[], object]]] = {
     "terminate": (False, lambda: os.kill(os.getpid(), signal.SIGTERM)),
     "kill": (False, lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "stop": (False, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "handlers": (False, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "fork": (False, lambda: None),
+    "raise_beside_a_stop": (False, fail),
 }
 """By name: whether all ranks fail, or only one; and how."""
 
@@ -77,7 +88,12 @@ CASES: Mapping[str, tuple[bool, Callable[[], object]]] = {
 def train(case: str, failed_at: Path) -> None:
     """Train for some steps, and fail after the last `backward()`."""
     everywhere, failure = CASES[case]
+    handlers = [partial(handler, where) for where in ("before init", "before a step", "after")]
+    if case == "handlers":
+        atexit.register(handlers[0], 0.0)
     hvd.init()
+    if case == "handlers":
+        atexit.register(handlers[1], HANDLER_S, hvd.rank)
     torch.manual_seed(hvd.rank())
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(2)))
     optimizer = hvd.DistributedOptimizer(
@@ -92,6 +108,12 @@ def train(case: str, failed_at: Path) -> None:
     )
     for step in range(STEPS):
         model.zero_grad()
+        if step == 1 and case == "handlers":
+            atexit.register(handlers[2], 0.0, hvd.rank)
+        if case == "fork" and step > 0 and hvd.rank() == FAILING:
+            end_children(optimizer)
+        if case == "raise_beside_a_stop" and step == STEPS - 1 and hvd.rank() > 0:
+            fail_outside_of_an_exchange(failed_at)
         if step == STEPS - 1 and not everywhere and hvd.rank() != FAILING:
             time.sleep(LATE_S)
         model(torch.randn(4, 1024)).square().mean().backward()
@@ -101,7 +123,41 @@ def train(case: str, failed_at: Path) -> None:
             until_the_end.append(Lingers())
             failed_at.write_text(str(time.time()))
             failure()
+            if case == "fork":
+                end_children(optimizer)
         optimizer.step()
+
+
+def handler(where: str, for_s: float, rank: Callable[[], int] = lambda: -1) -> None:
+    time.sleep(for_s)
+    print(f"the handler registered {where} ran on rank {rank()}", file=sys.stderr)
+
+
+def fail_outside_of_an_exchange(failed_at: Path) -> None:
+    """Rank 2 stops; then rank 1 raises, which waits for nobody."""
+    if hvd.rank() != FAILING:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(LATE_S)
+    failed_at.write_text(str(time.time()))
+    fail()
+
+
+def end_children(optimizer: Any) -> None:
+    """Children that are forked, and end by an exception, or drop what is their parent's."""
+    raising = multiprocessing.get_context("fork").Process(target=fail)
+    raising.start()
+    raising.join()
+    child = os.fork()
+    if child == 0:
+        optimizer._compression.stats()
+        optimizer._compression = optimizer.synchronize = optimizer._allreduce_grad_async = None
+        gc.collect()
+        fail()
+    deadline = time.monotonic() + LIMIT_S / 2
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ended[0] == child, "the child hangs"
+    assert os.waitstatus_to_exitcode(ended[1]) == 1
 
 
 Train = Callable[[str, Path], object]
@@ -150,7 +206,8 @@ def watch(case: str, ranks: Mapping[int, tuple[int, Path]], failed_at: Path) -> 
             print(report, flush=True)
         if limit == math.inf and failed_at.exists():
             limit = time.monotonic() + LIMIT_S
-        others = [r for r in range(WORLD_SIZE) if r != FAILING]
+        stopped = 2 if case.endswith("beside_a_stop") else FAILING
+        others = [r for r in range(WORLD_SIZE) if r != stopped]
         others_ended = all(failed_at.with_name(f"ended.{r}").exists() for r in others)
         if (case.endswith("stop") and others_ended) or time.monotonic() > limit:
             for child, _ in running.values():
@@ -213,6 +270,7 @@ def endings_of(cases: list[str]) -> dict[str, list[Ending]]:
 def under_gloo() -> dict[str, list[Ending]]:
     """All cases, two at a time: most of the time they wait."""
     cases = ["nothing", "raise", "raise_everywhere", "exit", "interrupt", "terminate", "stop"]
+    cases += ["handlers", "fork", "raise_beside_a_stop"]
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(endings_of, (cases[::2], cases[1::2]))
     endings = {case: each for share in found for case, each in share.items()}
@@ -281,6 +339,43 @@ def test_peers_of_a_stopped_rank_leave(under_gloo: dict[str, list[Ending]]) -> N
     assert_in_time([endings[0], endings[2]], under_gloo["nothing"])
 
 
+def assert_ended_beside_the_stopped_rank(endings: list[Ending], clean: list[Ending]) -> None:
+    """The rank that raises waits for nobody but Horovod, which waits for the stopped one."""
+    peer, failed, _ = endings
+    assert failed.code == peer.code == 1, endings
+    assert "ValueError: a failure of the script's own" in failed.stderr
+    assert "rank 1 aborted the transport: ValueError" in peer.stderr
+    assert_in_time([peer, failed], clean)
+
+
+@pytest.mark.timeout(600)
+def test_a_failure_beside_a_stopped_rank_ends_soon(under_gloo: dict[str, list[Ending]]) -> None:
+    assert_ended_beside_the_stopped_rank(under_gloo["raise_beside_a_stop"], under_gloo["nothing"])
+
+
+@pytest.mark.timeout(600)
+def test_exit_handlers_of_the_script_run_to_their_end(
+    under_gloo: dict[str, list[Ending]],
+) -> None:
+    for rank in (0, 2):
+        ending = under_gloo["handlers"][rank]
+        ran = re.findall(r"the handler registered (.*) ran on rank (-?\d)", ending.stderr)
+        wanted = [("after", str(rank)), ("before a step", str(rank)), ("before init", "-1")]
+        assert ran == wanted, ending
+        assert ending.seconds < HANDLER_S + TIMEOUT_S + EXIT_S + under_gloo["nothing"][0].seconds
+
+
+@pytest.mark.timeout(600)
+def test_a_forked_child_ends_nothing_but_itself(under_gloo: dict[str, list[Ending]]) -> None:
+    assert_children_ended_alone(under_gloo["fork"])
+
+
+def assert_children_ended_alone(endings: list[Ending]) -> None:
+    assert [ending.code for ending in endings] == [0, 0, 0], endings
+    assert endings[1].stderr.count("ValueError: a failure") == 2 * STEPS, endings[1]
+    assert "Error" not in endings[0].stderr, endings[0]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
 def test_under_mpi(tmp_path: Path) -> None:
@@ -302,7 +397,7 @@ def test_under_mpi(tmp_path: Path) -> None:
         assert len(found) == 3, done.stdout + done.stderr
         return found
 
-    cases = ("nothing", "raise", "stop") if ALL else ("nothing", "stop")
+    cases = ["nothing", "stop"] + ["raise", "fork", "raise_beside_a_stop"] * ALL
     with ThreadPoolExecutor(2) as pool:
         endings = dict(zip(cases, pool.map(ended, cases), strict=True))
     assert [ending.code for ending in endings["nothing"]] == [0, 0, 0]
@@ -310,6 +405,8 @@ def test_under_mpi(tmp_path: Path) -> None:
         assert endings["raise"][1].code == 1
         assert "ValueError: a failure of the script's own" in endings["raise"][1].stderr
         assert_in_time(endings["raise"], endings["nothing"])
+        assert_children_ended_alone(endings["fork"])
+        assert_ended_beside_the_stopped_rank(endings["raise_beside_a_stop"], endings["nothing"])
     assert_left_the_stopped_rank(endings["stop"])
     assert_in_time([endings["stop"][0], endings["stop"][2]], endings["nothing"])
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +13,7 @@ import cloudpickle
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
 from hvd_sparse import Compression, ConfigError, PlanError, UnsupportedError, dgc_sgd
@@ -249,8 +253,81 @@ def reassign_within_a_step() -> None:
     compression._engine.wait(10.0)  # what is under way yet, would be aborted
     hvd.barrier()
     compression.reassign(compression.method)
-    with pytest.raises(ConfigError, match=r"was given up, since reassign\(\) or load_state_dict"):
+    with pytest.raises(ConfigError, match=r"was given up, since close\(\), reassign\(\) or load"):
         optimizer.step()
+    compression.close()
+
+
+def close_within_a_step() -> None:
+    """Twice, then steps, and then within one: it gives the step up."""
+    model, optimizer, compression = training()
+    train(model, optimizer, 2)
+    compression.close()
+    compression.close()
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    compression._engine.wait(10.0)
+    hvd.barrier()
+    compression.close()
+    with pytest.raises(ConfigError, match=r"was given up, since close\(\), reassign\(\) or load"):
+        optimizer.step()
+    compression.close()
+
+
+def looked_at_by_other_threads() -> None:
+    """Statistics and states that other threads ask for change nothing, or are refused by name."""
+    model, optimizer, compression = training(density=0.1)
+    ends, wrong = threading.Event(), []
+
+    def look(call: Callable[[], object]) -> None:
+        while not ends.is_set():
+            try:
+                call()
+            except ConfigError as error:
+                if "state_dict() must be called between steps" not in str(error):
+                    wrong.append(error)
+            except Exception as error:
+                wrong.append(error)
+            time.sleep(1e-4)
+
+    calls = (compression.stats, compression.stats, compression.state_dict)
+    threads = [threading.Thread(target=look, args=(call,)) for call in calls]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    for thread in threads:
+        thread.start()
+    try:
+        train(model, optimizer, 20)
+    finally:
+        ends.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert not wrong, wrong
+    assert compression.state_dict()["step"] == 20
+    assert compression.stats().skipped_steps == 0
+    compression.close()
+
+
+def without_threads(call: str) -> None:
+    """Rank 1 can start no thread, as at a limit: both ranks hear that, and why."""
+    model, optimizer, compression = training(bucket_numel=600)
+    train(model, optimizer, 2)
+
+    def go_on() -> None:
+        if call == "save_checkpoint":
+            compression.save_checkpoint("/dev/null/none")
+        compression.reassign(compression.method)
+        train(model, optimizer, 1)
+
+    before = threading.stack_size(1 << 46 if hvd.rank() == 1 else 0)
+    try:
+        with pytest.raises(HorovodInternalError, match=r"no thread could be started for 'hvd_sp"):
+            go_on()
+    finally:
+        threading.stack_size(before)
+    optimizer._handles.clear()
     compression.close()
 
 
@@ -498,6 +575,8 @@ HABITS = (
     save_within_a_step,
     forget_within_a_step,
     reassign_within_a_step,
+    close_within_a_step,
+    looked_at_by_other_threads,
     reassign_without_a_connection,
     clip_momenta,
     end_a_momentum,
@@ -515,3 +594,9 @@ HABITS = (
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
 def test_a_habit_works_or_is_refused_by_name(ranks: Ranks, habit: Callable[[], None]) -> None:
     ranks.run(habit)
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("call", ["save_checkpoint", "reassign"])
+def test_a_rank_that_can_start_no_thread_says_so(ranks: Ranks, call: str) -> None:
+    ranks.run(without_threads, call)

@@ -22,6 +22,7 @@ from torch import Tensor
 import hvd_sparse.engine.checkpoint as module
 from hvd_sparse.engine import Engine
 from hvd_sparse.engine.checkpoint import Gather, Loaded, load_checkpoint, save_checkpoint
+from hvd_sparse.engine.state import EngineState
 from hvd_sparse.errors import CheckpointError, ConfigError, PeerLostError
 from hvd_sparse.transports import Transport, run_ranks
 from tests.engine.test_state import SHAPES, engine_of, train_step
@@ -217,6 +218,82 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_p
     assert int(killed[1]) >= 12  # two ranks' files and the manifest: opened, renamed, removed
 
 
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file": (lambda path: path.write_text("precious"), "FileExistsError"),
+    "below a file": (lambda path: path.parent.write_text("precious"), "NotADirectoryError"),
+    "a link to nothing": (lambda path: path.symlink_to(path / "none"), "Error"),
+    "a folder for a manifest": (
+        lambda path: (path / "manifest.json").mkdir(parents=True),
+        "IsADirectoryError",
+    ),
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_path_that_cannot_be_written_is_refused_on_every_rank(
+    tmp_path: Path, hostile: str
+) -> None:
+    path = tmp_path / "parent" / "saved"
+    if hostile != "below a file":
+        path.parent.mkdir()
+    make, message = HOSTILE[hostile]
+    make(path)
+
+    def action(engine: Engine, transport: Transport) -> None:
+        train_step(engine, transport.rank)
+        with pytest.raises(CheckpointError, match=f"save .*rank 0: .*{message}"):
+            save(engine, transport, path)
+        train_step(engine, transport.rank, 1)
+
+    on_ranks(2, action)
+    assert not list(tmp_path.rglob("*.pt"))
+    if "file" in hostile:
+        assert "precious" in [p.read_text() for p in tmp_path.rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("damage", ["half", "no text"])
+def test_a_damaged_manifest_is_replaced(folder: Path, damage: str) -> None:
+    MANIFEST_DAMAGE[damage][0](folder)
+    on_ranks(2, train_and_save(folder, steps=5))
+    states = on_ranks(2, lambda engine, transport: load(transport, folder).state)
+    assert [state["step"] for state in states] == [5, 5]
+
+
+def test_what_cannot_be_removed_is_only_warned_of(folder: Path) -> None:
+    """The folder's name is a file's of an earlier checkpoint; removing it fails on every rank."""
+    kept = folder / "step-1-0123456789abcdef-rank-0-of-3.pt"
+    kept.mkdir()
+    with pytest.warns(UserWarning, match="cannot be removed: .*rank-0-of-3.pt"):
+        on_ranks(2, train_and_save(folder, steps=5))
+    assert sorted(p.name for p in folder.iterdir() if "of-3" in p.name) == [kept.name]
+    states = on_ranks(2, lambda engine, transport: load(transport, folder).state)
+    assert [state["step"] for state in states] == [5, 5]
+
+
+@pytest.mark.parametrize("missing", ["refuse", "drop"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read(folder: Path, missing: str) -> None:
+    """Another job saves after this one has read the manifest: the new one is loaded, whole."""
+
+    def action(engine: Engine, transport: Transport) -> EngineState:
+        del engine
+        gather, calls = gather_over(transport), 0
+
+        def gather_late(mine: Any) -> list[Any]:
+            nonlocal calls
+            calls += 1
+            every = gather(mine)
+            if calls == 1 and transport.rank == 0:
+                on_ranks(3, train_and_save(folder, steps=5))
+            gather(None)
+            return every
+
+        loaded = load_checkpoint(folder, transport.rank, 3, gather_late, missing, SHAPES)
+        assert not loaded.dropped
+        return EngineState.from_dict(loaded.state)
+
+    assert [state.step for state in on_ranks(3, action)] == [5, 5, 5]
+
+
 def json_or_bytes(data: bytes) -> object:
     try:
         return json.loads(data)
@@ -260,6 +337,13 @@ def file_of(folder: Path, rank: int) -> Path:
     return next(folder.glob(f"*-rank-{rank}-of-3.pt"))
 
 
+def without_l1(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
+    del manifest["files"][1]["l1"]
+    document = {"manifest": manifest, "sha256": module._checksum(module._canonical(manifest))}
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
 def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 4
@@ -292,6 +376,7 @@ MANIFEST_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (lambda folder: flip(folder / "manifest.json", 200), "manifest"),
     "half": (lambda folder: (folder / "manifest.json").write_bytes(b'{"mani'), "is no manifest"),
     "no text": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\x00"), "no manifest"),
+    "without l1": (without_l1, "files must be one for each rank"),
     "a list": (lambda folder: (folder / "manifest.json").write_text("[]"), "is no manifest"),
     "foreign": (
         lambda folder: (folder / "manifest.json").write_text(

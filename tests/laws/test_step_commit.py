@@ -124,7 +124,7 @@ def test_a_step_that_ends_in_the_middle_is_no_step() -> None:
         before = copy.deepcopy(engine.state_dict())
         gradients = whole_gradients(1, transport.rank)
         engine.submit(TensorSpec("large", SHAPES["large"], "torch.float32"), gradients["large"])
-        while not engine.at_rest:  # one bucket's exchange is due, or under way
+        while not engine._worker.at_rest:  # one bucket's exchange is due, or under way
             sleep(0.001)
         with pytest.raises(ConfigError, match="between steps"):
             engine.state_dict()
