@@ -50,6 +50,7 @@ from hvd_sparse.selectors import (
     ThresholdSelector,
 )
 from hvd_sparse.selectors.hashed import SLOTS_PER_BUCKET
+from hvd_sparse.selectors.sampled import SAMPLE_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,9 @@ class DgcOptions(AnyCollectiveOptions):
         choice(MOMENTUM_KINDS),
     )
     sample_share: float = option(
-        0.01, "Part of the elements from which the threshold is estimated, in (0, 1].", check_share
+        SAMPLE_SHARE,
+        "Part of the elements from which the threshold is estimated, in (0, 1].",
+        check_share,
     )
 
     @override
@@ -230,12 +233,14 @@ class DragonnOptions(AnyCollectiveOptions):
     )
     slots_per_bucket: int = option(
         8,
-        "8, which loses under 0.1 % of the entries at 3 slots per entry; or 1, as in the paper, "
-        "whose release has 4 slots per entry and loses 11.5 %.",
+        "8, which loses under 0.1 % of the entries at 3 slots per entry, and at most 0.8 % in a "
+        "step; or 1, as in the paper, whose release has 4 slots per entry and loses 11.5 %.",
         _check_slots_per_bucket,
     )
     sample_share: float = option(
-        0.01, "Part of the elements from which the threshold is estimated, in (0, 1].", check_share
+        SAMPLE_SHARE,
+        "Part of the elements from which the threshold is estimated, in (0, 1].",
+        check_share,
     )
 
     @override
@@ -308,7 +313,7 @@ class GaussiankOptions(AnyCollectiveOptions):
     name = "gaussiank"
 
     sample_share: float = option(
-        0.01, "Part of the elements whose moments are taken, in (0, 1].", check_share
+        SAMPLE_SHARE, "Part of the elements whose moments are taken, in (0, 1].", check_share
     )
 
     @override
@@ -327,7 +332,7 @@ class SidcoOptions(AnyCollectiveOptions):
     name = "sidco"
 
     sample_share: float = option(
-        0.01, "Part of the elements to which the tails are fitted, in (0, 1].", check_share
+        SAMPLE_SHARE, "Part of the elements to which the tails are fitted, in (0, 1].", check_share
     )
     tolerance: float = option(
         0.1,
@@ -353,7 +358,9 @@ class MstopkOptions(AnyCollectiveOptions):
 
     halvings: int = option(30, "N, the largest number of bisections, at least 1.", count(1))
     sample_share: float = option(
-        0.01, "Part of the elements from which candidates are guessed, in (0, 1].", check_share
+        SAMPLE_SHARE,
+        "Part of the elements from which candidates are guessed, in (0, 1].",
+        check_share,
     )
     tolerance: float = option(
         0.1, "Share of k within which bisection ends, in [0, 1).", check_below_one

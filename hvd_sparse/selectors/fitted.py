@@ -7,7 +7,7 @@ Sources:
     Distributed Training Systems" (MLSys 2021): exponential
     distributions, fitted in stages, each to what exceeds the threshold of the stage before.
 
-Departures of both: moments and counts are those of a strided sample instead of several passes over
+Departures of both: moments and counts are those of a sample instead of several passes over
 all elements, and the normal distribution's mean, next to nothing beside its deviation, is 0.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.sampled import SamplingEstimator
+from hvd_sparse.selectors.sampled import SamplingEstimator, finite
 
 ADJUSTMENTS = 3
 FIRST_STAGE = 0.25
@@ -32,9 +32,9 @@ class FittedThreshold(SamplingEstimator):
     """A threshold that is computed from a sample."""
 
     @override
-    def estimate(self, accumulator: Accumulator, k: int) -> float:
-        values = self.sample(accumulator)
-        return self._fit(values, k / accumulator.numel) if values.numel() else 0.0
+    def estimate(self, accumulator: Accumulator, k: int) -> tuple[float, float]:
+        values = finite(self.sample(accumulator)).view(-1)
+        return self._fit(values, k / accumulator.numel) if values.numel() else 0.0, k
 
     @abstractmethod
     def _fit(self, values: Tensor, density: float) -> float:
