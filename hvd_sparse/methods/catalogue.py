@@ -272,6 +272,12 @@ class ExdynaOptions(MethodOptions):
         "Whether blocks move between partitions, so that ranks select equally many entries.",
         check_flag,
     )
+    as_written: bool = option(
+        False,
+        "Whether the threshold is scaled and blocks move by the paper's algorithms 5 and 3 as they "
+        "are written, for comparison: the number of entries is then not held.",
+        check_flag,
+    )
 
     @override
     def selector(self) -> Selector:
@@ -279,7 +285,9 @@ class ExdynaOptions(MethodOptions):
 
     @override
     def collective_factory(self) -> CollectiveFactory:
-        return partial(ExDyna, tolerance=self.tolerance, dynamic=self.dynamic)
+        return partial(
+            ExDyna, tolerance=self.tolerance, dynamic=self.dynamic, as_written=self.as_written
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,9 +324,17 @@ class GaussiankOptions(AnyCollectiveOptions):
         SAMPLE_SHARE, "Part of the elements whose moments are taken, in (0, 1].", check_share
     )
 
+    least_share: float = option(
+        0.0,
+        "Share of k, in [0, 1): the threshold is scaled down until more than that reaches it. "
+        "Ok-Topk's section 5.4 compares with 0.75; 0 is the method as published.",
+        check_below_one,
+    )
+
     @override
     def selector(self) -> Selector:
-        return ThresholdSelector(GaussianThreshold(self.sample_share), tolerance=math.inf)
+        estimator = GaussianThreshold(self.sample_share, self.least_share)
+        return ThresholdSelector(estimator, tolerance=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.sampled import SamplingEstimator, finite
 
 ADJUSTMENTS = 3
+SCALING = 0.95
+"""The factor of each step down to a fair threshold; Ok-Topk's paper says "gradually"."""
 FIRST_STAGE = 0.25
 """SIDCo's δ₁: the part of the elements that each stage but the last lets through."""
 
@@ -46,7 +48,15 @@ class GaussianThreshold(FittedThreshold):
 
     It overestimates k while the accumulator is flat, and underestimates it for heavy tails; the
     paper and Ok-Topk's section 5.2 show both.
+
+    Args:
+        least_share: Ok-Topk's section 5.4, "for a fair comparison": the threshold is then scaled
+            down until the sample has more than this many times k; 3/4 there, 0.0: it is not.
     """
+
+    def __init__(self, sample_share: float, least_share: float = 0.0) -> None:
+        super().__init__(sample_share)
+        self.least_share = least_share
 
     @override
     def _fit(self, values: Tensor, density: float) -> float:
@@ -64,6 +74,9 @@ class GaussianThreshold(FittedThreshold):
                 threshold *= 1.5
             else:
                 break
+        least = min(self.least_share * wanted, int(magnitudes.count_nonzero()) - 1)
+        while self.least_share and int((magnitudes >= threshold).sum()) <= least:
+            threshold *= SCALING
         return threshold
 
 

@@ -40,7 +40,5 @@ class OnlineThreshold(SampledThreshold, Selector):
             return accumulator.accumulate()
         if k == accumulator.numel:
             return accumulator.select(0.0)  # density 1: no threshold may leave anything behind
-        agreed = accumulator.scope.threshold
-        if agreed > 0.0:
-            return accumulator.select(CANDIDATE_MARGIN * agreed)
-        return accumulator.select(self.estimate(accumulator, k)[0])
+        threshold = accumulator.scope.threshold or self.estimate(accumulator, k)[0]
+        return accumulator.select(CANDIDATE_MARGIN * threshold)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_sparse.accumulator import Accumulator, Scope
+from hvd_sparse.methods.catalogue import GaussiankOptions
 from hvd_sparse.ops import Accumulation
 from hvd_sparse.selectors import (
     BisectionTopK,
@@ -123,6 +124,20 @@ def test_gaussiank_is_what_it_is() -> None:
     for k, quantile in ((NUMEL // 20, 1.960), (NUMEL // 1000, 3.291)):  # two-sided, standard normal
         threshold, _ = GaussianThreshold(1.0).estimate(accumulator, k)
         assert threshold == pytest.approx(quantile, rel=0.05)
+
+
+def test_gaussiank_is_scaled_until_it_is_fair() -> None:
+    """Ok-Topk, section 5.4: the published adjustments end far below k for a heavy tail."""
+    gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(5)) ** 21
+    counts = []
+    for least_share in (0.0, 0.75):
+        selector = GaussiankOptions(sample_share=1.0, least_share=least_share).selector()
+        accumulator = Accumulator(Accumulation(torch.zeros(NUMEL), [gradient]))
+        counts.append(selector.select(accumulator, NUMEL // 20).nnz * 20 / NUMEL)
+    assert counts[0] < 2 / 3
+    assert 0.75 < counts[1] < 0.8
+    zeros = Accumulator(Accumulation(torch.zeros(NUMEL), [torch.zeros(NUMEL)]))
+    assert GaussianThreshold(1.0, 0.75).estimate(zeros, 100)[0] == 0.0
 
 
 def test_sidco_fits_exponential_tails_exactly() -> None:
