@@ -15,8 +15,7 @@ from hvd_sparse.ops import Accumulation, reference
 from hvd_sparse.ops._dispatch import Ops
 from hvd_sparse.ops.cuda import CudaOps, Launcher
 from tools.kernels import (
-    HASH_A,
-    HASH_B,
+    HASH_SEED,
     EventLauncher,
     Job,
     copy_speed,
@@ -53,7 +52,7 @@ class Path:
 
 def hashed(o: Ops, job: Job, slots_per_bucket: int, per_entry: int) -> object:
     slots = job.k * per_entry // slots_per_bucket * slots_per_bucket
-    return o.hash_select(job.plain, job.threshold, slots, slots_per_bucket, HASH_A, HASH_B)
+    return o.hash_select(job.plain, job.threshold, slots, slots_per_bucket, HASH_SEED)
 
 
 def paths(job: Job) -> list[Path]:

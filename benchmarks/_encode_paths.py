@@ -11,7 +11,7 @@ from torch import Tensor
 from hvd_sparse.ops import Accumulation
 from hvd_sparse.ops._dispatch import Ops
 from hvd_sparse.selectors import sampled
-from tools.kernels import GROUP_NUMEL, HASH_A, HASH_B, MOMENTUM, Job
+from tools.kernels import GROUP_NUMEL, HASH_SEED, MOMENTUM, Job
 
 ADD = "r.add_(g)"
 SELECT = "accumulate, select, zero"
@@ -66,10 +66,9 @@ def momentum_topk_masked(o: Ops, job: Job) -> object:
 
 def sampled_threshold(o: Ops, job: Job) -> object:
     """As `selectors.SampledThreshold` estimates it."""
-    stride = sampled.sample_stride(job.numel, sampled.SAMPLE_SHARE)
-    sample = o.sample_accumulator(job.plain, 0, stride, min(sampled.RUN, stride))
-    rank = sampled.deep_rank(sample.numel(), job.numel, job.k)
-    return o.kth_magnitude(sample, rank)
+    runs, run_numel = sampled.runs_of(job.numel, sampled.SAMPLE_SHARE)
+    sample = o.sample_accumulator(job.plain, runs, run_numel, HASH_SEED)
+    return sampled.deep_threshold(sample.view(-1, run_numel), job.numel, job.k)
 
 
 def hashed(slots_per_k: int, slots_per_bucket: int) -> Callable[[Ops, Job], object]:
@@ -78,8 +77,7 @@ def hashed(slots_per_k: int, slots_per_bucket: int) -> Callable[[Ops, Job], obje
         job.threshold,
         slots_per_k * job.k,
         slots_per_bucket,
-        HASH_A,
-        HASH_B,
+        HASH_SEED,
     )
 
 
@@ -141,7 +139,7 @@ def torch_hash(slots: int) -> Callable[[Job], object]:
     def pipeline(job: Job) -> object:
         job.residual.add_(job.gradient)
         indices = _reaching(job.residual, job.threshold)
-        hashes = (indices * (HASH_A - 2**64) + (HASH_B - 2**64)) >> 32 & 0xFFFFFFFF
+        hashes = indices * (HASH_SEED - 2**64) >> 32 & 0xFFFFFFFF
         table = torch.full((slots,), -1, dtype=torch.int64, device=indices.device)
         table[hashes * slots >> 32] = indices
         return _take(job.residual, table[table >= 0])

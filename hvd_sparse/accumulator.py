@@ -67,26 +67,25 @@ class Accumulator:
         """Add the gradients and take nothing but what is not finite."""
         return self.select(math.inf)
 
-    def topk(self, k: int, pivot: float = 0.0) -> tuple[SparseStream, float]:
+    def topk(self, k: int) -> tuple[SparseStream, float]:
         """Take the `k` largest magnitudes, ties to the lower index.
 
         Args:
             k: How many, at least 0; fewer where fewer are nonzero.
-            pivot: A guess somewhat below the k-th magnitude, or 0.0; it only saves time.
 
         Returns:
             The entries, and the k-th magnitude.
         """
         spoiled = self._enter_scope()
-        indices, values, threshold = ops.accumulate_topk(self._next(), k, pivot)
+        indices, values, threshold = ops.accumulate_topk(self._next(), k)
         return self.joined(self._stream(indices, values), spoiled), threshold
 
     def hash_select(
-        self, threshold: float, slots: int, slots_per_bucket: int, a: int, b: int
+        self, threshold: float, slots: int, slots_per_bucket: int, seed: int
     ) -> SparseStream:
         """Take what reaches a threshold and wins a slot; see `ops.hash_select`."""
         spoiled = self._enter_scope()
-        entries = ops.hash_select(self._next(), threshold, slots, slots_per_bucket, a, b)
+        entries = ops.hash_select(self._next(), threshold, slots, slots_per_bucket, seed)
         return self.joined(self._stream(*entries), spoiled)
 
     def group_topk(self, k: int, group_numel: int) -> SparseStream:
@@ -118,10 +117,10 @@ class Accumulator:
 
     # -- an estimate: of the whole vector, whatever the scope --------------------------------------
 
-    def sample(self, start: int, stride: int, run: int = 1) -> Tensor:
-        """Magnitudes of runs of elements, every `stride` from `start` on; nothing changes."""
+    def sample(self, runs: int, run_numel: int, seed: int) -> Tensor:
+        """Magnitudes of runs of elements at random places; nothing changes."""
         accumulation = self._waiting or ops.Accumulation(self.residual)
-        return ops.sample_accumulator(accumulation, start, stride, run)
+        return ops.sample_accumulator(accumulation, runs, run_numel, seed)
 
     # -- gradients that wait to be added -----------------------------------------------------------
 

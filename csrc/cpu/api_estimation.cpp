@@ -21,19 +21,15 @@ HVDS_API int32_t hvds_kth_magnitude(const float* x, int64_t n, int64_t k, int32_
   });
 }
 
-// `sample_numel` is how many elements there are to sample; 0 <= start, 1 <= run <= stride.
-HVDS_API int32_t hvds_sample_accumulator(const HvdsAccumulation* accumulation, int64_t start,
-                                         int64_t stride, int64_t run, int32_t threads,
-                                         float* sample, int64_t sample_numel) {
+// 1 <= run_numel; `sample` has room for runs * run_numel <= n elements.
+HVDS_API int32_t hvds_sample_accumulator(const HvdsAccumulation* accumulation, int64_t runs,
+                                         int64_t run_numel, uint64_t seed, int32_t threads,
+                                         float* sample) {
   return Guarded([&] {
-    if (start < 0 || run < 1 || run > stride) throw BadArgument();
-    const auto from = static_cast<size_t>(start), step = static_cast<size_t>(stride);
-    const auto length = static_cast<size_t>(run);
     const hvds::Accumulation checked = AccumulationOf(*accumulation);
-    if (hvds::SampleNumel(checked.numel(), from, step, length) !=
-        static_cast<size_t>(sample_numel)) {
-      throw BadArgument();
-    }
-    hvds::Sample(checked, from, step, length, threads, sample);
+    const auto numel = static_cast<int64_t>(checked.numel());
+    if (run_numel < 1 || runs < 0 || runs > numel / run_numel) throw BadArgument();
+    hvds::Sample(checked, {static_cast<size_t>(runs), static_cast<size_t>(run_numel), seed},
+                 threads, sample);
   });
 }

@@ -41,7 +41,7 @@ HVDS_API int32_t hvds_accumulate_select(const HvdsAccumulation* accumulation, ui
 
 // 1 <= slots_per_bucket <= 255; 1 <= buckets < 2^31.
 HVDS_API int32_t hvds_hash_select(const HvdsAccumulation* accumulation, uint32_t key,
-                                  int64_t buckets, int32_t slots_per_bucket, uint64_t a, uint64_t b,
+                                  int64_t buckets, int32_t slots_per_bucket, uint64_t seed,
                                   int32_t threads, int64_t* nnz) {
   return Guarded([&] {
     CheckKey(key);
@@ -49,7 +49,7 @@ HVDS_API int32_t hvds_hash_select(const HvdsAccumulation* accumulation, uint32_t
     if (buckets < 1 || buckets > INT32_MAX) throw BadArgument();
     Workspace& workspace = ThreadWorkspace();
     hvds::HashSelect(workspace, AccumulationOf(*accumulation), key,
-                     {a, b, static_cast<uint64_t>(buckets)},
+                     {seed, static_cast<uint64_t>(buckets)},
                      static_cast<uint32_t>(slots_per_bucket), threads);
     *nnz = static_cast<int64_t>(workspace.TotalCount());
   });

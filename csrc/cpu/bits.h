@@ -27,6 +27,20 @@ inline float FloatOf(uint32_t bits) {
 // Orders magnitudes as integers: NaN > inf > finite > 0 == -0.
 inline uint32_t KeyOf(float x) { return BitsOf(x) & kMagnitudeMask; }
 
+// 32 random bits that depend on a position and a seed: the lowbias32 mixer. Unlike a product, it
+// leaves no trace of order in places that lie a constant distance apart.
+inline __attribute__((always_inline)) uint32_t Mixed(uint32_t position, uint64_t seed) {
+  uint32_t h = position * 0x9e3779b9u + static_cast<uint32_t>(seed);
+  h = (h ^ h >> 16) * 0x7feb352du;
+  h = (h ^ h >> 15 ^ static_cast<uint32_t>(seed >> 32)) * 0x846ca68bu;
+  return h ^ h >> 16;
+}
+
+// One of `count` < 2^32 places, by 32 random bits.
+inline __attribute__((always_inline)) uint64_t Scaled(uint32_t random, uint64_t count) {
+  return uint64_t{random} * count >> 32;
+}
+
 inline float WidenBFloat16(uint16_t h) { return FloatOf(static_cast<uint32_t>(h) << 16); }
 
 inline float WidenFloat16(uint16_t h) {

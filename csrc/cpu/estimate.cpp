@@ -8,33 +8,35 @@ namespace hvds {
 namespace {
 
 constexpr size_t kChunk = 64;  // elements that are summed at once
+constexpr size_t kLine = 16;   // elements of a cache line
+constexpr size_t kVector = 8;  // fewer are summed best one by one
 
 }  // namespace
 
-size_t SampleNumel(size_t n, size_t start, size_t stride, size_t run) {
-  if (start >= n) return 0;
-  const size_t before_last = (n - start - 1) / stride;
-  return before_last * run + std::min(run, n - start - before_last * stride);
-}
-
-void Sample(const Accumulation& accumulation, size_t start, size_t stride, size_t run, int threads,
+void Sample(const Accumulation& accumulation, const Sampling& sampling, int threads,
             float* sample) {
-  const size_t n = accumulation.numel();
-  const size_t runs = start >= n ? 0 : (n - start - 1) / stride + 1;
-  const SumFn* const sum = ActiveKernels().sum[accumulation.rule];
-  const int tasks = TaskCount(runs * std::min<size_t>(stride, 64), threads);
+  const size_t runs = sampling.runs, run_numel = sampling.run_numel;
+  const size_t places = accumulation.numel() / run_numel;
+  const auto place = [&](size_t r) {
+    const size_t first = r * places / runs, after = (r + 1) * places / runs;
+    return (first + Scaled(Mixed(static_cast<uint32_t>(r), sampling.seed), after - first)) *
+           run_numel;
+  };
+  const SumFn* const sum =
+      run_numel < kVector ? ElementSums(accumulation.rule) : ActiveKernels().sum[accumulation.rule];
+  const int tasks = TaskCount(runs * kLine, threads);
   Run(tasks, threads, [&](int t) {
     const size_t first = runs * t / tasks, last = runs * (t + 1) / tasks;
     float sums[kChunk];  // rather than in the sample, whose lines are not in the cache yet
     Cursor here(accumulation.gradients), ahead(accumulation.gradients);
     for (size_t r = first; r < last; ++r) {
       if (r + kSamplesAhead < last) {
-        const size_t at = start + (r + kSamplesAhead) * stride;
-        Prefetch(accumulation.SpanOf(ahead.MoveTo(at), at, run));
+        const size_t at = place(r + kSamplesAhead);
+        Prefetch(accumulation.SpanOf(ahead.MoveTo(at), at, run_numel));
       }
-      size_t begin = start + r * stride;
-      const size_t end = std::min(n, begin + run);
-      for (float* out = sample + r * run; begin < end;) {
+      size_t begin = place(r);
+      const size_t end = begin + run_numel;
+      for (float* out = sample + r * run_numel; begin < end;) {
         const Segment& segment = here.MoveTo(begin);
         const size_t length =
             std::min({end, segment.begin + segment.numel, begin + kChunk}) - begin;

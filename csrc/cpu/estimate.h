@@ -8,11 +8,14 @@
 
 namespace hvds {
 
-// How many elements a sample of `run` from every `stride`, the first at `start`, has.
-size_t SampleNumel(size_t n, size_t start, size_t stride, size_t run);
+// Runs of `run_numel` consecutive elements, at multiples of that: one from each of `runs` equal
+// stretches of a vector, at a place that the seed and the run's number tell.
+struct Sampling {
+  size_t runs, run_numel;
+  uint64_t seed;
+};
 
-// Writes their magnitudes to `sample`, in order; 1 <= run <= stride.
-void Sample(const Accumulation& accumulation, size_t start, size_t stride, size_t run, int threads,
-            float* sample);
+// Writes the runs' magnitudes to `sample`, in order; runs * run_numel <= n.
+void Sample(const Accumulation& accumulation, const Sampling& sampling, int threads, float* sample);
 
 }  // namespace hvds

@@ -10,12 +10,12 @@
 
 namespace hvds {
 
-// Where index i belongs: h = ((a * i + b) mod 2^64) >> 32, scaled to [0, buckets).
+// Where an index belongs.
 struct BucketHash {
-  uint64_t a, b, buckets;
+  uint64_t seed, buckets;
 
   uint64_t operator()(int32_t index) const {
-    return ((a * static_cast<uint64_t>(index) + b) >> 32) * buckets >> 32;
+    return Scaled(Mixed(static_cast<uint32_t>(index), seed), buckets);
   }
 };
 

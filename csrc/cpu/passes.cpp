@@ -40,13 +40,6 @@ void AccumulateRange(Part& part, const Accumulation& accumulation, size_t begin,
   if (accumulation.streamed()) kernels.stream_fence();
 }
 
-// A scrambled 32-bit number, so that the sample does not beat with a layer's width.
-uint32_t Scramble(uint32_t x) {
-  x = (x ^ x >> 16) * 0x7feb352du;
-  x = (x ^ x >> 15) * 0x846ca68bu;
-  return x ^ x >> 16;
-}
-
 }  // namespace
 
 size_t TaskBegin(size_t n, int t, int tasks, size_t grain) {
@@ -115,48 +108,6 @@ void CopyOut(const Workspace& workspace, int32_t* indices, float* values, int th
     std::copy_n(part.indices.data(), part.count, indices + offsets[p]);
     std::copy_n(part.values.data(), part.count, values + offsets[p]);
   });
-}
-
-uint32_t EstimatePivot(Workspace& workspace, const Accumulation& accumulation, size_t k,
-                       int threads) {
-  constexpr size_t kMaxSample = size_t{1} << 16, kMinSample = size_t{1} << 12;
-  const size_t n = accumulation.numel();
-  if (n <= 8 * kMinSample) return 1;
-  const size_t sample = std::clamp(n / 64, kMinSample, kMaxSample);
-
-  // Of the sample, k / n is expected among the largest k; four standard deviations lie below that.
-  const double expected =
-      static_cast<double>(sample) * static_cast<double>(k) / static_cast<double>(n);
-  const double rank = expected + 4.0 * std::sqrt(expected) + 4.0;
-  if (rank >= static_cast<double>(sample)) return 1;
-
-  workspace.keys.Reserve(sample);
-  uint32_t* const keys = workspace.keys.data();
-  const SumFn* const sum = ElementSums(accumulation.rule);
-  const int tasks = TaskCount(n, threads);
-  Run(tasks, threads, [&](int t) {
-    // One element at random out of each of `sample` equal strata.
-    const size_t stratum = n / sample;
-    const size_t first = sample * t / tasks, last = sample * (t + 1) / tasks;
-    const auto place = [&](size_t i) {
-      return i * stratum + (stratum * uint64_t{Scramble(static_cast<uint32_t>(i))} >> 32);
-    };
-    Cursor here(accumulation.gradients), ahead(accumulation.gradients);
-    for (size_t i = first; i < last; ++i) {
-      if (i + kSamplesAhead < last) {
-        const size_t later = place(i + kSamplesAhead);
-        Prefetch(accumulation.SpanOf(ahead.MoveTo(later), later, 1));
-      }
-      const size_t at = place(i);
-      const Segment& segment = here.MoveTo(at);
-      float x;
-      sum[segment.dtype](accumulation.SpanOf(segment, at, 1), &x);
-      keys[i] = KeyOf(x);
-    }
-  });
-  uint32_t* const nth = keys + static_cast<size_t>(rank);
-  std::nth_element(keys, nth, keys + sample, std::greater<uint32_t>());
-  return std::clamp(*nth, 1u, kNonFiniteKey);
 }
 
 uint32_t ExactKey(const float* x, size_t n, size_t k, int threads) {

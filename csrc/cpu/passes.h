@@ -131,11 +131,6 @@ void PutBack(const Part& part, float* residual);
 // Copies the parts' entries, one after the other, to the output.
 void CopyOut(const Workspace& workspace, int32_t* indices, float* values, int threads);
 
-// A key with probably at least k entries at or above it and not many more, from a sample of what
-// the accumulation comes to; 1 if everything that is not zero has to be looked at.
-uint32_t EstimatePivot(Workspace& workspace, const Accumulation& accumulation, size_t k,
-                       int threads);
-
 // The k-th largest key of x, by counting; 1 <= k <= n.
 uint32_t ExactKey(const float* x, size_t n, size_t k, int threads);
 

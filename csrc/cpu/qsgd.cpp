@@ -17,14 +17,6 @@ namespace {
 constexpr uint32_t kMostScaleKey = 0x7f7fff00u;
 constexpr size_t kMostBucket = 4096;  // codes of one bucket fit on the stack
 
-// The lowbias32 mixer over (position, seed); its upper 24 bits are used.
-HVDS_ALWAYS_INLINE uint32_t Random24(uint32_t position, uint32_t low, uint32_t high) {
-  uint32_t h = position * 0x9e3779b9u + low;
-  h = (h ^ h >> 16) * 0x7feb352du;
-  h = (h ^ h >> 15 ^ high) * 0x846ca68bu;
-  return (h ^ h >> 16) >> 8;
-}
-
 // Loops that the compiler vectorises for whatever instruction set they are inlined into. The sums
 // and products are not contracted (-ffp-contract=off): all sets give the same bits.
 HVDS_ALWAYS_INLINE uint32_t LargestKey(const float* x, size_t n) {
@@ -35,7 +27,6 @@ HVDS_ALWAYS_INLINE uint32_t LargestKey(const float* x, size_t n) {
 
 HVDS_ALWAYS_INLINE void Round(const float* x, size_t n, float per_level, int32_t levels,
                               uint32_t position, uint64_t seed, uint8_t* codes) {
-  const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
   const float most = static_cast<float>(levels);
   for (size_t i = 0; i < n; ++i) {
     const float level = std::min(std::fabs(x[i]) * per_level, most);
@@ -43,7 +34,7 @@ HVDS_ALWAYS_INLINE void Round(const float* x, size_t n, float per_level, int32_t
     const float fraction = level - static_cast<float>(whole);
     const int32_t odds = static_cast<int32_t>(fraction * 16777216.0f);
     const int32_t draw =
-        static_cast<int32_t>(Random24(position + static_cast<uint32_t>(i), low, high));
+        static_cast<int32_t>(Mixed(position + static_cast<uint32_t>(i), seed) >> 8);
     const int32_t rounded = whole + (draw < odds ? 1 : 0);
     const int32_t code = levels + (x[i] < 0.0f ? -rounded : rounded);
     codes[i] = static_cast<uint8_t>(code);

@@ -6,15 +6,55 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <functional>
 #include <vector>
 
+#include "estimate.h"
 #include "pool.h"
 
 namespace hvds {
 namespace {
 
 constexpr uint32_t kNever = kMagnitudeMask + 1;  // above every key
+
+// A key with probably at least k entries at or above it and not many more, from a sample of what
+// the accumulation comes to; 1 if everything that is not zero has to be looked at.
+//
+// The sample is of short runs, since its time goes by the places in memory. Neighbours resemble
+// each other, so the margin is four standard deviations by the runs' own counts.
+uint32_t EstimatePivot(Workspace& workspace, const Accumulation& accumulation, size_t k,
+                       int threads) {
+  constexpr size_t kRunNumel = 8, kMinSample = size_t{1} << 12, kMaxSample = size_t{3} << 13;
+  const size_t n = accumulation.numel();
+  if (n <= 8 * kMinSample) return 1;
+  const size_t runs = std::clamp(n / 128, kMinSample, kMaxSample) / kRunNumel;
+  const size_t sample = runs * kRunNumel;
+  const size_t rank = sample * k / n + 1;  // of the sample's k-th
+  const auto deeper = [&](double variance) {
+    return rank + static_cast<size_t>(4.0 * std::sqrt(variance)) + 4;
+  };
+  if (deeper(static_cast<double>(rank)) >= sample) return 1;
+
+  workspace.sample.Reserve(sample);
+  float* const magnitudes = workspace.sample.data();
+  Sample(accumulation, {runs, kRunNumel, 0}, threads, magnitudes);
+  workspace.keys.Reserve(sample);
+  uint32_t* const keys = workspace.keys.data();
+  std::transform(magnitudes, magnitudes + sample, keys, KeyOf);
+  std::nth_element(keys, keys + rank - 1, keys + sample, std::greater<uint32_t>());
+  const float level = FloatOf(keys[rank - 1]);
+  size_t squares = 0;
+  for (size_t run = 0; run < sample; run += kRunNumel) {
+    size_t count = 0;
+    for (size_t i = 0; i < kRunNumel; ++i) count += magnitudes[run + i] >= level;
+    squares += count * count;
+  }
+  const size_t deep = deeper(static_cast<double>(std::max(squares, rank)));
+  if (deep >= sample) return 1;
+  std::nth_element(keys + rank, keys + deep, keys + sample, std::greater<uint32_t>());
+  return std::clamp(keys[deep], 1u, kNonFiniteKey);
+}
 
 size_t CandidateLimit(size_t k) { return std::max<size_t>(8 * k, size_t{1} << 16); }
 

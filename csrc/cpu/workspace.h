@@ -66,6 +66,7 @@ struct Workspace {
   int part_count = 0;
   std::vector<Part> losers;  // beside each part, what a selection left out of it
   Buffer<uint32_t> keys;
+  Buffer<float> sample;
 
   void Use(int count) {
     if (parts.size() < static_cast<size_t>(count)) parts = std::vector<Part>(count);

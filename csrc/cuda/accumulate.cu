@@ -80,14 +80,19 @@ KERNEL accumulate_momentum_select(const f32* before, const f32* buffer_before, f
                    capacity, header, indices, values);
 }
 
-// Magnitudes of the sums at start + stride * j + r for r in [0, run), one thread per sample;
-// nothing is changed. `buffer` is null without momentum.
+// Magnitudes of the sums in `runs` runs of `run_numel` elements, one thread per element; nothing is
+// changed. Each run is at a random place of its part of `places`, which is the elements over
+// `run_numel`. `buffer` is null without momentum.
 KERNEL sample_accumulator(const f32* residual, const f32* buffer, f32 factor, i32 nesterov,
-                          const Segment* segments, i32 segment_count, i64 start, i64 stride,
-                          i64 run, i64 samples, f32* magnitudes) {
+                          const Segment* segments, i32 segment_count, i64 places, i64 runs,
+                          i64 run_numel, u64 seed, f32* magnitudes) {
   const i64 sample = ThreadInGrid();
-  if (sample >= samples) return;
-  const i64 at = start + sample / run * stride + sample % run;
+  if (sample >= runs * run_numel) return;
+  const i64 run = sample / run_numel;
+  const i64 first = run * places / runs, after = (run + 1) * places / runs;
+  const u32 random = Mixed(static_cast<u32>(run), seed);
+  const i64 place = first + static_cast<i64>(Scaled(random, static_cast<u64>(after - first)));
+  const i64 at = place * run_numel + sample % run_numel;
   const Tile whole = TileOf(FindSegment(segments, segment_count, &Segment::begin, at), 0);
   const f32 g = GradientAt(whole, static_cast<u32>(at - whole.begin));
   const Momentum momentum{buffer, nullptr, factor, nesterov != 0};

@@ -185,6 +185,17 @@ __device__ __forceinline__ u32 WarpSum(u32 x) {
 __device__ __forceinline__ u32 KeyOf(f32 x) { return BitsOf(x) & kMagnitudeMask; }
 __device__ __forceinline__ bool IsFinite(f32 x) { return KeyOf(x) < kNonFiniteKey; }
 
+// 32 random bits that depend on a position and a seed: the lowbias32 mixer, as in csrc/cpu/bits.h.
+__device__ __forceinline__ u32 Mixed(u32 position, u64 seed) {
+  u32 h = position * 0x9e3779b9u + static_cast<u32>(seed);
+  h = (h ^ h >> 16) * 0x7feb352du;
+  h = (h ^ h >> 15 ^ static_cast<u32>(seed >> 32)) * 0x846ca68bu;
+  return h ^ h >> 16;
+}
+
+// One of `count` < 2^32 places, by 32 random bits.
+__device__ __forceinline__ u64 Scaled(u32 random, u64 count) { return random * count >> 32; }
+
 __device__ __forceinline__ f32 WidenBFloat16(u16 h) { return FloatOf(static_cast<u32>(h) << 16); }
 __device__ __forceinline__ u16 NarrowBFloat16(f32 x) {  // to nearest, ties to even
   const u32 bits = BitsOf(x);

@@ -1,8 +1,8 @@
 // DRAGONN's hashing: entries that pass a threshold compete for slots; losers stay where they are.
 //
 // Source: Wang et al., "DRAGONN: Distributed Randomized Approximate Gradients of Neural Networks"
-// (ICML '22), section 4. h = ((a i + b) mod 2**64) >> 32 chooses one of `buckets` buckets,
-// h * buckets >> 32, and a bucket has one slot, or eight.
+// (ICML '22), section 4. A hash of the index (Mixed) chooses one of `buckets` buckets, and a bucket
+// has one slot, or eight.
 //
 // Departures: the largest magnitudes of a bucket win, of equal ones the lower indices, whatever the
 // order in which the blocks run; winners come out in ascending order. Two launches: hash_claim adds
@@ -22,9 +22,8 @@ __device__ __forceinline__ u64 RankOf(u32 key, i64 index) {
 }
 
 __device__ __forceinline__ u64* BucketOf(u64* table, i64 index, u32 buckets, u32 slots_per_bucket,
-                                         u64 a, u64 b) {
-  const u64 h = (a * static_cast<u64>(index) + b) >> 32;
-  return table + (h * buckets >> 32) * slots_per_bucket;
+                                         u64 seed) {
+  return table + Scaled(Mixed(static_cast<u32>(index), seed), buckets) * slots_per_bucket;
 }
 
 // Leaves the highest ranks of a bucket in its slots, descending: each slot keeps the higher of two,
@@ -66,8 +65,7 @@ template <bool kMomentum>
 __device__ __forceinline__ void ClaimTile(const f32* before, f32* residual,
                                           const Momentum& momentum, const Segment* segments,
                                           i32 segment_count, u32 key, u32 buckets,
-                                          u32 slots_per_bucket, u64 a, u64 b, u64* table,
-                                          u32* marks) {
+                                          u32 slots_per_bucket, u64 seed, u64* table, u32* marks) {
   SHARED(u32, own_marks, kMarksOfTile);
   own_marks[threadIdx.x] = 0;
   __syncthreads();
@@ -94,7 +92,7 @@ __device__ __forceinline__ void ClaimTile(const f32* before, f32* residual,
   for (u32 left = hits; left != 0; left &= left - 1) {
     const u32 item = static_cast<u32>(__ffs(static_cast<int>(left))) - 1;
     const i64 index = tile.begin + PlaceOf(item / kQuad, item % kQuad);
-    Claim(BucketOf(table, index, buckets, slots_per_bucket, a, b), slots_per_bucket,
+    Claim(BucketOf(table, index, buckets, slots_per_bucket, seed), slots_per_bucket,
           RankOf(sums.KeyAt(item), index));
   }
   __syncthreads();
@@ -114,9 +112,9 @@ __device__ __forceinline__ void LoadMarks(const u32* from, u32 (&words)[kWordsOf
 template <bool kMomentum>
 __device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentum,
                                           const Segment* segments, i32 segment_count, i64 tiles,
-                                          u32 buckets, u32 slots_per_bucket, u64 a, u64 b,
-                                          u64* table, const u32* marks, i64 first_span,
-                                          u64 capacity, Header* header, i32* indices, f32* values) {
+                                          u32 buckets, u32 slots_per_bucket, u64 seed, u64* table,
+                                          const u32* marks, i64 first_span, u64 capacity,
+                                          Header* header, i32* indices, f32* values) {
   const u32 ticket = TakeTicket(header);
   const i64 number = (first_span + ticket) * kWarps + WarpInBlock();
   u32 winners[kWordsOfLane] = {}, spoiled[kWordsOfLane] = {};
@@ -133,7 +131,7 @@ __device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentu
     for (u32 word = 0; word < kWordsOfLane; ++word) {
       for (u32 left = winners[word]; left != 0; left &= left - 1) {
         const i64 index = first + word * kBits + __ffs(static_cast<int>(left)) - 1;
-        const u64* const bucket = BucketOf(table, index, buckets, slots_per_bucket, a, b);
+        const u64* const bucket = BucketOf(table, index, buckets, slots_per_bucket, seed);
         if (!Holds(bucket, slots_per_bucket, index)) winners[word] &= ~(left & (~left + 1u));
       }
       winners[word] |= spoiled[word];
@@ -174,14 +172,14 @@ __device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentu
 // from `before` to `residual`, which may be the same. `buffer` is null without momentum.
 KERNEL hash_claim(const f32* before, const f32* buffer_before, f32* residual, f32* buffer,
                   f32 factor, i32 nesterov, const Segment* segments, i32 segment_count, u32 key,
-                  u32 buckets, u32 slots_per_bucket, u64 a, u64 b, u64* table, u32* marks) {
+                  u32 buckets, u32 slots_per_bucket, u64 seed, u64* table, u32* marks) {
   const Momentum momentum{buffer_before, buffer, factor, nesterov != 0};
   if (buffer == nullptr) {
     ClaimTile<false>(before, residual, momentum, segments, segment_count, key, buckets,
-                     slots_per_bucket, a, b, table, marks);
+                     slots_per_bucket, seed, table, marks);
   } else {
     ClaimTile<true>(before, residual, momentum, segments, segment_count, key, buckets,
-                    slots_per_bucket, a, b, table, marks);
+                    slots_per_bucket, seed, table, marks);
   }
 }
 
@@ -189,15 +187,15 @@ KERNEL hash_claim(const f32* before, const f32* buffer_before, f32* residual, f3
 // of eight tiles, from `first_span` on; the output has room for `capacity` entries (compact.cuh,
 // where a tile is a span).
 KERNEL hash_take(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
-                 i32 segment_count, i64 tiles, u32 buckets, u32 slots_per_bucket, u64 a, u64 b,
+                 i32 segment_count, i64 tiles, u32 buckets, u32 slots_per_bucket, u64 seed,
                  u64* table, const u32* marks, i64 first_span, u64 capacity, Header* header,
                  i32* indices, f32* values) {
   const Momentum momentum{buffer, buffer, factor, nesterov != 0};
   if (buffer == nullptr) {
     TakeTiles<false>(residual, momentum, segments, segment_count, tiles, buckets, slots_per_bucket,
-                     a, b, table, marks, first_span, capacity, header, indices, values);
+                     seed, table, marks, first_span, capacity, header, indices, values);
   } else {
     TakeTiles<true>(residual, momentum, segments, segment_count, tiles, buckets, slots_per_bucket,
-                    a, b, table, marks, first_span, capacity, header, indices, values);
+                    seed, table, marks, first_span, capacity, header, indices, values);
   }
 }

@@ -98,14 +98,6 @@ KERNEL gap_decode(const u8* code, i64 code_bytes, i64 count, i64 start, Header* 
 // A scale above this could make the top level infinite when it is multiplied out.
 constexpr u32 kMostScaleKey = 0x7f7fff00u;
 
-// 24 random bits for a position: the lowbias32 mixer.
-__device__ __forceinline__ u32 Random24(u32 position, u64 seed) {
-  u32 h = position * 0x9e3779b9u + static_cast<u32>(seed);
-  h = (h ^ h >> 16) * 0x7feb352du;
-  h = (h ^ h >> 15 ^ static_cast<u32>(seed >> 32)) * 0x846ca68bu;
-  return (h ^ h >> 16) >> 8;
-}
-
 // Buckets have a power of two of elements: places in them take shifts, and no division.
 __device__ __forceinline__ u32 ShiftOf(u32 bucket_numel) {
   return kLanes - 1 - static_cast<u32>(__clz(static_cast<int>(bucket_numel)));
@@ -166,7 +158,8 @@ __device__ __forceinline__ void QuantizeTile(const f32* x, i64 n, u32 bucket_num
       const u32 whole = static_cast<u32>(level);
       const u32 odds =
           static_cast<u32>(Multiply(Add(level, -static_cast<f32>(whole)), 16777216.0f));
-      const u32 rounded = whole + (Random24(static_cast<u32>(begin + place + i), seed) < odds);
+      const u32 draw = Mixed(static_cast<u32>(begin + place + i), seed) >> 8;
+      const u32 rounded = whole + (draw < odds);
       packed |= (BitsOf(value) >> 31 ? kLevels - rounded : kLevels + rounded) << (i * kBits);
     }
     const u32 items = Min(numel - place, kQuad);

@@ -55,6 +55,8 @@ ALPHA = 1.05
 """α: partitions stay as they are while none has more than this many times the mean."""
 LEAST_BLOCKS = 1
 """min_blk: a partition has as many blocks at least, where there are enough for all."""
+BETA, GAMMA = 1.1, 0.005
+"""β and γ of algorithm 5 in the authors' release; the paper gives no numbers."""
 FADING = 0.8
 """What a block's count of one step is worth in the next."""
 
@@ -65,6 +67,8 @@ class ExDyna(IndexUnion):
     Args:
         tolerance: How far the result's nnz may be from k, as a share of k.
         dynamic: Whether partitions follow the counts; False keeps them as they were cut first.
+        as_written: Whether the threshold and the partitions move by algorithms 5 and 3 as the
+            paper has them, after a first threshold that is exact.
 
     Attributes:
         threshold: δ; 0.0 where there is none yet.
@@ -81,11 +85,13 @@ class ExDyna(IndexUnion):
         *,
         tolerance: float = 0.1,
         dynamic: bool = True,
+        as_written: bool = False,
         wire: Wire = PLAIN,
     ) -> None:
         super().__init__(transport, numel, k, wire=wire)
         self.tolerance = tolerance
         self.dynamic = dynamic
+        self.as_written = as_written
         self.threshold = 0.0
         self.partitions = Partitions(numel, transport.world_size)
         self.selected = [0] * transport.world_size
@@ -104,7 +110,9 @@ class ExDyna(IndexUnion):
         self.selected = [parts[(i - step) % P].numel() for i in range(P)]
         packer = self.packer(stream)
         reduction = self.sum_at(kept, parts, take_at, packer)
-        if self.dynamic:
+        if self.dynamic and self.as_written:
+            self.partitions.move(self.selected)
+        elif self.dynamic:
             self.partitions.level(reduction.reduced.indices)
         returned = [rest.to(packer.device), reduction.returned]
         return Reduction(reduction.reduced, sum_of(returned, self.numel))
@@ -118,6 +126,8 @@ class ExDyna(IndexUnion):
             return candidates, self.gather(candidates.indices)
         if self.threshold == 0.0:
             return self._exact(candidates)
+        if self.as_written:
+            return self._scale(candidates)
         levels = (self.threshold * LEVELS).float()
         kept = reaching(candidates, self.threshold)
         places = torch.bucketize(magnitudes(candidates), levels, right=True)
@@ -131,6 +141,16 @@ class ExDyna(IndexUnion):
             kept = reaching(candidates, float(levels[best]))
             parts = self.gather(kept.indices)
         self.threshold = float(levels[best])
+        return kept, parts
+
+    def _scale(self, candidates: SparseStream) -> tuple[SparseStream, list[Tensor]]:
+        """Algorithm 5: what reaches the threshold is sent, whatever its number."""
+        kept = reaching(candidates, self.threshold)
+        parts = self.gather(kept.indices)
+        excess = sum(part.numel() for part in parts) / self.k
+        self.threshold *= 1 + (
+            GAMMA if excess > BETA else GAMMA / 4 if excess > 1 / BETA else -GAMMA
+        )
         return kept, parts
 
     def _exact(self, candidates: SparseStream) -> tuple[SparseStream, list[Tensor]]:
@@ -237,6 +257,26 @@ class Partitions:
         stop = edges[partition + 1] * self.block_numel
         last = partition == len(self.blocks) - 1
         return edges[partition] * self.block_numel, self.numel if last else stop
+
+    def move(self, selected: list[int]) -> None:
+        """Algorithm 3 as written: one block between neighbours of which one has too much.
+
+        Args:
+            selected: k_i of a step, by partition.
+        """
+        counts, mean = [float(count) for count in selected], sum(selected) / len(selected)
+        of_a_block = self.block_numel * sum(selected) / max(1, self.numel)
+        least = max(1, sum(self.blocks) // (4 * len(self.blocks)))
+        for left in range(len(counts) - 1):
+            for giver, taker in ((left, left + 1), (left + 1, left)):
+                if counts[giver] <= ALPHA * mean or counts[taker] >= mean / ALPHA:
+                    continue
+                if self.blocks[giver] - 1 >= least:
+                    self.blocks[giver] -= 1
+                    self.blocks[taker] += 1
+                    counts[giver] -= of_a_block
+                    counts[taker] += of_a_block
+                break
 
     def level(self, indices: Tensor) -> None:
         """Algorithm 3: give every partition an equal part of what is selected.

@@ -49,6 +49,7 @@ from hvd_sparse.selectors import (
     ThresholdSelector,
 )
 from hvd_sparse.selectors.hashed import SLOTS_PER_BUCKET
+from hvd_sparse.selectors.sampled import SAMPLE_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,9 @@ class DgcOptions(AnyCollectiveOptions):
         choice(MOMENTUM_KINDS),
     )
     sample_share: float = option(
-        0.01, "Part of the elements from which the threshold is estimated, in (0, 1].", check_share
+        SAMPLE_SHARE,
+        "Part of the elements from which the threshold is estimated, in (0, 1].",
+        check_share,
     )
 
     @override
@@ -230,12 +233,14 @@ class DragonnOptions(AnyCollectiveOptions):
     )
     slots_per_bucket: int = option(
         8,
-        "8, which loses under 0.1 % of the entries at 3 slots per entry; or 1, as in the paper, "
-        "whose release has 4 slots per entry and loses 11.5 %.",
+        "8, which loses under 0.1 % of the entries at 3 slots per entry, and at most 0.8 % in a "
+        "step; or 1, as in the paper, whose release has 4 slots per entry and loses 11.5 %.",
         _check_slots_per_bucket,
     )
     sample_share: float = option(
-        0.01, "Part of the elements from which the threshold is estimated, in (0, 1].", check_share
+        SAMPLE_SHARE,
+        "Part of the elements from which the threshold is estimated, in (0, 1].",
+        check_share,
     )
 
     @override
@@ -267,6 +272,12 @@ class ExdynaOptions(MethodOptions):
         "Whether blocks move between partitions, so that ranks select equally many entries.",
         check_flag,
     )
+    as_written: bool = option(
+        False,
+        "Whether the threshold is scaled and blocks move by the paper's algorithms 5 and 3 as they "
+        "are written, for comparison: the number of entries is then not held.",
+        check_flag,
+    )
 
     @override
     def selector(self) -> Selector:
@@ -274,7 +285,9 @@ class ExdynaOptions(MethodOptions):
 
     @override
     def collective_factory(self) -> CollectiveFactory:
-        return partial(ExDyna, tolerance=self.tolerance, dynamic=self.dynamic)
+        return partial(
+            ExDyna, tolerance=self.tolerance, dynamic=self.dynamic, as_written=self.as_written
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,12 +321,20 @@ class GaussiankOptions(AnyCollectiveOptions):
     name = "gaussiank"
 
     sample_share: float = option(
-        0.01, "Part of the elements whose moments are taken, in (0, 1].", check_share
+        SAMPLE_SHARE, "Part of the elements whose moments are taken, in (0, 1].", check_share
+    )
+
+    least_share: float = option(
+        0.0,
+        "Share of k, in [0, 1): the threshold is scaled down until more than that reaches it. "
+        "Ok-Topk's section 5.4 compares with 0.75; 0 is the method as published.",
+        check_below_one,
     )
 
     @override
     def selector(self) -> Selector:
-        return ThresholdSelector(GaussianThreshold(self.sample_share), tolerance=math.inf)
+        estimator = GaussianThreshold(self.sample_share, self.least_share)
+        return ThresholdSelector(estimator, tolerance=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +348,7 @@ class SidcoOptions(AnyCollectiveOptions):
     name = "sidco"
 
     sample_share: float = option(
-        0.01, "Part of the elements to which the tails are fitted, in (0, 1].", check_share
+        SAMPLE_SHARE, "Part of the elements to which the tails are fitted, in (0, 1].", check_share
     )
     tolerance: float = option(
         0.1,
@@ -353,7 +374,9 @@ class MstopkOptions(AnyCollectiveOptions):
 
     halvings: int = option(30, "N, the largest number of bisections, at least 1.", count(1))
     sample_share: float = option(
-        0.01, "Part of the elements from which candidates are guessed, in (0, 1].", check_share
+        SAMPLE_SHARE,
+        "Part of the elements from which candidates are guessed, in (0, 1].",
+        check_share,
     )
     tolerance: float = option(
         0.1, "Share of k within which bisection ends, in [0, 1).", check_below_one

@@ -14,7 +14,7 @@ Entries = tuple[Tensor, Tensor]
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """What a gradient may be made of, and its `Dtype` in csrc."""
 GRADIENT_DTYPES = tuple(DTYPE_CODES)
-MAX_NUMEL = 2**31 - 1
+MAX_NUMEL, MAX_SEED = 2**31 - 1, 2**64 - 1
 GAP_BLOCK = 128
 """Gaps that share a width in the wire's format (`kGapBlock` in csrc)."""
 

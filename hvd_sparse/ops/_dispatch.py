@@ -45,14 +45,13 @@ class Ops(Protocol):
         threshold: float,
         slots: int,
         slots_per_bucket: int,
-        a: int,
-        b: int,
+        seed: int,
     ) -> Entries: ...
 
     def kth_magnitude(self, x: Tensor, k: int) -> float: ...
 
     def sample_accumulator(
-        self, accumulation: Accumulation, start: int, stride: int, run: int = 1
+        self, accumulation: Accumulation, runs: int, run_numel: int, seed: int
     ) -> Tensor: ...
 
     def merge_sum(self, streams: Sequence[Entries], numel: int) -> Entries: ...

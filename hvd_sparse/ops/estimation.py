@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
-from hvd_sparse.ops._arguments import MAX_NUMEL
+from hvd_sparse.ops._arguments import MAX_NUMEL, MAX_SEED
 from hvd_sparse.ops._dispatch import unchecked
 from hvd_sparse.ops.accumulation import Accumulation
 
@@ -26,21 +26,24 @@ def kth_magnitude(x: Tensor, k: int) -> float:
     return unchecked(device).kth_magnitude(x, k)
 
 
-def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
-    """Magnitudes at regular places of what `accumulate_select` would make of the residual.
+def sample_accumulator(accumulation: Accumulation, runs: int, run_numel: int, seed: int) -> Tensor:
+    """Magnitudes at random places of what `accumulate_select` would make of the residual.
 
-    Memory is read by the cache line: 16 consecutive elements cost little more than one does.
+    Run r is one of the stretches from multiple to multiple of `run_numel` with numbers from
+    r·m // runs up to (r + 1)·m // runs, where m = n // run_numel: every part of the vector has its
+    share, and no order within it, such as a layer's width, meets that of the sample. Memory is read
+    by the cache line: 8 consecutive elements cost little more than one does.
 
     Args:
         accumulation: What would be accumulated; it stays as it is.
-        start: First element of the first run, in `[0, stride)`.
-        stride: From the start of a run to that of the next, at least 1.
-        run: Consecutive elements to take, in `[1, stride]`.
+        runs: How many runs, in `[0, n // run_numel]`.
+        run_numel: Consecutive elements of a run, at least 1.
+        seed: Of the places, in [0, 2**64).
 
     Returns:
-        float32 `(m,)`, in the order of the elements; the last run may be cut short by the end.
+        float32 `(runs · run_numel,)`, in the order of the elements.
     """
-    checks.integer("stride", stride, 1, MAX_NUMEL)
-    checks.integer("start", start, 0, stride - 1)
-    checks.integer("run", run, 1, stride)
-    return unchecked(accumulation.device).sample_accumulator(accumulation, start, stride, run)
+    checks.integer("run_numel", run_numel, 1, MAX_NUMEL)
+    checks.integer("runs", runs, 0, accumulation.numel // run_numel)
+    checks.integer("seed", seed, 0, MAX_SEED)
+    return unchecked(accumulation.device).sample_accumulator(accumulation, runs, run_numel, seed)

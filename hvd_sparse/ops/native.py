@@ -30,13 +30,13 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "set_isa": (c_int32,),
         # selection
         "accumulate_select": (c_void_p, c_uint32, c_int64, c_int64, c_int32, c_void_p),
-        "hash_select": (c_void_p, c_uint32, c_int64, c_int32, *(c_uint64,) * 2, c_int32, c_void_p),
+        "hash_select": (c_void_p, c_uint32, c_int64, c_int32, c_uint64, c_int32, c_void_p),
         "accumulate_group_topk": (c_void_p, c_int64, c_int64, c_int32, c_void_p),
         "take": (c_void_p, c_void_p, c_int64, c_int32),
         "accumulate_topk": (c_void_p, c_int64, c_uint32, c_int32) + (c_void_p,) * 4,
         # estimation
         "kth_magnitude": (c_void_p, c_int64, c_int64, c_int32, c_void_p),
-        "sample_accumulator": (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_int64),
+        "sample_accumulator": (c_void_p, c_int64, c_int64, c_uint64, c_int32, c_void_p),
         # streams
         "merge_sum": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p),
         "difference": (c_void_p, c_void_p, c_int64, c_void_p, c_int64) + (c_void_p,) * 3,
@@ -58,7 +58,7 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 )
 """Arguments of the C functions, without their prefix `hvds_`; each returns an int32."""
 
-_ABI_VERSION = 7
+_ABI_VERSION = 8
 _OK, _BAD_INDEX, _BAD_ARGUMENT = 0, 2, 3
 
 
@@ -135,11 +135,10 @@ class NativeOps:
         threshold: float,
         slots: int,
         slots_per_bucket: int,
-        a: int,
-        b: int,
+        seed: int,
     ) -> Entries:
         key, buckets = threshold_key(threshold), slots // slots_per_bucket
-        return self._select("hash_select", accumulation, key, buckets, slots_per_bucket, a, b)
+        return self._select("hash_select", accumulation, key, buckets, slots_per_bucket, seed)
 
     def accumulate_group_topk(
         self, accumulation: Accumulation, k: int, group_numel: int = 512
@@ -176,16 +175,13 @@ class NativeOps:
         return magnitude.value
 
     def sample_accumulator(
-        self, accumulation: Accumulation, start: int, stride: int, run: int = 1
+        self, accumulation: Accumulation, runs: int, run_numel: int, seed: int
     ) -> Tensor:
-        whole_strides, rest = divmod(max(0, accumulation.numel - start), stride)
-        sample = torch.empty(
-            whole_strides * run + min(rest, run), dtype=torch.float32, device="cpu"
-        )
+        sample = torch.empty(runs * run_numel, dtype=torch.float32, device="cpu")
         self._call(
             "sample_accumulator",
-            *(byref(_AccumulationStruct(accumulation)), start, stride, run, self._thread_count()),
-            *(sample.data_ptr(), sample.numel()),
+            *(byref(_AccumulationStruct(accumulation)), runs, run_numel, seed),
+            *(self._thread_count(), sample.data_ptr()),
         )
         return sample
 

@@ -112,13 +112,13 @@ def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int =
 
 
 def hash_select(
-    accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, a: int, b: int
+    accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, seed: int
 ) -> Entries:
     sums = Sums(accumulation)
     finite = sums.keys < INFINITE_KEY
     selected = _where((sums.keys >= threshold_key(threshold)) & finite)
     selected = selected[torch.sort(sums.keys[selected], descending=True, stable=True).indices]
-    buckets = _bucket_of(selected, slots // slots_per_bucket, a, b)
+    buckets = scaled(mixed32(selected, seed), slots // slots_per_bucket)
     # Sorted stably, the entries of a bucket are a run of descending magnitudes: the first ones win.
     buckets, order = torch.sort(buckets, stable=True)
     position = torch.arange(order.numel(), device=order.device, dtype=torch.int64)
@@ -131,11 +131,21 @@ def _where(mask: Tensor) -> Tensor:
     return torch.nonzero(mask).view(-1)
 
 
-def _bucket_of(indices: Tensor, buckets: int, a: int, b: int) -> Tensor:
-    """H = ((a·i + b) mod 2**64) >> 32, scaled to `[0, buckets)`: (h · buckets) >> 32."""
-    factor, summand = (x - 2**64 if x >= 2**63 else x for x in (a, b))  # the same bits, as int64
-    h = (factor * indices + summand) >> 32 & WORD_MASK  # int64 wraps modulo 2**64
-    return h * buckets >> 32
+def mixed32(positions: Tensor, seed: int) -> Tensor:
+    """32 random bits per position: the lowbias32 mixer, in 64-bit arithmetic.
+
+    Unlike a product, it leaves no trace of order in places that lie a constant distance apart.
+    """
+    low, high = seed & WORD_MASK, seed >> 32
+    h = (positions * 0x9E3779B9 + low) & WORD_MASK
+    h = ((h ^ h >> 16) * 0x7FEB352D) & WORD_MASK
+    h = ((h ^ h >> 15 ^ high) * 0x846CA68B) & WORD_MASK
+    return h ^ h >> 16
+
+
+def scaled(random: Tensor, count: Tensor | int) -> Tensor:
+    """One of `count` < 2**31 places, by 32 random bits."""
+    return random * count >> 32
 
 
 # -- estimation ------------------------------------------------------------------------------------
@@ -146,15 +156,13 @@ def kth_magnitude(x: Tensor, k: int) -> float:
     return float(kth_key.view(torch.float32))
 
 
-def sample_accumulator(accumulation: Accumulation, start: int, stride: int, run: int = 1) -> Tensor:
+def sample_accumulator(accumulation: Accumulation, runs: int, run_numel: int, seed: int) -> Tensor:
     keys = Sums(accumulation).keys
-    runs = torch.arange(
-        start, max(start, keys.numel()), stride, device=keys.device, dtype=torch.int64
-    )
-    sampled = (
-        runs.view(-1, 1) + torch.arange(run, device=keys.device, dtype=torch.int64)
-    ).flatten()
-    return keys[sampled[sampled < keys.numel()]].view(torch.float32)
+    number = torch.arange(runs + 1, device=keys.device, dtype=torch.int64)
+    edges = number * (keys.numel() // run_numel) // max(runs, 1)
+    first = edges[:-1] + scaled(mixed32(number[:-1], seed), edges.diff())
+    within = torch.arange(run_numel, device=keys.device, dtype=torch.int64)
+    return keys[(first.view(-1, 1) * run_numel + within).flatten()].view(torch.float32)
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -287,7 +295,8 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
     whole = level.to(torch.int32)
     odds = ((level - whole) * 16777216.0).to(torch.int32)
     positions = torch.arange(buckets.numel(), device=x.device, dtype=torch.int64).view_as(buckets)
-    rounded = whole + (_random24(positions, seed) < odds).to(torch.int32)
+    draws = (mixed32(positions, seed) >> 8).to(torch.int32)
+    rounded = whole + (draws < odds).to(torch.int32)
     codes = levels + torch.where(finite < 0.0, -rounded, rounded)
     per_byte = 8 // bits
     grouped = _rows(codes.view(-1)[: x.numel()], per_byte)
@@ -303,15 +312,6 @@ def qsgd_dequantize(
     unpacked = (codes.long()[:, None] >> shifts & ((1 << bits) - 1)).view(-1)[:numel]
     steps = scales / torch.full_like(scales, levels)
     return ((_rows(unpacked, bucket_numel) - levels) * steps[:, None]).view(-1)[:numel]
-
-
-def _random24(positions: Tensor, seed: int) -> Tensor:
-    """24 random bits per position: the lowbias32 mixer, in 64-bit arithmetic."""
-    low, high = seed & WORD_MASK, seed >> 32
-    h = (positions * 0x9E3779B9 + low) & WORD_MASK
-    h = ((h ^ h >> 16) * 0x7FEB352D) & WORD_MASK
-    h = ((h ^ h >> 15 ^ high) * 0x846CA68B) & WORD_MASK
-    return ((h ^ h >> 16) >> 8).to(torch.int32)
 
 
 def _rows(x: Tensor, length: int) -> Tensor:

@@ -9,11 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
-from hvd_sparse.ops._arguments import MAX_NUMEL, Entries
+from hvd_sparse.ops._arguments import MAX_NUMEL, MAX_SEED, Entries
 from hvd_sparse.ops._dispatch import unchecked
 from hvd_sparse.ops.accumulation import Accumulation
-
-_UINT64_MAX = 2**64 - 1
 
 
 def accumulate_select(accumulation: Accumulation, threshold: float) -> Entries:
@@ -101,12 +99,13 @@ def partition_select(
 
 
 def hash_select(
-    accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, a: int, b: int
+    accumulation: Accumulation, threshold: float, slots: int, slots_per_bucket: int, seed: int
 ) -> Entries:
     """Adds gradients, and moves out what reaches a threshold and wins a slot by its hash.
 
-    Index i hashes to h = ((a·i + b) mod 2**64) >> 32, and to bucket (h · buckets) >> 32. A bucket
-    takes the `slots_per_bucket` largest magnitudes that hash to it, of equal ones the lower
+    An index hashes to 32 bits h by two rounds of multiplying and shifting (`reference.mixed32`),
+    and to bucket (h · buckets) >> 32, so that columns, rows and runs spread like random indices. A
+    bucket takes the `slots_per_bucket` largest magnitudes that hash to it, of equal ones the lower
     indices; the others stay in the residual. Entries that become non-finite need no slot: all move.
 
     Source: Wang et al., "DRAGONN" (ICML '22), Algorithm 1, which is `slots_per_bucket=1`.
@@ -116,8 +115,7 @@ def hash_select(
         threshold: As for `accumulate_select`.
         slots: The table's slots, at least 1, a multiple of `slots_per_bucket`; below 2**31.
         slots_per_bucket: Entries that share a hash, in [1, 255].
-        a: The hash's factor: odd, in [1, 2**64).
-        b: The hash's summand, in [0, 2**64).
+        seed: Of the hash, in [0, 2**64).
 
     Returns:
         `(indices, values)`, a stream of at most `slots` finite entries.
@@ -129,10 +127,7 @@ def hash_select(
         raise ValueError(
             f"slots must be a multiple of slots_per_bucket {slots_per_bucket}, got {slots}"
         )
-    checks.integer("a", a, 1, _UINT64_MAX)
-    if a % 2 == 0:
-        raise ValueError(f"a must be odd, got {a}")
-    checks.integer("b", b, 0, _UINT64_MAX)
+    checks.integer("seed", seed, 0, MAX_SEED)
     return unchecked(accumulation.device).hash_select(
-        accumulation, threshold, slots, slots_per_bucket, a, b
+        accumulation, threshold, slots, slots_per_bucket, seed
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
-from hvd_sparse.ops._arguments import MAX_NUMEL
+from hvd_sparse.ops._arguments import MAX_NUMEL, MAX_SEED
 from hvd_sparse.ops._dispatch import unchecked
 
 QSGD_BITS = (2, 4, 8)
@@ -82,7 +82,7 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
     """
     device = checks.vector("x", x).device
     _check_form(bits, bucket_numel)
-    checks.integer("seed", seed, 0, 2**64 - 1)
+    checks.integer("seed", seed, 0, MAX_SEED)
     return unchecked(device).qsgd_quantize(x, bits, bucket_numel, seed)
 
 

@@ -33,7 +33,7 @@ class BisectionTopK(SampledThreshold, Selector):
         sample_share: Part of the elements from which candidates are guessed, in (0, 1].
         tolerance: How far nnz may be from k, as a share of k.
         halvings: N, most bisections, at least 1.
-        seed: Of the sample's random start.
+        seed: Of the sample's places.
 
     Attributes:
         threshold: Magnitude from which entries left in the last step; 0.0 where all of them did.
@@ -59,12 +59,12 @@ class BisectionTopK(SampledThreshold, Selector):
         self.threshold = 0.0
         if wanted == accumulator.width:
             return accumulator.select(0.0)
-        low = self.estimate(accumulator, k)
+        low, _ = self.estimate(accumulator, k)
         stream = accumulator.select(low)
         if not stream.isfinite():
             stream, self.threshold = keep_largest(accumulator, stream, wanted)
         elif stream.nnz < wanted * (1 - self.tolerance):
-            stream, self.threshold = take_more(accumulator, stream, wanted, low)
+            stream, self.threshold = take_more(accumulator, stream, wanted)
         else:
             stream, self.threshold = self._bisect(accumulator, stream, wanted, low)
         return stream

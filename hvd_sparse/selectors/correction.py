@@ -7,11 +7,8 @@ starve its tail.
 
 from __future__ import annotations
 
-import math
-
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.exact import PIVOT_MARGIN
 from hvd_sparse.streams import SparseStream, merge
 
 MOST_TIMES_K = 4
@@ -38,22 +35,18 @@ def keep_largest(
     return SparseStream(stream.indices[order.long()], values, stream.numel), threshold
 
 
-def take_more(
-    accumulator: Accumulator, stream: SparseStream, k: int, threshold: float
-) -> tuple[SparseStream, float]:
+def take_more(accumulator: Accumulator, stream: SparseStream, k: int) -> tuple[SparseStream, float]:
     """Take the largest of what is left, until there are `k` entries.
 
     Args:
         accumulator: What the stream was taken from.
         stream: All that reached the threshold, and fewer than k entries.
         k: Entries wanted.
-        threshold: A magnitude at or somewhat above the k-th, where its search begins.
 
     Returns:
         All entries, and the k-th magnitude.
     """
-    pivot = PIVOT_MARGIN * threshold if math.isfinite(threshold) else 0.0
-    more, threshold = accumulator.topk(k - stream.nnz, pivot=pivot)
+    more, threshold = accumulator.topk(k - stream.nnz)
     return merge([stream, more], stream.numel), threshold
 
 

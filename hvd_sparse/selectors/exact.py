@@ -1,4 +1,9 @@
-"""Exact top-k: the k largest magnitudes of the accumulator, in about one pass."""
+"""Exact top-k: the k largest magnitudes of the accumulator, in about one pass.
+
+The pass takes what reaches a pivot, and puts back what is too much. The pivot comes from a sample
+in every step: with small batches the k-th magnitude moves by a third from step to step, so that a
+guess at it from the last step misses, which costs another pass.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,6 @@ from typing_extensions import override
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.selector import Selector, own_k
 from hvd_sparse.streams import SparseStream
-
-PIVOT_MARGIN = 0.9
-"""The pivot of a step, as a share of the last step's threshold: low enough that it seldom misses
-the k-th magnitude, high enough that few more than k entries pass it."""
 
 
 class ExactTopK(Selector):
@@ -34,7 +35,7 @@ class ExactTopK(Selector):
         wanted = own_k(accumulator, k)
         if wanted == 0:
             return accumulator.accumulate()
-        stream, threshold = accumulator.topk(wanted, pivot=PIVOT_MARGIN * self.threshold)
+        stream, threshold = accumulator.topk(wanted)
         if math.isfinite(threshold):
             self.threshold = threshold
         return stream

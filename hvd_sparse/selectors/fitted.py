@@ -7,7 +7,7 @@ Sources:
     Distributed Training Systems" (MLSys 2021): exponential
     distributions, fitted in stages, each to what exceeds the threshold of the stage before.
 
-Departures of both: moments and counts are those of a strided sample instead of several passes over
+Departures of both: moments and counts are those of a sample instead of several passes over
 all elements, and the normal distribution's mean, next to nothing beside its deviation, is 0.
 """
 
@@ -21,9 +21,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.sampled import SamplingEstimator
+from hvd_sparse.selectors.sampled import SamplingEstimator, finite
 
 ADJUSTMENTS = 3
+SCALING = 0.95
+"""The factor of each step down to a fair threshold; Ok-Topk's paper says "gradually"."""
 FIRST_STAGE = 0.25
 """SIDCo's δ₁: the part of the elements that each stage but the last lets through."""
 
@@ -32,9 +34,9 @@ class FittedThreshold(SamplingEstimator):
     """A threshold that is computed from a sample."""
 
     @override
-    def estimate(self, accumulator: Accumulator, k: int) -> float:
-        values = self.sample(accumulator)
-        return self._fit(values, k / accumulator.numel) if values.numel() else 0.0
+    def estimate(self, accumulator: Accumulator, k: int) -> tuple[float, float]:
+        values = finite(self.sample(accumulator)).view(-1)
+        return self._fit(values, k / accumulator.numel) if values.numel() else 0.0, k
 
     @abstractmethod
     def _fit(self, values: Tensor, density: float) -> float:
@@ -46,7 +48,15 @@ class GaussianThreshold(FittedThreshold):
 
     It overestimates k while the accumulator is flat, and underestimates it for heavy tails; the
     paper and Ok-Topk's section 5.2 show both.
+
+    Args:
+        least_share: Ok-Topk's section 5.4, "for a fair comparison": the threshold is then scaled
+            down until the sample has more than this many times k; 3/4 there, 0.0: it is not.
     """
+
+    def __init__(self, sample_share: float, least_share: float = 0.0) -> None:
+        super().__init__(sample_share)
+        self.least_share = least_share
 
     @override
     def _fit(self, values: Tensor, density: float) -> float:
@@ -64,6 +74,9 @@ class GaussianThreshold(FittedThreshold):
                 threshold *= 1.5
             else:
                 break
+        least = min(self.least_share * wanted, int(magnitudes.count_nonzero()) - 1)
+        while self.least_share and int((magnitudes >= threshold).sum()) <= least:
+            threshold *= SCALING
         return threshold
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.exact import PIVOT_MARGIN
 from hvd_sparse.selectors.sampled import SampledThreshold
 from hvd_sparse.selectors.selector import Selector
 from hvd_sparse.streams import SparseStream
+
+CANDIDATE_MARGIN = 0.9
+"""Of the ranks' threshold: the least of the levels to which it may be scaled."""
 
 
 class OnlineThreshold(SampledThreshold, Selector):
@@ -38,7 +40,5 @@ class OnlineThreshold(SampledThreshold, Selector):
             return accumulator.accumulate()
         if k == accumulator.numel:
             return accumulator.select(0.0)  # density 1: no threshold may leave anything behind
-        agreed = accumulator.scope.threshold
-        if agreed > 0.0:
-            return accumulator.select(PIVOT_MARGIN * agreed)
-        return accumulator.select(self.estimate(accumulator, k))
+        threshold = accumulator.scope.threshold or self.estimate(accumulator, k)[0]
+        return accumulator.select(CANDIDATE_MARGIN * threshold)

@@ -25,13 +25,12 @@ class Estimator(Stateful, ABC):
     """Estimates the k-th largest magnitude of an accumulator, before anything is taken."""
 
     @abstractmethod
-    def estimate(self, accumulator: Accumulator, k: int) -> float:
-        """A threshold, at least 0, that about `k` of all the accumulator's entries reach."""
+    def estimate(self, accumulator: Accumulator, k: int) -> tuple[float, float]:
+        """A threshold that about `k` of all the accumulator's entries reach.
 
-    def most_passing(self, numel: int, k: int) -> float:
-        """How many of `numel` entries may be expected to reach the threshold, at most."""
-        del numel
-        return k
+        Returns:
+            The threshold, at least 0, and how many may be expected to reach it, at most.
+        """
 
 
 class Extraction(Stateful):
@@ -76,13 +75,13 @@ class ThresholdSelector(Selector):
         self.threshold = 0.0
         if wanted == accumulator.width:
             return accumulator.select(0.0)  # density 1: no threshold may leave anything behind
-        threshold = self.estimator.estimate(accumulator, k)
-        expected = accumulator.scope.share * self.estimator.most_passing(accumulator.numel, k)
-        stream = self.extraction.extract(accumulator, threshold, max(wanted, expected))
+        threshold, expected = self.estimator.estimate(accumulator, k)
+        expected = max(wanted, accumulator.scope.share * expected)
+        stream = self.extraction.extract(accumulator, threshold, expected)
         if stream.nnz > wanted * (1 + self.tolerance):
             stream, threshold = keep_largest(accumulator, stream, wanted)
         elif stream.nnz < wanted * (1 - self.tolerance) and stream.isfinite():
-            stream, threshold = take_more(accumulator, stream, wanted, threshold)
+            stream, threshold = take_more(accumulator, stream, wanted)
         self.threshold = threshold
         return stream
 

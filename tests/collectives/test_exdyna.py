@@ -1,5 +1,7 @@
 """ExDyna's partitions, and what it takes to exchange by them."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,6 +43,35 @@ def test_few_hot_blocks_are_shared_by_all_ranks() -> None:
     held = [max(0, min(b, 508 * 32) - max(a, 500 * 32)) for a, b in spans]
     assert sum(held) == 8 * 32
     assert max(held) <= 3 * 32
+
+
+def test_controllers_as_written() -> None:
+    """Algorithm 3 moves one block a step, and algorithm 5 the threshold by a fixed factor."""
+    partitions = Partitions(1024 * 32, 4)
+    for selected, blocks in (
+        ([300, 100, 100, 100], [255, 257, 256, 256]),
+        ([100, 100, 100, 300], [255, 257, 257, 255]),
+        ([100, 104, 100, 99], [255, 257, 257, 255]),
+    ):
+        partitions.move(selected)
+        assert partitions.blocks == blocks
+    for _ in range(500):
+        partitions.move([9000, 1, 1, 1])
+    assert partitions.blocks[0] == 64  # min_blk = n_b / 4P
+
+    def worker(transport: Transport) -> list[float]:
+        collective = ExDyna(transport, 1000, 100, as_written=True)
+        thresholds = []
+        for scale in (1.0, 1.0, 100.0, 0.01):
+            start, stop = collective.scope().start, collective.scope().stop
+            values = torch.arange(start, stop).float() * scale
+            indices = torch.arange(start, stop, dtype=torch.int32)
+            collective.reduce(SparseStream(indices, values, 1000), lambda at: torch.zeros(len(at)))
+            thresholds.append(collective.threshold)
+        return [after / before for before, after in pairwise(thresholds)]
+
+    for factors in run_ranks(2, worker):
+        assert factors == pytest.approx([1.00125, 1.005, 0.995])
 
 
 @pytest.mark.parametrize(

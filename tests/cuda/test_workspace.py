@@ -100,9 +100,9 @@ def test_an_operation_waits_once(sanitized: Shim) -> None:
     calls = {
         "select": lambda: ops.accumulate_select(accumulation, 2.0),
         "topk": lambda: ops.accumulate_topk(accumulation, 90, 2.0),
-        "hash": lambda: ops.hash_select(accumulation, 2.0, 512, 1, 12345, 6789),
+        "hash": lambda: ops.hash_select(accumulation, 2.0, 512, 1, 12345),
         "group topk": lambda: ops.accumulate_group_topk(accumulation, 5),
-        "sample": lambda: ops.sample_accumulator(accumulation, 0, 7),
+        "sample": lambda: ops.sample_accumulator(accumulation, 100, 8, 7),
     }
     counts = {}
     for name, call in calls.items():

@@ -228,7 +228,7 @@ class Hopeless(ExactTopK):
     """Fails before it has taken anything, and so before the gradients are added."""
 
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
-        accumulator.sample(0, 7)
+        accumulator.sample(1, 1, 7)
         raise RuntimeError("no threshold")
 
 

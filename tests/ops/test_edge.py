@@ -116,11 +116,11 @@ BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ops.accumulate_group_topk(STATE, 1, 0), ValueError, "group_numel must be in"),
     (lambda: ops.partition_select(STATE, 1.0, 3, 2), ValueError, r"stop must be in \[3, 4\]"),
     (lambda: ops.partition_select(STATE, 1.0, 5, 5), ValueError, r"start must be in \[0, 4\]"),
-    (lambda: ops.hash_select(STATE, 1.0, 12, 8, 1, 0), ValueError, "multiple of .* 8, got 12"),
-    (lambda: ops.hash_select(STATE, 1.0, 8, 1, 2, 0), ValueError, "a must be odd, got 2"),
-    (lambda: ops.hash_select(STATE, 1.0, 8, 1, 1, 2**64), ValueError, "b must be in"),
-    (lambda: ops.sample_accumulator(STATE, 2, 2), ValueError, r"start must be in \[0, 1\]"),
-    (lambda: ops.sample_accumulator(STATE, 0, 2, 3), ValueError, r"run must be in \[1, 2\]"),
+    (lambda: ops.hash_select(STATE, 1.0, 12, 8, 0), ValueError, "multiple of .* 8, got 12"),
+    (lambda: ops.hash_select(STATE, 1.0, 8, 1, 2**64), ValueError, "seed must be in"),
+    (lambda: ops.sample_accumulator(STATE, 3, 2, 0), ValueError, r"runs must be in \[0, 2\]"),
+    (lambda: ops.sample_accumulator(STATE, 1, 0, 0), ValueError, "run_numel must be in"),
+    (lambda: ops.sample_accumulator(STATE, 1, 1, -1), ValueError, "seed must be in"),
     (lambda: ops.decode(STRIDED, I32, F32), ValueError, "out must be contiguous"),
 ]
 

@@ -13,10 +13,11 @@ from tests.ops.cases import INF, NUMELS, assert_same, cut, generator, same_as_re
 @pytest.mark.parametrize("numel", NUMELS)
 def test_sample(native: NativeOps, numel: int) -> None:
     for name, residual, gradient in vectors(numel):
-        for start, stride, run in ((0, 1, 1), (3, 100, 4), (0, 64, 64), (99_999, 100_000, 7)):
+        for share, run, seed in ((1.0, 1, 0), (0.3, 4, 2**64 - 1), (1.0, 64, 7), (0.01, 7, 2**32)):
+            runs = int(share * (numel // run))
             for gradients in ([gradient], cut(gradient, 7), []):
                 same_as_reference(
-                    native, "sample_accumulator", residual, gradients, start, stride, run, what=name
+                    native, "sample_accumulator", residual, gradients, runs, run, seed, what=name
                 )
 
 
@@ -28,9 +29,9 @@ def test_sample_with_momentum(native: NativeOps, nesterov: bool) -> None:
         "sample_accumulator",
         residual,
         cut(gradient, 40),
-        5,
+        5_000,
+        8,
         64,
-        4,
         buffer=buffer,
         nesterov=nesterov,
     )

@@ -13,7 +13,7 @@ from hvd_sparse.ops._dispatch import Ops
 
 NUMELS = (1, 257, 5000, 100_003, 2**22 + 3)
 """The last one has more tiles than the look-back reads at once."""
-HASH_A, HASH_B = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+HASH_SEED = 0x9E3779B97F4A7C15
 Case = Callable[[Ops], tuple[object, ...]]
 """Calls an operation of an implementation: what it returned, and the tensors that it changed."""
 
@@ -74,7 +74,10 @@ def cases(numel: int, device: torch.device) -> Iterator[tuple[str, Case]]:
             f"hash_select, {slots_per_bucket}",
             accumulated(partial(hashed, slots=8 * k, slots_per_bucket=slots_per_bucket)),
         )
-    yield "sample_accumulator", accumulated(lambda o, a: (o.sample_accumulator(a, 0, 7, 2),))
+    yield (
+        "sample_accumulator",
+        accumulated(lambda o, a: (o.sample_accumulator(a, numel // 10, 8, 7),)),
+    )
     yield "kth_magnitude", lambda o: (o.kth_magnitude(vector(numel, 1, device), k),)
     streams = [picked(numel, seed, device) for seed in range(4)]
     yield "merge_sum", lambda o: o.merge_sum(streams, numel)
@@ -112,7 +115,7 @@ def hashed(
     ops: Ops, accumulation: Accumulation, slots: int, slots_per_bucket: int
 ) -> tuple[Tensor, Tensor]:
     """Entries that reach 40 and find a slot."""
-    return ops.hash_select(accumulation, 40.0, slots, slots_per_bucket, HASH_A, HASH_B)
+    return ops.hash_select(accumulation, 40.0, slots, slots_per_bucket, HASH_SEED)
 
 
 def grouped(ops: Ops, accumulation: Accumulation, group_numel: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from hvd_sparse.ops import Accumulation
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
 from hvd_sparse.ops.cuda._passes import AccumulationInputs
 from hvd_sparse.ops.cuda._workspace import Workspace
-from tools.gpu_lease.cases import HASH_A, HASH_B
+from tools.gpu_lease.cases import HASH_SEED
 from tools.gpu_lease.results import Results
 
 NUMEL = 2**23
@@ -43,8 +43,8 @@ def calls_of(ops: CudaOps, accumulation: Accumulation) -> dict[str, Callable[[],
         "table made anew": lambda: AccumulationInputs(accumulation, Workspace()),
         "accumulate_select": lambda: ops.accumulate_select(accumulation, 8.0),
         "accumulate_topk": lambda: ops.accumulate_topk(accumulation, k, 4.0),
-        "hash_select": lambda: ops.hash_select(accumulation, 8.0, 4 * k, 1, HASH_A, HASH_B),
-        "sample": lambda: ops.sample_accumulator(accumulation, 0, 997),
+        "hash_select": lambda: ops.hash_select(accumulation, 8.0, 4 * k, 1, HASH_SEED),
+        "sample": lambda: ops.sample_accumulator(accumulation, accumulation.numel // 997, 8, 7),
     }
 
 

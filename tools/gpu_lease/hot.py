@@ -7,7 +7,7 @@ import sys
 import torch
 
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
-from tools.kernels import HASH_A, HASH_B, Job
+from tools.kernels import HASH_SEED, Job
 
 NUMEL, DENSITY = 2**26, 0.001
 
@@ -20,7 +20,7 @@ def main(numel: int) -> None:
     torch.cuda.nvtx.range_push("hot")
     ops.accumulate_select(job.plain, job.threshold)
     ops.accumulate_select(job.corrected, job.corrected_threshold)
-    ops.hash_select(job.plain, job.threshold, 4 * job.k, 1, HASH_A, HASH_B)
+    ops.hash_select(job.plain, job.threshold, 4 * job.k, 1, HASH_SEED)
     ops.accumulate_topk(job.plain, job.k, job.pivot)
     ops.qsgd_quantize(job.gradient, 4, 512, 1)
     torch.cuda.synchronize()

@@ -27,23 +27,20 @@ class CudaEstimation(KernelFamily):
         return key_magnitude(self._workspace.read(self._descend(x, k)[KEY])[0])
 
     def sample_accumulator(
-        self, accumulation: Accumulation, start: int, stride: int, run: int = 1
+        self, accumulation: Accumulation, runs: int, run_numel: int, seed: int
     ) -> Tensor:
-        whole_runs, left = divmod(max(0, accumulation.numel - start), stride)
-        samples = whole_runs * run + min(left, run)
-        return self._sample(
-            AccumulationInputs(accumulation, self._workspace), start, stride, run, samples
-        )
+        inputs = AccumulationInputs(accumulation, self._workspace)
+        return self._sample(inputs, runs, run_numel, seed)
 
-    def _sample(
-        self, inputs: AccumulationInputs, start: int, stride: int, run: int, samples: int
-    ) -> Tensor:
-        """Starts sampling `samples` magnitudes."""
-        magnitudes = torch.empty(samples, device=inputs.before.device, dtype=torch.float32)
+    def _sample(self, inputs: AccumulationInputs, runs: int, run_numel: int, seed: int) -> Tensor:
+        """Starts sampling."""
+        device, samples = inputs.before.device, runs * run_numel
+        magnitudes = torch.empty(samples, device=device, dtype=torch.float32)
+        places = np.int64(inputs.before.numel() // run_numel)
         self._launch(
             *("sample_accumulator", thread_blocks(samples)),
             *(inputs.before, inputs.buffer_before, *inputs.momentum[1:], *inputs.table),
-            *(np.int64(start), np.int64(stride), np.int64(run), np.int64(samples), magnitudes),
+            *(places, np.int64(runs), np.int64(run_numel), np.uint64(seed), magnitudes),
         )
         return magnitudes
 

@@ -102,15 +102,13 @@ class CudaSelection(CudaEstimation):
         threshold: float,
         slots: int,
         slots_per_bucket: int,
-        a: int,
-        b: int,
+        seed: int,
     ) -> Entries:
         inputs, device = AccumulationInputs(accumulation, self._workspace), accumulation.device
         hashing = (
             np.uint32(slots // slots_per_bucket),
             np.uint32(slots_per_bucket),
-            np.uint64(a),
-            np.uint64(b),
+            np.uint64(seed),
             torch.zeros(slots, dtype=torch.int64, device=device),  # of `kEmpty`
         )
         marks = torch.empty(inputs.tiles * THREADS, dtype=torch.int32, device=device)
@@ -189,14 +187,13 @@ class CudaSelection(CudaEstimation):
         numel = inputs.before.numel()
         if numel <= 8 * LEAST_SAMPLE:
             return None
-        stride = (numel // min(max(numel // 64, LEAST_SAMPLE), MOST_SAMPLE) - 1) | 1
-        samples = -(-numel // stride)
+        samples = min(max(numel // 64, LEAST_SAMPLE), MOST_SAMPLE)
         # Of the sample, k / n is expected among the largest k; 4 standard deviations lie below.
         expected = samples * k / numel
         rank = math.ceil(expected + 4.0 * math.sqrt(expected) + 4.0)
         if rank >= samples:
             return None
-        magnitudes = self._sample(inputs, 0, stride, 1, samples)
+        magnitudes = self._sample(inputs, samples, 1, 0)
         return self._descend(magnitudes, rank)[KEY].view(torch.int32)
 
     def _take_largest(
