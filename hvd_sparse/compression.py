@@ -320,7 +320,10 @@ def sparse_adamw(
 
     Args:
         named_parameters: As `model.named_parameters()`.
-        lr: Learning rate; `betas`, `eps` and `weight_decay` as in `SparseAdamW`.
+        lr: Learning rate.
+        betas: β1, for tensors that stay dense (others get 0), and β2.
+        eps: ε.
+        weight_decay: λ.
         compressor: Name of a constructor of `Compression`.
         **options: See that constructor. `clip_norm` takes the place of `clip_grad_norm_`.
             `dense_steps` is 20 where it is not given: until then v is too young.

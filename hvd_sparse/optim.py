@@ -206,7 +206,7 @@ def exponents(v: Tensor, eps: float) -> Tensor:
     never = v == 0
     bits = v.float().sqrt().add_(eps).view(torch.int32).add_((1 << 23) - SQRT2_BITS)  # rounds log2
     found = (bits >> 23).sub_(127).clamp_(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
-    seen = never.numel() - never.sum()
+    seen = torch.count_nonzero(v)
     total = found.masked_fill(never, 0).sum(dtype=torch.int64)
     mean = total.div(seen.clamp(min=1), rounding_mode="floor")
     return torch.where(never & (seen > 0), mean.to(torch.int8), found).contiguous()
