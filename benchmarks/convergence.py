@@ -21,14 +21,15 @@ from pathlib import Path
 import torch
 
 from benchmarks._launch import keep_memory
+from benchmarks.convergence_adamw import ADAMW_DENSITIES
 from benchmarks.convergence_cases import (
-    DENSITIES,
     HOSTS,
     MEMORIES,
     METHOD_NAMES,
+    RATES,
     SEEDS,
     TASKS,
-    WORLD_SIZE,
+    WORKERS,
     Case,
     cases,
 )
@@ -94,11 +95,13 @@ def run_all(chosen: Sequence[Case], runs: Runs) -> None:
     start = time.perf_counter()
     for number, case in enumerate(left, 1):
         task = runs.task(case.task)
-        measure_xi = (case.method, case.memory, case.hosts) == ("oktopk", "plain", 0)
+        is_plain = (case.method, case.memory, case.hosts) == ("oktopk", "plain", 0)
+        measure_xi = is_plain and not case.has_adamw
         run = train(
-            *(task, case.make(), case.seed, WORLD_SIZE, case.budget),
+            *(task, case.make(), case.seed, case.workers, case.budget),
             measure_xi=measure_xi,
             hosts=case.hosts,
+            beta1=case.beta1,
         )
         runs.add(case, run)
         dense = runs.get(case.dense)
@@ -119,6 +122,8 @@ def chosen_of(candidates: Iterable[Case], arguments: argparse.Namespace) -> list
             case.task in arguments.tasks
             and case.density in arguments.densities
             and case.seed in arguments.seeds
+            and case.rate in arguments.rates
+            and case.workers in arguments.workers
             and case.method in arguments.methods
             and (case.method == "dense" or case.memory in arguments.memories)
             and (case.method == "dense" or case.hosts in arguments.hosts)
@@ -131,7 +136,7 @@ def tuning_cases(arguments: argparse.Namespace) -> Iterable[Case]:
     """Every memory, on seeds that are not reported."""
     for seed in sorted(set(arguments.seeds) - set(SEEDS)):
         for task in arguments.tasks:
-            for density in arguments.densities:
+            for density in TASKS[task].budgets.keys() & set(arguments.densities):
                 for method in arguments.methods:
                     for memory in ("plain",) if method == "dense" else arguments.memories:
                         yield Case(task, method, memory, density, "float32", seed)
@@ -145,7 +150,11 @@ def main() -> None:
     add("--methods", nargs="+", choices=METHOD_NAMES, default=list(METHOD_NAMES))
     add("--memories", nargs="+", choices=MEMORIES, default=list(MEMORIES))
     add("--hosts", nargs="+", type=int, choices=HOSTS, default=list(HOSTS), help="0: flat")
-    add("--densities", nargs="+", type=float, choices=DENSITIES, default=list(DENSITIES))
+    add(
+        "--densities", nargs="+", type=float, choices=ADAMW_DENSITIES, default=list(ADAMW_DENSITIES)
+    )
+    add("--rates", nargs="+", type=float, choices=RATES, default=list(RATES), help="AdamW's")
+    add("--workers", nargs="+", type=int, choices=WORKERS, default=list(WORKERS))
     add("--seeds", nargs="+", type=int, default=list(SEEDS))
     add("--report", type=Path, help="where to write the report, as JSON")
     add("--plot", type=Path, help="where to write the learning curves, as PNG")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+from benchmarks.convergence_adamw import (
+    ADAMW_DENSITIES,
+    Recommender,
+    TransformerText,
+    VisionTransformer,
+)
 from benchmarks.convergence_tasks import Budget, Digits, FashionMnist, PythonHelp, Sources, Task
 from benchmarks.powersgd import PowerSgd
 from hvd_sparse.engine import Method
 from hvd_sparse.methods import METHODS
 
 WORLD_SIZE = 4
-TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Digits, PythonHelp, Sources, FashionMnist)
-}
+SGD_TASKS: tuple[type[Task], ...] = (Digits, PythonHelp, Sources)
+ADAMW_TASKS: tuple[type[Task], ...] = (TransformerText, VisionTransformer, Recommender)
+ALL_TASKS: tuple[type[Task], ...] = (*SGD_TASKS, FashionMnist, *ADAMW_TASKS)
+TASKS: dict[str, type[Task]] = {task.name: task for task in ALL_TASKS}
 DENSITIES = (0.01, 0.001)
 SEEDS = (10, 11, 12)
 """Seeds of the reported trainings. Recipes were chosen on seed 0."""
@@ -31,9 +38,14 @@ DENSE_FIRST = ("oktopk", "exdyna", "clt_k")
 """Compressors that apply only k entries a step: their first steps are dense, as in some trainings
 of Ok-Topk's authors."""
 
-MEMORIES = ("plain", "local", "global")
+MEMORIES = ("plain", "local", "global", "beta1=0", "sparse_adamw")
 """plain: error feedback, and the optimizer's own momentum after the exchange. local: DGC's momentum
-correction. global: momentum of what all ranks applied."""
+correction. global: momentum of what all ranks applied. With AdamW, beta1=0: no momentum after the
+exchange; sparse_adamw: neither, and the longest steps are sent."""
+SMALL_DENSITIES = (0.003, 0.001)
+RATES = (1.0, 0.3, 3.0)
+"""Learning rates of AdamW, in units of the task's."""
+WORKERS = (WORLD_SIZE, 2, 8)
 PAPER_MEMORY = {"dgc": "local", "dragonn": "local"}
 """The memory in a method's paper, where it is not plain error feedback."""
 TRIED_MEMORIES = ("global", "local")
@@ -55,18 +67,23 @@ class Case(NamedTuple):
     wire: str
     seed: int
     hosts: int = 0
+    rate: float = 1.0
+    workers: int = WORLD_SIZE
 
     @property
     def levels(self) -> str:
-        """Two levels in words; empty for flat."""
-        return f", {self.hosts} hosts x {WORLD_SIZE // self.hosts}" if self.hosts else ""
+        """Two levels, another rate and other numbers of ranks in words; else empty."""
+        levels = f", {self.hosts} hosts x {self.workers // self.hosts}" if self.hosts else ""
+        rate = f", rate x {self.rate:g}" if self.rate != 1.0 else ""
+        return f"{levels}{rate}" + (f", P = {self.workers}" if self.workers != WORLD_SIZE else "")
 
     @property
     def words(self) -> str:
         """The case in words."""
         density = f"{self.density:g}"
         if self.method == "dense":
-            return f"{self.task}, steps of density {density}, dense, seed {self.seed}"
+            steps = f"{self.task}, steps of density {density}, dense"
+            return f"{steps}{self.levels}, seed {self.seed}"
         wire = "" if self.wire == "float32" else f", {self.wire}"
         method = f"{self.method}, {self.memory}{wire}{self.levels}"
         return f"{self.task}, density {density}, {method}, seed {self.seed}"
@@ -74,14 +91,33 @@ class Case(NamedTuple):
     @property
     def budget(self) -> Budget:
         """The training's length and rate; dense trainings have those of their counterparts."""
-        return TASKS[self.task].budgets[self.density]
+        budget = TASKS[self.task].budgets[self.density]
+        return replace(budget, lr=budget.lr * self.rate)
+
+    @property
+    def has_adamw(self) -> bool:
+        """Whether the task is trained with AdamW: for equally long at every density."""
+        return TASKS[self.task].recipe.optimizer == "adamw"
 
     @property
     def dense(self) -> Case:
         """The dense training that this one is compared with."""
         budgets = TASKS[self.task].budgets
         density = next(d for d, budget in budgets.items() if budget == self.budget)
-        return Case(self.task, "dense", "plain", density, "float32", self.seed)
+        if self.has_adamw:
+            density = ADAMW_DENSITIES[0]
+        compared = Case(self.task, "dense", "plain", density, "float32", self.seed)
+        return compared._replace(rate=self.rate, workers=self.workers)
+
+    @property
+    def beta1(self) -> float:
+        """AdamW's β1 of what is exchanged sparsely, or of everything."""
+        return TASKS[self.task].recipe.momentum if self.memory == "plain" else 0.0
+
+    @property
+    def has_dense_steps(self) -> bool:
+        """Whether the first steps are dense."""
+        return self.has_adamw or self.method in DENSE_FIRST
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the method's constructor."""
@@ -91,7 +127,7 @@ class Case(NamedTuple):
         arguments: dict[str, Any] = {
             "density": self.density,
             "warmup_steps": budget.warmup_steps,
-            "dense_steps": budget.dense_steps if self.method in DENSE_FIRST else 0,
+            "dense_steps": budget.dense_steps if self.has_dense_steps else 0,
             "wire": self.wire,
             **memory_arguments(self.memory, task.recipe.momentum),
         }
@@ -111,12 +147,17 @@ class Case(NamedTuple):
 
     def recipe(self, data: str) -> dict[str, Any]:
         """Everything that determines the result; stored beside it."""
+        recipe = asdict(TASKS[self.task].recipe)
+        if self.has_adamw:
+            recipe["beta1"] = self.beta1
+        else:
+            del recipe["optimizer"]
         return {
-            **asdict(TASKS[self.task].recipe),
+            **recipe,
             "steps": self.budget.steps,
             "lr": self.budget.lr,
             "arguments": self.arguments(),
-            "world_size": WORLD_SIZE,
+            "world_size": self.workers,
             "data": data,
             **({"hosts": self.hosts} if self.hosts else {}),
             **({"drops": self.budget.drops} if self.budget.drops else {}),
@@ -125,10 +166,10 @@ class Case(NamedTuple):
 
 def memory_arguments(memory: str, momentum: float) -> dict[str, Any]:
     """The constructor's arguments for a memory."""
+    if memory in ("local", "global"):
+        return {"momentum": momentum, "momentum_kind": memory}
     # DGC corrects momentum unless it is told not to.
-    return (
-        {"momentum": 0.0} if memory == "plain" else {"momentum": momentum, "momentum_kind": memory}
-    )
+    return {"momentum": 0.0, **({"preconditioned": True} if memory == "sparse_adamw" else {})}
 
 
 def memories_of(method: str) -> tuple[str, ...]:
@@ -156,6 +197,28 @@ def cases() -> Iterator[Case]:
     for seed in SEEDS[1:]:
         for task in small:
             yield Case(task, "topk", TRIED_MEMORIES[0], DENSITIES[0], "float32", seed)
+    for task in (each.name for each in ADAMW_TASKS):
+        yield from with_adamw(task)
+
+
+def with_adamw(task: str) -> Iterator[Case]:
+    """AdamW dense, as it is after error feedback, without β1, and `sparse_adamw`."""
+    for seed in SEEDS:
+        dense = Case(task, "dense", "plain", ADAMW_DENSITIES[0], "float32", seed)
+        yield dense
+        for memory in ("sparse_adamw", "plain", "beta1=0"):
+            for method in ("topk", "oktopk"):
+                yield dense._replace(method=method, memory=memory)
+    base = Case(task, "topk", "sparse_adamw", ADAMW_DENSITIES[0], "float32", SEEDS[0])
+    yield base.dense._replace(memory="beta1=0")
+    for memory in ("sparse_adamw", "plain"):
+        yield base._replace(method="oktopk", density=ADAMW_DENSITIES[-1], memory=memory)
+    for density in SMALL_DENSITIES:
+        for memory in ("sparse_adamw", "beta1=0", "plain"):
+            yield base._replace(density=density, memory=memory)
+    others = [base._replace(workers=P) for P in WORKERS[1:]]
+    for other in (*others, *(base._replace(rate=rate) for rate in RATES[1:])):
+        yield from (other.dense, other, other._replace(memory="plain"))
 
 
 def promised(task: str, seed: int) -> Iterator[Case]:

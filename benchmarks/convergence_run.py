@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.convergence_tasks import Budget, Task
 from benchmarks.powersgd import Compressed, PowerSgd
-from hvd_sparse import MomentumCorrectedSGD
+from hvd_sparse import MomentumCorrectedSGD, SparseAdamW
 from hvd_sparse.compression import RunOptions
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.hosts import Grid, Hosts
@@ -84,6 +84,7 @@ class Averaging:
         if isinstance(method, PowerSgd):
             self.low_rank, method = Compressed(method.rank, self.mean), None
         self.momentum = 0.0 if method is None else method.memory.momentum
+        self.is_preconditioned = method is not None and method.memory.preconditioned
         self.engine: Engine | None = None
         if method is not None:
             self.engine = Engine(method)
@@ -97,6 +98,17 @@ class Averaging:
     def corrects_momentum(self, parameter: Tensor) -> bool:
         """For `MomentumCorrectedSGD`, which asks its compression."""
         return self.momentum > 0 and self.is_sparse(parameter)
+
+    def preconditions(self, parameter: Tensor) -> bool:
+        """For `SparseAdamW`."""
+        return self.is_preconditioned and self.is_sparse(parameter)
+
+    def serve(self, optimizer: Any) -> None:
+        """Be an optimizer's compression, as Horovod's optimizer has one."""
+        vars(optimizer)["_compression"] = self
+        if self.engine is not None and self.is_preconditioned:
+            named = dict(self.named)
+            self.engine.exponents_of = lambda name: optimizer.state[named[name]].get("exponent")
 
     def average(self) -> None:
         """Replace every gradient by the mean."""
@@ -173,6 +185,7 @@ def train(
     *,
     measure_xi: bool = False,
     hosts: int = 0,
+    beta1: float = 0.0,
 ) -> Run:
     """Train once.
 
@@ -184,6 +197,7 @@ def train(
         budget: Length and rate of the training.
         measure_xi: Whether to follow Ok-Topk's Assumption 1.
         hosts: For two levels, how many hosts the ranks have; 0: flat.
+        beta1: AdamW's, where that is the task's optimizer.
     """
     start = time.perf_counter()
     dense_world = LocalWorld(world_size, timeout_s=600.0)
@@ -197,8 +211,13 @@ def train(
         rank, recipe, run = transport.rank, task.recipe, Run()
         model = models[rank]
         averaging = Averaging(model, method, transport, dense_world.transport(rank), hosts)
-        optimizer = MomentumCorrectedSGD(model.parameters(), budget.lr, recipe.momentum)
-        vars(optimizer)["_compression"] = averaging  # as Horovod's optimizer has one
+        has_adamw, limit = recipe.optimizer == "adamw", recipe.clip_norm
+        optimizer = (
+            SparseAdamW(model.parameters(), budget.lr, (beta1, 0.999))
+            if has_adamw
+            else MomentumCorrectedSGD(model.parameters(), budget.lr, recipe.momentum)
+        )
+        averaging.serve(optimizer)
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         counts: dict[int, Counts] = {}
         for step in range(budget.steps):
@@ -208,7 +227,10 @@ def train(
                 group["lr"] = budget.lr_at(step, recipe.lr_warmup_steps)
             optimizer.zero_grad(set_to_none=True)
             task.loss(model, generator).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+            clips_mean = has_adamw and method is None  # otherwise as `clip_norm` does
+            if not clips_mean:
+                own = limit * world_size**0.5 if has_adamw else limit
+                nn.utils.clip_grad_norm_(model.parameters(), own)
             if measure_xi and step + 1 in points:
                 shared["rows"][rank] = (averaging.accumulator(), averaging.gradient())
                 if barrier.wait() == 0:
@@ -216,6 +238,8 @@ def train(
                     shared["xi"].append(xi_of(shared["rows"], method))
                 barrier.wait()
             averaging.average()
+            if clips_mean:
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
             if rank == 0 and step + 1 in points:
                 run.curve.append(task.evaluate(model))

@@ -2,7 +2,7 @@
 
 The data come with what is installed: scikit-learn's handwritten digits, Debian's package
 `dataset-fashion-mnist`, the help texts of Python's `pydoc_data`, and the sources of Python and of
-installed packages.
+installed packages. What is trained with AdamW is in benchmarks/convergence_adamw.py.
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ class Recipe:
         batch: Samples per rank and step.
         lr_warmup_steps: Steps over which the learning rate rises.
         momentum: Momentum of the optimizer, or of a memory instead.
-        clip_norm: Limit on the norm of a rank's gradient.
+        clip_norm: Limit on the norm of a rank's gradient; with AdamW, on that of the mean.
+        optimizer: "sgd", or "adamw", whose β1 is the momentum.
     """
 
     batch: int
     lr_warmup_steps: int
     momentum: float
     clip_norm: float
+    optimizer: str = "sgd"
 
 
 class Task(ABC):

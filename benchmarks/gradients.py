@@ -25,7 +25,7 @@ from benchmarks.corpus import Vocabulary, python_sources, windows
 from benchmarks.models import BenchmarkModel, zipf
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator, Scope
-from hvd_sparse.methods.catalogue import METHODS
+from hvd_sparse.methods.catalogue import METHODS, ExdynaOptions, GaussiankOptions
 from hvd_sparse.methods.method_options import AnyCollectiveOptions, MethodOptions
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport, run_ranks
@@ -34,8 +34,8 @@ RANKS, STEPS, KEPT = 4, 40, 4
 """Virtual ranks; steps of a training; kept of them at its beginning and at its end."""
 COMPRESSORS: dict[str, Callable[..., MethodOptions]] = {
     **{name: METHODS[name] for name in METHODS if name not in ("hard_threshold", "randomk")},
-    "exdyna, as written": partial(METHODS["exdyna"], as_written=True),
-    "gaussiank, fair": partial(METHODS["gaussiank"], least_share=0.75),
+    "exdyna, as written": partial(ExdynaOptions, as_written=True),
+    "gaussiank, fair": partial(GaussiankOptions, least_share=0.75),
 }
 CACHE = Path(__file__).resolve().parents[1] / "build" / "gradients"
 

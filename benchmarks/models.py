@@ -104,6 +104,8 @@ class ResNet50(BenchmarkModel):
 class BertStyle(BenchmarkModel):
     """A transformer encoder with BERT's vocabulary, whose head shares the embedding."""
 
+    is_causal = False
+
     def __init__(self, width: int, layers: int, batch: int, length: int) -> None:
         super().__init__()
         self.vocabulary, self.shape = 30522, (batch, length)
@@ -120,7 +122,10 @@ class BertStyle(BenchmarkModel):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.norm(self.embedding(tokens) + self.position[: tokens.shape[1]])
-        x = self.transform(self.layers(x))
+        mask = None
+        if self.is_causal:
+            mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        x = self.transform(self.layers(x, mask=mask, is_causal=self.is_causal))
         scores = F.linear(x, self.embedding.weight, self.bias)
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
@@ -135,6 +140,13 @@ class Transformer35(BertStyle):
 
     def __init__(self) -> None:
         super().__init__(width=512, layers=6, batch=1, length=64)
+
+
+class CausalTransformer35(Transformer35):
+    """The same, which sees no token before it has to be predicted."""
+
+    title = "causal transformer, 35 M"
+    is_causal = True
 
 
 class BertBase(BertStyle):

@@ -2,10 +2,14 @@
 
     python -m benchmarks.time_to_loss --json FILE --netlab 1gbit 100mbit --plot docs/time_to_loss
     python -m benchmarks.time_to_loss --json FILE --netlab 1gbit --quick
+    python -m benchmarks.time_to_loss --json FILE --netlab 1gbit 100mbit --seeds 3 \\
+        --model transformer --optimizer adamw \\
+        --ways horovod horovod-fp16 powersgd-2 topk@0.01 sparse_adamw@0.01
 
-Every way trains an LSTM of 24.8 M parameters with the same batches for the same time: with Adam, or
-with SGD and momentum, which `dgc` corrects. The result is the time until the loss on held-out files
-is within 1 % of plain Horovod's final loss. A planner's trial counts; validation does not.
+Every way trains an LSTM of 24.8 M parameters or a transformer of 35 M with the same batches for the
+same time: with Adam or AdamW, or with SGD and momentum, which `dgc` corrects. The result is the
+time until the loss on held-out files is within 1 % of plain Horovod's final loss. A planner's trial
+counts; validation does not.
 Checkpoints are written every minute: the same command continues where it was stopped.
 """
 
@@ -25,7 +29,7 @@ from hvd_sparse.lab.plots import load_pyplot
 
 WORKER = "benchmarks/time_to_loss_worker.py"
 RANKS = 2
-ADAM = "adam"
+ADAM, LSTM = "adam", "lstm"
 DENSE = "horovod"
 WAYS = (DENSE, "topk@0.05/float16+gap", "topk@0.01/float16+gap", "powersgd-2", "planned@0.01")
 QUICK_WAYS = WAYS[:4]
@@ -54,6 +58,8 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job
                 arguments += ["--corpus-bytes", str(options.corpus_bytes)]
                 if options.optimizer != ADAM:
                     arguments += ["--optimizer", options.optimizer]
+                if options.model != LSTM:
+                    arguments += ["--model", options.model]
                 if is_ours(way):
                     arguments += ["--warmup-steps", str(options.warmup_steps)]
                 yield Job(way, at, RANKS, seed, WORKER, tuple(arguments))
@@ -76,7 +82,10 @@ def seconds_to(curve: Curve, loss: float) -> float | None:
 def title_of(found: Mapping[str, Sequence[Any]]) -> str:
     """What was trained, on which text."""
     first = next(iter(found.values()))[0]
-    model = f"LSTM, {first['numel'] / 1e6:.1f} M, {first.get('optimizer', ADAM)}"
+    size = f"LSTM, {first['numel'] / 1e6:.1f} M"
+    if not first.get("model", "LSTM").startswith("LSTM"):
+        size = first["model"]
+    model = f"{size}, {first.get('optimizer', ADAM)}"
     return f"{model}, Python sources {first['digest']}"
 
 
@@ -160,7 +169,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--seconds", type=float, help="of a training; default: 900, quick 240")
     parser.add_argument("--every-seconds", type=float, default=10.0, help="between measurements")
-    parser.add_argument("--optimizer", choices=(ADAM, "sgd"), default=ADAM)
+    parser.add_argument("--optimizer", choices=(ADAM, "adamw", "sgd"), default=ADAM)
+    parser.add_argument("--model", choices=(LSTM, "transformer"), default=LSTM)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=768, help="width of the LSTM")
     parser.add_argument("--corpus-bytes", type=int, default=24_000_000)

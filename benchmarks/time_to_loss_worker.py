@@ -20,18 +20,19 @@ from torch import Tensor, nn
 
 from benchmarks._rank import check_replicas, dist, end_rank, everywhere, say, start_rank
 from benchmarks.corpus import MOST_BYTES, Vocabulary, python_sources, windows
-from benchmarks.models import Lstm24
-from benchmarks.ways import UNAVERAGED, Way, is_ours, make_way
+from benchmarks.models import CausalTransformer35, Lstm24
+from benchmarks.ways import SPARSE_ADAMW, UNAVERAGED, Way, is_ours, make_way
 
 LENGTH = 32
 LR_WARMUP_STEPS = 10
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, fused=True),  # a quarter of the time of torch's default
+    "adamw": partial(torch.optim.AdamW, fused=True),
     "sgd": partial(torch.optim.SGD, momentum=0.9),
 }
-CLIP_NORMS = {"adam": 1.0}
+CLIP_NORMS = {"adam": 1.0, "adamw": 1.0}
 """Limits on the averaged gradient's norm. What DGC brings has the momentum in it: no limit of a
-gradient suits that."""
+gradient suits that. `sparse_adamw` clips each rank's own."""
 VALIDATION_BATCHES, VALIDATION_BATCH = 8, 32
 FIRST_STEPS = 4
 """Of the first stretch, which tells how many steps the others have."""
@@ -45,9 +46,9 @@ class Text:
         digest: Identifies the corpus.
     """
 
-    def __init__(self, most_bytes: int, seed: int, batch: int) -> None:
+    def __init__(self, most_bytes: int, seed: int, batch: int, tokens: int) -> None:
         corpus = python_sources(most_bytes)
-        vocabulary = Vocabulary.of(corpus.train, Lstm24.vocabulary)
+        vocabulary = Vocabulary.of(corpus.train, tokens)
         self.digest = corpus.digest
         self._train, validation = map(vocabulary.encode, (corpus.train, corpus.validation))
         self._batch = batch
@@ -74,9 +75,16 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(options.seed)
         self.options = options
-        self.text = Text(options.corpus_bytes, options.seed, options.batch)
-        self.model = Lstm24(options.width)
-        warmup = {"warmup_steps": options.warmup_steps} if is_ours(options.way) else {}
+        lstm = options.model == "lstm"
+        self.model = Lstm24(options.width) if lstm else CausalTransformer35()
+        tokens = self.model.vocabulary
+        self.text = Text(options.corpus_bytes, options.seed, options.batch, tokens)
+        warmup: dict[str, Any] = {}
+        if is_ours(options.way):
+            warmup["warmup_steps"] = options.warmup_steps
+        self.clip_norm = CLIP_NORMS.get(options.optimizer)
+        if options.way.startswith(SPARSE_ADAMW):
+            warmup["clip_norm"], self.clip_norm = self.clip_norm, None
         optimizer = OPTIMIZERS[options.optimizer]
         self.way: Way = make_way(options.way, self.model, options.lr, optimizer, **warmup)
         self.steps, self.train_s, self.stretch_steps = 0, 0.0, FIRST_STEPS
@@ -100,8 +108,8 @@ class Run:
         self.way.module.zero_grad()
         self.way.module(*self.text.batch()).backward()
         self.way.synchronize()
-        if limit := CLIP_NORMS.get(self.options.optimizer):
-            nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        if self.clip_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         self.way.update()
         self.steps += 1
 
@@ -177,6 +185,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "digest": run.text.digest,
         "numel": sum(p.numel() for p in run.model.parameters()),
         "optimizer": options.optimizer,
+        "model": run.model.title,
     }
 
 
@@ -191,6 +200,7 @@ def main() -> None:
     parser.add_argument("--save-seconds", type=float, default=60.0)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--model", choices=("lstm", "transformer"), default="lstm")
     parser.add_argument("--batch", type=int, default=4, help="windows of 32 tokens per rank")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--warmup-steps", type=int, default=0, help="of our density")

@@ -14,6 +14,7 @@ Names of ways:
 | `planned@0.01` | a policy with `compress: auto` |
 | `oktopk@0.01`, `dgc@0.001`, … | a constructor of `Compression` at a density |
 | `topk:oktopk@0.01/float16+gap` | the same with a collective and a wire |
+| `sparse_adamw@0.01` | `hvd_sparse.sparse_adamw`, with or without a collective and a wire |
 | `oktopk@0.01,hierarchical` | the same in two levels: inside the hosts, and between them |
 
 Our ways also exchange the sparse gradients of embeddings; Horovod's optimizer gathers them.
@@ -46,6 +47,7 @@ from hvd_sparse.planner import Planner
 dist: Any = torch.distributed  # its type hints leave out what is used here
 NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?(,hierarchical)?")
 UNAVERAGED = ("alone", "in-step")
+SPARSE_ADAMW = "sparse_adamw"
 ONE_BUCKET_MB = 100_000
 SPARSE_WARMUP_STEPS, POWERSGD_WARMUP_STEPS, DENSE_WARMUP_STEPS = 10, 4, 2
 LOSSLESS, ROUNDED = 1e-5, 1e-2
@@ -148,7 +150,7 @@ def share_before(end_s: float, spans: Iterable[tuple[float, float]]) -> float | 
 def is_ours(name: str) -> bool:
     """Whether a way compresses sparsely."""
     match = NAME.fullmatch(name)
-    return match is not None and match[1] in (*METHODS, "planned")
+    return match is not None and match[1] in (*METHODS, "planned", SPARSE_ADAMW)
 
 
 def has_levels() -> bool:
@@ -182,7 +184,8 @@ def make_way(
         name: As in the table of this module.
         model: The model, with the same weights on all ranks.
         lr: Learning rate.
-        optimizer_class: Constructor that takes parameters and `lr`; `dgc` has its own.
+        optimizer_class: Constructor that takes parameters and `lr`; `dgc` and `sparse_adamw` have
+            their own.
         **options: For the constructor of ours.
     """
     match = NAME.fullmatch(name)
@@ -213,6 +216,9 @@ def make_way(
         compression: Any = hvd_sparse.Compression.from_policy(policy, named)
     elif base == "dgc":
         optimizer, compression = hvd_sparse.dgc_sgd(named, lr=lr, **options, **whole)
+    elif base == SPARSE_ADAMW:
+        _, compression = hvd_sparse.sparse_adamw(named, **(options | whole))
+        optimizer = hvd_sparse.SparseAdamW(model.parameters(), lr=lr, fused=True)
     else:
         compression = getattr(hvd_sparse.Compression, base)(named, **options, **whole)
     if any(getattr(module, "sparse", False) for module in model.modules()):

@@ -2,7 +2,11 @@
 
     horovodrun -np 2 python examples/pytorch_language_model.py
     horovodrun -np 2 python examples/pytorch_language_model.py --compression "topk density=0.01"
+    horovodrun -np 2 python examples/pytorch_language_model.py --optimizer adamw \\
+        --compression "topk density=0.01 clip_norm=1.0"
     horovodrun -np 2 python examples/pytorch_language_model.py --data a.txt --checkpoint runs/a
+
+With `--optimizer adamw` and a constructor it is `hvd_sparse.sparse_adamw`.
 
 Without `--data` it reads the sources of Python's standard library. With `--checkpoint DIR` it saves
 after every epoch, including residuals, and the same command continues from there.
@@ -58,7 +62,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="PyTorch language model example")
     parser.add_argument("--batch-size", type=int, default=16, help="per worker (default: 16)")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=0.001, help="of Adam (default: 0.001)")
+    parser.add_argument("--lr", type=float, default=0.001, help="learning rate (default: 0.001)")
+    parser.add_argument("--optimizer", choices=("adam", "adamw"), default="adam")
     parser.add_argument("--no-cuda", action="store_true", help="train on the CPU")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--log-interval", type=int, default=0, help="steps between loss lines")
@@ -97,7 +102,7 @@ def load_text(paths: list[Path] | None, most_bytes: int, length: int) -> list[Te
     return [TensorDataset(rows[:-tests]), TensorDataset(rows[-tests:])]
 
 
-def make_compression(text: str, model: nn.Module, record: str | None) -> Any:
+def make_compression(text: str, model: nn.Module, record: str | None, optimizer: str) -> Any:
     """Make what `--compression` names: Horovod's own, a policy, or a constructor's result."""
     name, *words = text.split() or ["none"]
     if name in {"none", "fp16"}:
@@ -107,6 +112,8 @@ def make_compression(text: str, model: nn.Module, record: str | None) -> Any:
             return hvd_sparse.Compression.from_policy(name, model=model, record=record)
         pairs = (word.partition("=") for word in words)
         arguments = {key: yaml.safe_load(value) for key, _, value in pairs}
+        if optimizer == "adamw":  # the entries are selected by what AdamW does with them
+            arguments = {"dense_steps": 20, "momentum": 0.0, "preconditioned": True, **arguments}
         constructor = getattr(hvd_sparse.Compression, name)
         return constructor(model.named_parameters(), record=record, **arguments)
     except (AttributeError, TypeError, OSError, hvd_sparse.errors.ConfigError) as error:
@@ -202,10 +209,12 @@ def main() -> None:
     test_loader = DataLoader(test_dataset, batch_size=args.batch_size, sampler=test_sampler)
 
     model = Net(args.width).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    # Uncompressed, SparseAdamW is AdamW.
+    optimizer_class = {"adam": torch.optim.Adam, "adamw": hvd_sparse.SparseAdamW}[args.optimizer]
+    optimizer: Any = optimizer_class(model.parameters(), lr=args.lr)
 
     # Horovod: (optional) compression algorithm.
-    compression = make_compression(args.compression, model, args.record)
+    compression = make_compression(args.compression, model, args.record, args.optimizer)
 
     # Horovod: wrap optimizer with DistributedOptimizer.
     optimizer = hvd.DistributedOptimizer(

@@ -1,7 +1,7 @@
 """Gradient sparsification for Horovod: `hvd.DistributedOptimizer(compression=…)`."""
 
 from hvd_sparse._version import __version__
-from hvd_sparse.compression import Compression, dgc_sgd
+from hvd_sparse.compression import Compression, dgc_sgd, sparse_adamw
 from hvd_sparse.errors import (
     CheckpointError,
     ConfigError,
@@ -18,7 +18,7 @@ from hvd_sparse.functional import (
     sparse_allreduce,
     sparse_allreduce_async,
 )
-from hvd_sparse.optim import MomentumCorrectedSGD
+from hvd_sparse.optim import MomentumCorrectedSGD, SparseAdamW
 from hvd_sparse.recording import Recorder
 from hvd_sparse.streams import SparseStream
 
@@ -31,12 +31,14 @@ __all__ = [
     "PeerLostError",
     "PlanError",
     "Recorder",
+    "SparseAdamW",
     "SparseStream",
     "TransportError",
     "TransportTimeout",
     "UnsupportedError",
     "__version__",
     "dgc_sgd",
+    "sparse_adamw",
     "sparse_allgather",
     "sparse_allgather_async",
     "sparse_allreduce",

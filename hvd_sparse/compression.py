@@ -20,7 +20,7 @@ from hvd_sparse.checks import check_options, check_timeout, choice, count, optio
 from hvd_sparse.engine import Assignment
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS, DgcOptions, catalogue
-from hvd_sparse.optim import MomentumCorrectedSGD
+from hvd_sparse.optim import MomentumCorrectedSGD, SparseAdamW
 from hvd_sparse.recording import Recorder
 from hvd_sparse.transports.connect import TRANSPORT_NAMES
 
@@ -361,3 +361,38 @@ def dgc_sgd(
     nesterov = options.get("nesterov", DgcOptions.nesterov)
     parameters = dict.fromkeys(p for _, p in named)  # tied weights have several names
     return MomentumCorrectedSGD(parameters, lr, momentum, weight_decay, nesterov), compression
+
+
+def sparse_adamw(
+    named_parameters: Iterable[tuple[str, Parameter]],
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    compressor: str = "topk",
+    **options: Any,
+) -> tuple[SparseAdamW, SparseCompressor]:
+    """AdamW and a compression that sends what moves the weights furthest.
+
+        optimizer, compression = hvd_sparse.sparse_adamw(
+            model.named_parameters(), lr=1e-3, clip_norm=1.0)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression)
+
+    Args:
+        named_parameters: As `model.named_parameters()`.
+        lr: Learning rate.
+        betas: β1, for tensors that stay dense (others get 0), and β2.
+        eps: ε.
+        weight_decay: λ.
+        compressor: Name of a constructor of `Compression`.
+        **options: See that constructor. `clip_norm` takes the place of `clip_grad_norm_`.
+            `dense_steps` is 20 where it is not given: until then v is too young.
+    """
+    named = named_pairs(named_parameters)
+    choice(METHODS)("compressor", compressor)
+    arguments = {"dense_steps": 20, "momentum": 0.0, **options, "preconditioned": True}
+    compression = getattr(Compression, compressor)(named, **arguments)
+    parameters = dict.fromkeys(p for _, p in named)  # tied weights have several names
+    return SparseAdamW(parameters, lr, betas, eps, weight_decay), compression

@@ -1,4 +1,4 @@
-"""SGD for gradients that already contain their momentum."""
+"""Optimizers for compressed gradients: SGD with momentum, and AdamW."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.adamw import adamw
 
 
 class MomentumCorrectedSGD(torch.optim.Optimizer):
@@ -86,3 +88,125 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         elif decay and corrected:
             update = gradient + rest
         parameter.add_(update, alpha=-group["lr"])
+
+
+REFRESH_STEPS = 32
+"""Steps between two looks at v: with β2 = 0.999 its root changes by 2 % meanwhile."""
+MOST_EXPONENT = 60
+SQRT2_BITS = 0x3504F3  # of float32's mantissa
+OPTIONS = ("foreach", "capturable", "differentiable", "fused", "amsgrad", "maximize", "lr", "eps")
+
+
+class SparseAdamW(torch.optim.AdamW):
+    """AdamW that leaves the momentum of compressed gradients to their residuals.
+
+    An entry that waits in a residual gathers the gradients of many steps, as momentum does; a
+    second momentum goes on applying what was sent, and overshoots. So gradients that a compression
+    has selected with `preconditioned=True` get β1 = 0, and others ordinary AdamW. The compression
+    reads √v̂ + ε here, rounded to powers of two, every 32 steps and in each of the first 32.
+
+    States of `torch.optim.AdamW` can be loaded here, and the other way round: the momentum of
+    compressed gradients then begins anew.
+
+    The arguments are those of `torch.optim.AdamW`; β1 is for gradients that stay dense.
+    """
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, also of `torch.optim.AdamW`."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for group in self.param_groups:
+            group.setdefault("sparse_steps", 0)
+        for parameter, its in self.state.items():
+            exponent = its.get("exponent", torch.zeros_like(parameter)).contiguous()
+            its["exponent"] = exponent.to(torch.int8)  # torch gives it the parameter's type
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of `torch.optim.AdamW`, with zeros where a momentum begins anew."""
+        packed: dict[str, Any] = super().state_dict()
+        for key, its in packed["state"].items():
+            if "exp_avg" not in its:
+                packed["state"][key] = {**its, "exp_avg": torch.zeros_like(its["exp_avg_sq"])}
+        return packed
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters once.
+
+        Args:
+            closure: Evaluates the model again and returns the loss; or None.
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        compression = getattr(self, "_compression", None)  # Horovod's optimizer has one
+        is_selected = getattr(compression, "preconditions", lambda parameter: False)
+        for group in self.param_groups:
+            parts: dict[bool, list[Parameter]] = {False: [], True: []}
+            for p in (p for p in group["params"] if p.grad is not None and p.requires_grad):
+                parts[is_selected(p)].append(p)
+            beta1, beta2 = group["betas"]
+            self._update(group, parts[False], beta1, beta2)
+            self._update(group, parts[True], None, beta2)
+            step = group["sparse_steps"] = group.get("sparse_steps", 0) + 1
+            if step <= REFRESH_STEPS or step % REFRESH_STEPS == 0:
+                for p in parts[True]:
+                    its = self.state[p]
+                    correction = (1 - beta2 ** its["step"].to(p.device)).clamp(min=1e-8)
+                    its["exponent"] = exponents(its["exp_avg_sq"] / correction, group["eps"])
+        return loss
+
+    def _update(
+        self, group: dict[str, Any], parameters: list[Parameter], beta1: float | None, beta2: float
+    ) -> None:
+        """Update some parameters of a group; without a `beta1` there are no momenta."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        states = [self._state_of(p, group, beta1) for p in parameters]
+        averages = [its["exp_avg"] for its in states if beta1 is not None]
+        if beta1 is None:  # with β1 = 0 torch writes the gradient over itself
+            averages = [-g if group["maximize"] else g.data for g in gradients]
+        adamw(
+            list(parameters),
+            gradients,
+            averages,
+            [its["exp_avg_sq"] for its in states],
+            [its["max_exp_avg_sq"] for its in states if group["amsgrad"]],
+            [its["step"] for its in states],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            beta1=beta1 or 0.0,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            **{key: group[key] for key in OPTIONS},
+        )
+
+    def _state_of(self, parameter: Parameter, group: Any, beta1: float | None) -> dict[str, Any]:
+        its: dict[str, Any] = self.state[parameter]
+        if not its:
+            on_device = group["capturable"] or group["fused"]
+            device = parameter.device if on_device else torch.device("cpu")
+            its["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            its["exp_avg_sq"] = torch.zeros_like(parameter)
+            if group["amsgrad"]:
+                its["max_exp_avg_sq"] = torch.zeros_like(parameter)
+            its["exponent"] = torch.zeros(
+                parameter.shape, dtype=torch.int8, device=parameter.device
+            )
+        if beta1 is None:
+            its.pop("exp_avg", None)
+        elif "exp_avg" not in its:
+            its["exp_avg"] = torch.zeros_like(parameter)
+        return its
+
+
+def exponents(v: Tensor, eps: float) -> Tensor:
+    """The e with 2^e next to √v + ε, contiguous int8 in v's shape.
+
+    Where v is 0, nothing has been sent yet. There e is the mean of the other elements: as ε, such
+    elements would come before all others. Integers are summed, so that every rank has the same.
+    """
+    never = v == 0
+    bits = v.float().sqrt().add_(eps).view(torch.int32).add_((1 << 23) - SQRT2_BITS)  # rounds log2
+    found = (bits >> 23).sub_(127).clamp_(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
+    seen = torch.count_nonzero(v)
+    total = found.masked_fill(never, 0).sum(dtype=torch.int64)
+    mean = total.div(seen.clamp(min=1), rounding_mode="floor")
+    return torch.where(never & (seen > 0), mean.to(torch.int8), found).contiguous()

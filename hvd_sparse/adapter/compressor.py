@@ -31,6 +31,7 @@ from hvd_sparse.checks import check_above, check_choice
 from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, with_dense
 from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.functional.communicator import ALGORITHMS
+from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.methods import METHODS
 
 
@@ -324,9 +325,18 @@ class SparseCompressor:
 
     def corrects_momentum(self, parameter: Parameter) -> bool:
         """Whether the last gradient of a parameter came out of momentum correction."""
+        memory = self._memory_of(parameter)
+        return memory is not None and memory.momentum > 0
+
+    def _memory_of(self, parameter: Parameter) -> MemoryOptions | None:
         name = None if self._parameters is None else self._parameters.name_of(parameter)
         method = None if name is None else self._engine.method_of(name)
-        return method is not None and method.memory.momentum > 0
+        return None if method is None else method.memory
+
+    def preconditions(self, parameter: Parameter) -> bool:
+        """Whether the last gradient of a parameter was selected in units of `SparseAdamW`."""
+        memory = self._memory_of(parameter)
+        return memory is not None and memory.preconditioned
 
     def give_up_step(self) -> None:
         """Let go of a step that has failed, after which a state is loaded; see `TorchState`."""
@@ -419,6 +429,10 @@ class SparseCompressor:
             self._engine,
             self._session,
             self._dense_below,
+        )
+        alive, by_name = weakref.ref(optimizer), dict(self._parameters)
+        self._engine.exponents_of = lambda name: (
+            getattr(alive(), "state", {}).get(by_name[name], {}).get("exponent")
         )
         self._states.bind(self._door.fates)
         named = self._parameters.sparse()

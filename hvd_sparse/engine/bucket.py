@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,6 +17,7 @@ from hvd_sparse.engine.lane import DeviceLane
 from hvd_sparse.engine.staging import Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
 from hvd_sparse.hosts import Hosts, ShardedSum
+from hvd_sparse.memories import Preconditioned
 from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
 
@@ -61,6 +62,8 @@ class Bucket:
         poisoned: Whether the step's result is non-finite somewhere.
         is_open: Whether the last step has begun to change the bucket's state, and nobody has said
             yet whether it counts.
+        exponents_of: Gives a preconditioned tensor's units by name, contiguous int8 `(*shape)`,
+            another object for others; None: they are 1.
     """
 
     def __init__(
@@ -109,6 +112,8 @@ class Bucket:
         self.poisoned = False
         self.is_open = False
         self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None
+        self.exponents_of: Callable[[str], Tensor | None] = lambda name: None
+        self._exponents: dict[int, Tensor] = {}
         self._gradients: list[Tensor | None] = [None] * len(specs)
         self._copies: dict[int, Tensor] = {}
         self._step_gradients: list[Tensor] | None = None
@@ -157,8 +162,22 @@ class Bucket:
 
     def open_step(self) -> None:
         """Remember what the step is about to change; the memory does so with its tensors."""
+        if isinstance(self.memory, Preconditioned):
+            self._follow_units(self.memory)
         self._before = (self.step, self.selector.state_dict(), self.collective.state_dict())
         self.is_open = True
+
+    def _follow_units(self, memory: Preconditioned) -> None:
+        """Take over the units that the optimizer has changed since the last step."""
+        if memory.unit is None:
+            self._exponents.clear()
+        for slot, spec in enumerate(self.specs):
+            exponents = self.exponents_of(spec.name)
+            if exponents is not None and exponents is not self._exponents.get(slot):
+                self._exponents[slot] = exponents
+                start, stop = self._in_shard(slot)
+                first = start + self.shard.start - self.starts[slot]
+                memory.precondition(start, spec.of(exponents).view(-1)[first:][: stop - start])
 
     def roll_back(self) -> None:
         """Undo the last step, bit for bit, if it has begun."""

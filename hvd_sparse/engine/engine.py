@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +45,7 @@ class Engine:
         lost_l1: L1 norm of the residuals of ranks that are gone, as far as a caller knows it.
         hosts: Two levels among the ranks, or None; to be set after `connect`, before a step.
         residuals: What waits to be sent.
+        exponents_of: See `Bucket`; to be set before a step.
     """
 
     def __init__(self, assignment: Assignment, observer: Observer | None = None) -> None:
@@ -54,6 +55,7 @@ class Engine:
         self.dropped_l1 = self.lost_l1 = 0.0
         self.hosts: Hosts | None = None
         self.residuals = Residuals()
+        self.exponents_of: Callable[[str], Tensor | None] = lambda name: None
         self._unsettled = False
         self._worker = Worker()
         weakref.finalize(self, self._worker.close).atexit = False  # the worker sees to it itself
@@ -341,6 +343,8 @@ class Engine:
         buckets, locations = make_buckets(plan, devices, self._transport, self.hosts)
         self.residuals.begin_plan(buckets, locations, self._transport)
         self._buckets, self._locations = buckets, locations
+        for bucket in buckets:
+            bucket.exponents_of = self.exponents_of
         self._account.begin_plan(self._transport, buckets)
         for name, location in locations.items():
             _, gradient, frozen = self._arrivals[name]

@@ -33,6 +33,7 @@ import torch
 from hvd_sparse.memories.error_feedback import ErrorFeedback
 from hvd_sparse.memories.global_momentum import GlobalMomentum
 from hvd_sparse.memories.momentum_correction import MomentumCorrection
+from hvd_sparse.memories.preconditioned import Preconditioned
 
 __all__ = [
     "MOMENTUM_KINDS",
@@ -40,6 +41,7 @@ __all__ = [
     "GlobalMomentum",
     "MemoryOptions",
     "MomentumCorrection",
+    "Preconditioned",
 ]
 
 MOMENTUM_KINDS = ("local", "global")
@@ -58,6 +60,7 @@ class MemoryOptions:
             what all ranks applied.
         low_pass: β of ScaleCom's filter, in (0, 1]; 1: none.
         residual_decay: What a residual is multiplied by in each step, in (0, 1].
+        preconditioned: Whether entries are compared in units of `SparseAdamW`'s steps.
     """
 
     momentum: float = 0.0
@@ -66,6 +69,7 @@ class MemoryOptions:
     momentum_kind: str = "local"
     low_pass: float = 1.0
     residual_decay: float = 1.0
+    preconditioned: bool = False
 
     @property
     def momentum_unit(self) -> float:
@@ -79,6 +83,8 @@ class MemoryOptions:
     def make(self, numel: int, device: torch.device, world_size: int) -> ErrorFeedback:
         """The memory of one bucket of `numel` elements."""
         m, nesterov, beta, decay = self.momentum, self.nesterov, self.low_pass, self.residual_decay
+        if self.preconditioned:
+            return Preconditioned(numel, device, beta, decay)
         if m == 0.0:
             return ErrorFeedback(numel, device, beta, decay)
         if self.momentum_kind == "local":

@@ -162,10 +162,10 @@ class ErrorFeedback:
         if low_pass < 1.0:
             assert self._spare is not None  # has what was before the step
             before = self._spare[0]
-            let_go += (1.0 - low_pass) * float(torch.dist(self.residual, before, p=1))
+            let_go += (1.0 - low_pass) * self._l1(self.residual - before)
             torch.lerp(before, self.residual, low_pass, out=self.residual)
         if self.decay < 1.0:
-            let_go += (1.0 - self.decay) * float(torch.linalg.vector_norm(self.residual, ord=1))
+            let_go += (1.0 - self.decay) * self._l1(self.residual)
             self.residual.mul_(self.decay)
         return let_go
 
@@ -181,6 +181,10 @@ class ErrorFeedback:
 
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:
         return ops.Accumulation(self.residual, gradients, before=before)
+
+    def _l1(self, tensor: Tensor) -> float:
+        """L1 norm of a part of the residual, in units of the gradients."""
+        return float(torch.linalg.vector_norm(tensor, ord=1))
 
     def _tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.HELD)

@@ -101,6 +101,12 @@ class MethodOptions(ABC):
         "lost, and counted in `stats().let_go_l1`.",
         check_share,
     )
+    preconditioned: bool = option(
+        False,
+        "Whether the entries that would move the weights furthest are sent, by |residual| / √v of "
+        "`SparseAdamW`, which must be the optimizer: see `sparse_adamw`.",
+        check_flag,
+    )
     clip_norm: float | None = option(
         None,
         "Limit on the L2 norm of the whole gradient that the optimizer sees, above 0: each of P "
@@ -142,6 +148,10 @@ class MethodOptions(ABC):
         check_options(self)
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov must be False where momentum is 0, got True")
+        if self.preconditioned and self.momentum:
+            raise ConfigError(
+                f"momentum must be 0 where preconditioned is True, got {self.momentum:g}"
+            )
         if self.steps_per_epoch is None and (self.warmup_epochs or self.dense_epochs):
             raise ConfigError(
                 "steps_per_epoch must be given with warmup_epochs and dense_epochs, got None"

@@ -1,0 +1,255 @@
+"""`sparse_adamw`: AdamW whose compressed gradients have their momentum in residuals."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hvd_sparse
+from hvd_sparse import Compression, ConfigError, SparseAdamW
+from hvd_sparse.adapter.binding import Parameters
+from hvd_sparse.adapter.handover import refuse_momenta
+from hvd_sparse.optim import exponents
+from tests.ranks import Ranks, World, with_ranks
+
+LR, DECAY = 0.01, 0.1
+
+
+class Leads:
+    """A compression that has selected the gradients of some parameters."""
+
+    def __init__(self, *parameters: Tensor) -> None:
+        self.parameters = {id(p) for p in parameters}
+
+    def preconditions(self, parameter: Tensor) -> bool:
+        return id(parameter) in self.parameters
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"foreach": True},
+        {"fused": True},
+        {"maximize": True, "foreach": True},
+        {"amsgrad": True},
+    ],
+    ids=str,
+)
+def test_it_is_torchs_adamw_bit_for_bit(options: dict[str, Any]) -> None:
+    """β1 = 0 where a compression selects, and β1 elsewhere; gradients stay what they are."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(37, 11, generator=generator) for _ in range(2)]
+    theirs, ours = ([nn.Parameter(w.clone()) for w in start] for _ in range(2))
+    without, with_m = (
+        torch.optim.AdamW([p], LR, (beta1, 0.999), weight_decay=DECAY, **options)
+        for p, beta1 in zip(theirs, (0.0, 0.9), strict=True)
+    )
+    optimizer = SparseAdamW(ours, LR, weight_decay=DECAY, **options)
+    vars(optimizer)["_compression"] = Leads(ours[0])
+    for _ in range(40):
+        for p, q in zip(theirs, ours, strict=True):
+            p.grad = torch.randn(37, 11, generator=generator)
+            q.grad = p.grad.clone()
+        versions = [p.grad._version for p in ours if p.grad is not None]
+        for each in (without, with_m, optimizer):
+            each.step()
+        assert versions == [p.grad._version for p in ours if p.grad is not None]
+        assert all(torch.equal(p, q) for p, q in zip(theirs, ours, strict=True))
+    assert "exp_avg" not in optimizer.state[ours[0]]
+
+    torchs = torch.optim.AdamW(ours, LR, (0.0, 0.999), weight_decay=DECAY, **options)
+    torchs.load_state_dict(optimizer.state_dict())  # a run goes on densely, and back
+    again = SparseAdamW(ours, LR, **options)
+    again.load_state_dict(torchs.state_dict())
+    for each in (torchs, again):
+        each.step()
+    assert again.state[ours[0]]["exponent"].dtype == torch.int8
+    with_m_state = with_m.state_dict()
+    again.load_state_dict({**with_m_state, "param_groups": again.state_dict()["param_groups"]})
+    assert not again.state[ours[0]]["exponent"].any()
+
+
+def test_units_are_roots_and_what_was_never_sent_is_like_the_others() -> None:
+    v = torch.tensor([[0.0, 1.0, 2.0], [0.5, 4.0, 1e-12]])
+    assert exponents(v, 1e-8).tolist() == [[-4, 0, 1], [0, 1, -20]]
+    assert exponents(torch.zeros(2), 1e-8).tolist() == [-27, -27]
+    assert exponents(v.t(), 1e-8).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (torch.optim.AdamW, True),
+        (torch.optim.NAdam, True),
+        (SparseAdamW, True),
+        (lambda p: torch.optim.Adam(p, betas=(0.0, 0.999)), False),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), False),
+    ],
+)
+def test_adams_momentum_after_error_feedback_is_warned_of(make: Any, told: bool) -> None:
+    model = nn.Linear(40, 40)
+    optimizer, parameters = make(model.parameters()), Parameters(model.named_parameters())
+    for method, expected in (
+        (Compression.oktopk().method, told),
+        (Compression.oktopk(density=1.0).method, False),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            refuse_momenta(optimizer, parameters, method, 1024)
+        assert len(caught) == expected
+        assert not caught or "Use hvd_sparse.sparse_adamw, or betas=(0, …)" in str(
+            caught[0].message
+        )
+    preconditioned = Compression.topk(preconditioned=True).method
+    if isinstance(optimizer, SparseAdamW):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            refuse_momenta(optimizer, parameters, preconditioned, 1024)
+    else:
+        with pytest.raises(ConfigError, match=r"needs hvd_sparse.SparseAdamW .*, got \w+: hvd_sp"):
+            refuse_momenta(optimizer, parameters, preconditioned, 1024)
+
+
+def test_arguments() -> None:
+    model = nn.Linear(40, 40)
+    optimizer, compression = hvd_sparse.sparse_adamw(
+        model.named_parameters(), lr=0.2, weight_decay=0.3, compressor="dgc", density=0.1
+    )
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.2, (0.9, 0.999), 0.3)
+    method = compression.method
+    assert (method.density, method.warmup.dense_steps) == (0.1, 20)
+    assert method.memory.preconditioned
+    assert method.memory.momentum == 0
+    for wrong, told in (
+        ({"compressor": "top"}, "compressor must be one of"),
+        ({"momentum": 0.9}, "momentum must be 0 where preconditioned is True, got 0.9"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            hvd_sparse.sparse_adamw(model.named_parameters(), **wrong)
+
+
+class Training:
+    """A model with two large tensors, in groups of their own, and a small one that stays dense."""
+
+    def __init__(self, label: str, compressor: str = "topk", **options: Any) -> None:
+        self.model = nn.Module()
+        for name, shape in (("large", (60, 50)), ("other", (3000,)), ("bias", (30,))):
+            start = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
+            self.model.register_parameter(f"{label}_{name}", nn.Parameter(start))
+        named = list(self.model.named_parameters())
+        large, *rest = self.parameters = [p for _, p in named]
+        _, self.compression = hvd_sparse.sparse_adamw(named, compressor=compressor, **options)
+        groups = [{"params": [large], "weight_decay": DECAY}, {"params": rest, "lr": 3 * LR}]
+        self.inner = SparseAdamW(groups, LR, weight_decay=0.0)
+        self.optimizer = hvd.DistributedOptimizer(
+            self.inner, named_parameters=named, compression=self.compression
+        )
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 10, 0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=7)
+
+    def step(self, step: int, spoils: bool = False) -> None:
+        self.optimizer.zero_grad()
+        loss = torch.zeros(())
+        for p, g in zip(self.parameters, gradients(step, hvd.rank(), self.parameters), strict=True):
+            loss = loss + (p * g).sum() * (float("inf") if spoils and hvd.rank() == 1 else 1.0)
+        self.scaler.scale(loss).backward()
+        self.optimizer.synchronize()
+        with self.optimizer.skip_synchronize():
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+
+    def check_replicas(self, name: str) -> None:
+        for p in self.parameters:
+            mean = hvd.allreduce(p.detach().double(), op=hvd.Average, name=f"{name}.{p.numel()}")
+            assert torch.equal(mean, p.detach().double())
+
+
+def gradients(step: int, rank: int, parameters: list[nn.Parameter]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    scales = (1.0, 16.0, 4.0)
+    pairs = zip(parameters, scales, strict=True)
+    return [s * torch.randint(-9, 10, p.shape, generator=generator).float() for p, s in pairs]
+
+
+def at_density_one() -> None:
+    """AdamW of the mean, whose large tensors have β1 = 0."""
+    training = Training("one", density=1.0)
+    twins = [nn.Parameter(p.detach().clone()) for p in training.parameters]
+    groups = [
+        {"params": [twins[0]], "weight_decay": DECAY, "betas": (0.0, 0.999)},
+        {"params": [twins[1]], "lr": 3 * LR, "betas": (0.0, 0.999)},
+        {"params": [twins[2]], "lr": 3 * LR},
+    ]
+    reference = torch.optim.AdamW(groups, LR, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.StepLR(reference, 10, 0.5)
+    for step in range(40):
+        skips = step in (1, 5)
+        training.step(step, skips)
+        for rank in range(hvd.size()):
+            for p, g in zip(twins, gradients(step, rank, twins), strict=True):
+                p.grad = g / 2 if rank == 0 or p.grad is None else p.grad + g / 2
+        if not skips:
+            reference.step()
+        schedule.step()
+        for p, q in zip(training.parameters, twins, strict=True):
+            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-6, atol=1e-7)
+    training.check_replicas("one")
+    training.compression.close()
+
+
+def goes_on(compressor: str, folder: str, hierarchical: bool) -> None:
+    """Over skipped steps, and from a checkpoint that one rank has read, bit for bit."""
+    options = {"density": 0.05, "dense_steps": 3, "clip_norm": 50.0, "hierarchical": hierarchical}
+    training = Training("first", compressor, **options)
+    for step in range(45):
+        if step == 40:
+            training.compression.save_checkpoint(folder)
+            states = (training.model, training.optimizer, training.schedule, training.scaler)
+            kept = copy.deepcopy([each.state_dict() for each in states])
+        training.step(step, step in (2, 20))
+        assert training.compression.preconditions(training.parameters[0])
+        assert not training.compression.preconditions(training.parameters[2])
+    training.check_replicas("first")
+
+    again = Training("first", compressor, **options)  # a newcomer's, on every rank but one
+    if hvd.rank() == 0:
+        again.model.load_state_dict(kept[0])
+        again.optimizer.load_state_dict(kept[1])
+    hvd.broadcast_optimizer_state(again.optimizer, root_rank=0)  # runs a step on newcomers
+    hvd.broadcast_parameters(again.model.state_dict(), root_rank=0)
+    again.schedule.load_state_dict(kept[2])
+    again.scaler.load_state_dict(kept[3])
+    again.compression.load_checkpoint(folder)
+    for step in range(40, 45):
+        again.step(step)
+    for p, q in zip(training.parameters, again.parameters, strict=True):
+        assert torch.equal(p, q)
+    is_sparse = again.compression.stats().totals.nnz_applied < 5 * 4 * 0.05 * 6000
+    assert is_sparse != hierarchical  # one host has nobody to send to
+    for each in (training, again):
+        each.compression.close()
+
+
+@with_ranks(World(2))
+def test_it_is_adamw_of_the_mean(ranks: Ranks) -> None:
+    ranks.run(at_density_one)
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize(
+    ("compressor", "hierarchical"), [("topk", False), ("oktopk", False), ("topk", True)]
+)
+def test_it_goes_on_bit_for_bit(
+    ranks: Ranks, compressor: str, hierarchical: bool, tmp_path: Path
+) -> None:
+    ranks.run(goes_on, compressor, str(tmp_path), hierarchical)
