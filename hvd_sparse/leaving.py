@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from hvd_sparse.errors import warn
@@ -27,7 +27,7 @@ EXIT_S = 6.0
 """What Horovod's end may take after a failure; it waits for all ranks, also for one that hangs."""
 
 
-class Leaving(Protocol):
+class Leaving:
     """What is to end with the process."""
 
     def leave(self, error: BaseException | None) -> bool:
@@ -36,9 +36,10 @@ class Leaving(Protocol):
         Returns:
             Whether it has failed, or was in the middle of something.
         """
+        raise NotImplementedError
 
     def disown(self) -> None:
-        """Let go of threads, locks and connections, in a forked child."""
+        """Let go of threads, locks and connections, in a forked child, if there are any."""
 
 
 class ProcessEnd:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.divergence import Divergence
@@ -21,7 +22,7 @@ from hvd_sparse.adapter.planning import Planning, device_of
 from hvd_sparse.adapter.waiting import interruptibly
 from hvd_sparse.engine import Assignment, Engine
 from hvd_sparse.errors import TransportError, warn
-from hvd_sparse.leaving import PROCESS_END
+from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
@@ -30,7 +31,7 @@ from hvd_sparse.transports.framing import Payload
 logger = logging.getLogger("hvd_sparse")
 
 
-class Session:
+class Session(Leaving):
     """Connects an engine to the other ranks, and again whenever Horovod is started anew.
 
     Args:
@@ -223,13 +224,10 @@ class Session:
             with as_horovod_error():
                 raise error
 
+    @override
     def leave(self, error: BaseException | None) -> bool:
-        """`Leaving.leave`: the engine and the transports leave by themselves."""
         del error
-        return self._connecting
-
-    def disown(self) -> None:
-        """`Leaving.disown`: what it has disowns itself."""
+        return self._connecting  # the engine and the transports leave by themselves
 
     def close(self) -> None:
         """Stop the background threads and close the connections; `connect` opens them again."""

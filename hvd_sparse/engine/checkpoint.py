@@ -16,8 +16,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -100,9 +99,11 @@ def save_checkpoint(
         ranks.do(lambda: (None, _write_manifest(folder, manifest)))
     except CheckpointError:  # all ranks know of it; by another error rank 0 may still go on
         if not _stands(folder, name):
-            _remove(folder / name)
+            _remove(folder, name.__eq__)
         raise
-    _remove_others(folder, {file["name"] for file in files})
+    new = {file["name"] for file in files}
+    ours = (FILE_NAME, UNFINISHED)  # of earlier checkpoints, finished or not
+    _remove(folder, lambda n: n not in new and any(form.fullmatch(n) for form in ours))
 
 
 def load_checkpoint(
@@ -337,25 +338,17 @@ def _stands(folder: Path, name: str) -> bool:
         return False
 
 
-def _remove_others(folder: Path, names: set[str]) -> None:
-    """Remove the files of earlier checkpoints, finished or not, once all ranks have a new one."""
-    with _warning_of(folder):
-        for file in list(folder.iterdir()):
-            ours = FILE_NAME.fullmatch(file.name) or UNFINISHED.fullmatch(file.name)
-            if ours and file.name not in names:
-                _remove(file)
-
-
-def _remove(path: Path) -> None:
-    with _warning_of(path):
-        if path.exists():
-            path.unlink()
-
-
-@contextmanager
-def _warning_of(path: Path) -> Iterator[None]:
-    """What stays behind harms nothing: the next checkpoint removes it."""
+def _remove(folder: Path, is_left: Callable[[str], bool]) -> None:
+    """Remove files; what cannot be removed harms nothing, and the next checkpoint removes it."""
+    errors: list[OSError] = []
     try:
-        yield
+        left = [file for file in folder.iterdir() if is_left(file.name)] if folder.is_dir() else []
     except OSError as error:
-        warn(f"what an earlier checkpoint left cannot be removed: {path}: {error}")
+        left, errors = [], [error]
+    for file in left:
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            errors.append(error)
+    for each in errors:
+        warn(f"what an earlier checkpoint left cannot be removed: {each}")

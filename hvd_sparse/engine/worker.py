@@ -21,12 +21,13 @@ from itertools import cycle, pairwise
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.exchange import decode, reduce, select
 from hvd_sparse.errors import TransportError
-from hvd_sparse.leaving import PROCESS_END
+from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.supervised import Awaiting, SupervisedTransport
 from hvd_sparse.transports.transport import start_thread
@@ -42,7 +43,7 @@ _ABANDONED: list[Transport | None] = []
 """Transports in which a thread waits for good; nobody touches them again."""
 
 
-class Worker:
+class Worker(Leaving):
     """Works on the buckets of a plan, in the plan's order, each as soon as its gradients are there.
 
     Attributes:
@@ -142,6 +143,7 @@ class Worker:
             transport.close()
         PROCESS_END.remove(self)
 
+    @override
     def leave(self, error: BaseException | None) -> bool:
         """`Leaving.leave`; finishes an exchange that the peers finish at once."""
         at_rest = self.at_rest
@@ -151,8 +153,8 @@ class Worker:
         self.close()
         return not at_rest
 
+    @override
     def disown(self) -> None:
-        """`Leaving.disown`."""
         Worker.__init__(self)
 
     # -- for the training thread -------------------------------------------------------------------

@@ -43,7 +43,7 @@ from hvd_sparse.engine.account import COMPARED_PHASES, Observer
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import FIGURES
 from hvd_sparse.errors import ConfigError, warn
-from hvd_sparse.leaving import PROCESS_END
+from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.transports import Transport
 
 VERSION = 3
@@ -65,7 +65,7 @@ class ScalarWriter(Protocol):
         """Add one value."""
 
 
-class Recorder(Observer):
+class Recorder(Leaving, Observer):
     """Records a compression's run: `Compression.topk(…, record=Recorder("run.jsonl"))`.
 
     Args:
@@ -173,15 +173,16 @@ class Recorder(Observer):
         self._write_rest()
         PROCESS_END.remove(self)
 
+    @override
     def leave(self, error: BaseException | None) -> bool:
         """Write the last line at the end of the process."""
         del error
         self.ended()
         return False
 
+    @override
     def disown(self) -> None:
-        """Write no more, in a forked child: the run is its parent's."""
-        self._target = self._scalars = None
+        self._target = self._scalars = None  # the run is the parent's
 
     def tried(self, transport: Transport, trial: Mapping[str, Any]) -> None:
         """Write a planner's decision, between two steps."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn, Protocol
 from typing_extensions import override
 
 from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError, TransportError
-from hvd_sparse.leaving import PROCESS_END, keep_forever
+from hvd_sparse.leaving import PROCESS_END, Leaving, keep_forever
 from hvd_sparse.transports.framing import Context
 from hvd_sparse.transports.transport import Transport
 
@@ -68,7 +68,7 @@ class Supervisor(Protocol):
     def close(self) -> None: ...
 
 
-class SupervisedTransport(Transport):
+class SupervisedTransport(Leaving, Transport):
     """Keeps the first failure, and hands it on.
 
     Attributes:
@@ -85,14 +85,15 @@ class SupervisedTransport(Transport):
         self.watch: Supervisor | None = None  # it ends the waits, which else have deadlines
         PROCESS_END.add(self)
 
+    @override
     def leave(self, error: BaseException | None) -> bool:
         """`Leaving.leave`; an engine's is closed by then."""
         if error is not None:
             self.abort(error)
         return self.cause() is not None
 
+    @override
     def disown(self) -> None:
-        """`Leaving.disown`."""
         keep_forever(vars(self).copy())
         self._failing, self.watch = threading.Lock(), None
         self.failure = TransportError("the connection is that of the process that forked this one")
