@@ -7,7 +7,7 @@ import inspect
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ParamSpec, TypeAlias, TypeVar, get_type_hints
 
 from torch import Tensor
@@ -116,14 +116,10 @@ def constructor(arguments: Callable[P, Arguments]) -> Callable[P, SparseCompress
         observer = _recorder_of(run.pop("record"))
         return SparseCompressor(named_parameters, method.make(), observer=observer, **run)
 
-    named = inspect.Parameter(
-        "named_parameters",
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        default=None,
-        annotation=NamedParameters,
-    )
+    seen, hints = inspect.signature(arguments).parameters, get_type_hints(arguments)
+    names = ["named_parameters", *(item.name for item in (*of_method, *of_run))]
     signature = inspect.Signature(
-        [named, *_parameters(options, of_method), *_parameters(RunOptions, of_run)],
+        [seen[name].replace(annotation=hints[name]) for name in names],
         return_annotation=SparseCompressor,
     )
     construct.__name__ = options.name
@@ -173,19 +169,6 @@ def _serve_uncalled(construct: Callable[..., SparseCompressor]) -> None:
     construct.__dict__.update(compress=compress, decompress=decompress)
 
 
-def _parameters(options: type, items: Iterable[Field[Any]]) -> list[inspect.Parameter]:
-    hints = get_type_hints(options)
-    return [
-        inspect.Parameter(
-            item.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if item.default is MISSING else item.default,
-            annotation=hints[item.name],
-        )
-        for item in items
-    ]
-
-
 def _documented(text: str, items: Iterable[Field[Any]]) -> str:
     """A docstring with an `Args` section made of the fields' meanings."""
     entries = ["    named_parameters: See the class `Compression`."]
@@ -199,37 +182,19 @@ def _documented(text: str, items: Iterable[Field[Any]]) -> str:
     return "\n".join([text, "", "Args:", *entries])
 
 
+# fmt: off
 class _Topk(catalogue.TopkOptions, Arguments): ...
-
-
 class _Oktopk(catalogue.OktopkOptions, Arguments): ...
-
-
 class _Dgc(catalogue.DgcOptions, Arguments): ...
-
-
 class _Dragonn(catalogue.DragonnOptions, Arguments): ...
-
-
 class _Exdyna(catalogue.ExdynaOptions, Arguments): ...
-
-
 class _Cltk(catalogue.CltkOptions, Arguments): ...
-
-
 class _Gaussiank(catalogue.GaussiankOptions, Arguments): ...
-
-
 class _Sidco(catalogue.SidcoOptions, Arguments): ...
-
-
 class _Mstopk(catalogue.MstopkOptions, Arguments): ...
-
-
 class _HardThreshold(catalogue.HardThresholdOptions, Arguments): ...
-
-
 class _Randomk(catalogue.RandomkOptions, Arguments): ...
+# fmt: on
 
 
 class _DgcSgd(_Dgc):
