@@ -16,7 +16,7 @@ is the time of an entry, β_d that of a word; on a compact wire they follow from
 | ssar_split_allgather (TopkDSA) | P - 1 + log P | from 4k (P-1)/P to 2kP or (2k + n) (P-1)/P |
 | dsar_split_allgather | P - 1 + log P | from n (P-1)/P to (2k + n) (P-1)/P |
 | gtopk | 2 log P | 4k log P |
-| oktopk | 2P + 2 log P | from 2k (P-1)/P to 6k (P-1)/P |
+| oktopk | 2P + 2 log P | from 2k (P-1)/P to 6k (P-1)/P; 2k of two ranks |
 | index_union, of K indices | 2 log P + P - 1 | (K + 2K) (P-1)/P where selections do not overlap |
 | exdyna, clt_k | 2 log P + P - 1 | 3k (P-1)/P |
 
@@ -336,8 +336,12 @@ def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostR
     """Ok-Topk: (2P + 2 log P) α, then from 2k (P-1)/P β to 6k (P-1)/P β.
 
     Expected are k entries in each phase and no balancing, thanks to the boundaries. Ranks ask for
-    shares only after an imbalance; `head_bytes` come with each gathered payload.
+    shares only after an imbalance; `head_bytes` come with each gathered payload. Two ranks send
+    each other all they have.
     """
+    if P == 2:
+        cost = Cost(1, entries=k, work=Work(2 * k, selected_entries=2 * k))
+        return CostRange(cost, cost, cost)
     share, gather = (P - 1) / P, allgather_messages(P)
     control = oktopk_control(P, head_bytes)
     hidden = in_flight(P - 1) + allgather_in_flight(P)

@@ -51,12 +51,15 @@ LEVEL_BYTES = 8 * LEVELS.numel()
 """What the counts at all levels take in a message."""
 BLOCKS = 1024
 BLOCK_MULTIPLE = 32
-ALPHA = 1.05
-"""α: partitions stay as they are while none has more than this many times the mean."""
+ALPHA = (21, 20)
+"""α, as a fraction: partitions stay while none has more than so many times the mean. The paper names
+no value. All of this is done in whole numbers: ranks on other processors must cut alike."""
 LEAST_BLOCKS = 1
 """min_blk: a partition has as many blocks at least, where there are enough for all."""
-FADING = 0.8
-"""What a block's count of one step is worth in the next."""
+FADING = (4, 5)
+"""What a block's count of one step is worth in the next, as a fraction."""
+COUNT = 1 << 16
+"""The weight of an entry when it is new."""
 
 
 class ExDyna(IndexUnion):
@@ -183,7 +186,7 @@ class ExDyna(IndexUnion):
             super().load_state_dict(state)
             self.threshold = float(state["threshold"])
             self.partitions.blocks = list(state["blocks"])
-            self.partitions.weights = state["weights"].clone()
+            self.partitions.weights = state["weights"].to(torch.int64, copy=True)
 
 
 def magnitudes(stream: SparseStream) -> Tensor:
@@ -202,8 +205,8 @@ class Partitions:
     Source: ExDyna, algorithms 2 and 3.
 
     Departure from algorithm 3: it knows how many entries each partition selected, and moves one
-    block a step between neighbours where one has more than 1.05 times the mean and the other less
-    than its inverse. For a strongly layered gradient that takes hundreds of steps, a hot block at
+    block (blk_move) a step between neighbours where one has more than α times the mean and the other
+    less than its inverse. For a strongly layered gradient that takes hundreds of steps, a hot block at
     the edge of a partition goes to and fro, and a partition that is just right between an overfull
     and an underfull one stops all movement. But after the exchange every rank knows all indices,
     and so the entries of each block. Here the partitions are cut anew, so that each has an equal
@@ -217,7 +220,7 @@ class Partitions:
     Attributes:
         block_numel: Elements of a block; what is left over belongs to the last partition.
         blocks: Blocks of each partition.
-        weights: Entries selected in each block of late, float64 `(n_b,)`.
+        weights: `COUNT` for each entry selected in a block of late, int64 `(n_b,)`.
     """
 
     def __init__(self, numel: int, count: int) -> None:
@@ -227,7 +230,7 @@ class Partitions:
             self.block_numel -= self.block_numel % BLOCK_MULTIPLE
         total = numel // self.block_numel
         self.blocks = [total // count + (i < total % count) for i in range(count)]
-        self.weights = torch.zeros(total, dtype=torch.float64, device="cpu")
+        self.weights = torch.zeros(total, dtype=torch.int64, device="cpu")
 
     def span(self, partition: int) -> tuple[int, int]:
         """First index of a partition, and the index after its last."""
@@ -247,16 +250,16 @@ class Partitions:
             return
         starts = torch.arange(1, total, dtype=torch.int32, device="cpu") * self.block_numel
         edges = [0, *torch.searchsorted(indices, starts).tolist(), indices.numel()]
-        counts = torch.tensor(edges, dtype=torch.float64, device="cpu").diff()
-        self.weights = FADING * self.weights + counts
-        shares = [float(part.sum()) for part in self.weights.split(self.blocks)]
-        if max(shares) <= ALPHA * sum(shares) / count:
+        counts = torch.tensor(edges, dtype=torch.int64, device="cpu").diff()
+        self.weights = self.weights * FADING[0] // FADING[1] + COUNT * counts
+        shares = [int(part.sum()) for part in self.weights.split(self.blocks)]
+        if max(shares) * count * ALPHA[1] <= sum(shares) * ALPHA[0]:
             return
         # Every block has some weight, so that a run of empty ones is cut by its number of blocks.
-        least = 1e-6 * self.weights.mean()
+        least = 1 + sum(shares) // (total * 1_000_000)
         even = (self.weights + least).cumsum(0)
-        wanted = even[-1] * torch.arange(1, count, dtype=torch.float64, device="cpu") / count
-        cuts = (torch.searchsorted(even, wanted) + 1).tolist()
+        parts = torch.arange(1, count, dtype=torch.int64, device="cpu")
+        cuts = (torch.searchsorted(even, even[-1] * parts // count) + 1).tolist()
         self.blocks = widened([0, *cuts, total], min(LEAST_BLOCKS, total // count))
 
 

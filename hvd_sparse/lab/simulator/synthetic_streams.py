@@ -50,8 +50,8 @@ class SyntheticStreams:
 
         A region that is smaller than k is widened to k.
         """
-        shared = _generator(self.seed, step, 0)
-        own = _generator(self.seed, step, 1 + rank)
+        shared = generator(self.seed, step, 0)
+        own = generator(self.seed, step, 1 + rank)
         room = min(numel, max(k, round(self.region * numel)))
         common = self._draw(
             shared,
@@ -83,6 +83,6 @@ class SyntheticStreams:
         return indices
 
 
-def _generator(*key: int) -> torch.Generator:
+def generator(*key: int) -> torch.Generator:
     seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed >> 1)
