@@ -17,14 +17,15 @@ Steps, after this rank has taken the candidates out of its partition (selectors/
 Cost: (2 log P + P - 1) α + 3k (P-1)/P β, with 64 counters beside the indices: an allgather and an
 allreduce, as in the paper. Nothing builds up, and the result has about k entries.
 
-Departure from algorithm 5: it multiplies δ by 1.005, 1.00125 or 0.995 after each step, so that a
-density that is off by 20 stays off for hundreds of steps; and with error feedback, where entries
-crowd just below the threshold, any fixed gain is too much or too little. Here every rank tells how
-many of its candidates reach each of 64 levels from 0.9 δ to 1.8 δ, and the one that is nearest to k
-is the next δ. Where what reached δ is not within k (1 ± tolerance), indices are gathered once more
-in the same step, by that level. Where none is within it, or in the first step, δ is the exact k-th
-magnitude of all candidates (global_threshold.py), and ties are cut to each rank's part. Where there
-are too few candidates, all are taken, and the next step samples anew.
+Departure from algorithm 5: it multiplies δ by 1 + γ, 1 + γ/4 or 1 - γ after each step; the paper
+has no value for γ. With some thousandths, a density that is off by 20 stays off for hundreds of
+steps; and with error feedback, where entries crowd just below the threshold, any fixed gain is too
+much or too little. Here every rank tells how many of its candidates reach each of 64 levels from
+0.9 δ to 1.8 δ, and the one that is nearest to k is the next δ. Where what reached δ is not within k
+(1 ± tolerance), indices are gathered once more in the same step, by that level. Where none is
+within it, or in the first step, δ is the exact k-th magnitude of all candidates
+(global_threshold.py), and ties are cut to each rank's part. Where there are too few candidates, all
+are taken, and the next step samples anew.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ LEVEL_BYTES = 8 * LEVELS.numel()
 BLOCKS = 1024
 BLOCK_MULTIPLE = 32
 ALPHA = (21, 20)
-"""α, as a fraction: partitions stay while none has more than so many times the mean. The paper names
-no value. All of this is done in whole numbers: ranks on other processors must cut alike."""
+"""α, as a fraction: partitions stay while none has more than so many times the mean. All of this is
+in whole numbers: ranks on other processors must cut alike."""
 LEAST_BLOCKS = 1
 """min_blk: a partition has as many blocks at least, where there are enough for all."""
 FADING = (4, 5)
@@ -204,14 +205,15 @@ class Partitions:
 
     Source: ExDyna, algorithms 2 and 3.
 
-    Departure from algorithm 3: it knows how many entries each partition selected, and moves one
-    block (blk_move) a step between neighbours where one has more than α times the mean and the other
-    less than its inverse. For a strongly layered gradient that takes hundreds of steps, a hot block at
-    the edge of a partition goes to and fro, and a partition that is just right between an overfull
-    and an underfull one stops all movement. But after the exchange every rank knows all indices,
-    and so the entries of each block. Here the partitions are cut anew, so that each has an equal
-    part of these counts, which fade by a fifth with every step. `min_blk` is 1: no rank is left
-    without a partition, and more would hold back blocks of a hot range a few blocks wide.
+    Departure from algorithm 3: it knows how many entries each partition selected, and moves
+    `blk_move` blocks a step between neighbours where one has more than α times the mean and the
+    other less than its inverse. The paper has no values for these, nor for `min_blk`. With single
+    blocks, that takes hundreds of steps for a strongly layered gradient, a hot block at the edge of
+    a partition goes to and fro, and a partition that is just right between an overfull and an
+    underfull one stops all movement. But after the exchange every rank knows all indices, and so
+    the entries of each block. Here the partitions are cut anew, so that each has an equal part of
+    these counts, which fade by a fifth with every step. `min_blk` is 1: no rank is left without a
+    partition, and more would hold back blocks of a hot range a few blocks wide.
 
     Args:
         numel: n.

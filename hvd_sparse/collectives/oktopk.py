@@ -18,22 +18,20 @@ Steps:
 
 Cost, at most: (2P + 2 log P) α + 6k (P-1)/P β (equation 3), for what a rank sends and for what it
 receives, in every step; at least 2k (P-1)/P β (theorem 3.1). k stands for what a rank brings, where
-that is more. Proof, with k' = k (P-1)/P entries: an owner receives at most 1.5 k' in phase 1
-(`allowances`), or k (1 + 1/FINE) where regions were drawn in the same step; a rank sends k at most.
-Gathering without asking, no rank sends more than 1.5 k/P entries to each other one: 1.5 k' in all.
-Otherwise at most k entries are gathered, and no rank sends more than so many (`level_quotas`). From
-three ranks on, k + k <= 3 k'. Not counted are counters: 4 · 512 log P words where the threshold is
-evaluated, 2 · BINS log P where regions are drawn, once or twice, and `HEAD_BYTES` of each rank.
+that is more. Proof, with k' = k (P-1)/P: an owner receives at most 1.5 k' entries in phase 1
+(`allowances`), or k (1 + 1/FINE) where regions were just drawn; a rank sends k. Gathering without
+asking, a rank sends and receives 1.5 k'. Otherwise at most k are gathered: a rank that has all
+sends each once (`level_moves`), and from five ranks on passes on k (1 - log P/(P-1)) of others.
+Counters are not in it: 4 · 512 log P words where the threshold is evaluated, 2 · BINS log P where
+regions are drawn, once or twice, and `HEAD_BYTES` from each rank.
 
 Departures from the paper:
-  * Regions balance the union of all ranks' entries, by a histogram. The paper averages the ranks'
-    quantiles of their indices. Where ranks' entries lie in different places, that is no quantile of
-    the union, and one owner may receive almost all of it.
-  * The regions that were drawn bound what an owner gets from each rank, until they are drawn again.
-    What a message has more than that, the least of it, stays with its rank for the next step. In
-    that step regions are drawn anew, and in each one after it, until that is no longer needed.
-  * Between two ranks each sends all it has, 2k words, and both select: Equation 3 allows 3k, and
-    two phases would take more where a rank's entries are all in the other's region.
+  * Regions cut the union of all ranks' entries, by a histogram, and not at the mean of the ranks'
+    quantiles: where ranks' entries lie apart, that gives one owner up to 2k (P-1) words.
+  * What a message has beyond what the regions were drawn for, and some more, its least entries,
+    waits at its rank for the next step. That draws regions anew, as long as ranks have so much.
+  * Two ranks send each other all they have, 2k words, and both select. In two phases a rank with
+    all entries in the other's region would pass the bound.
   * The exact global threshold comes from counters instead of gathered values
     (global_threshold.py).
   * The paper reuses a global threshold as it is. Here the gathered messages also tell how many
@@ -41,16 +39,13 @@ Departures from the paper:
     level that is nearest to a few percent above k. Of a result that is above k (1 + tolerance), the
     k largest are applied; where one is below k (1 - tolerance), or no level is near, the threshold
     is evaluated exactly in the same step, and what is missing is gathered. Ties at an exact
-    threshold are cut by rank and index. So the result holds k within the tolerance in every step
-    in which the ranks' sums have as many entries.
+    threshold are cut by rank and index. So the result holds k within the tolerance, if there are as
+    many; in a step that holds entries back it may be short.
   * The paper asks for the owners' shares in every step. Here the counts of the last step tell them.
-    A round of their own asks for them only where these may be wrong or too uneven, and where the
-    threshold is evaluated exactly. An owner that has far more than 1.5 k/P entries and was not
-    asked sends none at first.
-  * The paper levels shares where the largest exceeds four times the average, which can never be
-    with up to four ranks, and makes all equal: a rank that has all of the result then sends it
-    nearly twice. Here they are levelled wherever the bound asks for it, and who has sent much in
-    levelling gathers less.
+    A round of their own asks for them where these may be wrong or too uneven, and where the
+    threshold is evaluated exactly. Not asked, an owner with far more than 1.5 k/P waits.
+  * The paper makes shares equal where the largest exceeds four times the average. Here they are
+    levelled where the bound asks for it, too, and who hands over much gathers less.
   * A lossy wire rounds values in both phases; whoever encodes takes the error back where the entry
     is in the result. The other entries go back whole to where they came from.
 """
@@ -107,19 +102,12 @@ Span = tuple[int, int]
 
 
 class Gathered(NamedTuple):
-    """What an allgather brought.
-
-    Attributes:
-        u: The entries of all ranks.
-        counts: How many came from each rank.
-        received: How many each received in phase 1.
-        unsent: Entries that are left at their owners.
-    """
+    """What an allgather brought."""
 
     u: SparseStream
-    counts: list[int]
-    received: list[int]
-    unsent: int
+    counts: list[int]  # of u, from each rank
+    received: list[int]  # by each rank, in phase 1
+    unsent: int  # entries that are left at their owners
 
 
 class OkTopk(Collective):
@@ -189,7 +177,9 @@ class OkTopk(Collective):
         self.step += 1
         self.transport.worked(Work(selected_entries=reduced_topk.nnz + stream.nnz))
         returned = unapplied(sent, [packer.lost(self.numel)], u)
-        return Reduction(u, sum_of([returned, stream.without(sent.indices)], self.numel))
+        if sent.nnz < stream.nnz:
+            returned = sum_of([returned, stream.without(sent.indices)], self.numel)
+        return Reduction(u, returned)
 
     def _swap(self, stream: SparseStream, packer: Packer) -> Reduction:
         """Between two ranks: each sends all it has, and selects from the sum."""
@@ -206,11 +196,7 @@ class OkTopk(Collective):
     # -- phase 1: split and reduce (section 3.1.1) -------------------------------------------------
 
     def space_repartition(self, stream: SparseStream) -> tuple[Tensor, int]:
-        """Cut the union of all ranks' entries into P equal parts, by a histogram.
-
-        Returns:
-            Boundaries, int64 `(P-1,)`; entries of all ranks.
-        """
+        """Boundaries of P equal parts of all ranks' entries, by a histogram; how many these are."""
         P, numel = self.transport.world_size, self.numel
         bins = max(BINS, 2 * FINE * P)
         parts = torch.arange(1, P, device="cpu")
@@ -237,10 +223,7 @@ class OkTopk(Collective):
     def _allow(self, stream: SparseStream, brought: int, received: Sequence[int]) -> Tensor:
         """What this rank may send each owner, while regions stay: as much as now, and some more.
 
-        Args:
-            stream: For which the regions were drawn.
-            brought: Entries of all ranks.
-            received: Entries that each owner received of them.
+        `received` are the entries that each owner got of all that were brought.
         """
         P = self.transport.world_size
         most = int(HALF_BOUND * max(self.k, brought / P) * (P - 1) / P)
@@ -251,14 +234,12 @@ class OkTopk(Collective):
 
     def _allowed(self, stream: SparseStream) -> SparseStream:
         """What of a stream may be sent: of each region the largest; of this rank's own, all."""
-        most = self.allowances.clone()
+        most: list[int] = self.allowances.tolist()
         most[self.transport.rank] = self.numel
-        cuts = self._cuts(stream)
-        if not bool((torch.tensor(cuts, device="cpu").diff() > most).any()):
-            return stream
-        pieces = (stream.slice(*ends) for ends in pairwise(cuts))
-        kept = [each.largest(count) for each, count in zip(pieces, most.tolist(), strict=True)]
-        return SparseStream.concatenate(kept, self.numel)
+        pieces = [stream.slice(*ends) for ends in pairwise(self._cuts(stream))]
+        kept = [each.largest(count) for each, count in zip(pieces, most, strict=True)]
+        is_all = sum(each.nnz for each in kept) == stream.nnz
+        return stream if is_all else SparseStream.concatenate(kept, self.numel)
 
     def split_and_reduce(self, stream: SparseStream, packer: Packer) -> SparseStream:
         """Send each region's entries to its owner; sum those that come for this rank's own region.
@@ -299,7 +280,7 @@ class OkTopk(Collective):
         """The stream's entries in every rank's region."""
         stretches = pairwise(self._cuts(stream))
         return [
-            _part(stream.slice(*positions), span)
+            Part.of(stream.slice(*positions), *span)
             for positions, span in zip(stretches, self._spans(), strict=True)
         ]
 
@@ -318,44 +299,32 @@ class OkTopk(Collective):
     def balance_and_allgather(
         self, reduced_topk: SparseStream, packer: Packer, *, re_evaluate: bool, asks: bool
     ) -> tuple[SparseStream, list[int]]:
-        """Take the global top k out of the reduced regions and bring it to every rank.
-
-        Returns:
-            The top k; how many entries each rank received in phase 1.
-        """
-        P, k = self.transport.world_size, self.k
-        none = [0] * P
-        shares = None if re_evaluate else self._follow_threshold()
-        if shares is None:
-            found = self._gather_exactly(reduced_topk, k, none, reduced_topk, packer)
-            return found.u, found.received
-        chosen = self._passing(reduced_topk)
+        """Bring the global top k to every rank; it, and what each rank received in phase 1."""
+        k, rank, P = self.k, self.transport.rank, self.transport.world_size
         most = max(FEW_ENTRIES, int(HALF_BOUND * k / P))
-        if asks or max(shares) > most:
-            shares = self._gather_counts(chosen.nnz)
-            total = sum(shares)
-            if not self._is_near(total):
-                found = self._gather_exactly(reduced_topk, k, none, reduced_topk, packer)
-            else:
-                shares = [-(-share * k // max(k, total)) for share in shares]
-                chosen = chosen.largest(shares[self.transport.rank])
-                found = self._level_and_gather(chosen, shares, none, reduced_topk, packer)
+        shares = None if re_evaluate else self._follow_threshold()
+        all_pass = self.global_threshold == 0.0  # then sums that cancelled out do, too
+        chosen = reduced_topk if all_pass else reduced_topk.reaching(self.global_threshold)
+        if shares is None or asks or max(shares) > most:
+            if shares is not None:
+                shares = self._gather_counts(chosen.nnz)[0]
+            if shares is None or not self._is_near(sum(shares)):
+                chosen, shares = self._select_exactly(reduced_topk, k)
+            shares = [-(-share * k // max(1, k, sum(shares))) for share in shares]
+            chosen = chosen.largest(shares[rank])
+            found = self._level_and_gather(chosen, shares, [0] * P, reduced_topk, packer)
             return found.u, found.received
-        sent = chosen.largest(most if chosen.nnz <= LITTLE_MORE * most else 0)
+        is_over = chosen.nnz > LITTLE_MORE * most
+        sent = chosen.largest(1 if is_over else most)  # one, as what is not finite has to go
         found = self._gather(sent, self._spans(), reduced_topk, packer)
         u = found.u
         if found.unsent and u.nnz < (1 - self.tolerance) * k:
-            rest = reduced_topk.without(sent.indices)
-            if 0 < sent.nnz < chosen.nnz:  # it has sent its part
-                rest = SparseStream.empty(self.numel)
-            more = self._gather_exactly(rest, k - u.nnz, found.counts, reduced_topk, packer)
+            has_sent_its_part = sent.nnz < chosen.nnz and not is_over
+            rest = reduced_topk.slice(0, 0 if has_sent_its_part else reduced_topk.nnz)
+            exact = self._select_exactly(rest.without(sent.indices), k - u.nnz)
+            more = self._level_and_gather(*exact, found.counts, reduced_topk, packer)
             u = sum_of([u, more.u], self.numel)
         return u if u.nnz <= (1 + self.tolerance) * k else u.largest(k), found.received
-
-    def _passing(self, reduced_topk: SparseStream) -> SparseStream:
-        """What passes the threshold; with room for all, sums that cancelled out, too."""
-        threshold = self.global_threshold
-        return reduced_topk.reaching(threshold) if threshold > 0.0 else reduced_topk
 
     def _follow_threshold(self) -> list[int] | None:
         """Move the threshold to where the last step's counts are nearest to a little above k.
@@ -382,18 +351,6 @@ class OkTopk(Collective):
         is_enough = total >= (1 - self.tolerance) * self.k or self.global_threshold == 0.0
         return is_enough and total <= self._aimed() + self.tolerance * self.k
 
-    def _gather_exactly(
-        self,
-        candidates: SparseStream,
-        wanted: int,
-        before: Sequence[int],
-        reduced_topk: SparseStream,
-        packer: Packer,
-    ) -> Gathered:
-        """The largest of the ranks' candidates, by an exact threshold."""
-        chosen, shares = self._select_exactly(candidates, wanted)
-        return self._level_and_gather(chosen, shares, before, reduced_topk, packer)
-
     def _level_and_gather(
         self,
         chosen: SparseStream,
@@ -402,20 +359,12 @@ class OkTopk(Collective):
         reduced_topk: SparseStream,
         packer: Packer,
     ) -> Gathered:
-        """Bring what the ranks have chosen to every rank, and from where it costs least.
-
-        Args:
-            chosen: This rank's entries.
-            shares: How many each rank has chosen.
-            before: How many each has sent to every rank before, in this step.
-            reduced_topk: All of this rank's region.
-            packer: Encodes them.
-        """
+        """Bring what the ranks have chosen to every rank, which have sent some entries before."""
         spans, total = self._spans(), sum(shares) + sum(before)
         P, held = len(spans), [s + b for s, b in zip(shares, before, strict=True)]
         is_over = max(allgather_loads(held)) > self.k * (2 - 3 / P)  # of phase 2, where 1 took k
         if P > 1 and (is_over or max(held) > self.balance_factor * total / P):
-            chosen = self._balance(chosen, shares, level_quotas(shares, before), packer)
+            chosen = self._balance(chosen, level_moves(shares, before), packer)
             spans = [(0, self.numel)] * P  # entries have left their owners' regions
         return self._gather(chosen, spans, reduced_topk, packer)
 
@@ -431,7 +380,7 @@ class OkTopk(Collective):
         counts = counts_at_levels(reduced_topk.values, self.global_threshold)
         unsent = max(0, reduced_topk.nnz - chosen.nnz)
         facts = torch.tensor([self._received, self._held, unsent], dtype=torch.int32, device="cpu")
-        payload, own = packer.pack(_part(chosen, spans[rank]))
+        payload, own = packer.pack(Part.of(chosen, *spans[rank]))
         messages = self.transport.allgather((counts, facts, *payload), channel="allgather")
         for message in messages:
             check_bytes(self.wire.name, "counts at levels", message[:HEAD_BYTES], HEAD_BYTES)
@@ -449,12 +398,12 @@ class OkTopk(Collective):
         u = SparseStream.concatenate(parts, self.numel) if is_apart else sum_of(parts, self.numel)
         return Gathered(u, [part.nnz for part in parts], received, sum(left))
 
-    def _gather_counts(self, *counts: int) -> list[Any]:
-        """Every rank's count; of several counts, every rank's, in lists of their own."""
+    def _gather_counts(self, *counts: int) -> list[list[int]]:
+        """Of each count, that of every rank."""
         mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
         gathered = self.transport.allgather((mine,), channel="shares")
-        columns = torch.stack([message.view(torch.int64) for message in gathered]).T.tolist()
-        return columns[0] if len(counts) == 1 else columns
+        columns: list[list[int]] = torch.stack([m.view(torch.int64) for m in gathered]).T.tolist()
+        return columns
 
     def _select_exactly(
         self, reduced_topk: SparseStream, wanted: int
@@ -479,25 +428,24 @@ class OkTopk(Collective):
         return chosen, [a + q for a, q in zip(above, quotas, strict=True)]
 
     def _balance(
-        self, chosen: SparseStream, shares: Sequence[int], quotas: Sequence[int], packer: Packer
+        self, chosen: SparseStream, moves: Mapping[tuple[int, int], int], packer: Packer
     ) -> SparseStream:
-        """Move entries point to point until every rank holds its quota."""
+        """Move entries point to point; what this rank holds then."""
         P, rank, spans = self.transport.world_size, self.transport.rank, self._spans()
-        moves = moves_between(shares, quotas)
-        first = min(shares[rank], quotas[rank])
-        parts = [chosen.slice(0, first)]
+        first = chosen.nnz
         mine: dict[int, SparseStream] = {}
         for (source, target), count in moves.items():
             if source == rank:
-                mine[target] = chosen.slice(first, first + count)
-                first += count
+                mine[target] = chosen.slice(first - count, first)
+                first -= count
+        parts = [chosen.slice(0, first)]
         for batch in batches(P):
             handles = {}
             for s in batch:
                 target, source = (rank + s) % P, (rank - s) % P
                 part, comes = mine.get(target), (source, rank) in moves
                 handles[source] = self.transport.exchange(
-                    None if part is None else packer.pack(_part(part, spans[rank]))[0],
+                    None if part is None else packer.pack(Part.of(part, *spans[rank]))[0],
                     None if part is None else target,
                     source if comes else None,
                     channel="balance",
@@ -534,48 +482,27 @@ class OkTopk(Collective):
                 self.level_counts = state["level_counts"].clone()
 
 
-def level_quotas(shares: Sequence[int], before: Sequence[int]) -> list[int]:
-    """How many of its entries each rank is to gather, so that none sends more than all of them.
+def level_moves(shares: Sequence[int], before: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Entries to move from rank to rank, so that none sends more in all than the ranks' total.
 
-    Who has more than a (P-1)-th of all hands entries over; what that costs leaves it less to send
-    to every other rank. With all of them at one rank it sends each once, and the others the rest.
+    Who has more than a (P-1)-th of all hands entries over, and can gather less for that: with all
+    of them it sends each once, and the others do the rest.
 
     Args:
         shares: Entries of each of P > 2 ranks.
         before: What each has sent to every other rank already.
-
-    Returns:
-        As many in all as there are shares.
     """
     P, total = len(shares), sum(shares) + sum(before)
     most = -(-total // (P - 1))
-    rooms = [
-        max(0, (most if s + b <= most else -((s + b - total) // (P - 2))) - b)
-        for s, b in zip(shares, before, strict=True)
-    ]
-    quotas = [min(share, room) for share, room in zip(shares, rooms, strict=True)]
-    over = sum(shares) - sum(quotas)
-    for rank, room in enumerate(rooms):
-        taken = min(over, room - quotas[rank])
-        quotas[rank] += taken
-        over -= taken
-    return quotas
-
-
-def moves_between(shares: Sequence[int], quotas: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Entries that go from one rank to another, so that shares become quotas of the same sum."""
-    surplus = [share - quota for share, quota in zip(shares, quotas, strict=True)]
+    both = list(zip(shares, before, strict=True))
+    rooms = [(most if s + b <= most else -((s + b - total) // (P - 2))) - b for s, b in both]
+    free = [max(0, room) - share for room, share in zip(rooms, shares, strict=True)]
     moves, target = {}, 0
-    for source, over in enumerate(surplus):
-        while over > 0:
-            while surplus[target] >= 0:
+    for source, over in enumerate(free):
+        while over < 0:
+            while free[target] <= 0:
                 target += 1
-            moves[source, target] = count = min(over, -surplus[target])
-            surplus[target] += count
-            over -= count
+            moves[source, target] = count = min(-over, free[target])
+            free[target] -= count
+            over += count
     return moves
-
-
-def _part(stream: SparseStream, span: Span) -> Part:
-    """A stream whose entries lie in a span, as a part of that alone."""
-    return Part(stream.indices, stream.values, *span)

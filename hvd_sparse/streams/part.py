@@ -78,9 +78,9 @@ class Part:
     stop: int
 
     @staticmethod
-    def of(stream: SparseStream) -> Part:
-        """A whole vector, sparse."""
-        return Part(stream.indices, stream.values, 0, stream.numel)
+    def of(stream: SparseStream, start: int = 0, stop: int | None = None) -> Part:
+        """A whole vector, sparse, or the stretch of it that has all entries."""
+        return Part(stream.indices, stream.values, start, stream.numel if stop is None else stop)
 
     @property
     def numel(self) -> int:

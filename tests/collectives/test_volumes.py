@@ -15,6 +15,7 @@ from math import ceil, log2
 import pytest
 import torch
 
+from benchmarks.patterns import JUMP_STEP, PATTERNS, PatternStreams
 from hvd_sparse.collectives import (
     Collective,
     DsarSplitAllgather,
@@ -26,7 +27,6 @@ from hvd_sparse.collectives import (
 )
 from hvd_sparse.collectives.oktopk import BINS, FINE, HEAD_BYTES
 from hvd_sparse.errors import MessageError
-from hvd_sparse.lab.simulator.patterns import JUMP_STEP, PATTERNS, PatternStreams
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.topology import allgather_messages
 from hvd_sparse.transports import Handle, LocalTransport, Payload, run_ranks
@@ -228,7 +228,7 @@ STEADY += ("hot rows, a quiet rank", "few nonzeros")
 def test_oktopk_is_within_its_bounds_in_every_step(pattern: str, P: int) -> None:
     """Sent and received, also where all entries jump; with k entries, and none of them lost."""
     k, numel = max(1600, 100 * P), max(1600, 100 * P) * 60
-    streams = PatternStreams(pattern)
+    streams = PatternStreams(pattern=pattern)
     volumes = [Volume(P) for _ in range(2 * JUMP_STEP)]
 
     def worker(transport: LocalTransport) -> list[tuple[SparseStream, SparseStream, SparseStream]]:

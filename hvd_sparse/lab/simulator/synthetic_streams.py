@@ -45,8 +45,8 @@ class SyntheticStreams:
         check_at_least("skew", self.skew, 0.0)
         check_count("seed", self.seed, 0)
 
-    def stream(self, rank: int, step: int, numel: int, k: int) -> SparseStream:
-        """The k entries that a rank has in a step, of a vector of `numel` elements.
+    def stream(self, rank: int, step: int, numel: int, k: int, ranks: int = 1) -> SparseStream:
+        """The k entries that one of some ranks has in a step, of a vector of `numel` elements.
 
         A region that is smaller than k is widened to k.
         """

@@ -1,7 +1,7 @@
 """Streams as trainings have them: ranks whose entries lie in other places, and move.
 
-A pattern says where a rank's entries lie in a step, as patches of the vector. Tests, the simulator
-(`hvd-sparse simulate --pattern NAME`) and `benchmarks.allreduce` draw from the same ones.
+A pattern says where a rank's entries lie in a step, as patches of the vector. Tests, simulations
+(`benchmarks.many_ranks`) and `benchmarks.allreduce` draw from the same ones.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+from typing_extensions import override
 
-from hvd_sparse.checks import check_choice
-from hvd_sparse.lab.simulator.synthetic_streams import generator
+from hvd_sparse.lab.simulator.synthetic_streams import SyntheticStreams, generator
 from hvd_sparse.streams import SparseStream
 
 JUMP_STEP = 3
@@ -94,25 +94,17 @@ same index, so that there are a few entries less."""
 
 
 @dataclass(frozen=True)
-class PatternStreams:
-    """Streams of a pattern; they have the interface of `SyntheticStreams`.
+class PatternStreams(SyntheticStreams):
+    """Streams of a pattern: a name in `PATTERNS`."""
 
-    Attributes:
-        pattern: A name in `PATTERNS`.
-        seed: Another seed gives other streams of the same kind.
-    """
+    pattern: str = "uniform"
 
-    pattern: str
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_choice("pattern", self.pattern, PATTERNS)
-
-    def stream(self, rank: int, step: int, numel: int, k: int, world_size: int) -> SparseStream:
+    @override
+    def stream(self, rank: int, step: int, numel: int, k: int, ranks: int = 1) -> SparseStream:
         """The entries, at most k, that a rank has in a step, of a vector of `numel` elements."""
         own, common = generator(self.seed, step, 1 + rank), generator(self.seed, step, 0)
         indices, scales = [], []
-        for patch in PATTERNS[self.pattern](rank, step, world_size):
+        for patch in PATTERNS[self.pattern](rank, step, ranks):
             start, stop = int(patch.start * numel), max(1, int(patch.stop * numel))
             draw = common if patch.is_common else own
             places = torch.randperm(stop - start, generator=draw, device="cpu") + start
