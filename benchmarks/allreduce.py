@@ -35,6 +35,7 @@ from typing import Any
 from benchmarks._launch import Job, Jobs, Launcher
 from benchmarks.allreduce_sweep import auto_row, plot_sweep, sweep_arguments, sweep_rows
 from benchmarks.models import shapes_of
+from benchmarks.patterns import PATTERNS
 from benchmarks.report import Row, Spread, row_of, write_report
 from hvd_sparse.lab.plots import load_pyplot
 
@@ -103,7 +104,9 @@ def fits(case: str, ranks: int, at: Launcher, options: argparse.Namespace) -> bo
 def job_of(case: str, at: Launcher, ranks: int, launch: int, options: argparse.Namespace) -> Job:
     """One launch of a case."""
     if case == "auto":
-        return Job(case, at, ranks, launch, SWEEP, sweep_arguments(options.repeats))
+        return Job(
+            case, at, ranks, launch, SWEEP, sweep_arguments(options.repeats, options.pattern)
+        )
     has_slowest = at.rate is None or ranks <= (os.cpu_count() or 1)
     arguments: tuple[str, ...] = ("--case", case_of(case, has_slowest=has_slowest))
     arguments += ("--repeats", str(options.repeats))
@@ -266,6 +269,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=(*CASES, "auto"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sweep-ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument(
+        "--pattern", choices=PATTERNS, default="uniform", help="where the entries of auto lie"
+    )
     parser.add_argument("--repeats", type=int, default=15, help="most turns of a launch")
     parser.add_argument("--seconds", type=float, help="limit for all turns; default: 40, quick 15")
     parser.add_argument(

@@ -1,7 +1,8 @@
 """The sweep of `benchmarks.allreduce`: every algorithm's exchange, over ranks and densities.
 
-As in section 8.1 of SparCML, every rank has k random indices out of n with random values, and only
-the exchange is timed. The ranks run benchmarks/sweep_worker.py.
+As in section 8.1 of SparCML, every rank has k random indices out of n with random values, or those
+of another pattern (`--pattern`), and only the exchange is timed. The ranks run
+benchmarks/sweep_worker.py.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ World = Mapping[str, Any]
 """Rank 0's results: the link, and every algorithm's seconds at each density."""
 
 
-def sweep_arguments(repeats: int) -> tuple[str, ...]:
+def sweep_arguments(repeats: int, pattern: str) -> tuple[str, ...]:
     """The arguments of benchmarks/sweep_worker.py."""
-    options = ("--numel", str(NUMEL), "--repeats", str(repeats), "--density")
+    options = ("--numel", str(NUMEL), "--repeats", str(repeats), "--pattern", pattern, "--density")
     return (*options, *map(str, DENSITIES))
 
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from benchmarks._rank import dist, end_rank, in_turns, slowest_ranks, start_rank
+from benchmarks.patterns import PATTERNS, PatternStreams
 from hvd_sparse.collectives.automatic import cheapest_algorithm, link_of
 from hvd_sparse.collectives.registry import BY_NAME
-from hvd_sparse.lab.simulator import DISTINCT, SyntheticStreams
+from hvd_sparse.lab.simulator import DISTINCT
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 
 WARMUP_STEPS = 3
-STREAMS = SyntheticStreams()
 
 
 def dense(stream: SparseStream) -> Tensor:
@@ -60,10 +60,12 @@ def measure(
     numel: int,
     density: float,
     repeats: int,
+    pattern: str,
 ) -> dict[str, Any]:
     """Time every algorithm at one density, and note the pick of "auto"."""
     k = max(1, round(density * numel))
-    streams = [STREAMS.stream(hvd.rank(), step, numel, k) for step in range(WARMUP_STEPS)]
+    draw = PatternStreams(pattern=pattern).stream
+    streams = [draw(hvd.rank(), step, numel, k, hvd.size()) for step in range(WARMUP_STEPS)]
     functions: dict[str, Callable[[], object]] = {}
     for name in DISTINCT:
         collective = BY_NAME[name].collective(transport, numel, k)
@@ -88,11 +90,13 @@ def main() -> None:
     parser.add_argument("--numel", type=int, required=True)
     parser.add_argument("--density", type=float, nargs="+", required=True)
     parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--pattern", choices=PATTERNS, default="uniform")
     options = start_rank(parser)
     transport = create_transport("auto", HorovodBootstrap(hvd.global_process_set), 120.0)
     link = link_of(transport)
     found = [
-        measure(transport, options.numel, density, options.repeats) for density in options.density
+        measure(transport, options.numel, density, options.repeats, options.pattern)
+        for density in options.density
     ]
     facts = {"alpha_s": link.alpha_s, "beta_s_per_byte": link.beta_s_per_byte}
     facts |= {"reduction_s_per_byte": link.reduction_s_per_byte, "gap_s": link.g}

@@ -16,7 +16,8 @@ is the time of an entry, β_d that of a word; on a compact wire they follow from
 | ssar_split_allgather (TopkDSA) | P - 1 + log P | from 4k (P-1)/P to 2kP or (2k + n) (P-1)/P |
 | dsar_split_allgather | P - 1 + log P | from n (P-1)/P to (2k + n) (P-1)/P |
 | gtopk | 2 log P | 4k log P |
-| oktopk | 2P + 2 log P | from 2k (P-1)/P to 6k (P-1)/P |
+| oktopk | 2P + 2 log P | from 2k (P-1)/P to 6k (P-1)/P; 2k of two ranks |
+| spardl | 2 log P | 4k (P-1)/P |
 | index_union, of K indices | 2 log P + P - 1 | (K + 2K) (P-1)/P where selections do not overlap |
 | exdyna, clt_k | 2 log P + P - 1 | 3k (P-1)/P |
 
@@ -37,6 +38,7 @@ from hvd_sparse.topology import (
     allgather_in_flight,
     allgather_messages,
     batches,
+    bruck_rounds,
     cube_positions,
     in_flight,
 )
@@ -336,8 +338,12 @@ def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostR
     """Ok-Topk: (2P + 2 log P) α, then from 2k (P-1)/P β to 6k (P-1)/P β.
 
     Expected are k entries in each phase and no balancing, thanks to the boundaries. Ranks ask for
-    shares only after an imbalance; `head_bytes` come with each gathered payload.
+    shares only after an imbalance; `head_bytes` come with each gathered payload. Two ranks send
+    each other all they have.
     """
+    if P == 2:
+        cost = Cost(1, entries=k, work=Work(2 * k, selected_entries=2 * k))
+        return CostRange(cost, cost, cost)
     share, gather = (P - 1) / P, allgather_messages(P)
     control = oktopk_control(P, head_bytes)
     hidden = in_flight(P - 1) + allgather_in_flight(P)
@@ -348,6 +354,29 @@ def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostR
         _in_turn([usual, control]),
         _in_turn([Cost(2 * (P - 1) + 2 * gather, entries=3 * k * share), control]),
     )
+
+
+def spardl(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
+    """SparDL: 2 log P α + 4k (P-1)/P β, and a count of two words for each bin in each phase.
+
+    A rank holds the blocks that it has not handed over, and gets at most k/P entries of each.
+    """
+    share, held, blocks, work = (P - 1) / P, float(k), P, Work(selected_entries=k)
+    for distance, number in reversed(bruck_rounds(P)):
+        ours, left = held * number / blocks, held * distance / blocks
+        came = min(ours, k * number / P)
+        work += Work(left + came, selected_entries=ours)
+        held, blocks = left + came - left / distance * came / max(1, n / P), distance
+    work += Work(selected_entries=held)
+    rounds, counts = ceil(log2(P)), 4 * (P - 1) * spardl_bins(P)
+    scattered = Cost(rounds, entries=k * share, plain_words=counts, work=work)
+    cost = _in_turn([scattered, _gathered(P, Cost(1, entries=k * share))])
+    return CostRange(Cost(cost.messages), cost, cost)
+
+
+def spardl_bins(P: int) -> int:
+    """S, in which SparDL counts the entries of a block: some 64 in all, one at least."""
+    return -(-64 // P)
 
 
 def index_union(P: int, n: int, k: int, wire: WireBytes) -> CostRange:

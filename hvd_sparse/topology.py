@@ -41,17 +41,21 @@ def allgather_in_flight(world_size: int) -> int:
     return in_flight(world_size - 1) if world_size <= DIRECT_ALLGATHER_RANKS else 0
 
 
+def bruck_rounds(world_size: int) -> list[tuple[int, int]]:
+    """Bruck's allgather for any P: distances, and how many blocks a rank sends so far."""
+    distances = (1 << bit for bit in range((world_size - 1).bit_length()))
+    return [(distance, min(distance, world_size - distance)) for distance in distances]
+
+
 def allgather_loads(sizes: Sequence[int]) -> list[int]:
     """What each rank sends in an allgather of blocks of these sizes, by rank."""
     P = len(sizes)
     if P <= DIRECT_ALLGATHER_RANKS:
         return [size * (P - 1) for size in sizes]
     ends = np.cumsum([0, *sizes, *sizes])
-    loads, distance = np.zeros(P, dtype=np.int64), 1
-    while distance < P:
-        count = min(distance, P - distance)
+    loads = np.zeros(P, dtype=np.int64)
+    for _, count in bruck_rounds(P):
         loads += ends[count : count + P] - ends[:P]
-        distance *= 2
     every: list[int] = loads.tolist()
     return every
 

@@ -25,6 +25,7 @@ from hvd_sparse.collectives.sparcml import (
     SsarRecursiveDouble,
     SsarSplitAllgather,
 )
+from hvd_sparse.collectives.spardl import SparDL
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "IndexUnion",
     "OkTopk",
     "Reduction",
+    "SparDL",
     "SsarRecursiveDouble",
     "SsarSplitAllgather",
     "TopkAllgather",

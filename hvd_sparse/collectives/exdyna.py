@@ -17,14 +17,15 @@ Steps, after this rank has taken the candidates out of its partition (selectors/
 Cost: (2 log P + P - 1) α + 3k (P-1)/P β, with 64 counters beside the indices: an allgather and an
 allreduce, as in the paper. Nothing builds up, and the result has about k entries.
 
-Departure from algorithm 5: it multiplies δ by 1.005, 1.00125 or 0.995 after each step, so that a
-density that is off by 20 stays off for hundreds of steps; and with error feedback, where entries
-crowd just below the threshold, any fixed gain is too much or too little. Here every rank tells how
-many of its candidates reach each of 64 levels from 0.9 δ to 1.8 δ, and the one that is nearest to k
-is the next δ. Where what reached δ is not within k (1 ± tolerance), indices are gathered once more
-in the same step, by that level. Where none is within it, or in the first step, δ is the exact k-th
-magnitude of all candidates (global_threshold.py), and ties are cut to each rank's part. Where there
-are too few candidates, all are taken, and the next step samples anew.
+Departure from algorithm 5: it multiplies δ by 1 + γ, 1 + γ/4 or 1 - γ after each step; the paper
+has no value for γ. With some thousandths, a density that is off by 20 stays off for hundreds of
+steps; and with error feedback, where entries crowd just below the threshold, any fixed gain is too
+much or too little. Here every rank tells how many of its candidates reach each of 64 levels from
+0.9 δ to 1.8 δ, and the one that is nearest to k is the next δ. Where what reached δ is not within k
+(1 ± tolerance), indices are gathered once more in the same step, by that level. Where none is
+within it, or in the first step, δ is the exact k-th magnitude of all candidates
+(global_threshold.py), and ties are cut to each rank's part. Where there are too few candidates, all
+are taken, and the next step samples anew.
 """
 
 from __future__ import annotations
@@ -51,14 +52,17 @@ LEVEL_BYTES = 8 * LEVELS.numel()
 """What the counts at all levels take in a message."""
 BLOCKS = 1024
 BLOCK_MULTIPLE = 32
-ALPHA = 1.05
-"""α: partitions stay as they are while none has more than this many times the mean."""
+ALPHA = (21, 20)
+"""α, as a fraction: partitions stay while none has more than so many times the mean. All of this is
+in whole numbers: ranks on other processors must cut alike."""
 LEAST_BLOCKS = 1
 """min_blk: a partition has as many blocks at least, where there are enough for all."""
 BETA, GAMMA = 1.1, 0.005
 """β and γ of algorithm 5 in the authors' release; the paper gives no numbers."""
-FADING = 0.8
-"""What a block's count of one step is worth in the next."""
+FADING = (4, 5)
+"""What a block's count of one step is worth in the next, as a fraction."""
+COUNT = 1 << 16
+"""The weight of an entry when it is new."""
 
 
 class ExDyna(IndexUnion):
@@ -205,7 +209,7 @@ class ExDyna(IndexUnion):
             super().load_state_dict(state)
             self.threshold = float(state["threshold"])
             self.partitions.blocks = list(state["blocks"])
-            self.partitions.weights = state["weights"].clone()
+            self.partitions.weights = state["weights"].to(torch.int64, copy=True)
 
 
 def magnitudes(stream: SparseStream) -> Tensor:
@@ -223,14 +227,15 @@ class Partitions:
 
     Source: ExDyna, algorithms 2 and 3.
 
-    Departure from algorithm 3: it knows how many entries each partition selected, and moves one
-    block a step between neighbours where one has more than 1.05 times the mean and the other less
-    than its inverse. For a strongly layered gradient that takes hundreds of steps, a hot block at
-    the edge of a partition goes to and fro, and a partition that is just right between an overfull
-    and an underfull one stops all movement. But after the exchange every rank knows all indices,
-    and so the entries of each block. Here the partitions are cut anew, so that each has an equal
-    part of these counts, which fade by a fifth with every step. `min_blk` is 1: no rank is left
-    without a partition, and more would hold back blocks of a hot range a few blocks wide.
+    Departure from algorithm 3: it knows how many entries each partition selected, and moves
+    `blk_move` blocks a step between neighbours where one has more than α times the mean and the
+    other less than its inverse. The paper has no values for these, nor for `min_blk`. With single
+    blocks, that takes hundreds of steps for a strongly layered gradient, a hot block at the edge of
+    a partition goes to and fro, and a partition that is just right between an overfull and an
+    underfull one stops all movement. But after the exchange every rank knows all indices, and so
+    the entries of each block. Here the partitions are cut anew, so that each has an equal part of
+    these counts, which fade by a fifth with every step. `min_blk` is 1: no rank is left without a
+    partition, and more would hold back blocks of a hot range a few blocks wide.
 
     Args:
         numel: n.
@@ -239,7 +244,7 @@ class Partitions:
     Attributes:
         block_numel: Elements of a block; what is left over belongs to the last partition.
         blocks: Blocks of each partition.
-        weights: Entries selected in each block of late, float64 `(n_b,)`.
+        weights: `COUNT` for each entry selected in a block of late, int64 `(n_b,)`.
     """
 
     def __init__(self, numel: int, count: int) -> None:
@@ -249,7 +254,7 @@ class Partitions:
             self.block_numel -= self.block_numel % BLOCK_MULTIPLE
         total = numel // self.block_numel
         self.blocks = [total // count + (i < total % count) for i in range(count)]
-        self.weights = torch.zeros(total, dtype=torch.float64, device="cpu")
+        self.weights = torch.zeros(total, dtype=torch.int64, device="cpu")
 
     def span(self, partition: int) -> tuple[int, int]:
         """First index of a partition, and the index after its last."""
@@ -267,9 +272,10 @@ class Partitions:
         counts, mean = [float(count) for count in selected], sum(selected) / len(selected)
         of_a_block = self.block_numel * sum(selected) / max(1, self.numel)
         least = max(1, sum(self.blocks) // (4 * len(self.blocks)))
+        alpha = ALPHA[0] / ALPHA[1]
         for left in range(len(counts) - 1):
             for giver, taker in ((left, left + 1), (left + 1, left)):
-                if counts[giver] <= ALPHA * mean or counts[taker] >= mean / ALPHA:
+                if counts[giver] <= alpha * mean or counts[taker] >= mean / alpha:
                     continue
                 if self.blocks[giver] - 1 >= least:
                     self.blocks[giver] -= 1
@@ -289,16 +295,16 @@ class Partitions:
             return
         starts = torch.arange(1, total, dtype=torch.int32, device=indices.device) * self.block_numel
         edges = [0, *torch.searchsorted(indices, starts).tolist(), indices.numel()]
-        counts = torch.tensor(edges, dtype=torch.float64, device="cpu").diff()
-        self.weights = FADING * self.weights + counts
-        shares = [float(part.sum()) for part in self.weights.split(self.blocks)]
-        if max(shares) <= ALPHA * sum(shares) / count:
+        counts = torch.tensor(edges, dtype=torch.int64, device="cpu").diff()
+        self.weights = self.weights * FADING[0] // FADING[1] + COUNT * counts
+        shares = [int(part.sum()) for part in self.weights.split(self.blocks)]
+        if max(shares) * count * ALPHA[1] <= sum(shares) * ALPHA[0]:
             return
         # Every block has some weight, so that a run of empty ones is cut by its number of blocks.
-        least = 1e-6 * self.weights.mean()
+        least = 1 + sum(shares) // (total * 1_000_000)
         even = (self.weights + least).cumsum(0)
-        wanted = even[-1] * torch.arange(1, count, dtype=torch.float64, device="cpu") / count
-        cuts = (torch.searchsorted(even, wanted) + 1).tolist()
+        parts = torch.arange(1, count, dtype=torch.int64, device="cpu")
+        cuts = (torch.searchsorted(even, even[-1] * parts // count) + 1).tolist()
         self.blocks = widened([0, *cuts, total], min(LEAST_BLOCKS, total // count))
 
 

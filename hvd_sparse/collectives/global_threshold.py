@@ -76,20 +76,22 @@ def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
         threshold: What the levels lie around.
 
     Returns:
-        int32 `(LEVELS,)` on the values' device, descending; zeros where there are no levels:
-        magnitudes next to zero have no room for any below them.
+        int32 `(LEVELS,)` on the values' device, descending. All that is not zero passes levels
+        below the least magnitude.
     """
     lowest = _lowest_key(threshold)
-    if lowest <= 0:
-        return torch.zeros(LEVELS, dtype=torch.int32, device=values.device)
     if values.device.type != "cpu":  # bincount would wait there
-        places = ((magnitude_keys(values) - lowest) >> BIN_BITS).clamp(-1, LAST - FIRST) + 1
+        keys = magnitude_keys(values).clamp(max=INFINITE_KEY)
+        places = ((keys - lowest) >> BIN_BITS).clamp(-1, LAST - FIRST) + 1
         found = torch.zeros(LAST - FIRST + 2, dtype=torch.int32, device=values.device)
-        found.index_add_(0, places, torch.ones_like(places))
+        found.index_add_(0, places * (keys > 0), torch.ones_like(places))
         above = torch.from_numpy(_ABOVE_FIRST + 1).pin_memory()
         return found.flip(0).cumsum(0).flip(0)[above.to(values.device, non_blocking=True)].int()
     # By NumPy: on few values each call costs a fraction of torch's.
-    bins = ((values.numpy().view(np.int32) & 0x7FFFFFFF) - lowest) >> BIN_BITS
+    keys = np.minimum(values.numpy().view(np.int32) & 0x7FFFFFFF, INFINITE_KEY)
+    if lowest <= 0:
+        keys = keys[keys > 0]
+    bins = (keys - lowest) >> BIN_BITS
     counts = np.bincount(np.clip(bins, -1, LAST - FIRST) + 1, minlength=LAST - FIRST + 2)
     passing = counts[::-1].cumsum()[::-1][_ABOVE_FIRST + 1]
     return torch.from_numpy(passing.astype(np.int32))
@@ -113,7 +115,7 @@ def nearest_level(totals: Sequence[int], wanted: float) -> int:
 
 def threshold_at(threshold: float, level: int) -> float:
     """The threshold of a level around another one, in `[0, LEVELS)`."""
-    return key_magnitude(_lowest_key(threshold) + (int(_ABOVE_FIRST[level]) << BIN_BITS))
+    return key_magnitude(max(0, _lowest_key(threshold) + (int(_ABOVE_FIRST[level]) << BIN_BITS)))
 
 
 def _lowest_key(threshold: float) -> int:

@@ -16,10 +16,22 @@ Steps:
      (`balance_and_allgather`);
   5. return the local entries that are not in the result (line 14's complement).
 
-Cost, at most: (2P + 2 log P) α + 6k (P-1)/P β (equation 3); at least 2k (P-1)/P β (theorem 3.1).
-In one step after all large entries have jumped into one region, its owner may send a third more.
+Cost, at most: (2P + 2 log P) α + 6k (P-1)/P β (equation 3), for what a rank sends and for what it
+receives, in every step; at least 2k (P-1)/P β (theorem 3.1). k stands for what a rank brings, where
+that is more. Proof, with k' = k (P-1)/P: an owner receives at most 1.5 k' entries in phase 1
+(`allowances`), or k (1 + 1/FINE) where regions were just drawn; a rank sends k. Gathering without
+asking, a rank sends and receives 1.5 k'. Otherwise at most k are gathered: a rank that has all
+sends each once (`level_moves`), and from five ranks on passes on k (1 - log P/(P-1)) of others.
+Counters are not in it: 4 · 512 log P words where the threshold is evaluated, 2 · BINS log P where
+regions are drawn, once or twice, and `HEAD_BYTES` from each rank.
 
 Departures from the paper:
+  * Regions cut the union of all ranks' entries, by a histogram, and not at the mean of the ranks'
+    quantiles: where ranks' entries lie apart, that gives one owner up to 2k (P-1) words.
+  * What a message has beyond what the regions were drawn for, and some more, its least entries,
+    waits at its rank for the next step. That draws regions anew, as long as ranks have so much.
+  * Two ranks send each other all they have, 2k words, and both select. In two phases a rank with
+    all entries in the other's region would pass the bound.
   * The exact global threshold comes from counters instead of gathered values
     (global_threshold.py).
   * The paper reuses a global threshold as it is. Here the gathered messages also tell how many
@@ -27,17 +39,13 @@ Departures from the paper:
     level that is nearest to a few percent above k. Of a result that is above k (1 + tolerance), the
     k largest are applied; where one is below k (1 - tolerance), or no level is near, the threshold
     is evaluated exactly in the same step, and what is missing is gathered. Ties at an exact
-    threshold are cut by rank and index. So the result holds k within the tolerance in every step.
+    threshold are cut by rank and index. So the result holds k within the tolerance, if there are as
+    many; in a step that holds entries back it may be short.
   * The paper asks for the owners' shares in every step. Here the counts of the last step tell them.
-    A round of their own asks for them only after an imbalance, and where the threshold is evaluated
-    exactly. Without it no owner sends more than 1.75 k/P entries, its largest, for the bound's
-    sake. The others wait, and the counts tell of the imbalance.
-  * The paper levels shares where the largest exceeds four times the average, which can never be
-    with up to four ranks, although one that sends all of the result P - 1 times is over the bound
-    of 6k (P-1)/P from three ranks on. Here they are levelled in that case, too.
-  * Where one owner received more than twice the average, which is what the bound leaves to the
-    split phase, the regions are drawn anew in the next step: entries that move do not cost
-    2k (P-1) words until τ steps are over.
+    A round of their own asks for them where these may be wrong or too uneven, and where the
+    threshold is evaluated exactly. Not asked, an owner with far more than 1.5 k/P waits.
+  * The paper makes shares equal where the largest exceeds four times the average. Here they are
+    levelled where the bound asks for it, too, and who hands over much gathers less.
   * A lossy wire rounds values in both phases; whoever encodes takes the error back where the entry
     is in the result. The other entries go back whole to where they came from.
 """
@@ -46,8 +54,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from math import sqrt
-from typing import Any
+from math import inf, sqrt
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +72,7 @@ from hvd_sparse.collectives.global_threshold import (
 )
 from hvd_sparse.cost_model import Work
 from hvd_sparse.magnitude import magnitude_keys, threshold_key
-from hvd_sparse.streams import Part, SparseStream, merge, sum_of, unapplied
+from hvd_sparse.streams import ENTRY_BYTES, Part, SparseStream, merge, sum_of, unapplied
 from hvd_sparse.topology import allgather_loads, batches
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
@@ -75,18 +83,32 @@ AIM_SHARE = 0.03
 gathered, what is missing costs more rounds."""
 AIM_DEVIATIONS = 2.0
 """The same in square roots of k, by which a count differs from what is expected by chance."""
-UNEVEN_FACTOR = 2.0
-"""Times the average that an owner may receive, so that the gathering, too, stays in the bound."""
-MOST_SHARE = 1.75
-"""Times k/P that an owner may gather without asking for the others' shares: with what it sent in
-the split phase, and some chance, it stays in the bound of 6k (P-1)/P words."""
+HALF_BOUND = 1.5
+"""Times k (P-1)/P entries, of two words, that a rank may receive in each phase."""
+LITTLE_MORE = 1.25
+"""An owner with up to so many times its part of the result sends that, and keeps the rest."""
 FEW_ENTRIES = 64
 """A message with so many is as quick as one with fewer: they are neither levelled nor held back."""
-HEAD_BYTES = 4 * (LEVELS + 1)
-"""What comes before the entries that are gathered: counts at all levels, and what was received."""
+BINS = 512
+"""Bins of the histogram, where 64 for each region are not more."""
+FINE = 32
+"""A bin in which regions meet is cut further where it holds more than this part of a region."""
+MANY = 32
+"""Regions are drawn anew where more than this part of all entries was held back."""
+HEAD_BYTES = 4 * (LEVELS + 3)
+"""What comes before the entries that are gathered: counts at all levels, and three of a step."""
 
 Span = tuple[int, int]
 """Elements from the first of these up to the second."""
+
+
+class Gathered(NamedTuple):
+    """What an allgather brought."""
+
+    u: SparseStream
+    counts: list[int]  # of u, from each rank
+    received: list[int]  # by each rank, in phase 1
+    unsent: int  # entries that are left at their owners
 
 
 class OkTopk(Collective):
@@ -97,13 +119,14 @@ class OkTopk(Collective):
         repartition_interval: τ, steps from one repartition to the next, at least 1.
         threshold_interval: τ′, steps from one exact global threshold to the next, at least 1.
         balance_factor: Shares are levelled where the largest exceeds this many times the average,
-            or a rank would send more than in levelling and gathering together.
+            or where a rank would send more than its bound.
         tolerance: How far the result's nnz may be from k, as a share of k.
 
     Attributes:
-        global_threshold: What entries passed in the last step; 0.0 where there is none.
+        global_threshold: What entries passed in the last step; infinite before the first one.
         boundaries: Where regions end, but for the last, int64 `(P-1,)`.
-        regions_are_uneven: Whether one owner received far more than the others.
+        allowances: Entries that this rank may send to each owner, int64 `(P,)`.
+        regions_are_uneven: Whether ranks had far more for some owners than these allow.
         level_counts: How many reduced entries of each rank pass each level around the threshold,
             int32 `(P, LEVELS)`; zeros where that is not known.
     """
@@ -125,37 +148,100 @@ class OkTopk(Collective):
         self.threshold_interval = threshold_interval
         self.balance_factor = balance_factor
         self.tolerance = tolerance
-        self.global_threshold = 0.0
+        self.global_threshold = inf
         self.boundaries = torch.zeros(transport.world_size - 1, dtype=torch.int64, device="cpu")
+        self.allowances = torch.full((transport.world_size,), numel, device="cpu")
         self.regions_are_uneven = False
         self.level_counts = torch.zeros(
             transport.world_size, LEVELS, dtype=torch.int32, device="cpu"
         )
-        self._received = 0
+        self._received = self._held = 0
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Algorithm 1, from line 5 on; see `Collective.reduce`."""
-        if self.step % self.repartition_interval == 0 or self.regions_are_uneven:
-            self.boundaries = self.space_repartition(stream)
         packer = self.packer(stream)
-        reduced_topk = self.split_and_reduce(stream, packer)
+        if self.transport.world_size == 2:
+            return self._swap(stream, packer)
+        redraws = self.step % self.repartition_interval == 0 or self.regions_are_uneven
+        sent = self._allowed(stream)
+        self._held = stream.nnz - sent.nnz
+        if redraws:
+            self.boundaries, brought = self.space_repartition(stream)
+            sent = stream
+        reduced_topk = self.split_and_reduce(sent, packer)
         due = self.step % self.threshold_interval == 0
-        u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due)
+        u, received = self.balance_and_allgather(
+            reduced_topk, packer, re_evaluate=due, asks=redraws
+        )
+        if redraws:
+            self.allowances = self._allow(stream, brought, received)
         self.step += 1
         self.transport.worked(Work(selected_entries=reduced_topk.nnz + stream.nnz))
+        returned = unapplied(sent, [packer.lost(self.numel)], u)
+        if sent.nnz < stream.nnz:
+            held = stream.without(sent.indices).to(packer.device)
+            returned = sum_of([returned, held], self.numel)
+        return Reduction(u, returned)
+
+    def _swap(self, stream: SparseStream, packer: Packer) -> Reduction:
+        """Between two ranks: each sends all it has, and selects from the sum."""
+        rank = self.transport.rank
+        payload, own = packer.pack(Part.of(stream))
+        handle = self.transport.exchange(payload, 1 - rank, 1 - rank, channel="split")
+        both = [packer.land(own).to_stream(self.numel)]
+        both.insert(1 - rank, self._read(handle.received(), packer, (0, self.numel)))
+        u = self._sum(both[0], both[1:]).largest(self.k)
+        self.step += 1
+        self.transport.worked(Work(selected_entries=2 * stream.nnz))
         return Reduction(u, unapplied(stream, [packer.lost(self.numel)], u))
 
     # -- phase 1: split and reduce (section 3.1.1) -------------------------------------------------
 
-    def space_repartition(self, stream: SparseStream) -> Tensor:
-        """Boundaries at the averaged P-quantiles of the ranks' indices, int64 `(P-1,)`."""
+    def space_repartition(self, stream: SparseStream) -> tuple[Tensor, int]:
+        """Boundaries of P equal parts of all ranks' entries, by a histogram; how many these are."""
+        P, numel = self.transport.world_size, self.numel
+        bins = max(BINS, 2 * FINE * P)
+        parts = torch.arange(1, P, device="cpu")
+        edges = (torch.arange(bins + 1, device="cpu") * numel // bins).unique()
+        while True:
+            places = torch.searchsorted(stream.indices, edges.int())
+            counts = self.transport.allreduce_sum(places.diff(), channel="boundaries")
+            ends = counts.cumsum(0)
+            total = int(ends[-1]) if ends.numel() else 0
+            if total == 0:
+                return parts * numel // P, total
+            wanted = total * parts // P
+            at = torch.searchsorted(ends, wanted)
+            met = at.unique()
+            steep = met[(counts[met] * P * FINE > total) & (edges.diff()[met] > 1)]
+            if steep.numel() == 0:
+                is_upper = ends[at] - wanted <= wanted - (ends - counts)[at]
+                return edges[at + is_upper], total
+            starts, widths = edges[steep, None], edges.diff()[steep, None]
+            each = -(-bins // steep.numel())
+            finer = starts + widths * torch.arange(each, device="cpu") // each
+            edges = torch.cat([edges[met], edges[met + 1], finer.view(-1), edges[[0, -1]]]).unique()
+
+    def _allow(self, stream: SparseStream, brought: int, received: Sequence[int]) -> Tensor:
+        """What this rank may send each owner, while regions stay: as much as now, and some more.
+
+        `received` are the entries that each owner got of all that were brought.
+        """
         P = self.transport.world_size
-        shares = torch.arange(1, P, dtype=torch.int64, device="cpu")
-        if stream.nnz:
-            local = stream.indices[shares * stream.nnz // P].long()
-        else:
-            local = shares * self.numel // P
-        return self.transport.allreduce_sum(local, channel="boundaries") // P
+        most = int(HALF_BOUND * max(self.k, brought / P) * (P - 1) / P)
+        most -= (P - 1) * HEAD_BYTES // ENTRY_BYTES  # which come with the gathered entries
+        spare = (most - torch.tensor(received, device="cpu")).clamp(min=0) // max(1, P - 1)
+        now = torch.tensor(self._cuts(stream), device="cpu").diff()
+        return (now + spare).clamp(min=FEW_ENTRIES)
+
+    def _allowed(self, stream: SparseStream) -> SparseStream:
+        """What of a stream may be sent: of each region the largest; of this rank's own, all."""
+        most: list[int] = self.allowances.tolist()
+        most[self.transport.rank] = self.numel
+        pieces = [stream.slice(*ends) for ends in pairwise(self._cuts(stream))]
+        kept = [each.largest(count) for each, count in zip(pieces, most, strict=True)]
+        is_all = sum(each.nnz for each in kept) == stream.nnz
+        return stream if is_all else SparseStream.concatenate(kept, self.numel)
 
     def split_and_reduce(self, stream: SparseStream, packer: Packer) -> SparseStream:
         """Send each region's entries to its owner; sum those that come for this rank's own region.
@@ -187,11 +273,14 @@ class OkTopk(Collective):
         """Every rank's region."""
         return list(pairwise([0, *self.boundaries.tolist(), self.numel]))
 
+    def _cuts(self, stream: SparseStream) -> list[int]:
+        """Positions between which the entries of each rank's region lie."""
+        ends = self.boundaries.to(torch.int32).numpy()
+        return [0, *stream.indices.numpy().searchsorted(ends).tolist(), stream.nnz]
+
     def _cut(self, stream: SparseStream) -> list[Part]:
         """The stream's entries in every rank's region."""
-        ends = self.boundaries.to(torch.int32).numpy()
-        cuts = stream.indices.numpy().searchsorted(ends).tolist()
-        stretches = pairwise([0, *cuts, stream.nnz])
+        stretches = pairwise(self._cuts(stream))
         return [
             Part.of(stream.slice(*positions), *span)
             for positions, span in zip(stretches, self._spans(), strict=True)
@@ -210,24 +299,34 @@ class OkTopk(Collective):
     # -- phase 2: balance and allgather (section 3.1.2) --------------------------------------------
 
     def balance_and_allgather(
-        self, reduced_topk: SparseStream, packer: Packer, *, re_evaluate: bool
-    ) -> SparseStream:
-        """Take the global top k out of the reduced regions and bring it to every rank."""
+        self, reduced_topk: SparseStream, packer: Packer, *, re_evaluate: bool, asks: bool
+    ) -> tuple[SparseStream, list[int]]:
+        """Bring the global top k to every rank; it, and what each rank received in phase 1."""
+        k, rank, P = self.k, self.transport.rank, self.transport.world_size
+        most = max(FEW_ENTRIES, int(HALF_BOUND * k / P))
         shares = None if re_evaluate else self._follow_threshold()
-        if shares is None:
-            return self._gather_exactly(reduced_topk, packer)
-        chosen = reduced_topk.reaching(self.global_threshold)
-        most = max(FEW_ENTRIES, int(MOST_SHARE * self.k / self.transport.world_size))
-        if self.regions_are_uneven or max(shares) > most:
-            shares = self._gather_counts(chosen.nnz)
-            if not self._is_near(sum(shares)):
-                return self._gather_exactly(reduced_topk, packer)
-            return self._trimmed(self._level_and_gather(chosen, shares, reduced_topk, packer))
-        sent = chosen.largest(most)
-        u = self._gather(sent, self._spans(), reduced_topk, packer)
-        if u.nnz < (1 - self.tolerance) * self.k:
-            u = sum_of([u, self._gather_missing(sent, reduced_topk, packer)], self.numel)
-        return self._trimmed(u)
+        all_pass = self.global_threshold == 0.0  # then sums that cancelled out do, too
+        chosen = reduced_topk if all_pass else reduced_topk.reaching(self.global_threshold)
+        if shares is None or asks or max(shares) > most:
+            if shares is not None:
+                shares = self._gather_counts(chosen.nnz)[0]
+            if shares is None or not self._is_near(sum(shares)):
+                chosen, shares = self._select_exactly(reduced_topk, k)
+            shares = [-(-share * k // max(1, k, sum(shares))) for share in shares]
+            chosen = chosen.largest(shares[rank])
+            found = self._level_and_gather(chosen, shares, [0] * P, reduced_topk, packer)
+            return found.u, found.received
+        is_over = chosen.nnz > LITTLE_MORE * most
+        sent = chosen.largest(1 if is_over else most)  # one, as what is not finite has to go
+        found = self._gather(sent, self._spans(), reduced_topk, packer)
+        u = found.u
+        if found.unsent and u.nnz < (1 - self.tolerance) * k:
+            has_sent_its_part = sent.nnz < chosen.nnz and not is_over
+            rest = reduced_topk.slice(0, 0 if has_sent_its_part else reduced_topk.nnz)
+            exact = self._select_exactly(rest.without(sent.indices), k - u.nnz)
+            more = self._level_and_gather(*exact, found.counts, reduced_topk, packer)
+            u = sum_of([u, more.u], self.numel)
+        return u if u.nnz <= (1 + self.tolerance) * k else u.largest(k), found.received
 
     def _follow_threshold(self) -> list[int] | None:
         """Move the threshold to where the last step's counts are nearest to a little above k.
@@ -235,13 +334,13 @@ class OkTopk(Collective):
         Returns:
             How many entries each rank had there, or None where that is too far from k.
         """
-        if self.global_threshold == 0.0:
+        if self.global_threshold == inf:
             return None
         totals: list[int] = self.level_counts.sum(0).tolist()
         level = nearest_level(totals, self._aimed())
+        self.global_threshold = threshold_at(self.global_threshold, level)
         if not self._is_near(totals[level]):
             return None
-        self.global_threshold = threshold_at(self.global_threshold, level)
         shares: list[int] = self.level_counts[:, level].tolist()
         return shares
 
@@ -250,34 +349,25 @@ class OkTopk(Collective):
         return self.k + max(AIM_SHARE * self.k, AIM_DEVIATIONS * sqrt(self.k))
 
     def _is_near(self, total: int) -> bool:
-        """Whether so many entries may be gathered, to apply k of them."""
-        return (1 - self.tolerance) * self.k <= total <= self._aimed() + self.tolerance * self.k
-
-    def _gather_exactly(self, reduced_topk: SparseStream, packer: Packer) -> SparseStream:
-        """The top k by an exact threshold."""
-        chosen, shares = self._select_exactly(reduced_topk)
-        return self._level_and_gather(chosen, shares, reduced_topk, packer)
-
-    def _gather_missing(
-        self, sent: SparseStream, reduced_topk: SparseStream, packer: Packer
-    ) -> SparseStream:
-        """What the top k by an exact threshold has beside what was sent."""
-        chosen, _ = self._select_exactly(reduced_topk)
-        rest = chosen.without(sent.indices)
-        return self._level_and_gather(rest, self._gather_counts(rest.nnz), reduced_topk, packer)
+        """Whether so many entries may be gathered, to apply k of them, or all where all pass."""
+        is_enough = total >= (1 - self.tolerance) * self.k or self.global_threshold == 0.0
+        return is_enough and total <= self._aimed() + self.tolerance * self.k
 
     def _level_and_gather(
         self,
         chosen: SparseStream,
         shares: Sequence[int],
+        before: Sequence[int],
         reduced_topk: SparseStream,
         packer: Packer,
-    ) -> SparseStream:
-        """Bring what the ranks have chosen to every rank, as much from each where it matters."""
-        spans = self._spans()
-        if self._is_unbalanced(shares):
-            chosen = self._balance(chosen, shares, packer)
-            spans = [(0, self.numel)] * len(spans)  # entries have left their owners' regions
+    ) -> Gathered:
+        """Bring what the ranks have chosen to every rank, which have sent some entries before."""
+        spans, total = self._spans(), sum(shares) + sum(before)
+        P, held = len(spans), [s + b for s, b in zip(shares, before, strict=True)]
+        is_over = max(allgather_loads(held)) > self.k * (2 - 3 / P)  # of phase 2, where 1 took k
+        if P > 1 and (is_over or max(held) > self.balance_factor * total / P):
+            chosen = self._balance(chosen, level_moves(shares, before), packer)
+            spans = [(0, self.numel)] * P  # entries have left their owners' regions
         return self._gather(chosen, spans, reduced_topk, packer)
 
     def _gather(
@@ -286,98 +376,87 @@ class OkTopk(Collective):
         spans: Sequence[Span],
         reduced_topk: SparseStream,
         packer: Packer,
-    ) -> SparseStream:
+    ) -> Gathered:
         """Bring entries to every rank, and with them what the next step needs to know."""
         rank = self.transport.rank
         counts = ops.queued(counts_at_levels(reduced_topk.values, self.global_threshold))
-        received = torch.tensor([self._received], dtype=torch.int32, device="cpu")
+        unsent = max(0, reduced_topk.nnz - chosen.nnz)
+        facts = torch.tensor([self._received, self._held, unsent], dtype=torch.int32, device="cpu")
         payload, own = packer.pack(Part.of(chosen, *spans[rank]))
-        messages = self.transport.allgather((counts, received, *payload), channel="allgather")
+        messages = self.transport.allgather((counts, facts, *payload), channel="allgather")
         for message in messages:
             check_bytes(self.wire.name, "counts at levels", message[:HEAD_BYTES], HEAD_BYTES)
         heads = torch.stack([message[:HEAD_BYTES].view(torch.int32) for message in messages])
-        self.level_counts, entries = heads[:, :-1].clone(), heads[:, -1].tolist()
-        even = max(self.k, FEW_ENTRIES, UNEVEN_FACTOR * sum(entries) / len(entries))
-        self.regions_are_uneven = max(entries) > even
+        self.level_counts = heads[:, :LEVELS].clone()
+        received, held, left = heads[:, LEVELS:].T.tolist()
+        self.regions_are_uneven = sum(held) > max(FEW_ENTRIES, self.k * len(held) / MANY)
         parts = [
             packer.land(own).to_stream(self.numel)
             if source == rank
             else self._read(message[HEAD_BYTES:], packer, spans[source])
             for source, message in enumerate(messages)
         ]
-        return SparseStream.concatenate(parts, self.numel)
+        is_apart = spans[0][1] < self.numel or len(spans) == 1
+        u = SparseStream.concatenate(parts, self.numel) if is_apart else sum_of(parts, self.numel)
+        return Gathered(u, [part.nnz for part in parts], received, sum(left))
 
-    def _trimmed(self, u: SparseStream) -> SparseStream:
-        """The k largest, where there are too many: the same ones on every rank."""
-        return u if u.nnz <= (1 + self.tolerance) * self.k else u.largest(self.k)
-
-    def _is_unbalanced(self, shares: Sequence[int]) -> bool:
-        """Whether one share is far above the average, or gathering alone would pass the bound."""
-        P, total = len(shares), sum(shares)
-        if max(shares) > self.balance_factor * total / P:
-            return True
-        return max(allgather_loads(shares)) > 2 * total * (P - 1) / P
-
-    def _gather_counts(self, *counts: int) -> list[Any]:
-        """Every rank's count; of several counts, every rank's, in lists of their own."""
+    def _gather_counts(self, *counts: int) -> list[list[int]]:
+        """Of each count, that of every rank."""
         mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
         gathered = self.transport.allgather((mine,), channel="shares")
-        columns = torch.stack([message.view(torch.int64) for message in gathered]).T.tolist()
-        return columns[0] if len(counts) == 1 else columns
+        columns: list[list[int]] = torch.stack([m.view(torch.int64) for m in gathered]).T.tolist()
+        return columns
 
-    def _select_exactly(self, reduced_topk: SparseStream) -> tuple[SparseStream, list[int]]:
-        """Evaluate the threshold anew; this rank's part of the top k, and every rank's share."""
+    def _select_exactly(
+        self, reduced_topk: SparseStream, wanted: int
+    ) -> tuple[SparseStream, list[int]]:
+        """Evaluate the threshold anew; this rank's part of so many, and every rank's share."""
         if self.k == self.numel:
             self.global_threshold = 0.0  # density 1: no threshold may leave anything behind
         else:
-            self.global_threshold = th_re_evaluate(reduced_topk.values, self.k, self.transport)
+            self.global_threshold = th_re_evaluate(reduced_topk.values, wanted, self.transport)
         # With room for all, sums that cancelled out pass too.
         key = threshold_key(self.global_threshold) if self.global_threshold > 0.0 else 0
         keys = magnitude_keys(reduced_topk.values)
         above, ties = self._gather_counts(int((keys > key).sum()), int((keys == key).sum()))
         passing = reduced_topk.where(keys >= key)
-        if sum(above) + sum(ties) <= self.k * (1 + self.tolerance):
+        if sum(above) + sum(ties) <= wanted:
             return passing, [a + t for a, t in zip(above, ties, strict=True)]
         # More equal magnitudes at the threshold than there is room for: cut them by rank and index.
-        room, starts = self.k - sum(above), accumulate(ties, initial=0)
+        room, starts = wanted - sum(above), accumulate(ties, initial=0)
         quotas = [max(0, min(t, room - s)) for t, s in zip(ties, starts, strict=False)]
         tied = magnitude_keys(passing.values) == key
         chosen = passing.where(~tied | (tied.cumsum(0) <= quotas[self.transport.rank]))
         return chosen, [a + q for a, q in zip(above, quotas, strict=True)]
 
-    def _balance(self, chosen: SparseStream, shares: Sequence[int], packer: Packer) -> SparseStream:
-        """Move entries point to point until every rank holds an equal share, in the same order."""
+    def _balance(
+        self, chosen: SparseStream, moves: Mapping[tuple[int, int], int], packer: Packer
+    ) -> SparseStream:
+        """Move entries point to point; what this rank holds then."""
         P, rank, spans = self.transport.world_size, self.transport.rank, self._spans()
-        total = sum(shares)
-        held = list(pairwise([0, *accumulate(shares)]))
-        level = [(total * r // P, total * (r + 1) // P) for r in range(P)]
-
-        def moved(source: int, target: int) -> range:
-            """Positions in the whole sequence that go from one rank to another."""
-            start = max(held[source][0], level[target][0])
-            return range(start, max(start, min(held[source][1], level[target][1])))
-
-        def part(target: int) -> SparseStream:
-            places, first = moved(rank, target), held[rank][0]
-            return chosen.slice(places.start - first, places.stop - first)
-
-        parts: dict[int, SparseStream] = {rank: part(rank)}
+        first = chosen.nnz
+        mine: dict[int, SparseStream] = {}
+        for (source, target), count in moves.items():
+            if source == rank:
+                mine[target] = chosen.slice(first - count, first)
+                first -= count
+        parts = [chosen.slice(0, first)]
         for batch in batches(P):
             handles = {}
             for s in batch:
                 target, source = (rank + s) % P, (rank - s) % P
-                sends, receives = part(target).nnz > 0, len(moved(source, rank)) > 0
+                part, comes = mine.get(target), (source, rank) in moves
                 handles[source] = self.transport.exchange(
-                    packer.pack(Part.of(part(target), *spans[rank]))[0] if sends else None,
-                    target if sends else None,
-                    source if receives else None,
+                    None if part is None else packer.pack(Part.of(part, *spans[rank]))[0],
+                    None if part is None else target,
+                    source if comes else None,
                     channel="balance",
                 )
             for source, handle in handles.items():
                 message = handle.wait()
                 if message is not None:
-                    parts[source] = self._read(message, packer, spans[source])
-        return SparseStream.concatenate([parts[r] for r in sorted(parts)], self.numel)
+                    parts.append(self._read(message, packer, spans[source]))
+        return sum_of(parts, self.numel)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -388,6 +467,7 @@ class OkTopk(Collective):
             "global_threshold": self.global_threshold,
             "regions_are_uneven": self.regions_are_uneven,
             "boundaries": self.boundaries.clone(),
+            "allowances": self.allowances.clone(),
             "level_counts": self.level_counts.clone(),
         }
 
@@ -397,7 +477,34 @@ class OkTopk(Collective):
         if len(state["boundaries"]) == self.transport.world_size - 1:
             super().load_state_dict(state)
             self.boundaries = state["boundaries"].clone()
+            self.allowances = state.get("allowances", self.allowances).clone()  # of old, none
             self.global_threshold = float(state["global_threshold"])
             self.regions_are_uneven = bool(state["regions_are_uneven"])
             if state["level_counts"].shape == self.level_counts.shape:
                 self.level_counts = state["level_counts"].clone()
+
+
+def level_moves(shares: Sequence[int], before: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Entries to move from rank to rank, so that none sends more in all than the ranks' total.
+
+    Who has more than a (P-1)-th of all hands entries over, and can gather less for that: with all
+    of them it sends each once, and the others do the rest.
+
+    Args:
+        shares: Entries of each of P > 2 ranks.
+        before: What each has sent to every other rank already.
+    """
+    P, total = len(shares), sum(shares) + sum(before)
+    most = -(-total // (P - 1))
+    both = list(zip(shares, before, strict=True))
+    rooms = [(most if s + b <= most else -((s + b - total) // (P - 2))) - b for s, b in both]
+    free = [max(0, room) - share for room, share in zip(rooms, shares, strict=True)]
+    moves, target = {}, 0
+    for source, over in enumerate(free):
+        while over < 0:
+            while free[target] <= 0:
+                target += 1
+            moves[source, target] = count = min(-over, free[target])
+            free[target] -= count
+            over += count
+    return moves

@@ -26,6 +26,7 @@ from hvd_sparse.collectives.sparcml import (
     SsarRecursiveDouble,
     SsarSplitAllgather,
 )
+from hvd_sparse.collectives.spardl import COUNT_BYTES, SparDL
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
 from hvd_sparse.cost_model import NOTHING, PLAIN_BYTES, CostRange, Formula, Link, WireBytes
 from hvd_sparse.errors import ConfigError
@@ -120,6 +121,14 @@ ALGORITHMS = (
         is_candidate=True,
         keeps_state=True,
         control_bytes={"shares": inf, "allgather": HEAD_BYTES},
+    ),
+    Algorithm(
+        "spardl",
+        SparDL,
+        cost_model.spardl,
+        is_candidate=True,
+        keeps_state=True,
+        control_bytes={"spardl.gather": COUNT_BYTES},
     ),
     Algorithm("index_union", IndexUnion, cost_model.index_union, is_lossless=True),
     Algorithm(

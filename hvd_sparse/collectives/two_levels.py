@@ -54,6 +54,7 @@ GATHERING = {
     "ssar_split_allgather": 1,
     "dsar_split_allgather": 1,
     "oktopk": 1,
+    "spardl": 0,
 }
 """Algorithms that end in an allgather, and how many split phases of k entries come before. An
 algorithm that is not named here is taken to send to all others alike."""

@@ -38,7 +38,7 @@ class Warmup:
 
     Source: Lin et al., "Deep Gradient Compression" (ICLR 2018, arXiv 1712.01887): over the first
     epochs density falls exponentially, 0.25, 0.0625, 0.0156, 0.004, down to the target. Dense first
-    steps are Ok-Topk's (Li and Hoefler, PPoPP '22, section 5: 512 steps for VGG, 128 for LSTM).
+    steps are this package's.
 
     Attributes:
         kind: "exponential": four densities from `density` on, in a constant ratio; "linear": from

@@ -65,7 +65,7 @@ class TopkOptions(AnyCollectiveOptions):
         AUTOMATIC,
         '"auto" (the cheapest of "topk_allgather" and SparCML\'s three, which apply all that was '
         "sent, for the world size, k, the wire and the link, which is measured once); "
-        '"oktopk" or "gtopk" (the k largest of the sum are applied); "topk_allgather", "topk_dsa", '
+        '"oktopk", "gtopk" or "spardl" (k entries of the sum are); "topk_allgather", "topk_dsa", '
         '"ssar_recursive_double", "ssar_split_allgather" or "dsar_split_allgather" (all that was '
         'sent is); "index_union" (all ranks\' accumulators wherever one selected). Several names, '
         'as in "oktopk,topk_allgather": the cheapest of these.',
@@ -131,8 +131,6 @@ class OktopkOptions(MethodOptions):
 
     Source: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning"
     (PPoPP '22), Algorithms 1 and 2. It applies Topk(Σ_i Topk(ε_i + g_i)).
-
-    The authors train the first 512 steps (VGG) or 128 (LSTM) densely: `dense_steps`.
     """
 
     name = "oktopk"

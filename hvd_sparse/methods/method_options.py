@@ -139,8 +139,8 @@ class MethodOptions(ABC):
     wire: str = option(
         "float32",
         'Form of the values on the wire: "float32", "float16", "bfloat16", "qsgd8", "qsgd4" or '
-        '"qsgd2", and "+gap" for bit-packed indices, as in "float16+gap". What rounding loses '
-        "stays in the residual.",
+        '"qsgd2", and "+gap" for bit-packed indices, as in "float16+gap". "float32, dense qsgd4" '
+        "rounds only sums that have become dense. What rounding loses stays in the residual.",
         choice(WIRES),
     )
 

@@ -144,6 +144,10 @@ WIRES: dict[str, Wire] = {
         PLAIN,
         *(CompactWire(values) for values in VALUE_CODECS if values != PLAIN.name),
         *(CompactWire(values, indices="gap") for values in VALUE_CODECS),
+        CompactWire("float32", dense_values="qsgd4"),
+        CompactWire("float32", indices="gap", dense_values="qsgd4"),
     ]
 }
-"""Wires by the names under which a user asks for them: "float16", "float16+gap", …"""
+"""Wires by the names under which a user asks for them: "float16", "float16+gap", …
+
+"float32, dense qsgd4" is that of SparCML's Algorithm 1: QSGD where a sum has become dense."""

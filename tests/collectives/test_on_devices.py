@@ -244,7 +244,7 @@ def test_in_the_place_of_another_collective_all_that_may_be_sent_has_room() -> N
     """In a warm-up. What stands in has no state, so no step before may change what it sends."""
 
     def rank(transport: NcclTransport) -> list[int]:
-        method = METHODS["hard_threshold"](threshold=0.5, density=0.1, collective="oktopk").make()
+        method = METHODS["hard_threshold"](threshold=0.5, density=0.1, collective="gtopk").make()
         engine, gathered = Engine(method), recorded(transport)
         engine.connect(transport)
         for nnz in (390, 20, 400, 390):

@@ -71,12 +71,11 @@ def test_selective_sums(name: str, world_size: int) -> None:
             assert total.nnz <= 1.1 * K, case.name
 
 
-QUANTISED_WHERE_DENSE = CompactWire("float32", "gap", dense_values="qsgd4")
+QUANTISED_WHERE_DENSE = WIRES["float32+gap, dense qsgd4"]
 TESTED_WIRES = {
     wire.name: wire
     for wire in [
         *(WIRES[name] for name in WIRES if name != "float32"),
-        QUANTISED_WHERE_DENSE,
         CompactWire("float16", "gap", dense_values="qsgd2"),
     ]
 }

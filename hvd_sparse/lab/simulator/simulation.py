@@ -338,7 +338,8 @@ class SimulatedRank(ABC):
 
     def _reduce(self, step: int, encodes: bool) -> SparseStream:
         self.transport.worked(encoding(self.numel * encodes))
-        stream = self.streams.stream(self.transport.rank, step, self.numel, self.k)
+        rank, ranks = self.transport.rank, self.transport.world_size
+        stream = self.streams.stream(rank, step, self.numel, self.k, ranks)
         reduced = self.collective.reduce(stream).reduced
         return SparseStream(reduced.indices, reduced.values, self.numel)
 

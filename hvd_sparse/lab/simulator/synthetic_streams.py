@@ -45,13 +45,13 @@ class SyntheticStreams:
         check_at_least("skew", self.skew, 0.0)
         check_count("seed", self.seed, 0)
 
-    def stream(self, rank: int, step: int, numel: int, k: int) -> SparseStream:
-        """The k entries that a rank has in a step, of a vector of `numel` elements.
+    def stream(self, rank: int, step: int, numel: int, k: int, ranks: int = 1) -> SparseStream:
+        """The k entries that one of some ranks has in a step, of a vector of `numel` elements.
 
         A region that is smaller than k is widened to k.
         """
-        shared = _generator(self.seed, step, 0)
-        own = _generator(self.seed, step, 1 + rank)
+        shared = generator(self.seed, step, 0)
+        own = generator(self.seed, step, 1 + rank)
         room = min(numel, max(k, round(self.region * numel)))
         common = self._draw(
             shared,
@@ -83,6 +83,6 @@ class SyntheticStreams:
         return indices
 
 
-def _generator(*key: int) -> torch.Generator:
+def generator(*key: int) -> torch.Generator:
     seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed >> 1)

@@ -33,12 +33,12 @@ def network(local_size: int) -> Network:
 
 
 def simulated(
-    algorithm: str, count: int, local_size: int, levels: bool, **more: Any
+    algorithm: str, count: int, local_size: int, levels: bool, times: int = 1, **more: Any
 ) -> SimulatedOutcome:
     return simulate(
         algorithm,
         count * local_size,
-        Workload(NUMEL, K, encodes=True),
+        Workload(times * NUMEL, times * K, encodes=True),
         network(local_size),
         SyntheticStreams(),
         hierarchical=levels,
@@ -79,7 +79,7 @@ def test_the_order_of_threads_makes_no_difference(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["oktopk", "topk_allgather", "ssar_split_allgather"])
 def test_a_stretched_simulation_tells_the_same(algorithm: str) -> None:
-    full, short = (simulated(algorithm, 8, 4, True, stretch=stretch) for stretch in (1.0, 4.0))
+    full, short = (simulated(algorithm, 8, 4, True, 4, stretch=stretch) for stretch in (1.0, 4.0))
     assert short.exchange_s == pytest.approx(full.exchange_s, rel=0.1)
     assert short.card_words.worst == pytest.approx(full.card_words.worst, rel=0.1)
     assert short.result_nnz == pytest.approx(full.result_nnz, rel=0.1)
