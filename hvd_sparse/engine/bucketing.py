@@ -25,8 +25,7 @@ from hvd_sparse.selectors import Selector
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.transport import gather_json
 
-Devices = Mapping[str, torch.device]
-"""Where gradients are, by their tensors' names."""
+Devices = Mapping[str, torch.device]  # where gradients are, by their tensors' names
 WARMUP_KINDS = ("exponential", "linear", "constant")
 STAGES = 4
 """Densities of an exponential warm-up, each for the same number of steps."""
@@ -310,8 +309,6 @@ def agree_on_plan(
 ) -> list[BucketPlan]:
     """Make the plan by rank 0's order of arrival; every rank checks that it can follow it.
 
-    `devices` has where this rank's gradients are.
-
     Returns:
         The buckets in the order of exchange.
 
@@ -320,11 +317,9 @@ def agree_on_plan(
     """
     plan = form_buckets(arrivals, assignment, devices)
     places = list(dict.fromkeys(devices[name] for name in sorted(devices)))
+    at = {name: places.index(device) for name, device in devices.items()}
     told = [
-        {
-            "method": bucket.method.id.to_json(),
-            "specs": [_told(s, places.index(devices[s.name])) for s in bucket.specs],
-        }
+        {"method": bucket.method.id.to_json(), "specs": [_told(s, at) for s in bucket.specs]}
         for bucket in plan
     ]
     first = _exchanged(assignment, told, transport, "plan")
@@ -339,8 +334,9 @@ def agree_on_plan(
     ]
 
 
-def _told(spec: TensorSpec, place: int) -> dict[str, Any]:
-    """The place is a number among this rank's devices: ranks may have others, placed alike."""
+def _told(spec: TensorSpec, at: Mapping[str, int]) -> dict[str, Any]:
+    """Devices are numbers among this rank's: other ranks may have others, with tensors alike."""
+    place = at[spec.name]
     return {"name": spec.label, "shape": spec.shape, "dtype": spec.dtype, "place": place}
 
 

@@ -65,8 +65,7 @@ def reduce(bucket: Bucket) -> Reduction:
     transport.context = Context(bucket.specs[0].label, bucket.step)
     traffic = transport.traffic.snapshot()
     with stats.timed("exchange_s"):
-        sent = bucket.lane.landed(taken)
-        stats.accumulate_select_s = bucket.lane.selected_s(stats.accumulate_select_s)
+        sent = bucket.lane.landed(taken, stats)
         reduction = stage.collective.reduce(sent, memory.take_at)
         memory.give_back(taken, reduction.returned.finite())
         applied = memory.applied(reduction.reduced)

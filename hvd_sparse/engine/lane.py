@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hvd_sparse import ops
+from hvd_sparse.engine.stats import StepStats
 from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.streams import SparseStream
 
@@ -64,15 +65,17 @@ class DeviceLane:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def begin(self) -> None:
-        """In the lane: begin what `selected_s` times. The gradients are there by then."""
+        """In the lane: what is timed begins, since the gradients are there."""
         if self._stream is not None:
             self._began.record()
 
     def shrink(self, k: int) -> None:
         """Drop pinned memory where far fewer entries are sent from now on, as after a warm-up."""
         if self._stream is not None and 2 * k < self._most_k:
-            ops.drop_pinned()
             self._most_k = k
+            drop = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+            if drop is not None:  # older releases of torch keep it
+                drop()
         self._most_k = max(self._most_k, k)
 
     def send(self, stream: SparseStream, *, to_host: bool) -> None:
@@ -84,19 +87,17 @@ class DeviceLane:
             self._here = tuple(map(ops.queued, stream.payload())) if to_host else None
             self._arrived.record()
 
-    def landed(self, stream: SparseStream) -> SparseStream:
-        """On the background thread: wait for what was sent; the entries, there and on the host."""
+    def landed(self, stream: SparseStream, stats: StepStats) -> SparseStream:
+        """On the background thread: wait for what was sent; the entries, there and on the host.
+
+        The time of the selection becomes the device's, without what the host has waited.
+        """
         if self._stream is None:
             return stream
         self._arrived.synchronize()
+        stats.accumulate_select_s = self._began.elapsed_time(self._arrived) / 1e3
         here, self._here = self._here, None
         return stream if here is None else SparseStream(here[0], here[1], stream.numel, twin=stream)
-
-    def selected_s(self, on_host_s: float) -> float:
-        """Seconds from `begin` to `send`, after `landed`; on a CPU those of the host."""
-        if self._stream is None:
-            return on_host_s
-        return float(self._began.elapsed_time(self._arrived)) / 1e3
 
     def hand_back(self) -> None:
         """On the training thread: what is issued here next waits for all of the lane's work."""

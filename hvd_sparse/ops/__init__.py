@@ -34,9 +34,8 @@ same operations without the checks.
 from hvd_sparse.ops._arguments import GAP_BLOCK, Entries
 from hvd_sparse.ops._dispatch import Ops, backend, unchecked
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
-from hvd_sparse.ops.crossing import drop_pinned, moved, queued, wait_for
 from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
-from hvd_sparse.ops.pages import new_vector, zero_vector
+from hvd_sparse.ops.pages import moved, new_vector, queued, zero_vector
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
     accumulate_select,
@@ -70,7 +69,6 @@ __all__ = [
     "backend",
     "decode",
     "difference",
-    "drop_pinned",
     "gap_decode",
     "gap_encode",
     "hash_select",
@@ -91,7 +89,6 @@ __all__ = [
     "threshold_stream",
     "unapplied",
     "unchecked",
-    "wait_for",
     "zero_at",
     "zero_vector",
 ]

@@ -18,9 +18,6 @@ from hvd_sparse.ops.accumulation import Accumulation
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
 from hvd_sparse.ops.native import NativeOps
 
-LEAST_CAPABILITY = (7, 0)
-"""Of a device, that the kernels compile for."""
-
 
 class Ops(Protocol):
     """What each implementation has; `hvd_sparse.ops` documents it and checks the arguments."""
@@ -140,7 +137,7 @@ def _on_cuda(index: int) -> Ops:
         _warn_of_reference("the CUDA kernels need a torch for CUDA")
         return reference
     capability = torch.cuda.get_device_capability(index)
-    if capability < LEAST_CAPABILITY:
+    if capability < (7, 0):
         _warn_of_reference("sm_{}{} is older than sm_70".format(*capability))
         return reference
     try:

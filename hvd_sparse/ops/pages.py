@@ -1,9 +1,10 @@
-"""Large pages for the vectors that every step reads and writes whole."""
+"""Memory: large pages under vectors that last, and copies between the host and a CUDA device."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,3 +45,32 @@ def ask_for_large_pages(vector: Tensor) -> None:
 def zero_vector(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A `new_vector` of zeros."""
     return new_vector(numel, dtype, device).zero_()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for what was issued to a CUDA device's current stream; the core is free meanwhile."""
+    done = torch.cuda.Event(blocking=True)
+    done.record(torch.cuda.current_stream(device))
+    done.synchronize()
+
+
+def queued(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, to be read after a wait; what is on the host, as it is."""
+    if tensor.device.type != "cuda":
+        return tensor
+    here = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return here.copy_(tensor, non_blocking=True)
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Tensors of one device on another; only the way to the host is waited for, once for all."""
+    source = tensors[0].device
+    if source.type == device.type and device.index in (None, source.index):
+        return tuple(tensors)
+    if device.type == "cpu" and source.type == "cuda":
+        here = tuple(map(queued, tensors))
+        wait_for(source)
+        return here
+    if device.type == "cuda" and source.type == "cpu":
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)

@@ -185,6 +185,10 @@ class BufferPool:
         self._kept_bytes += block_bytes
         return torch.from_numpy(block)[:nbytes]
 
+    def pinned(self) -> BufferPool:
+        """The same in pinned memory."""
+        return PinnedPool()
+
     def _drop_unreferenced(self) -> None:
         for block_bytes, blocks in self._blocks.items():
             for i in reversed(range(len(blocks))):

@@ -39,7 +39,7 @@ import torch
 from typing_extensions import override
 
 from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
-from hvd_sparse.transports.framing import POOLED_BYTES, Payload, PinnedPool
+from hvd_sparse.transports.framing import POOLED_BYTES, Payload
 from hvd_sparse.transports.gloo import LONGEST_WAIT, GlooTransport
 from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.meeting import MeetingStore, dist
@@ -140,8 +140,6 @@ class NcclTransport(GlooTransport):
         self._notes = dist.PrefixStore("notes", store)
         self._outgoing: _Half | None = None
         self._incoming: _Half | None = None
-        if device.type == "cuda":
-            self._buffers = PinnedPool()
         self._devices: DeviceGroup | None = None
         group = self._connected(connect, dist.PrefixStore("nccl", store))
         self._devices = DeviceGroup(group, world_size, device)

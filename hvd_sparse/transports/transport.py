@@ -28,14 +28,7 @@ from typing_extensions import override
 from hvd_sparse.cost_model import Link, Work
 from hvd_sparse.errors import HvdSparseError, PlanError, TransportError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
-from hvd_sparse.transports.framing import (
-    BufferPool,
-    Context,
-    Payload,
-    PinnedPool,
-    flatten,
-    payload_nbytes,
-)
+from hvd_sparse.transports.framing import BufferPool, Context, Payload, flatten, payload_nbytes
 
 ALIGNMENT = 8
 SUMMABLE = (torch.int64, torch.float32, torch.float64)
@@ -167,8 +160,7 @@ class Transport(ABC):
 
     def land_pinned(self) -> None:
         """Receives in pinned memory from now on, out of which a device copies by itself."""
-        if not isinstance(self._buffers, PinnedPool):
-            self._buffers = PinnedPool()
+        self._buffers = self._buffers.pinned()
 
     def worked(self, work: Work) -> None:
         """Notes what a collective has computed; in the simulator this takes virtual time."""

@@ -97,8 +97,7 @@ class Wire(ABC):
 class Packer:
     """Encodes one rank's messages of one exchange, and keeps account of what rounding loses.
 
-    It stands between the host, where messages are, and the device where they are summed: a part
-    may be packed from either, and what is read lands on the device.
+    Messages are on the host. A part may be packed from any device; what is read lands on one.
 
     The rule that conserves mass: whoever encodes goes on with what the receivers will read, and
     keeps the difference. Where several ranks encode the same part, one of them keeps it.

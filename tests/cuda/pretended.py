@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -43,7 +44,6 @@ class Pretended(TorchFunctionMode):
     """
 
     _here = threading.local()
-    pinned: set[int]
 
     def __init__(self, launcher: ShimLauncher) -> None:
         super().__init__()
@@ -141,6 +141,16 @@ def _type(device: Any) -> str | None:
 def _device_of(args: Any, kwargs: dict[str, Any]) -> Any:
     found = [x for x in args[1:] if isinstance(x, torch.device | str)]
     return kwargs.get("device", found[0] if found else None)
+
+
+class Present(AbstractContextManager[None]):
+    """The device that there is; nothing is counted."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class Event:

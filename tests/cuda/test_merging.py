@@ -16,12 +16,13 @@ from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.selectors import ExactTopK
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES
-from tests.cuda.pretended import CUDA, Pretended
+from tests.cuda.pretended import CUDA, Present, Pretended
 from tests.laws.buckets import bucket_of, step_of
 from tests.ops.cases import assert_same, generator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
+Device = Pretended | Present
 NUMEL, K, STEPS = 6000, 300, 4
 COSTS = {
     "dense": (5, 4, 2),
@@ -40,7 +41,7 @@ COSTS = {
 
 def steps_of_rank(
     transport: Transport,
-    make: Callable[[], Pretended] | None,
+    make: Callable[[], Device] | None,
     name: str,
     wire: str = "float32",
     memory: MemoryOptions = MemoryOptions(),  # noqa: B008
@@ -79,16 +80,16 @@ def steps_of_rank(
 
 def on_host(tensors: Any) -> list[Tensor]:
     with torch._C.DisableTorchFunction():
-        return [x.as_subclass(Tensor).clone() for x in tensors]
+        return [x.as_subclass(Tensor).cpu().clone() for x in tensors]
 
 
 def same_as_on_the_host(
-    world_size: int, pretended: Callable[[], Pretended], **parts: Any
+    world_size: int, one_device: Callable[[], Device], **parts: Any
 ) -> list[Counter[str]]:
     """What the last step cost each rank on the device."""
     step = partial(steps_of_rank, **parts)
     host = run_ranks(world_size, partial(step, make=None), timeout_s=60)
-    there = run_ranks(world_size, partial(step, make=pretended), timeout_s=200)
+    there = run_ranks(world_size, partial(step, make=one_device), timeout_s=200)
     for (ours, _), (theirs, _) in zip(there, host, strict=True):
         assert_same(ours, theirs)
     return [counts for _, counts in there]
@@ -97,13 +98,13 @@ def same_as_on_the_host(
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", [entry.name for entry in ALGORITHMS])
 def test_the_bits_are_the_hosts(
-    name: str, world_size: int, pretended: Callable[[], Pretended]
+    name: str, world_size: int, one_device: Callable[[], Device]
 ) -> None:
-    ranks = same_as_on_the_host(world_size, pretended, name=name)
+    ranks = same_as_on_the_host(world_size, one_device, name=name)
     assert not any(counts["pageable"] for counts in ranks)
     first = ranks[0]
     cost = (first["waits"], first["copies to host"], first["copies to device"])
-    assert world_size > 2 or cost == COSTS[name]
+    assert world_size > 2 or not first or cost == COSTS[name]
 
 
 @pytest.mark.parametrize("wire", ["float16", "qsgd4+gap"])
@@ -111,20 +112,20 @@ def test_the_bits_are_the_hosts(
     "name", ["topk_allgather", "oktopk", "gtopk", "dsar_split_allgather", "index_union"]
 )
 def test_what_rounding_loses_is_the_hosts(
-    name: str, wire: str, pretended: Callable[[], Pretended]
+    name: str, wire: str, one_device: Callable[[], Device]
 ) -> None:
-    same_as_on_the_host(3, pretended, name=name, wire=wire)
+    same_as_on_the_host(3, one_device, name=name, wire=wire)
 
 
 @pytest.mark.parametrize(
     "memory", [MemoryOptions(0.9, nesterov=True), MemoryOptions(0.9, momentum_kind="local")]
 )
-def test_momentum_is_the_hosts(memory: MemoryOptions, pretended: Callable[[], Pretended]) -> None:
-    same_as_on_the_host(2, pretended, name="oktopk", memory=memory)
+def test_momentum_is_the_hosts(memory: MemoryOptions, one_device: Callable[[], Device]) -> None:
+    same_as_on_the_host(2, one_device, name="oktopk", memory=memory)
 
 
-def test_a_dense_step_crosses_as_values_alone(pretended: Callable[[], Pretended]) -> None:
+def test_a_dense_step_crosses_as_values_alone(one_device: Callable[[], Device]) -> None:
     """4 bytes an element each way, not the 8 of an entry."""
-    [first, _] = same_as_on_the_host(2, pretended, name="dense", k=NUMEL)
+    [first, _] = same_as_on_the_host(2, one_device, name="dense", k=NUMEL)
     for way in ("to host", "to device"):
-        assert 4 * NUMEL <= first[f"bytes {way}"] < 4.1 * NUMEL
+        assert not first or 4 * NUMEL <= first[f"bytes {way}"] < 4.1 * NUMEL

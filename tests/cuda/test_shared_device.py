@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hvd_sparse
-from tests.cuda.test_devices import DEVICES
+from tests.devices import ON_CUDA
 from tests.ranks import Ranks, World, with_ranks
 
 
@@ -48,6 +48,6 @@ def train_on(device_name: str) -> None:
 
 
 @with_ranks(World(2))
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", *ON_CUDA])
 def test_ranks_that_share_a_device(device: str, ranks: Ranks) -> None:
     ranks.run(train_on, device, timeout=240)

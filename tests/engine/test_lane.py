@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hvd_sparse import ops
 from hvd_sparse.engine.bucket import Bucket, Phase
 from hvd_sparse.engine.bucketing import TensorSpec
 from hvd_sparse.engine.lane import DeviceLane
+from hvd_sparse.engine.stats import StepStats
 from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.streams import SparseStream
@@ -57,7 +58,8 @@ def training(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: calls["captures"] > 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(ops, "drop_pinned", lambda: calls.update(["dropped"]))
+    drop = SimpleNamespace(empty_host_cache=lambda: calls.update(["dropped"]))
+    monkeypatch.setattr(torch, "accelerator", drop)
     return current
 
 
@@ -107,11 +109,12 @@ def test_entries_are_waited_for_once_and_stay_on_the_device(training: list[FakeS
         place.begin()
         place.send(there, to_host=to_host)
         assert calls["synchronize"] == 0
-        here = place.landed(there)
+        stats = StepStats(accumulate_select_s=5.0)
+        here = place.landed(there, stats)
         assert (here.twin is there) if to_host else (here is there)
         assert_same((*here.payload(), here.numel), (*there.payload(), 1000))
         assert calls.pop("synchronize") == 1
-        assert place.selected_s(5.0) == 0.002  # the device's time, not what the host waited
+        assert stats.accumulate_select_s == 0.002  # the device's time, not what the host waited
 
 
 def test_pinned_memory_is_dropped_after_a_warm_up(training: list[FakeStream]) -> None:
@@ -126,5 +129,6 @@ def test_pinned_memory_is_dropped_after_a_warm_up(training: list[FakeStream]) ->
 def test_on_a_cpu_nothing_is_copied() -> None:
     place, there = DeviceLane(torch.device("cpu")), SparseStream.empty(5)
     place.send(there, to_host=True)
-    assert place.landed(there) is there
-    assert place.selected_s(5.0) == 5.0
+    stats = StepStats(accumulate_select_s=5.0)
+    assert place.landed(there, stats) is there
+    assert stats.accumulate_select_s == 5.0

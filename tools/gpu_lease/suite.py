@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.gpu_lease.results import Results
 
-PLACES = ("ops", "cuda/test_devices.py", "selectors", "laws", "engine", "transports/test_nccl.py")
+PLACES = ("ops", "cuda/test_merging.py", "selectors", "laws", "engine", "transports/test_nccl.py")
 JOBS = 8
 
 

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from hvd_sparse.ops.cuda import _sources
 
-logger = logging.getLogger("hvd_sparse")
 LOCK = "hvd_sparse.lock"
-
 THREADS = 256
 """Of a block, for every kernel (`kThreads` in csrc/cuda/common.cuh)."""
 
@@ -107,7 +105,7 @@ class CupyLauncher:
         with self._compiling, (self._cache / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes then find it compiled
             if family not in self._modules:
-                logger.info("compiling the CUDA kernels of %s.cu, once for this machine", family)
+                logging.getLogger("hvd_sparse").info("compiling the kernels of %s.cu", family)
                 self._modules[family] = self._cupy.RawModule(
                     code=_sources.source(family), options=self._options, backend="nvrtc"
                 )

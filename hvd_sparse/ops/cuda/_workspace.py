@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops._arguments import DTYPE_CODES
-from hvd_sparse.ops.crossing import wait_for
 from hvd_sparse.ops.cuda._launcher import AddressTable
+from hvd_sparse.ops.pages import wait_for
 
 TILE = 4096
 """Elements of a tile at most (`kTile` in csrc/cuda/gradients.cuh)."""

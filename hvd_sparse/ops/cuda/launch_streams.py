@@ -56,7 +56,7 @@ class CudaStreams(KernelFamily):
         return self._filter("keep_absent", indices, values, *vector(other))
 
     def unapplied(self, sent: Entries, lost: Entries, applied: Tensor) -> Entries:
-        """What an exchange leaves with its sender; in passes, since collectives sum on the host."""
+        """What an exchange leaves with its sender; in passes, since only lossy wires need it."""
         strangers, _ = self.difference(*lost, applied)
         parts = [self.difference(*sent, applied), self.difference(*lost, strangers)]
         last = [int(indices[-1]) for indices, _ in parts if indices.numel()]
