@@ -37,9 +37,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.cost_model import Work, spardl_bins
-from hvd_sparse.streams import Part, SparseStream, merge, unapplied
+from hvd_sparse.streams import CPU, Part, SparseStream, merge, unapplied
 from hvd_sparse.topology import bruck_rounds
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Packer, Wire
@@ -112,8 +113,9 @@ class SparDL(Collective):
     def _within(self, sums: SparseStream, first: int, number: int) -> SparseStream:
         """The entries in so many blocks from one on; after the last block comes the first."""
         P = self.transport.world_size
-        edges = self.edges[:: self.bins].int().to(sums.indices.device)
-        cuts = torch.searchsorted(sums.indices, edges).tolist()
+        (edges,) = ops.moved((self.edges[:: self.bins].int(),), sums.indices.device)
+        (places,) = ops.moved((torch.searchsorted(sums.indices, edges),), CPU)
+        cuts = places.tolist()
         over = first + number - P
         if over <= 0:
             return sums.slice(cuts[first], cuts[first + number])
