@@ -10,7 +10,6 @@ Whoever sends anything else is hung up on, and costs a descriptor until the rank
 
 from __future__ import annotations
 
-import errno
 import hmac
 import json
 import selectors
@@ -145,8 +144,11 @@ def connect_lines(
     Raises:
         TransportTimeout: Some did not connect in time; they are named.
     """
-    with _Exchange(rank, listener, addresses, token) as exchange:
+    exchange = _Exchange(rank, listener, addresses, token)
+    try:
         return exchange.connect(time.monotonic() + for_s)
+    finally:
+        exchange.close()
 
 
 class _Exchange:
@@ -165,22 +167,17 @@ class _Exchange:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
-    def __enter__(self) -> _Exchange:
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
+    def close(self) -> None:
         self._selector.close()
-        self._listener.close()
-        for connection in self._calls:
+        for connection in (self._listener, *self._calls):
             connection.close()
-        if kind is not None:
-            for line in self._lines.values():
-                line.close()
 
     def connect(self, until: float) -> dict[int, Line]:
         while len(self._lines) < len(self._addresses):
             now = time.monotonic()
             if now >= until:
+                for line in self._lines.values():
+                    line.close()
                 missing = sorted(self._addresses.keys() - self._lines.keys())
                 raise TransportTimeout(
                     f"ranks {missing[:8]} did not connect to rank {self._rank} in time"
@@ -204,12 +201,9 @@ class _Exchange:
             self._problem, self._call_at[peer] = f": {error.strerror}", time.monotonic() + AGAIN_S
             return
         connection.setblocking(False)
-        status = connection.connect_ex(self._addresses[peer])
+        connection.connect_ex(self._addresses[peer])  # sending tells whether it could
         self._calls[connection] = _Call(peer, _PROOF_BYTES)
-        if status not in (0, errno.EINPROGRESS):
-            self._hang_up(connection)
-        else:
-            self._selector.register(connection, selectors.EVENT_WRITE)
+        self._selector.register(connection, selectors.EVENT_WRITE)
 
     def _accept(self) -> None:
         try:
@@ -264,8 +258,7 @@ class _Exchange:
 
     def _hang_up(self, connection: socket.socket) -> None:
         call = self._calls.pop(connection)
-        if connection in self._selector.get_map():
-            self._selector.unregister(connection)
+        self._selector.unregister(connection)
         connection.close()
         if call.peer is not None:
             self._call_at[call.peer] = time.monotonic() + AGAIN_S

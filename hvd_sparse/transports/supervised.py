@@ -64,7 +64,7 @@ class Supervisor(Protocol):
     """The part of a `watch.Watch` that a transport calls; that module imports this one."""
 
     def tell(self, kind: str, cause: str) -> None: ...
-    def reason_of(self, peer: int) -> tuple[str, str] | str: ...
+    def reason_of(self, peer: int) -> str: ...
     def close(self) -> None: ...
 
 
@@ -174,16 +174,12 @@ class SupervisedTransport(Leaving, Transport):
         `story` says what this rank was doing.
         """
         watch = self.watch
-        reason: tuple[str, str] | str = ""
+        reason = ""
         if self.failure is None and watch is not None and peer is not None:
             reason = watch.reason_of(peer) if isinstance(error, PeerLostError) else ""
-        if isinstance(reason, tuple):
-            assert peer is not None
-            failure = self.told(peer, reason)
-        else:
-            if isinstance(error, TransportError):
-                error = type(error)("; ".join(filter(None, (str(error), reason, story))))
-            failure = self.fail(error)
+        if isinstance(error, TransportError):
+            error = type(error)("; ".join(filter(None, (str(error), reason, story))))
+        failure = self.fail(error)
         if failure is error:
             raise failure
         raise type(failure)(str(failure)) from error  # one object is not raised by two threads

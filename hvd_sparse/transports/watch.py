@@ -77,10 +77,7 @@ class Watch:
         for peer, line in lines.items():
             self._selector.register(line.connection, selectors.EVENT_READ, peer)
         self._closing = threading.Event()
-        # By peer: the wait in which it was asked, while it has not answered; its last answer.
-        self._asked: dict[int, Awaiting] = {}
-        self._answers: dict[int, Message] = {}
-        self._heard = threading.Condition()
+        self._asked: dict[int, Awaiting] = {}  # by peer that has not answered: in which wait
         now = time.monotonic()
         self._looked_at = self._still_since = self._warned_at = now
         self._position = (0, False)
@@ -101,18 +98,15 @@ class Watch:
         for peer in {(r + sign * distance) % P for distance in distances for sign in (1, -1)}:
             self._lines[peer].send({"tell": [kind, cause[:CAUSE_CHARACTERS]]})
 
-    def reason_of(self, peer: int) -> tuple[str, str] | str:
-        """Why the connection to a peer may be gone: its failure's kind and cause, or words."""
-        line = self._lines[peer]
-        with self._heard:
-            self._answers.pop(peer, None)
-            line.send({"ask": None})
-            self._heard.wait_for(lambda: peer in self._answers or line.ended, REASON_S)
-            answer = self._answers.get(peer)
-        if answer is not None:
-            failure = answer["failure"]
-            return tuple(failure) if failure else f"rank {peer} answers, and knows of no failure"
-        return line.ended or f"rank {peer} does not answer"
+    def reason_of(self, peer: int) -> str:
+        """Why the connection to a peer may be gone, unless this rank has heard of a failure."""
+        line, until = self._lines[peer], time.monotonic() + REASON_S
+        while time.monotonic() < until and line.ended is None:
+            transport = self._transport()
+            if transport is None or transport.failure is not None:
+                return ""
+            time.sleep(0.01)
+        return line.ended or f"rank {peer} lives, and tells of no failure"
 
     def close(self) -> None:
         """Ends the watch, and the lines to the peers."""
@@ -158,8 +152,6 @@ class Watch:
                 line.end("it sent what no rank sends")
         if line.ended is not None:
             self._selector.unregister(line.connection)
-            with self._heard:
-                self._heard.notify_all()
 
     def _take(self, peer: int, message: Message) -> None:
         """Takes a peer's failure, its question or its answer."""
@@ -172,9 +164,6 @@ class Watch:
         elif "ask" in message:
             self._lines[peer].send(self._answer(transport, message["ask"]))
         else:
-            with self._heard:
-                self._answers[peer] = message
-                self._heard.notify_all()
             if message["failure"]:
                 transport.told(peer, tuple(message["failure"]))
             asked = self._asked.pop(peer, None)
@@ -322,25 +311,15 @@ def disagreement(rank: int, awaiting: Awaiting, peer: int, theirs: Call) -> str 
     """Why a peer's call of the same number will never end a wait; None where it will."""
     mine = awaiting.call
     assert mine is not None
-    if (theirs.channel, theirs.context) != (mine.channel, mine.context):
-        return f"rank {peer} made {theirs}"
     if awaiting.receives:
-        if theirs.dst != rank:
-            return f"rank {peer} sent its message of that call to {_name(theirs.dst)}"
-        if theirs.sends_up_to != mine.takes_up_to:
-            return (
-                f"rank {peer} sends up to {theirs.sends_up_to} bytes in that call, where this rank "
-                f"has made room for {mine.takes_up_to}"
-            )
-    elif theirs.src != rank:
-        return f"rank {peer} awaits a message from {_name(theirs.src)} in that call"
-    elif theirs.takes_up_to != mine.sends_up_to:
-        return (
-            f"rank {peer} has made room for {theirs.takes_up_to} bytes in that call, where this "
-            f"rank sends up to {mine.sends_up_to}"
-        )
-    return None
-
-
-def _name(rank: int | None) -> str:
-    return "no rank" if rank is None else f"rank {rank}"
+        way, other, has, expected = "to", theirs.dst, theirs.sends_up_to, mine.takes_up_to
+    else:
+        way, other, has, expected = "from", theirs.src, theirs.takes_up_to, mine.sends_up_to
+    same = (theirs.channel, theirs.context) == (mine.channel, mine.context)
+    if same and other == rank and has == expected:
+        return None
+    whom = "no rank" if other is None else f"rank {other}"
+    return (
+        f"rank {peer} made {theirs}, with a message {way} {whom} of up to {has} bytes, where this "
+        f"rank expects {expected}"
+    )
