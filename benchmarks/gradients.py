@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.corpus import Vocabulary, python_sources, windows
-from benchmarks.models import BenchmarkModel, zipf
+from benchmarks.models import zipf
 from hvd_sparse import ops
-from hvd_sparse.accumulator import Accumulator, Scope
+from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.methods.catalogue import METHODS, ExdynaOptions, GaussiankOptions
 from hvd_sparse.methods.method_options import AnyCollectiveOptions, MethodOptions
 from hvd_sparse.streams import SparseStream
@@ -37,6 +38,8 @@ COMPRESSORS: dict[str, Callable[..., MethodOptions]] = {
     "exdyna, as written": partial(ExdynaOptions, as_written=True),
     "gaussiank, fair": partial(GaussiankOptions, least_share=0.75),
 }
+Network = tuple[nn.Module, Callable[[torch.Generator], Tensor]]
+"""A module, and its loss of a batch that a generator draws."""
 CACHE = Path(__file__).resolve().parents[1] / "build" / "gradients"
 
 
@@ -47,46 +50,38 @@ def tokens() -> Tensor:
     return encoded
 
 
-class Images(BenchmarkModel):
+def images() -> Network:
     """Convolutions with batch normalisation, on patches whose stripes tell the class."""
+    layers: list[nn.Module] = []
+    for i, o in pairwise((3, 32, 64, 128, 128)):
+        layers += [nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o)]
+        layers += [nn.ReLU(), nn.MaxPool2d(2)]
+    module = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
 
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for inputs, outputs in ((3, 32), (32, 64), (64, 128), (128, 128)):
-            layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)]
-            layers += [nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
-        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.layers(images), labels)
-
-    def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+    def loss(generator: torch.Generator) -> Tensor:
         labels = torch.randint(10, (8,), generator=generator)
         stripes = (torch.arange(16) * (labels.view(-1, 1) + 1) / 4).sin().view(8, 1, 1, 16)
-        return stripes + torch.randn(8, 3, 16, 16, generator=generator), labels
+        noise = torch.randn(8, 3, 16, 16, generator=generator)
+        return F.cross_entropy(module(stripes + noise), labels)
+
+    return module, loss
 
 
-class Text(BenchmarkModel):
-    """Predicts the next token; the output is the embedding (tied) or a layer of its own."""
+def text(body: nn.Module, tied: bool = False) -> Network:
+    """Predicts the next token of a part of the text that is the rank's own."""
+    embedding, head = nn.Embedding(2000, 96), nn.Linear(96, 2000)
+    nn.init.normal_(embedding.weight, std=0.05)
+    if tied:
+        head.weight = embedding.weight
 
-    def __init__(self, body: nn.Module, tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(2000, 96)
-        nn.init.normal_(self.embedding.weight, std=0.05)
-        self.body, self.head = body, nn.Linear(96, 2000)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        x = self.body(self.embedding(inputs))
-        scores: Tensor = self.head(x[0] if isinstance(x, tuple) else x)
+    def loss(generator: torch.Generator) -> Tensor:
+        part = tokens().tensor_split(RANKS)[generator.initial_seed() % RANKS]
+        inputs, targets = windows(part, 4, 24, generator)
+        x = body(embedding(inputs))
+        scores = head(x[0] if isinstance(x, tuple) else x)
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
-    def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """From a part of the text that the generator's seed tells: a rank's own."""
-        part = tokens().tensor_split(RANKS)[generator.initial_seed() % RANKS]
-        return windows(part, 4, 24, generator)
+    return nn.ModuleList([embedding, body, head]), loss
 
 
 class Experts(nn.Module):
@@ -100,40 +95,34 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         odds = self.router(x).softmax(-1)
-        chosen = odds.argmax(-1)
-        outputs = [odds[..., i, None] * expert(x) for i, expert in enumerate(self.experts)]
-        mixed: Tensor = x + sum(y * (chosen == i).unsqueeze(-1) for i, y in enumerate(outputs))
+        chosen = F.one_hot(odds.argmax(-1), 8) * odds
+        outputs = torch.stack([expert(x) for expert in self.experts], -1)
+        mixed: Tensor = x + (outputs * chosen.unsqueeze(-2)).sum(-1)
         return mixed
 
 
-class Clicks(BenchmarkModel):
+def clicks() -> Network:
     """Users and items as dense embeddings, most rows of which have no gradient."""
+    user, item = nn.Embedding(8000, 32), nn.Embedding(3000, 32)
+    scores = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.user, self.item = nn.Embedding(8000, 32), nn.Embedding(3000, 32)
-        self.scores = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
-
-    def forward(self, users: Tensor, items: Tensor, clicked: Tensor) -> Tensor:
-        x = torch.cat([self.user(users), self.item(items)], 1)
-        return F.binary_cross_entropy_with_logits(self.scores(x).squeeze(1), clicked)
-
-    def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+    def loss(generator: torch.Generator) -> Tensor:
         users, items = zipf((256,), 8000, generator), zipf((256,), 3000, generator)
-        return users, items, ((users * 7 + items * 3) % 5 < 2).float()
+        clicked = ((users * 7 + items * 3) % 5 < 2).float()
+        x = scores(torch.cat([user(users), item(items)], 1)).squeeze(1)
+        return F.binary_cross_entropy_with_logits(x, clicked)
+
+    return nn.ModuleList([user, item, scores]), loss
 
 
-def transformer() -> Text:
-    layer = nn.TransformerEncoderLayer(96, 4, 384, dropout=0.0, batch_first=True)
-    return Text(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), tied=True)
-
-
-MODELS: dict[str, Callable[[], BenchmarkModel]] = {
-    "cnn": Images,
-    "transformer": transformer,
-    "lstm": lambda: Text(nn.LSTM(96, 96, 2, batch_first=True), tied=False),
-    "experts": lambda: Text(Experts(), tied=False),
-    "recommender": Clicks,
+MODELS: dict[str, Callable[[], Network]] = {
+    "cnn": images,
+    "transformer": lambda: text(
+        nn.TransformerEncoderLayer(96, 4, 384, dropout=0.0, batch_first=True), tied=True
+    ),
+    "lstm": lambda: text(nn.LSTM(96, 96, 2, batch_first=True)),
+    "experts": lambda: text(Experts()),
+    "recommender": clicks,
 }
 
 
@@ -146,31 +135,21 @@ def recorded(model: str) -> Tensor:
         kept: Tensor = torch.load(path)
         return kept
     torch.manual_seed(0)
-    module, steps = MODELS[model](), []
+    (module, loss), steps = MODELS[model](), []
+    parameters = list(module.parameters())
     generators = [torch.Generator().manual_seed(RANKS + rank) for rank in range(RANKS)]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for step in range(STEPS):
-        gradients = torch.stack([_gradient(module, generator) for generator in generators])
+        of_ranks = [torch.autograd.grad(loss(generator), parameters) for generator in generators]
+        gradients = torch.stack([nn.utils.parameters_to_vector(each) for each in of_ranks])
         if not KEPT <= step < STEPS - KEPT:
             steps.append(gradients)
-        parts = gradients.mean(0).split([p.numel() for p in module.parameters()])
-        for parameter, part in zip(module.parameters(), parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        for parameter, *parts in zip(parameters, *of_ranks, strict=True):
+            parameter.grad = torch.stack(parts).mean(0)
         optimizer.step()
     CACHE.mkdir(parents=True, exist_ok=True)
     torch.save(torch.stack(steps), path)
     return torch.stack(steps)
-
-
-def _gradient(module: BenchmarkModel, generator: torch.Generator) -> Tensor:
-    module.zero_grad()
-    module(*module.batch(generator)).backward()
-    return torch.cat(
-        [
-            p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten()
-            for p in module.parameters()
-        ]
-    )
 
 
 def shuffled(steps: Tensor) -> Tensor:
@@ -183,9 +162,7 @@ def shuffled(steps: Tensor) -> Tensor:
 class Counted(Accumulator):
     """Counts its passes, and what DRAGONN's table has no room for."""
 
-    def __init__(self, accumulation: ops.Accumulation, scope: Scope | None) -> None:
-        super().__init__(accumulation, scope)
-        self.passes, self.lost = 0, 0.0
+    passes, lost = 0, 0.0
 
     def select(self, threshold: float) -> SparseStream:
         self.passes += 1
@@ -195,11 +172,9 @@ class Counted(Accumulator):
         self.passes += 1
         return super().topk(k)
 
-    def hash_select(
-        self, threshold: float, slots: int, slots_per_bucket: int, seed: int
-    ) -> SparseStream:
+    def hash_select(self, threshold: float, *table: int) -> SparseStream:
         self.passes += 1
-        stream = super().hash_select(threshold, slots, slots_per_bucket, seed)
+        stream = super().hash_select(threshold, *table)
         left = int((self.residual.abs() >= threshold).sum())
         self.lost = left / max(1, left + stream.nnz)
         return stream
@@ -210,13 +185,11 @@ class Step:
     """What one rank's step came to.
 
     Attributes:
-        passes: Over the whole vector.
-        nnz_share: Entries sent over k, or over all nonzeros where they are fewer; entries applied
-            where each rank selects in a part of its own.
+        nnz_share: Sent over k, or over all nonzeros if fewer; applied, where a rank selects a part.
         words: Received, over k (P-1)/P.
         lost: Share of what passed DRAGONN's threshold and lost its slot.
-        drift: What this rank's residual gave less its part of what was applied, as one random
-            projection of both: all ranks' drifts of a step sum up to nothing.
+        drift: A random projection of what left the residual less 1/P of what was applied: all
+            ranks' drifts of a step sum up to nothing.
     """
 
     passes: int
@@ -257,22 +230,8 @@ def measured(compressor: str, steps: Tensor, density: float) -> list[Step]:
     return [step for steps in run_ranks(P, train) for step in steps]
 
 
-def table(models: Sequence[str], compressors: Sequence[str], density: float) -> Iterator[str]:
-    """Second passes, nnz/k and words of each compressor and model: real, and shuffled."""
-    yield f"| density {density:g} | " + " | ".join(models) + " |"
-    yield "|---" * (len(models) + 1) + "|"
-    for compressor in compressors:
-        cells = [
-            "; ".join(
-                _said(measured(compressor, steps, density))
-                for steps in (recorded(model), shuffled(recorded(model)))
-            )
-            for model in models
-        ]
-        yield f"| `{compressor}` | " + " | ".join(cells) + " |"
-
-
-def _said(steps: Sequence[Step]) -> str:
+def said(steps: Sequence[Step]) -> str:
+    """Second passes, nnz/k, and the words of the worst rank."""
     again = sum(step.passes > 1 for step in steps) / len(steps)
     shares = [step.nnz_share for step in steps]
     words = max(step.words for step in steps)
@@ -289,9 +248,17 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for density in arguments.densities:
-        for line in table(arguments.models, arguments.compressors, density):
-            print(line, flush=True)
-        print()
+        print(f"| density {density:g} |", " | ".join(arguments.models), "|")
+        print("|---" * (len(arguments.models) + 1) + "|")
+        for compressor in arguments.compressors:
+            cells = [
+                "; ".join(
+                    said(measured(compressor, steps, density))
+                    for steps in (recorded(model), shuffled(recorded(model)))
+                )
+                for model in arguments.models
+            ]
+            print(f"| `{compressor}` |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -324,15 +324,15 @@ class GaussiankOptions(AnyCollectiveOptions):
 
     least_share: float = option(
         0.0,
-        "Share of k, in [0, 1): the threshold is scaled down until more than that reaches it. "
+        "Share of k, in [0, 1): the threshold is scaled down until as many entries reach it. "
         "Ok-Topk's section 5.4 compares with 0.75; 0 is the method as published.",
         check_below_one,
     )
 
     @override
     def selector(self) -> Selector:
-        estimator = GaussianThreshold(self.sample_share, self.least_share)
-        return ThresholdSelector(estimator, tolerance=math.inf)
+        estimator = GaussianThreshold(self.sample_share)
+        return ThresholdSelector(estimator, tolerance=math.inf, least_share=self.least_share)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.selectors.sampled import SamplingEstimator, finite
+from hvd_sparse.selectors.sampled import SamplingEstimator, deep_threshold, finite
 
 ADJUSTMENTS = 3
-SCALING = 0.95
-"""The factor of each step down to a fair threshold; Ok-Topk's paper says "gradually"."""
 FIRST_STAGE = 0.25
 """SIDCo's δ₁: the part of the elements that each stage but the last lets through."""
 
@@ -48,15 +46,7 @@ class GaussianThreshold(FittedThreshold):
 
     It overestimates k while the accumulator is flat, and underestimates it for heavy tails; the
     paper and Ok-Topk's section 5.2 show both.
-
-    Args:
-        least_share: Ok-Topk's section 5.4, "for a fair comparison": the threshold is then scaled
-            down until the sample has more than this many times k; 3/4 there, 0.0: it is not.
     """
-
-    def __init__(self, sample_share: float, least_share: float = 0.0) -> None:
-        super().__init__(sample_share)
-        self.least_share = least_share
 
     @override
     def _fit(self, values: Tensor, density: float) -> float:
@@ -74,9 +64,6 @@ class GaussianThreshold(FittedThreshold):
                 threshold *= 1.5
             else:
                 break
-        least = min(self.least_share * wanted, int(magnitudes.count_nonzero()) - 1)
-        while self.least_share and int((magnitudes >= threshold).sum()) <= least:
-            threshold *= SCALING
         return threshold
 
 
@@ -86,8 +73,20 @@ class SidcoThreshold(FittedThreshold):
     μ_m is the mean of the exceedances |g| - η_{m-1}. All stages but the last let δ₁ = 1/4 through.
 
     Departure: M follows from the density. The paper adds a stage, or drops one, as the selected
-    counts of the last steps demand; here a count that is off is put right in the same step.
+    counts of the last steps demand; here a count that is off is put right in the same step. And of
+    real gradients the fit is often too high, which costs a second pass: where the sample has fewer
+    than its share of k there, the threshold is the sample's own (selectors/sampled.py).
     """
+
+    @override
+    def estimate(self, accumulator: Accumulator, k: int) -> tuple[float, float]:
+        sample = finite(self.sample(accumulator))
+        if sample.numel() == 0:
+            return 0.0, k
+        threshold = self._fit(sample.view(-1), k / accumulator.numel)
+        if int((sample >= threshold).sum()) * accumulator.numel >= k * sample.numel():
+            return threshold, k
+        return deep_threshold(sample, accumulator.numel, k)
 
     @override
     def _fit(self, values: Tensor, density: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 from typing_extensions import override
@@ -50,6 +51,8 @@ class ThresholdSelector(Selector):
         extraction: Takes what reaches it; None: ordered compaction.
         tolerance: How far nnz may be from k, as a share of k, before the selection is put right;
             infinite: it stays as it is.
+        least_share: Share of k that is taken in any case, nonzeros permitting; None: what the
+            tolerance says.
 
     Attributes:
         threshold: Magnitude from which entries left in the last step; 0.0 where all of them did.
@@ -60,10 +63,12 @@ class ThresholdSelector(Selector):
         estimator: Estimator,
         extraction: Extraction | None = None,
         tolerance: float = TOLERANCE,
+        least_share: float | None = None,
     ) -> None:
         self.estimator = estimator
         self.extraction = Extraction() if extraction is None else extraction
         self.tolerance = tolerance
+        self.least_share = least_share
         self.threshold = 0.0
 
     @override
@@ -82,6 +87,8 @@ class ThresholdSelector(Selector):
             stream, threshold = keep_largest(accumulator, stream, wanted)
         elif stream.nnz < wanted * (1 - self.tolerance) and stream.isfinite():
             stream, threshold = take_more(accumulator, stream, wanted)
+        elif self.least_share and stream.nnz < self.least_share * wanted and stream.isfinite():
+            stream, threshold = take_more(accumulator, stream, ceil(self.least_share * wanted))
         self.threshold = threshold
         return stream
 

@@ -135,9 +135,7 @@ def test_gaussiank_is_scaled_until_it_is_fair() -> None:
         accumulator = Accumulator(Accumulation(torch.zeros(NUMEL), [gradient]))
         counts.append(selector.select(accumulator, NUMEL // 20).nnz * 20 / NUMEL)
     assert counts[0] < 2 / 3
-    assert 0.75 < counts[1] < 0.8
-    zeros = Accumulator(Accumulation(torch.zeros(NUMEL), [torch.zeros(NUMEL)]))
-    assert GaussianThreshold(1.0, 0.75).estimate(zeros, 100)[0] == 0.0
+    assert counts[1] == 0.75
 
 
 def test_sidco_fits_exponential_tails_exactly() -> None:

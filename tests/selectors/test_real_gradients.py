@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.gradients import MODELS, RANKS, measured, recorded
 
-SAMPLED = ("dgc", "dragonn", "mstopk")
-HELD = (*SAMPLED, "topk", "oktopk", "exdyna", "clt_k", "sidco")
+SAMPLED = ("dgc", "dragonn", "mstopk", "sidco")
+HELD = (*SAMPLED, "topk", "oktopk", "exdyna", "clt_k")
 
 
 @pytest.mark.parametrize("density", [0.01, 0.001])
@@ -25,7 +25,7 @@ def test_counts_hold_and_nothing_is_lost(compressor: str, density: float) -> Non
         drift = torch.tensor([step.drift for step in steps]).view(RANKS, -1).sum(0)
         assert float(drift.abs().max()) < 1e-3 * float(gradients.norm()), model
     # ExDyna has no candidates for a threshold that falls by more than a tenth in one step.
-    assert few <= (RANKS if compressor == "exdyna" else 0)
+    assert few <= (0.1 * len(again) if compressor == "exdyna" else 0)
     if compressor in SAMPLED:
         assert sum(again) <= 0.02 * len(again)
     if compressor == "dragonn":
