@@ -143,7 +143,7 @@ def _device_of(args: Any, kwargs: dict[str, Any]) -> Any:
     return kwargs.get("device", found[0] if found else None)
 
 
-class Present(AbstractContextManager[None]):
+class Present(AbstractContextManager["Present"]):
     """The device that there is; nothing is counted."""
 
     def __init__(self) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_sparse.methods import METHODS
-from hvd_sparse.ops import Accumulation, _dispatch
+from hvd_sparse.ops import Accumulation
 from hvd_sparse.ops.cuda import Argument, CudaOps, _workspace
 from hvd_sparse.ops.cuda._workspace import MOST_TABLES, TILE, Workspace
+from tests.cuda.pretended import CUDA, Present, Pretended
 from tests.cuda.shim_launcher import Shim
 
 CPU = torch.device("cpu")
@@ -119,45 +119,24 @@ def test_an_operation_waits_once(sanitized: Shim) -> None:
     assert (workspace.tables, workspace.blocks) == (1, 1)
 
 
-class Waiting(TorchDispatchMode):
-    """Counts what makes the host wait for a device: numbers that Python reads, and sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        masks = [a for a in args[1] if a is not None] if name.startswith("index") else []
-        by_mask = any(isinstance(mask, torch.Tensor) and mask.dtype == torch.bool for mask in masks)
-        if name in ("_local_scalar_dense", "nonzero", "masked_select") or by_mask:
-            self.waits += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most"),
     [("topk", 1), ("oktopk", 2), ("dgc", 3), ("dragonn", 3), ("gaussiank", 3), ("mstopk", 12)],
 )
 def test_a_selection_waits_for_sizes_only(
-    sanitized: Shim, name: str, most: int, monkeypatch: pytest.MonkeyPatch
+    one_device: Callable[[], Pretended | Present], name: str, most: int
 ) -> None:
     """Of a step in which every count is near enough, or is put right."""
-    ops = CudaOps(sanitized.launcher(0))
-    monkeypatch.setattr(_dispatch, "_native", ops)
     numel, k = 40_000, 400
     method = METHODS[name](density=k / numel).make()
-    selector, memory = method.selector(), method.memory.make(numel, CPU, 2)
     random = torch.Generator().manual_seed(1)
-    for step in range(3):
-        gradient = torch.randn(numel, generator=random)
-        before = ops._workspace.reads
-        with Waiting() as counting:
-            accumulator = memory.accumulate([gradient], k)
-            taken = selector.select(accumulator, k)
-            memory.give_back(taken, taken.slice(0, 50).to("cpu"))
-        if step == 2:
-            assert ops._workspace.reads - before + counting.waits <= most
+    with one_device() as device:
+        selector, memory = method.selector(), method.memory.make(numel, CUDA, 2)
+        for _ in range(3):
+            gradient = torch.randn(numel, generator=random).pin_memory()
+            gradient = gradient.to(CUDA, non_blocking=True)
+            device.counts.clear()
+            taken = selector.select(memory.accumulate([gradient], k), k)
+            memory.give_back(taken, taken.slice(0, 50))
+        assert device.counts["waits"] <= most
