@@ -357,10 +357,7 @@ def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostR
 
 
 def spardl(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
-    """SparDL: 2 log P α + 4k (P-1)/P β.
-
-    A rank holds the blocks that it has not handed over, and gets at most k/P entries of each.
-    """
+    """SparDL: 2 log P α + 4k (P-1)/P β; a rank sends at most k/P entries of a block."""
     share, held, blocks, work = (P - 1) / P, float(k), P, Work(selected_entries=k)
     for distance, number in reversed(bruck_rounds(P)):
         ours, left = held * number / blocks, held * distance / blocks

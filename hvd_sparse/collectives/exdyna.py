@@ -55,8 +55,6 @@ BLOCK_MULTIPLE = 32
 ALPHA = (21, 20)
 """α, as a fraction: partitions stay while none has more than so many times the mean. All of this is
 in whole numbers: ranks on other processors must cut alike."""
-LEAST_BLOCKS = 1
-"""min_blk: a partition has as many blocks at least, where there are enough for all."""
 FADING = (4, 5)
 """What a block's count of one step is worth in the next, as a fraction."""
 COUNT = 1 << 16
@@ -251,7 +249,7 @@ class Partitions:
         even = (self.weights + least).cumsum(0)
         parts = torch.arange(1, count, dtype=torch.int64, device="cpu")
         cuts = (torch.searchsorted(even, even[-1] * parts // count) + 1).tolist()
-        self.blocks = widened([0, *cuts, total], min(LEAST_BLOCKS, total // count))
+        self.blocks = widened([0, *cuts, total], min(1, total // count))
 
 
 def widened(edges: list[int], least: int) -> list[int]:

@@ -79,10 +79,9 @@ AIM_SHARE = 0.03
 gathered, what is missing costs more rounds."""
 AIM_DEVIATIONS = 2.0
 """The same in square roots of k, by which a count differs from what is expected by chance."""
-HALF_BOUND = 1.5
-"""Times k (P-1)/P entries, of two words, that a rank may receive in each phase."""
-LITTLE_MORE = 1.25
-"""An owner with up to so many times its part of the result sends that, and keeps the rest."""
+HALF_BOUND, LITTLE_MORE = 1.5, 1.25
+"""Times k (P-1)/P entries, of two words, that a rank may receive in each phase; and times its part
+of them, which an owner sends of the result, that it may have without waiting for the others."""
 FEW_ENTRIES = 64
 """A message with so many is as quick as one with fewer: they are neither levelled nor held back."""
 BINS = 512
@@ -215,8 +214,7 @@ class OkTopk(Collective):
         destination at once; while a batch of messages is under way, the batch before is summed.
         """
         P, rank = self.transport.world_size, self.transport.rank
-        regions = self._cut(stream)
-        span = self._spans()[rank]
+        regions, span = self._cut(stream), self._spans()[rank]
         total, arrived = regions[rank].to_stream(self.numel), list[SparseStream]()
         self._received = 0
         for batch in batches(P):
@@ -297,10 +295,8 @@ class OkTopk(Collective):
         totals: list[int] = self.level_counts.sum(0).tolist()
         level = nearest_level(totals, self._aimed())
         self.global_threshold = threshold_at(self.global_threshold, level)
-        if not self._is_near(totals[level]):
-            return None
         shares: list[int] = self.level_counts[:, level].tolist()
-        return shares
+        return shares if self._is_near(totals[level]) else None
 
     def _aimed(self) -> float:
         """How many entries to aim at, so that hardly ever fewer than k come."""
@@ -342,18 +338,15 @@ class OkTopk(Collective):
         facts = torch.tensor([self._received, self._held, unsent], dtype=torch.int32, device="cpu")
         payload, own = packer.pack(Part.of(chosen, *spans[rank]))
         messages = self.transport.allgather((counts, facts, *payload), channel="allgather")
-        for message in messages:
-            check_bytes(self.wire.name, "counts at levels", message[:HEAD_BYTES], HEAD_BYTES)
-        heads = torch.stack([message[:HEAD_BYTES].view(torch.int32) for message in messages])
+        for m in messages:
+            check_bytes(self.wire.name, "counts at levels", m[:HEAD_BYTES], HEAD_BYTES)
+        heads = torch.stack([m[:HEAD_BYTES].view(torch.int32) for m in messages])
         self.level_counts = heads[:, :LEVELS].clone()
         self._all_received, held, left = heads[:, LEVELS:].T.tolist()
         self.regions_are_uneven = sum(held) > max(FEW_ENTRIES, self.k * len(held) / MANY)
-        parts = [
-            own.to_stream(self.numel)
-            if source == rank
-            else self._read(message[HEAD_BYTES:], packer, spans[source])
-            for source, message in enumerate(messages)
-        ]
+        bodies = zip((m[HEAD_BYTES:] for m in messages), spans, strict=True)
+        parts = [self._read(body, packer, span) for body, span in bodies]
+        parts[rank] = own.to_stream(self.numel)
         is_apart = spans[0][1] < self.numel or len(spans) == 1
         u = SparseStream.concatenate(parts, self.numel) if is_apart else sum_of(parts, self.numel)
         return u, [part.nnz for part in parts], sum(left)
@@ -472,11 +465,8 @@ def level_moves(shares: Sequence[int], before: Sequence[int]) -> dict[tuple[int,
     """Entries to move from rank to rank, so that none sends more in all than the ranks' total.
 
     Who has more than a (P-1)-th of all hands entries over, and can gather less for that: with all
-    of them it sends each once, and the others do the rest.
-
-    Args:
-        shares: Entries of each of P > 2 ranks.
-        before: What each has sent to every other rank already.
+    of them it sends each once, and the others do the rest. Of P > 2 ranks, `shares` are the
+    entries, and `before` is what each has sent to every other one already.
     """
     P, total = len(shares), sum(shares) + sum(before)
     most = -(-total // (P - 1))

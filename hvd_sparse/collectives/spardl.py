@@ -43,10 +43,8 @@ from hvd_sparse.topology import bruck_rounds
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 
-INTERVAL = 64
-"""Steps until blocks are drawn anew."""
-LEAST_SHARE = 0.9
-"""Of k: what the result has where blocks are right."""
+INTERVAL, LEAST_SHARE = 64, 0.9
+"""Steps until blocks are drawn anew; what of k the result has where they are right."""
 
 
 class SparDL(Collective):

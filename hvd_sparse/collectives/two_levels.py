@@ -51,12 +51,7 @@ TREES = ("gtopk",)
 takes them to share the card on both."""
 BRUCK_TWICE = ("spardl",)
 """Algorithms that scatter by Bruck's rounds, too, before they gather."""
-GATHERING = {
-    "topk_allgather": 0,
-    "ssar_split_allgather": 1,
-    "dsar_split_allgather": 1,
-    "oktopk": 1,
-}
+GATHERING = {"topk_allgather": 0, "ssar_split_allgather": 1, "dsar_split_allgather": 1, "oktopk": 1}
 """Algorithms that end in an allgather, and how many split phases of k entries come before. An
 algorithm that is not named here is taken to send to all others alike."""
 
