@@ -345,7 +345,7 @@ def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostR
         cost = Cost(1, entries=k, work=Work(2 * k, selected_entries=2 * k))
         return CostRange(cost, cost, cost)
     share, gather = (P - 1) / P, allgather_messages(P)
-    control = oktopk_control(P, head_bytes)
+    control = Cost(0, plain_words=head_bytes / WORD_BYTES * (P - 1))  # for the next step
     hidden = in_flight(P - 1) + allgather_in_flight(P)
     work = Work(_merged_in_batches(P, n, k), selected_entries=expected_nnz(n, k, P) / P + k)
     usual = Cost(P - 1 + gather, entries=2 * k * share, in_flight=hidden, work=work)
@@ -357,10 +357,7 @@ def oktopk(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostR
 
 
 def spardl(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
-    """SparDL: 2 log P α + 4k (P-1)/P β, and a count of two words for each bin in each phase.
-
-    A rank holds the blocks that it has not handed over, and gets at most k/P entries of each.
-    """
+    """SparDL: 2 log P α + 4k (P-1)/P β; a rank sends at most k/P entries of a block."""
     share, held, blocks, work = (P - 1) / P, float(k), P, Work(selected_entries=k)
     for distance, number in reversed(bruck_rounds(P)):
         ours, left = held * number / blocks, held * distance / blocks
@@ -368,15 +365,9 @@ def spardl(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
         work += Work(left + came, selected_entries=ours)
         held, blocks = left + came - left / distance * came / max(1, n / P), distance
     work += Work(selected_entries=held)
-    rounds, counts = ceil(log2(P)), 4 * (P - 1) * spardl_bins(P)
-    scattered = Cost(rounds, entries=k * share, plain_words=counts, work=work)
+    scattered = Cost(ceil(log2(P)), entries=k * share, work=work)
     cost = _in_turn([scattered, _gathered(P, Cost(1, entries=k * share))])
     return CostRange(Cost(cost.messages), cost, cost)
-
-
-def spardl_bins(P: int) -> int:
-    """S, in which SparDL counts the entries of a block: some 64 in all, one at least."""
-    return -(-64 // P)
 
 
 def index_union(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
@@ -421,11 +412,6 @@ def _summed_at(P: int, union: float, indices: float) -> Cost:
         work=work,
         indices=indices,
     )
-
-
-def oktopk_control(P: int, head_bytes: int) -> Cost:
-    """Counts at all levels, which the ranks send each other for the next step."""
-    return Cost(0, plain_words=head_bytes / WORD_BYTES * (P - 1))
 
 
 def _sum_of_streams(n: int, k: int, ranks: float, wire: WireBytes, share: float = 1.0) -> Cost:

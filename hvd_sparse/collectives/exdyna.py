@@ -18,14 +18,14 @@ Cost: (2 log P + P - 1) α + 3k (P-1)/P β, with 64 counters beside the indices:
 allreduce, as in the paper. Nothing builds up, and the result has about k entries.
 
 Departure from algorithm 5: it multiplies δ by 1 + γ, 1 + γ/4 or 1 - γ after each step; the paper
-has no value for γ. With some thousandths, a density that is off by 20 stays off for hundreds of
-steps; and with error feedback, where entries crowd just below the threshold, any fixed gain is too
-much or too little. Here every rank tells how many of its candidates reach each of 64 levels from
-0.9 δ to 1.8 δ, and the one that is nearest to k is the next δ. Where what reached δ is not within k
-(1 ± tolerance), indices are gathered once more in the same step, by that level. Where none is
-within it, or in the first step, δ is the exact k-th magnitude of all candidates
-(global_threshold.py), and ties are cut to each rank's part. Where there are too few candidates, all
-are taken, and the next step samples anew.
+leaves γ open. By some thousandths, a density that is off by 20 stays off for hundreds of
+steps; with error feedback, entries crowd just below the threshold, and any fixed gain is too much
+or too little. Here every rank tells how many of its candidates reach each of 64 levels from 0.9 δ
+to 1.8 δ, and the one nearest to k is the next δ. Where what reached δ is not within
+k (1 ± tolerance), indices are gathered once more in the same step, by that level. Where none is, or
+in the first step, δ is the exact k-th magnitude of all candidates (global_threshold.py), and ties
+are cut to each rank's part. Where there are too few candidates, all are taken, and the next step
+samples anew.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ BLOCK_MULTIPLE = 32
 ALPHA = (21, 20)
 """α, as a fraction: partitions stay while none has more than so many times the mean. All of this is
 in whole numbers: ranks on other processors must cut alike."""
-LEAST_BLOCKS = 1
-"""min_blk: a partition has as many blocks at least, where there are enough for all."""
 BETA, GAMMA = 1.1, 0.005
 """β and γ of algorithm 5 in the authors' release; the paper gives no numbers."""
 FADING = (4, 5)
@@ -133,8 +131,8 @@ class ExDyna(IndexUnion):
         if self.as_written:
             return self._scale(candidates)
         levels = (self.threshold * LEVELS).float()
-        kept = reaching(candidates, self.threshold)
-        places = torch.bucketize(magnitudes(candidates), levels, right=True)
+        kept = candidates.reaching(self.threshold)
+        places = torch.bucketize(candidates.values.abs().nan_to_num(torch.inf), levels, right=True)
         passed = torch.bincount(places, minlength=levels.numel() + 1)
         parts, counts = self._gather_with_counts(kept, passed.flip(0).cumsum(0).flip(0)[1:])
         best = int((counts - self.k).abs().argmin())
@@ -142,14 +140,14 @@ class ExDyna(IndexUnion):
         if off > self.tolerance * self.k:
             if abs(int(counts[best]) - self.k) > self.tolerance * self.k:
                 return self._exact(candidates)
-            kept = reaching(candidates, float(levels[best]))
+            kept = candidates.reaching(float(levels[best]))
             parts = self.gather(kept.indices)
         self.threshold = float(levels[best])
         return kept, parts
 
     def _scale(self, candidates: SparseStream) -> tuple[SparseStream, list[Tensor]]:
         """Algorithm 5: what reaches the threshold is sent, whatever its number."""
-        kept = reaching(candidates, self.threshold)
+        kept = candidates.reaching(self.threshold)
         parts = self.gather(kept.indices)
         excess = sum(part.numel() for part in parts) / self.k
         self.threshold *= 1 + (
@@ -161,7 +159,7 @@ class ExDyna(IndexUnion):
         """By the k-th magnitude of all; where ties are too many, each rank's part of k."""
         rank = self.transport.rank
         level = th_re_evaluate(candidates.values, max(1, self.k), self.transport)
-        kept = reaching(candidates, level)
+        kept = candidates.reaching(level)
         parts = self.gather(kept.indices)
         total = sum(part.numel() for part in parts)
         if total > self.k * (1 + self.tolerance):
@@ -212,16 +210,6 @@ class ExDyna(IndexUnion):
             self.partitions.weights = state["weights"].to(torch.int64, copy=True)
 
 
-def magnitudes(stream: SparseStream) -> Tensor:
-    """Of a stream's values, `(nnz,)`; infinite for what is not finite."""
-    return stream.values.abs().nan_to_num(torch.inf)
-
-
-def reaching(stream: SparseStream, threshold: float) -> SparseStream:
-    """What reaches a threshold; what is not finite does."""
-    return stream.where(magnitudes(stream) >= threshold)
-
-
 class Partitions:
     """P contiguous ranges of blocks that cover a vector, and how they move between ranks.
 
@@ -229,13 +217,12 @@ class Partitions:
 
     Departure from algorithm 3: it knows how many entries each partition selected, and moves
     `blk_move` blocks a step between neighbours where one has more than α times the mean and the
-    other less than its inverse. The paper has no values for these, nor for `min_blk`. With single
-    blocks, that takes hundreds of steps for a strongly layered gradient, a hot block at the edge of
-    a partition goes to and fro, and a partition that is just right between an overfull and an
-    underfull one stops all movement. But after the exchange every rank knows all indices, and so
-    the entries of each block. Here the partitions are cut anew, so that each has an equal part of
-    these counts, which fade by a fifth with every step. `min_blk` is 1: no rank is left without a
-    partition, and more would hold back blocks of a hot range a few blocks wide.
+    other less than its inverse; the paper leaves these and `min_blk` open. For a strongly layered
+    gradient that takes hundreds of steps, and a partition that is just right between an overfull
+    and an underfull one stops it. But after the exchange every rank knows all indices, and so the
+    entries of each block. Here partitions are cut anew, with equal parts of these counts, which
+    fade by a fifth in each step. `min_blk` is 1: no rank is left without a partition, and more
+    would hold back blocks of a narrow hot range.
 
     Args:
         numel: n.
@@ -305,7 +292,7 @@ class Partitions:
         even = (self.weights + least).cumsum(0)
         parts = torch.arange(1, count, dtype=torch.int64, device="cpu")
         cuts = (torch.searchsorted(even, even[-1] * parts // count) + 1).tolist()
-        self.blocks = widened([0, *cuts, total], min(LEAST_BLOCKS, total // count))
+        self.blocks = widened([0, *cuts, total], min(1, total // count))
 
 
 def widened(edges: list[int], least: int) -> list[int]:

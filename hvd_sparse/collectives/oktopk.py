@@ -26,24 +26,21 @@ Counters are not in it: 4 · 512 log P words where the threshold is evaluated, 2
 regions are drawn, once or twice, and `HEAD_BYTES` from each rank.
 
 Departures from the paper:
-  * Regions cut the union of all ranks' entries, by a histogram, and not at the mean of the ranks'
-    quantiles: where ranks' entries lie apart, that gives one owner up to 2k (P-1) words.
-  * What a message has beyond what the regions were drawn for, and some more, its least entries,
-    waits at its rank for the next step. That draws regions anew, as long as ranks have so much.
-  * Two ranks send each other all they have, 2k words, and both select. In two phases a rank with
-    all entries in the other's region would pass the bound.
-  * The exact global threshold comes from counters instead of gathered values
-    (global_threshold.py).
+  * Regions cut the union of all ranks' entries, by a histogram. At the mean of the ranks'
+    quantiles, one owner may get 2k (P-1) words where ranks' entries lie apart.
+  * What a message has far beyond what regions were drawn for, its least entries, waits at its rank
+    for the next step, which draws regions anew. A result may be short then.
+  * Two ranks swap all they have, 2k words, and both select: two phases could take more than 3k.
+  * The exact global threshold comes from counters, not from gathered values (global_threshold.py).
   * The paper reuses a global threshold as it is. Here the gathered messages also tell how many
     entries pass each of some 70 levels around it, and before the next step every rank picks the
     level that is nearest to a few percent above k. Of a result that is above k (1 + tolerance), the
     k largest are applied; where one is below k (1 - tolerance), or no level is near, the threshold
     is evaluated exactly in the same step, and what is missing is gathered. Ties at an exact
-    threshold are cut by rank and index. So the result holds k within the tolerance, if there are as
-    many; in a step that holds entries back it may be short.
-  * The paper asks for the owners' shares in every step. Here the counts of the last step tell them.
-    A round of their own asks for them where these may be wrong or too uneven, and where the
-    threshold is evaluated exactly. Not asked, an owner with far more than 1.5 k/P waits.
+    threshold are cut by rank and index. So the result holds k within the tolerance.
+  * The paper asks for the owners' shares in every step. Here the last step's counts tell them. A
+    round of their own asks where these may be wrong or too uneven, and where the threshold is
+    evaluated exactly. Not asked, an owner with far more than 1.5 k/P waits.
   * The paper makes shares equal where the largest exceeds four times the average. Here they are
     levelled where the bound asks for it, too, and who hands over much gathers less.
   * A lossy wire rounds values in both phases; whoever encodes takes the error back where the entry
@@ -55,7 +52,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import inf, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,10 +80,9 @@ AIM_SHARE = 0.03
 gathered, what is missing costs more rounds."""
 AIM_DEVIATIONS = 2.0
 """The same in square roots of k, by which a count differs from what is expected by chance."""
-HALF_BOUND = 1.5
-"""Times k (P-1)/P entries, of two words, that a rank may receive in each phase."""
-LITTLE_MORE = 1.25
-"""An owner with up to so many times its part of the result sends that, and keeps the rest."""
+HALF_BOUND, LITTLE_MORE = 1.5, 1.25
+"""Times k (P-1)/P entries, of two words, that a rank may receive in each phase; and times its part
+of them, which an owner sends of the result, that it may have without waiting for the others."""
 FEW_ENTRIES = 64
 """A message with so many is as quick as one with fewer: they are neither levelled nor held back."""
 BINS = 512
@@ -102,13 +98,8 @@ Span = tuple[int, int]
 """Elements from the first of these up to the second."""
 
 
-class Gathered(NamedTuple):
-    """What an allgather brought."""
-
-    u: SparseStream
-    counts: list[int]  # of u, from each rank
-    received: list[int]  # by each rank, in phase 1
-    unsent: int  # entries that are left at their owners
+Gathered = tuple[SparseStream, list[int], int]
+"""Entries of all ranks, how many came from each, and how many are left at their owners."""
 
 
 class OkTopk(Collective):
@@ -156,6 +147,7 @@ class OkTopk(Collective):
             transport.world_size, LEVELS, dtype=torch.int32, device="cpu"
         )
         self._received = self._held = 0
+        self._all_received: list[int] = []
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Algorithm 1, from line 5 on; see `Collective.reduce`."""
@@ -166,15 +158,13 @@ class OkTopk(Collective):
         sent = self._allowed(stream)
         self._held = stream.nnz - sent.nnz
         if redraws:
-            self.boundaries, brought = self.space_repartition(stream)
+            self.boundaries, brought = space_repartition(stream, self.transport)
             sent = stream
         reduced_topk = self.split_and_reduce(sent, packer)
         due = self.step % self.threshold_interval == 0
-        u, received = self.balance_and_allgather(
-            reduced_topk, packer, re_evaluate=due, asks=redraws
-        )
+        u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due, asks=redraws)
         if redraws:
-            self.allowances = self._allow(stream, brought, received)
+            self.allowances = self._allow(stream, brought)
         self.step += 1
         self.transport.worked(Work(selected_entries=reduced_topk.nnz + stream.nnz))
         returned = unapplied(sent, [packer.lost(self.numel)], u)
@@ -197,41 +187,14 @@ class OkTopk(Collective):
 
     # -- phase 1: split and reduce (section 3.1.1) -------------------------------------------------
 
-    def space_repartition(self, stream: SparseStream) -> tuple[Tensor, int]:
-        """Boundaries of P equal parts of all ranks' entries, by a histogram; how many these are."""
-        P, numel = self.transport.world_size, self.numel
-        bins = max(BINS, 2 * FINE * P)
-        parts = torch.arange(1, P, device="cpu")
-        edges = (torch.arange(bins + 1, device="cpu") * numel // bins).unique()
-        while True:
-            places = torch.searchsorted(stream.indices, edges.int())
-            counts = self.transport.allreduce_sum(places.diff(), channel="boundaries")
-            ends = counts.cumsum(0)
-            total = int(ends[-1]) if ends.numel() else 0
-            if total == 0:
-                return parts * numel // P, total
-            wanted = total * parts // P
-            at = torch.searchsorted(ends, wanted)
-            met = at.unique()
-            steep = met[(counts[met] * P * FINE > total) & (edges.diff()[met] > 1)]
-            if steep.numel() == 0:
-                is_upper = ends[at] - wanted <= wanted - (ends - counts)[at]
-                return edges[at + is_upper], total
-            starts, widths = edges[steep, None], edges.diff()[steep, None]
-            each = -(-bins // steep.numel())
-            finer = starts + widths * torch.arange(each, device="cpu") // each
-            edges = torch.cat([edges[met], edges[met + 1], finer.view(-1), edges[[0, -1]]]).unique()
-
-    def _allow(self, stream: SparseStream, brought: int, received: Sequence[int]) -> Tensor:
-        """What this rank may send each owner, while regions stay: as much as now, and some more.
-
-        `received` are the entries that each owner got of all that were brought.
-        """
-        P = self.transport.world_size
-        most = int(HALF_BOUND * max(self.k, brought / P) * (P - 1) / P)
-        most -= (P - 1) * HEAD_BYTES // ENTRY_BYTES  # which come with the gathered entries
-        spare = (most - torch.tensor(received, device="cpu")).clamp(min=0) // max(1, P - 1)
+    def _allow(self, stream: SparseStream, brought: int) -> Tensor:
+        """What this rank may send each owner, while regions stay: as much as now, and some more."""
+        others = self.transport.world_size - 1
+        most = int(HALF_BOUND * max(self.k, brought / (others + 1)) * others / (others + 1))
+        most -= others * HEAD_BYTES // ENTRY_BYTES  # which come with the gathered entries
         now = torch.tensor(self._cuts(stream), device="cpu").diff()
+        received = torch.tensor(self._all_received, device="cpu")
+        spare = (most - received).clamp(min=0) // max(1, others)
         return (now + spare).clamp(min=FEW_ENTRIES)
 
     def _allowed(self, stream: SparseStream) -> SparseStream:
@@ -250,20 +213,14 @@ class OkTopk(Collective):
         destination at once; while a batch of messages is under way, the batch before is summed.
         """
         P, rank = self.transport.world_size, self.transport.rank
-        regions = self._cut(stream)
-        span = self._spans()[rank]
+        regions, span = self._cut(stream), self._spans()[rank]
         total, arrived = packer.land(regions[rank]).to_stream(self.numel), list[SparseStream]()
         self._received = 0
         for batch in batches(P):
-            handles = [
-                self.transport.exchange(
-                    packer.pack(regions[(rank + s) % P])[0],
-                    (rank + s) % P,
-                    (rank - s) % P,
-                    channel="split",
-                )
-                for s in batch
-            ]
+            handles = []
+            for dst, src in (((rank + s) % P, (rank - s) % P) for s in batch):
+                payload, _ = packer.pack(regions[dst])
+                handles.append(self.transport.exchange(payload, dst, src, channel="split"))
             total = self._sum(total, arrived)
             arrived = [self._read(handle.received(), packer, span) for handle in handles]
             self._received += sum(part.nnz for part in arrived)
@@ -300,8 +257,8 @@ class OkTopk(Collective):
 
     def balance_and_allgather(
         self, reduced_topk: SparseStream, packer: Packer, *, re_evaluate: bool, asks: bool
-    ) -> tuple[SparseStream, list[int]]:
-        """Bring the global top k to every rank; it, and what each rank received in phase 1."""
+    ) -> SparseStream:
+        """Take the global top k out of the reduced regions and bring it to every rank."""
         k, rank, P = self.k, self.transport.rank, self.transport.world_size
         most = max(FEW_ENTRIES, int(HALF_BOUND * k / P))
         shares = None if re_evaluate else self._follow_threshold()
@@ -314,19 +271,17 @@ class OkTopk(Collective):
                 chosen, shares = self._select_exactly(reduced_topk, k)
             shares = [-(-share * k // max(1, k, sum(shares))) for share in shares]
             chosen = chosen.largest(shares[rank])
-            found = self._level_and_gather(chosen, shares, [0] * P, reduced_topk, packer)
-            return found.u, found.received
+            return self._level_and_gather(chosen, shares, [0] * P, reduced_topk, packer)[0]
         is_over = chosen.nnz > LITTLE_MORE * most
         sent = chosen.largest(1 if is_over else most)  # one, as what is not finite has to go
-        found = self._gather(sent, self._spans(), reduced_topk, packer)
-        u = found.u
-        if found.unsent and u.nnz < (1 - self.tolerance) * k:
+        u, counts, unsent = self._gather(sent, self._spans(), reduced_topk, packer)
+        if unsent and u.nnz < (1 - self.tolerance) * k:
             has_sent_its_part = sent.nnz < chosen.nnz and not is_over
             rest = reduced_topk.slice(0, 0 if has_sent_its_part else reduced_topk.nnz)
             exact = self._select_exactly(rest.without(sent.indices), k - u.nnz)
-            more = self._level_and_gather(*exact, found.counts, reduced_topk, packer)
-            u = sum_of([u, more.u], self.numel)
-        return u if u.nnz <= (1 + self.tolerance) * k else u.largest(k), found.received
+            more = self._level_and_gather(*exact, counts, reduced_topk, packer)[0]
+            u = sum_of([u, more], self.numel)
+        return u if u.nnz <= (1 + self.tolerance) * k else u.largest(k)
 
     def _follow_threshold(self) -> list[int] | None:
         """Move the threshold to where the last step's counts are nearest to a little above k.
@@ -339,10 +294,8 @@ class OkTopk(Collective):
         totals: list[int] = self.level_counts.sum(0).tolist()
         level = nearest_level(totals, self._aimed())
         self.global_threshold = threshold_at(self.global_threshold, level)
-        if not self._is_near(totals[level]):
-            return None
         shares: list[int] = self.level_counts[:, level].tolist()
-        return shares
+        return shares if self._is_near(totals[level]) else None
 
     def _aimed(self) -> float:
         """How many entries to aim at, so that hardly ever fewer than k come."""
@@ -384,21 +337,18 @@ class OkTopk(Collective):
         facts = torch.tensor([self._received, self._held, unsent], dtype=torch.int32, device="cpu")
         payload, own = packer.pack(Part.of(chosen, *spans[rank]))
         messages = self.transport.allgather((counts, facts, *payload), channel="allgather")
-        for message in messages:
-            check_bytes(self.wire.name, "counts at levels", message[:HEAD_BYTES], HEAD_BYTES)
-        heads = torch.stack([message[:HEAD_BYTES].view(torch.int32) for message in messages])
+        for m in messages:
+            check_bytes(self.wire.name, "counts at levels", m[:HEAD_BYTES], HEAD_BYTES)
+        heads = torch.stack([m[:HEAD_BYTES].view(torch.int32) for m in messages])
         self.level_counts = heads[:, :LEVELS].clone()
-        received, held, left = heads[:, LEVELS:].T.tolist()
+        self._all_received, held, left = heads[:, LEVELS:].T.tolist()
         self.regions_are_uneven = sum(held) > max(FEW_ENTRIES, self.k * len(held) / MANY)
-        parts = [
-            packer.land(own).to_stream(self.numel)
-            if source == rank
-            else self._read(message[HEAD_BYTES:], packer, spans[source])
-            for source, message in enumerate(messages)
-        ]
+        bodies = zip((m[HEAD_BYTES:] for m in messages), spans, strict=True)
+        parts = [self._read(body, packer, span) for body, span in bodies]
+        parts[rank] = packer.land(own).to_stream(self.numel)
         is_apart = spans[0][1] < self.numel or len(spans) == 1
         u = SparseStream.concatenate(parts, self.numel) if is_apart else sum_of(parts, self.numel)
-        return Gathered(u, [part.nnz for part in parts], received, sum(left))
+        return u, [part.nnz for part in parts], sum(left)
 
     def _gather_counts(self, *counts: int) -> list[list[int]]:
         """Of each count, that of every rank."""
@@ -484,15 +434,38 @@ class OkTopk(Collective):
                 self.level_counts = state["level_counts"].clone()
 
 
+def space_repartition(stream: SparseStream, transport: Transport) -> tuple[Tensor, int]:
+    """Boundaries of P equal parts of all ranks' entries, by a histogram; how many these are."""
+    P, numel = transport.world_size, stream.numel
+    bins = max(BINS, 2 * FINE * P)
+    parts = torch.arange(1, P, device="cpu")
+    edges = (torch.arange(bins + 1, device="cpu") * numel // bins).unique()
+    while True:
+        places = torch.searchsorted(stream.indices, edges.int())
+        counts = transport.allreduce_sum(places.diff(), channel="boundaries")
+        ends = counts.cumsum(0)
+        total = int(ends[-1]) if ends.numel() else 0
+        if total == 0:
+            return parts * numel // P, total
+        wanted = total * parts // P
+        at = torch.searchsorted(ends, wanted)
+        met, widths = at.unique(), edges.diff()
+        steep = met[(counts[met] * P * FINE > total) & (widths[met] > 1)]
+        if steep.numel() == 0:
+            is_upper = ends[at] - wanted <= wanted - (ends - counts)[at]
+            return edges[at + is_upper], total
+        each = -(-bins // steep.numel())
+        shares = torch.arange(each, device="cpu") * widths[steep, None] // each
+        finer = (edges[steep, None] + shares).view(-1)
+        edges = torch.cat([edges[met], edges[met + 1], finer, edges[[0, -1]]]).unique()
+
+
 def level_moves(shares: Sequence[int], before: Sequence[int]) -> dict[tuple[int, int], int]:
     """Entries to move from rank to rank, so that none sends more in all than the ranks' total.
 
     Who has more than a (P-1)-th of all hands entries over, and can gather less for that: with all
-    of them it sends each once, and the others do the rest.
-
-    Args:
-        shares: Entries of each of P > 2 ranks.
-        before: What each has sent to every other rank already.
+    of them it sends each once, and the others do the rest. Of P > 2 ranks, `shares` are the
+    entries, and `before` is what each has sent to every other one already.
     """
     P, total = len(shares), sum(shares) + sum(before)
     most = -(-total // (P - 1))

@@ -26,7 +26,7 @@ from hvd_sparse.collectives.sparcml import (
     SsarRecursiveDouble,
     SsarSplitAllgather,
 )
-from hvd_sparse.collectives.spardl import COUNT_BYTES, SparDL
+from hvd_sparse.collectives.spardl import SparDL
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
 from hvd_sparse.cost_model import NOTHING, PLAIN_BYTES, CostRange, Formula, Link, WireBytes
 from hvd_sparse.errors import ConfigError
@@ -82,70 +82,29 @@ class Algorithm:
         return self.formula(world_size, numel, k, wire) if world_size > 1 else NOTHING
 
 
+_lossless = partial(Algorithm, is_lossless=True, is_candidate=True)
+_scoped = partial(Algorithm, is_selectable=False, keeps_state=True)
+
 ALGORITHMS = (
     Algorithm("dense", DenseAllreduce, cost_model.dense, is_lossless=True, is_selectable=False),
-    Algorithm(
-        "topk_allgather",
-        TopkAllgather,
-        cost_model.topk_allgather,
-        is_lossless=True,
-        is_candidate=True,
-    ),
-    Algorithm(
-        "ssar_recursive_double",
-        SsarRecursiveDouble,
-        cost_model.ssar_recursive_double,
-        is_lossless=True,
-        is_candidate=True,
-    ),
-    Algorithm(
-        "ssar_split_allgather",
-        SsarSplitAllgather,
-        cost_model.ssar_split_allgather,
+    _lossless("topk_allgather", TopkAllgather, cost_model.topk_allgather),
+    _lossless("ssar_recursive_double", SsarRecursiveDouble, cost_model.ssar_recursive_double),
+    _lossless(
+        *("ssar_split_allgather", SsarSplitAllgather, cost_model.ssar_split_allgather),
         aliases=("topk_dsa",),
-        is_lossless=True,
-        is_candidate=True,
     ),
-    Algorithm(
-        "dsar_split_allgather",
-        DsarSplitAllgather,
-        cost_model.dsar_split_allgather,
-        is_lossless=True,
-        is_candidate=True,
-    ),
+    _lossless("dsar_split_allgather", DsarSplitAllgather, cost_model.dsar_split_allgather),
     Algorithm("gtopk", GTopk, cost_model.gtopk),
     Algorithm(
-        "oktopk",
-        OkTopk,
-        partial(cost_model.oktopk, head_bytes=HEAD_BYTES),
+        *("oktopk", OkTopk, partial(cost_model.oktopk, head_bytes=HEAD_BYTES)),
         is_candidate=True,
         keeps_state=True,
         control_bytes={"shares": inf, "allgather": HEAD_BYTES},
     ),
-    Algorithm(
-        "spardl",
-        SparDL,
-        cost_model.spardl,
-        is_candidate=True,
-        keeps_state=True,
-        control_bytes={"spardl.gather": COUNT_BYTES},
-    ),
+    Algorithm("spardl", SparDL, cost_model.spardl, is_candidate=True, keeps_state=True),
     Algorithm("index_union", IndexUnion, cost_model.index_union, is_lossless=True),
-    Algorithm(
-        "exdyna",
-        ExDyna,
-        partial(cost_model.exdyna, head_bytes=LEVEL_BYTES),
-        is_selectable=False,
-        keeps_state=True,
-    ),
-    Algorithm(
-        "clt_k",
-        CyclicLeader,
-        cost_model.clt_k,
-        is_lossless=True,
-        is_selectable=False,
-        keeps_state=True,
-    ),
+    _scoped("exdyna", ExDyna, partial(cost_model.exdyna, head_bytes=LEVEL_BYTES)),
+    _scoped("clt_k", CyclicLeader, cost_model.clt_k, is_lossless=True),
 )
 """Every one of them once; where two cost the same, the first one is taken."""
 

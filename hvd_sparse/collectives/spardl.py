@@ -4,7 +4,7 @@ Source: Zhao et al., "SparDL: Distributed Deep Learning Training with Efficient 
 Communication" (ICDE 2024): Spar-Reduce-Scatter, and the collection of residuals.
 
 Symbols: P ranks, k entries per rank, α latency, β time per word. Rank i owns block i of P adjacent
-ones; a block has S bins, in which entries are counted.
+ones.
 
 Steps:
   1. reduce and scatter, by Bruck's allgather in reverse: in the round of distance d, rank r sends
@@ -19,9 +19,9 @@ Cost, at most, in every step and for streams of any kind: 2 ⌈log P⌉ α + 4k 
 2P + 2 log P messages. What is applied is not the k largest of the sum: a block gives k/P.
 
 Departures from the paper:
-  * It cuts the vector into equal blocks, so that few entries are applied where they crowd. Here
-    messages tell how many entries the ranks had in each bin, and before the next step blocks are
-    cut so that all would have had as many. That takes some steps where entries jump.
+  * It cuts the vector into equal blocks, so that few entries are applied where they crowd. Here all
+    blocks have as many, as Ok-Topk's regions do; they are drawn anew every `INTERVAL` steps, and
+    after a step with far fewer than k in its result.
   * It selects in every block of a message apart; here in a message as a whole.
   * Its rounds take other distances where P is no power of two; here they are Bruck's for any P.
     There are no teams (its parameter d is 1).
@@ -30,70 +30,65 @@ Departures from the paper:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
-from hvd_sparse.cost_model import Work, spardl_bins
-from hvd_sparse.streams import CPU, Part, SparseStream, merge, unapplied
+from hvd_sparse.collectives.oktopk import space_repartition
+from hvd_sparse.cost_model import Work
+from hvd_sparse.streams import CPU, Part, SparseStream, join, merge, unapplied
 from hvd_sparse.topology import bruck_rounds
 from hvd_sparse.transports import Transport
-from hvd_sparse.wire import PLAIN, Packer, Wire
-from hvd_sparse.wire.messages import check_bytes
+from hvd_sparse.wire import PLAIN, Wire
 
-COUNT_BYTES = 8
-"""Of the number of entries that all ranks have in a bin."""
-EVEN = 15
-"""Weight of the entries when blocks are cut, where that of the elements is 1."""
+INTERVAL, LEAST_SHARE = 64, 0.9
+"""Steps until blocks are drawn anew; what of k the result has where they are right."""
 
 
 class SparDL(Collective):
     """The sparse allreduce of SparDL: about k entries are applied.
 
     Attributes:
-        edges: Where bins begin, and where the last one ends, int64 `(P S + 1,)`, ascending.
+        edges: Where blocks begin, and where the last one ends, int64 `(P + 1,)`, ascending.
+        is_due: Whether the next step draws blocks.
     """
 
     def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
         super().__init__(transport, numel, k, wire=wire)
-        self.bins = spardl_bins(transport.world_size)
-        count = transport.world_size * self.bins
-        self.edges = torch.arange(count + 1, device="cpu") * numel // count
+        self.edges = torch.tensor([0] * transport.world_size + [numel], device="cpu")
+        self.is_due = True
 
     @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         P, rank = self.transport.world_size, self.transport.rank
         packer = self.packer(stream)
-        counts = torch.searchsorted(stream.indices, self.edges.int()).diff().view(P, -1)
+        draws = self.is_due or self.step % INTERVAL == 0
+        if draws:
+            self.edges[1:-1] = space_repartition(stream, self.transport)[0]
         held, dropped = stream.to(packer.device), list[SparseStream]()
         for distance, number in reversed(bruck_rounds(P)):
             target, source = (rank + distance) % P, (rank - distance) % P
             ours, rest = self._largest(self._within(held, target, number), number)
             payload, _ = packer.pack(Part.of(ours, *self._span(target, number)))
-            head = counts.roll(-target, 0)[:number]
-            handle = self.transport.exchange(
-                (head, *payload), target, source, channel="spardl.scatter"
-            )
-            theirs, came = self._read(handle.received(), rank, number, packer)
-            counts[(torch.arange(number, device="cpu") + rank) % P] += came
-            both = [self._within(held, rank, distance), theirs]
+            handle = self.transport.exchange(payload, target, source, channel="spardl.scatter")
+            theirs = packer.read(handle.received(), *self._span(rank, number))
+            both = [self._within(held, rank, distance), theirs.to_stream(self.numel)]
             merged, selected = sum(each.nnz for each in both), ours.nnz + rest.nnz
             self.transport.worked(Work(merged, selected_entries=selected))
             held = merge(both, self.numel)
             dropped.append(rest)
         total, rest = self._largest(held, 1)
         payload, own = packer.pack(Part.of(total, *self._span(rank, 1)))
-        messages = self.transport.allgather((counts[rank], *payload), channel="spardl.gather")
-        read = [self._read(message, i, 1, packer) for i, message in enumerate(messages)]
-        blocks = [part for part, _ in read]
-        blocks[rank] = packer.land(own).to_stream(self.numel)
-        u = SparseStream.concatenate(blocks, self.numel).largest(self.k)
-        self.edges = self._cut(torch.cat([came for _, came in read]).view(-1).tolist())
+        messages = self.transport.allgather(payload, channel="spardl.gather")
+        blocks = [
+            packer.land(own) if i == rank else packer.read(message, *self._span(i, 1))
+            for i, message in enumerate(messages)
+        ]
+        u = join(blocks).to_stream(self.numel).largest(self.k)
+        self.is_due = u.nnz < LEAST_SHARE * self.k and not draws
         self.step += 1
         self.transport.worked(Work(selected_entries=held.nnz + stream.nnz))
         lost = [*dropped, rest, packer.lost(self.numel)]
@@ -107,61 +102,26 @@ class SparDL(Collective):
         """Elements in which so many blocks from one on lie: all, where they go round."""
         if first + number > self.transport.world_size:
             return 0, self.numel
-        start, stop = self.edges[[first * self.bins, (first + number) * self.bins]].tolist()
-        return start, stop
+        return int(self.edges[first]), int(self.edges[first + number])
 
     def _within(self, sums: SparseStream, first: int, number: int) -> SparseStream:
         """The entries in so many blocks from one on; after the last block comes the first."""
-        P = self.transport.world_size
-        (edges,) = ops.moved((self.edges[:: self.bins].int(),), sums.indices.device)
+        (edges,) = ops.moved((self.edges.int(),), sums.indices.device)
         (places,) = ops.moved((torch.searchsorted(sums.indices, edges),), CPU)
         cuts = places.tolist()
-        over = first + number - P
+        over = first + number - self.transport.world_size
         if over <= 0:
             return sums.slice(cuts[first], cuts[first + number])
         pieces = sums.slice(0, cuts[over]), sums.slice(cuts[first], sums.nnz)
         return SparseStream.concatenate(pieces, self.numel)
 
-    def _read(
-        self, message: Tensor, first: int, number: int, packer: Packer
-    ) -> tuple[SparseStream, Tensor]:
-        """Entries of so many blocks from one on, and their counts, int64 `(number, S)`."""
-        cut = COUNT_BYTES * number * self.bins
-        check_bytes(self.wire.name, "counts of blocks", message[:cut], cut)
-        part = packer.read(message[cut:], *self._span(first, number))
-        return part.to_stream(self.numel), message[:cut].view(torch.int64).view(number, -1)
-
-    def _cut(self, counts: list[int]) -> Tensor:
-        """Edges between which there would have been as many entries, if they were even in a bin.
-
-        A part of the weight is that of the elements, so that no block becomes too wide.
-
-        Args:
-            counts: Entries of all ranks in each bin.
-        """
-        edges, total, P = self.edges.tolist(), sum(counts), self.transport.world_size
-        weights = [
-            EVEN * self.numel * count + total * (stop - start)
-            for count, (start, stop) in zip(counts, pairwise(edges), strict=True)
-        ]
-        ends, places, at = [0, *accumulate(weights)], [0], 0  # whole numbers of any size
-        for block in range(1, P):
-            wanted = ends[-1] * block // P
-            while ends[at + 1] < wanted:
-                at += 1
-            width = edges[at + 1] - edges[at]
-            places.append(edges[at] + (wanted - ends[at]) * width // max(1, weights[at]))
-        blocks = pairwise([*places, self.numel])
-        finer = [a + (b - a) * i // self.bins for a, b in blocks for i in range(self.bins)]
-        return torch.tensor([*finer, self.numel], device="cpu") if total else self.edges
-
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "edges": self.edges.clone()}
+        return {**super().state_dict(), "edges": self.edges.clone(), "is_due": self.is_due}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """With another world size blocks are cut anew."""
+        """With another world size blocks are drawn anew."""
         if state["edges"].shape == self.edges.shape:
             super().load_state_dict(state)
-            self.edges = state["edges"].clone()
+            self.edges, self.is_due = state["edges"].clone(), bool(state["is_due"])

@@ -33,7 +33,7 @@ from hvd_sparse.cost_model import (
     Work,
     expected_nnz,
 )
-from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, cube_positions, in_flight
+from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, bruck_rounds, cube_positions, in_flight
 
 INSIDE_ALPHA_S = 1e-5
 """Seconds in which processes of one host meet, where nothing is measured."""
@@ -49,13 +49,9 @@ NEAREST_FIRST = ("ssar_recursive_double", "gtopk")
 TREES = ("gtopk",)
 """Where on the way up one rank of a host goes abroad, and on the way down all of them do; `flat`
 takes them to share the card on both."""
-GATHERING = {
-    "topk_allgather": 0,
-    "ssar_split_allgather": 1,
-    "dsar_split_allgather": 1,
-    "oktopk": 1,
-    "spardl": 0,
-}
+BRUCK_TWICE = ("spardl",)
+"""Algorithms that scatter by Bruck's rounds, too, before they gather."""
+GATHERING = {"topk_allgather": 0, "ssar_split_allgather": 1, "dsar_split_allgather": 1, "oktopk": 1}
 """Algorithms that end in an allgather, and how many split phases of k entries come before. An
 algorithm that is not named here is taken to send to all others alike."""
 
@@ -208,7 +204,9 @@ def _parted(
         staying = cost(name, L, numel, k, wire).expected
         return _difference(whole, staying), staying
     share = (P - L) / (P - 1)
-    if name in GATHERING:
+    if name in BRUCK_TWICE:
+        share = (_bruck_share(P, L) + _gather_share(P, L)) / 2
+    elif name in GATHERING:
         nbytes = whole.nbytes(wire)
         split = min(nbytes, GATHERING[name] * k * (P - 1) / P * wire.entry_bytes)
         gathered = _gather_share(P, L)
@@ -219,13 +217,12 @@ def _parted(
 
 def _gather_share(P: int, L: int) -> float:
     """Of what an allgather sends, the share that reaches other hosts."""
-    if P <= DIRECT_ALLGATHER_RANKS:
-        return (P - L) / (P - 1)
-    blocks, distance = 0.0, 1  # of other hosts
-    while distance < P:
-        blocks += min(distance, P - distance) * min(distance, P - distance, L) / L
-        distance *= 2
-    return blocks / (P - 1)
+    return (P - L) / (P - 1) if P <= DIRECT_ALLGATHER_RANKS else _bruck_share(P, L)
+
+
+def _bruck_share(P: int, L: int) -> float:
+    """The same of Bruck's rounds, in either order."""
+    return sum(n * min(d, P - d, L) / L for d, n in bruck_rounds(P)) / (P - 1)
 
 
 def _scaled(cost: Cost, share: float, messages: float) -> Cost:

@@ -14,12 +14,7 @@ from hvd_sparse.engine import Method, TensorSpec
 from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.predicted import Verdict, schedule, verdict
-from hvd_sparse.planner.choose import (
-    MARGIN,
-    ChosenPlan,
-    TimedTensor,
-    jobs_of,
-)
+from hvd_sparse.planner.choose import MARGIN, ChosenPlan, TimedTensor, jobs_of
 from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, Profile, place_of
 from hvd_sparse.planner.measure import LIMIT_S, NUMELS, measure_method
 from hvd_sparse.policy.assignment import PolicyAssignment, Rule
@@ -169,10 +164,7 @@ def row_of(
 
 
 def is_hidden(
-    tensor: TimedTensor,
-    profile: Profile,
-    plan: ChosenPlan,
-    tensors: Sequence[TimedTensor],
+    tensor: TimedTensor, profile: Profile, plan: ChosenPlan, tensors: Sequence[TimedTensor]
 ) -> bool:
     """Whether a dense tensor is reduced before the last gradient is ready."""
     end_s = max(each.ready_s for each in tensors)
