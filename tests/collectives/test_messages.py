@@ -24,6 +24,7 @@ PAPERS = {
     "index_union": 3 * (P - 1),
     "exdyna": 3 * (P - 1),
     "clt_k": 3 * (P - 1),
+    "spardl": 2 + P - 1,  # log P rounds, and an allgather
 }
 """Messages of a rank in a step at P = 4, where an allgather is P - 1 of them at once."""
 SIZES = {1: (90_000,), 2: (90_000, 400_000), 4: (90_000, 400_000, 60_000, 250_000)}

@@ -32,7 +32,7 @@ COSTS = {
     "dsar_split_allgather": (7, 6, 6),
     "gtopk": (12, 15, 6),
     "oktopk": (6, 9, 4),
-    "spardl": (15, 19, 10),
+    "spardl": (15, 19, 8),
     "index_union": (8, 7, 6),
     "exdyna": (7, 8, 8),
     "clt_k": (5, 4, 6),
