@@ -33,33 +33,30 @@ class ReusedThreshold(ExactTopK):
     Attributes:
         interval: τ′, steps from one exact threshold to the next, at least 1.
         tolerance: How far nnz may be from k, as a share of k, before the threshold is put right.
-        step: Steps done.
-        steady: Whether the threshold hardly changed in the last step.
+        step: Steps since the threshold last moved; at multiples of τ′ it is evaluated.
         threshold: `local_threshold`, the magnitude from which entries are selected.
     """
 
-    kept = ("step", "threshold", "steady")
+    kept = ("step", "threshold")
 
     def __init__(self, interval: int = 32, tolerance: float = TOLERANCE) -> None:
         super().__init__()
         self.interval = interval
         self.tolerance = tolerance
         self.step = 0
-        self.steady = False
 
     @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
         """The number of entries is within `k (1 ± tolerance)`, nonzeros permitting."""
         wanted = own_k(accumulator, k)
         everything = wanted == accumulator.width  # no threshold may leave anything behind then
-        due = everything or self.step % self.interval == 0 or not self.steady
-        self.step += 1
+        due = everything or self.step % self.interval == 0 or self.threshold == 0.0
         last = self.threshold
         if due or wanted == 0:
             stream = super().select(accumulator, k)
         else:
             stream = self._reuse(accumulator, wanted)
-        self.steady = last > 0.0 and abs(self.threshold - last) <= STEADY * last
+        self.step = self.step + 1 if abs(self.threshold - last) <= STEADY * last else 0
         return stream
 
     def _reuse(self, accumulator: Accumulator, wanted: int) -> SparseStream:

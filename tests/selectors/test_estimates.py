@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gradients import Counted
 from hvd_sparse.accumulator import Accumulator, Scope
 from hvd_sparse.methods.catalogue import GaussiankOptions
 from hvd_sparse.ops import Accumulation
@@ -185,6 +186,22 @@ def test_what_is_not_finite_does_not_spoil_an_estimate() -> None:
     x[5::13] = math.inf
     threshold, _ = SampledThreshold().estimate(Accumulator(Accumulation(x)), 1000)
     assert threshold == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(("swing", "most_exact"), [(0.0, 5), (0.3, 30)])
+def test_a_threshold_is_reused_while_it_stays(swing: float, most_exact: int) -> None:
+    """One that moved is evaluated anew, in one pass; one that is reused seldom takes a second."""
+    generator, selector, exact, again = torch.Generator().manual_seed(1), ReusedThreshold(32), 0, 0
+    for step in range(30):
+        scale = math.exp(swing if step % 2 else -swing)
+        gradient = torch.randn(NUMEL, generator=generator) * scale
+        accumulator = Counted(Accumulation(torch.zeros(NUMEL), [gradient]))
+        exact += selector.step % selector.interval == 0
+        stream = selector.select(accumulator, NUMEL // 20)
+        again += accumulator.passes > 1
+        assert 0.9 <= stream.nnz / (NUMEL // 20) <= 1.1
+    assert exact <= most_exact
+    assert again <= 1
 
 
 def test_hard_threshold_takes_all_that_reaches_it() -> None:
