@@ -169,7 +169,10 @@ class SparseCompressor:
         """
         if self._door is not None and self._door.is_settled:
             self._door.settle("stats()")
-        return replace(self._engine.stats(), dense=self._left_dense())
+        embeddings = self._session.embeddings
+        traffic = None if embeddings is None else embeddings.traffic
+        sent = 0 if traffic is None else traffic.bytes_sent
+        return replace(self._engine.stats(), dense=self._left_dense(), embedding_bytes=sent)
 
     def _left_dense(self) -> dict[str, list[str]]:
         named, assignment = self._parameters, self._engine.assignment
