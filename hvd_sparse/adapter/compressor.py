@@ -168,7 +168,9 @@ class SparseCompressor:
         Its text is a short table, and `later.since(earlier)` is what happened between two of them.
         Any thread may call it at any time. A skipped step is counted once the next one has begun.
         """
-        return replace(self._engine.stats(), dense=self._left_dense())
+        embeddings = self._session.embeddings
+        sent = 0 if embeddings is None else embeddings.traffic.bytes_sent
+        return replace(self._engine.stats(), dense=self._left_dense(), embedding_bytes=sent)
 
     def _left_dense(self) -> dict[str, list[str]]:
         named, assignment = self._parameters, self._engine.assignment

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_sparse.functional.communicator import DTYPES, Communicator, SparseHandle
-from hvd_sparse.transports import Transport
+from hvd_sparse.transports import Traffic, Transport
 
 
 class EmbeddingExchange:
@@ -20,6 +20,9 @@ class EmbeddingExchange:
         named_parameters: Any of the optimizer's; those whose gradients are not sparse are left
             alone.
         algorithm: See `sparse_allreduce`.
+
+    Attributes:
+        traffic: What was sent and received since it connected; None before.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]], algorithm: str) -> None:
@@ -30,12 +33,13 @@ class EmbeddingExchange:
         self._waiting: dict[Parameter, Tensor] = {}
         self._handles: dict[Parameter, SparseHandle[Tensor]] = {}
         self._communicator: Communicator | None = None
+        self.traffic: Traffic | None = None
         self._end: Callable[[], object] = lambda: None
 
     def connect(self, transport: Transport) -> None:
         """Use a transport, which is this object's alone, from the next step on."""
         self.disconnect()
-        self._communicator = Communicator(transport)
+        self._communicator, self.traffic = Communicator(transport), transport.traffic
         self._end = weakref.finalize(self, self._communicator.abandon)
 
     def disconnect(self) -> None:

@@ -198,6 +198,7 @@ class Stats:
         plan: Number of the plan, from 1; 0 before the first.
         world_size: P; 0 before the first step.
         dense: Names of the tensors that are left dense, by the reason.
+        embedding_bytes: Bytes sent by `exchange_embeddings` since it connected.
     """
 
     transport: str
@@ -212,6 +213,7 @@ class Stats:
     plan: int = 0
     world_size: int = 0
     dense: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    embedding_bytes: int = 0
 
     @property
     def dense_bytes(self) -> float:
@@ -256,6 +258,7 @@ class Stats:
             dropped_l1=self.dropped_l1 - earlier.dropped_l1,
             lost_l1=self.lost_l1 - earlier.lost_l1,
             let_go_l1=self.let_go_l1 - earlier.let_go_l1,
+            embedding_bytes=max(0, self.embedding_bytes - earlier.embedding_bytes),
         )
 
     def __str__(self) -> str:
@@ -277,6 +280,8 @@ class Stats:
             )
         if len(self.buckets) > MOST_ROWS:
             lines.append(f"and {len(self.buckets) - MOST_ROWS} smaller buckets")
+        if self.embedding_bytes:
+            lines.append(f"embeddings: {nbytes(self.embedding_bytes)} sent")
         for why, names in self.dense.items():
             lines.append(f"dense, {why}: {tensors(names)}")
         gradient = {

@@ -73,6 +73,9 @@ def train(dense: bool, exchange: bool, op: Any, passes: int) -> list[Tensor]:
         gathered += model.first.weight.grad._nnz()
         with optimizer.skip_synchronize():
             optimizer.step()
+    stats = compression.stats()
+    assert (stats.embedding_bytes > 0) is exchange
+    assert ("embeddings: " in str(stats)) is (exchange and stats.steps > 0)
     compression.close()
     assert gathered > 0
     return [p.detach().clone() for p in model.parameters()]
