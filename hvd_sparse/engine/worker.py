@@ -128,7 +128,6 @@ class Worker(Leaving):
         transport, self.transport = self.transport, None
         if transport is not None:
             transport.close()
-        PROCESS_END.remove(self)
 
     @override
     def leave(self, error: BaseException | None) -> bool:
