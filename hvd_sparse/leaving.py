@@ -51,7 +51,7 @@ class ProcessEnd:
         os.register_at_fork(after_in_child=self._disown)
 
     def add(self, leaving: Leaving) -> None:
-        """End this with the process, unless it is gone by then; it is not kept alive."""
+        """End this with the process, unless it is gone or has ended; it is not kept alive."""
         self._open.pop(leaving, None)
         self._open[leaving] = None
         # Before a user's handlers that were registered by now: they may take long, and peers wait.
@@ -62,10 +62,6 @@ class ProcessEnd:
         if library is not None and not isinstance(library.horovod_shutdown, partial):
             library.horovod_shutdown = partial(self._end_horovod, library.horovod_shutdown)
 
-    def remove(self, leaving: Leaving) -> None:
-        """It has ended."""
-        self._open.pop(leaving, None)
-
     def leave(self) -> None:
         """End everything; never raises."""
         error = getattr(sys, "last_value", None)  # set by Python for what nobody has caught
@@ -73,7 +69,7 @@ class ProcessEnd:
             leaving = reference()
             if leaving is None:
                 continue
-            self.remove(leaving)
+            self._open.pop(leaving, None)
             try:
                 self._has_failed |= leaving.leave(error) or error is not None
             except Exception as failure:  # the others are to end all the same

@@ -190,13 +190,7 @@ def _load(
 
 @dataclass(frozen=True)
 class Together:
-    """What all ranks do together: each its part, and none fails alone.
-
-    Attributes:
-        gather: Tells every rank's outcome to every rank.
-        what: What they do, for errors.
-        folder: Where.
-    """
+    """What all ranks do to a folder together: each its part, and none fails alone."""
 
     gather: Gather
     what: str
@@ -340,15 +334,9 @@ def _stands(folder: Path, name: str) -> bool:
 
 def _remove(folder: Path, is_left: Callable[[str], bool]) -> None:
     """Remove files; what cannot be removed harms nothing, and the next checkpoint removes it."""
-    errors: list[OSError] = []
-    try:
-        left = [file for file in folder.iterdir() if is_left(file.name)] if folder.is_dir() else []
-    except OSError as error:
-        left, errors = [], [error]
-    for file in left:
+    for file in list(folder.glob("*")):  # none where it is no folder
         try:
-            file.unlink(missing_ok=True)
+            if is_left(file.name):
+                file.unlink(missing_ok=True)
         except OSError as error:
-            errors.append(error)
-    for each in errors:
-        warn(f"what an earlier checkpoint left cannot be removed: {each}")
+            warn(f"what an earlier checkpoint left cannot be removed: {error}")

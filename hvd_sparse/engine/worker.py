@@ -141,7 +141,6 @@ class Worker(Leaving):
         transport, self.transport = self.transport, None
         if transport is not None and not any(transport is other for other in _ABANDONED):
             transport.close()
-        PROCESS_END.remove(self)
 
     @override
     def leave(self, error: BaseException | None) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
+from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -18,8 +21,10 @@ from hvd_sparse.collectives import registry
 from hvd_sparse.collectives.automatic import cheapest_algorithm
 from hvd_sparse.collectives.sparcml import PartsAllreduce, SparcmlCollective
 from hvd_sparse.errors import PlanError, UnsupportedError
+from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.streams import OPERATIONS, SUM, Operation, Part, SparseStream, join
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.transport import start_thread
 from hvd_sparse.wire import PLAIN, WIRES, Packer, PlainWire, Wire
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -161,23 +166,38 @@ def _agree(transport: Transport, part: Part, call: str) -> int:
     return int(calls[:, 1].max())
 
 
-class CallQueue:
+class CallQueue(Leaving):
     """A transport, and the thread that executes calls over it, one by one."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvd_sparse.communicator")
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        # Not an executor's: Python waits for those before any exit handler, and so for a peer.
+        self._thread = start_thread("hvd_sparse.communicator", _execute, self._tasks)
         self._last: Future[Any] | None = None
+        PROCESS_END.add(self)
+        weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, task: Callable[[], Result]) -> Future[Result]:
         """Execute a call after those submitted before."""
-        self._last = future = self._thread.submit(task)
+        self._last = future = Future[Result]()
+        self._tasks.put((future, task))
         return future
 
     def close(self) -> None:
         """Finish what was started, and close the transport."""
-        self._thread.shutdown()
+        self._tasks.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         self.transport.close()
+
+    @override
+    def leave(self, error: BaseException | None) -> bool:
+        """`Leaving.leave`; without an error, after what was started."""
+        if error is not None:
+            self.transport.abort(error)
+        self.close()
+        return False
 
     def abandon(self) -> None:
         """Close the transport; abort it where a call is under way.
@@ -188,6 +208,16 @@ class CallQueue:
         if self._last is not None and not self._last.done():
             self.transport.abort()
         self.close()
+
+
+def _execute(tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (call := tasks.get()) is not None:
+        future, task = call
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+        del call, future, task
 
 
 class SparseHandle(Generic[Result]):

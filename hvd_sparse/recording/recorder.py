@@ -171,7 +171,6 @@ class Recorder(Leaving, Observer):
     @override
     def ended(self) -> None:
         self._write_rest()
-        PROCESS_END.remove(self)
 
     @override
     def leave(self, error: BaseException | None) -> bool:

@@ -33,7 +33,7 @@ from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
 from torch import nn
 
-from hvd_sparse import Compression
+from hvd_sparse import Compression, sparse_allreduce_async
 from tests.endings import Ending, endings_in
 from tests.launch import TESTS, horovodrun, launch_environment
 from tests.lean import start_lean
@@ -69,6 +69,11 @@ def fail() -> None:
     raise ValueError("a failure of the script's own")
 
 
+def call_alone() -> Any:
+    """A call that waits for all ranks, in a thread of its own."""
+    return sparse_allreduce_async(torch.eye(3).to_sparse())
+
+
 CASES: Mapping[str, tuple[bool, Callable[[], object]]] = {
     "nothing": (False, lambda: None),
     "raise": (False, fail),
@@ -78,6 +83,7 @@ CASES: Mapping[str, tuple[bool, Callable[[], object]]] = {
     "terminate": (False, lambda: os.kill(os.getpid(), signal.SIGTERM)),
     "kill": (False, lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "stop": (False, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "raise_in_a_call": (False, lambda: (call_alone(), fail())),
     "handlers": (False, lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "fork": (False, lambda: None),
     "raise_beside_a_stop": (False, fail),
@@ -108,6 +114,8 @@ def train(case: str, failed_at: Path) -> None:
     )
     for step in range(STEPS):
         model.zero_grad()
+        if case == "raise_in_a_call" and step == 0:
+            [call_alone().wait() for _ in range(2)]  # all ranks do: two connections
         if step == 1 and case == "handlers":
             atexit.register(handlers[2], 0.0, hvd.rank)
         if case == "fork" and step > 0 and hvd.rank() == FAILING:
@@ -270,7 +278,7 @@ def endings_of(cases: list[str]) -> dict[str, list[Ending]]:
 def under_gloo() -> dict[str, list[Ending]]:
     """All cases, two at a time: most of the time they wait."""
     cases = ["nothing", "raise", "raise_everywhere", "exit", "interrupt", "terminate", "stop"]
-    cases += ["handlers", "fork", "raise_beside_a_stop"]
+    cases += ["raise_in_a_call", "handlers", "fork", "raise_beside_a_stop"]
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(endings_of, (cases[::2], cases[1::2]))
     endings = {case: each for share in found for case, each in share.items()}
@@ -296,6 +304,7 @@ def test_a_job_that_only_ends_ends_with_status_0(under_gloo: dict[str, list[Endi
     ("case", "code", "last_words"),
     [
         ("raise", 1, "ValueError: a failure of the script's own"),
+        ("raise_in_a_call", 1, "ValueError: a failure of the script's own"),
         ("exit", 7, ""),
         ("interrupt", -signal.SIGINT, "KeyboardInterrupt"),
         ("terminate", -signal.SIGTERM, ""),
