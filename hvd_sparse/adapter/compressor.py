@@ -169,7 +169,8 @@ class SparseCompressor:
         Any thread may call it at any time. A skipped step is counted once the next one has begun.
         """
         embeddings = self._session.embeddings
-        sent = 0 if embeddings is None else embeddings.traffic.bytes_sent
+        traffic = None if embeddings is None else embeddings.traffic
+        sent = 0 if traffic is None else traffic.bytes_sent
         return replace(self._engine.stats(), dense=self._left_dense(), embedding_bytes=sent)
 
     def _left_dense(self) -> dict[str, list[str]]:
