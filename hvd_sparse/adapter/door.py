@@ -369,7 +369,7 @@ class Door:
         embeddings, p = self._session.embeddings, entry.parameter
         if embeddings is not None and embeddings.takes(p):
             embeddings.hand_in(p, gradient)
-            entry.reduced = lambda: embeddings.result(p, self._scale())
+            entry.reduced = as_horovod_error()(lambda: embeddings.result(p, self._scale()))
         else:
             entry.reduced, _ = self.optimizer._sparse_allreduce_grad_async(p, entry.label)
         # Without a gradient in the first step it had a dense one: it is in the plan.
