@@ -1,9 +1,9 @@
-"""The parameters that a compression was given: known by object, named for people and agreement."""
+"""Parameters: known by object, named for people and agreement."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -89,6 +89,56 @@ def _refuse(found: str) -> NoReturn:
     )
 
 
+class Entry:
+    """One parameter of an optimizer: how its gradient travels, and what became of the last one.
+
+    Attributes:
+        parameter: The object.
+        label: What Horovod calls it.
+        name: What the compression calls it; None: it is none of the compression's.
+        gradient: What was handed in for the step under way, or None.
+        version: Torch's count of its changes, as of then.
+        reduced: Brings the reduced gradient; None: the engine does.
+        is_followed: Whether the reduced gradient has something of the residual in it.
+        given: The object in `p.grad` that was given back, while nobody knows what became of it.
+        given_version: Torch's count of its changes, as of then.
+        weights_version: That of the parameter's.
+        handle: What Horovod keeps of it while it is on its way.
+        is_watched: Whether a hook looks at what was given before a backward pass adds to it.
+    """
+
+    __slots__ = (
+        *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
+        *("given", "given_version", "weights_version", "is_watched", "handle", "_spec"),
+    )
+
+    def __init__(self, parameter: Parameter, label: str, name: str | None) -> None:
+        self.parameter, self.label, self.name = parameter, label, name
+        self.gradient: Tensor | None = None
+        self.reduced: Callable[[], Tensor] | None = None
+        self.given: Tensor | None = None
+        self.version = self.given_version = self.weights_version = 0
+        self.is_followed = self.is_watched = False
+        self.handle: tuple[Callable[[], Tensor], None]
+        self._spec: tuple[torch.Size, torch.dtype, TensorSpec] | None = None
+
+    def spec_of(self, gradient: Tensor) -> TensorSpec:
+        """A gradient as the engine knows it: one object, as long as it looks the same."""
+        known = self._spec
+        if known is None or known[1] is not gradient.dtype or known[0] != gradient.shape:
+            assert self.name is not None
+            spec = spec_of(self.name, gradient)
+            known = self._spec = (gradient.shape, gradient.dtype, spec)
+        return known[2]
+
+    def is_there(self) -> bool:
+        """Whether what was given back still is what the next backward pass adds to."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient is not self.given:
+            return False
+        return gradient._version == self.given_version or bool(gradient.any())
+
+
 class Parameters:
     """Those that required a gradient when the compression was made, in the order of their names.
 
@@ -105,7 +155,6 @@ class Parameters:
             )
         self._by_name = dict(sorted(pairs, key=lambda pair: pair[0]))
         self._names = {p: name for name, p in self._by_name.items()}
-        self._specs: dict[Parameter, tuple[torch.Size, torch.dtype, TensorSpec]] = {}
 
     def __len__(self) -> int:
         return len(self._names)
@@ -138,11 +187,3 @@ class Parameters:
     def sparse_specs(self) -> list[TensorSpec]:
         """The same, as the engine knows them."""
         return [spec_of(name, p) for name, p in self.sparse()]
-
-    def spec_of(self, parameter: Parameter, gradient: Tensor) -> TensorSpec:
-        """A gradient as the engine knows it: one object, as long as it looks the same."""
-        known = self._specs.get(parameter)
-        if known is None or known[0] != gradient.shape or known[1] is not gradient.dtype:
-            spec = spec_of(self._names[parameter], gradient)
-            known = self._specs[parameter] = (gradient.shape, gradient.dtype, spec)
-        return known[2]

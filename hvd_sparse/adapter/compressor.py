@@ -17,22 +17,20 @@ from hvd_sparse.adapter.door import Door
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover, handing_over, left_dense, refuse_momenta
 from hvd_sparse.adapter.levels import Hierarchical
-from hvd_sparse.adapter.refusals import (
-    ClippedMomenta,
-    refuse_a_second_optimizer,
-    refuse_embeddings_as_dense,
-    refuse_operation,
-    refuse_strangers,
-    warn_of_slow_settings,
-)
+from hvd_sparse.adapter.refusals import ClippedMomenta, refuse_operation, warn_of_slow_settings
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.adapter.states import States
 from hvd_sparse.checks import check_above, check_choice
 from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, with_dense
 from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.functional.communicator import ALGORITHMS
-from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.methods import METHODS
+
+COPIED = (
+    *("method", "observer", "_transport_name", "_timeout_s", "_busy_timeout_s"),
+    *("_hierarchical", "_dense_below"),
+)
+"""The attributes of a copy, which begins without a residual."""
 
 
 class SparseCompressor:
@@ -95,7 +93,7 @@ class SparseCompressor:
 
     # -- Horovod's interface -----------------------------------------------------------------------
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """Take over from Horovod's own reduction, at an optimizer's first gradient.
 
         From then on its door is called instead. A tensor of any other caller is left as it is.
@@ -117,7 +115,7 @@ class SparseCompressor:
             door.meet_early()
         return result
 
-    def decompress(self, tensor: Tensor, ctx: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def decompress(self, tensor: Tensor, ctx: Callable[[], Tensor] | None) -> Tensor:
         """Give the reduced gradient back.
 
         Args:
@@ -130,7 +128,7 @@ class SparseCompressor:
             PlanError: Ranks have different gradients.
         """
         if ctx is not None:
-            return ctx(tensor)
+            return ctx()
         if self._door is None:  # Horovod itself takes sparse gradients, and asks nobody
             optimizer = caller_of(self).optimizer
             if optimizer is not None:
@@ -328,18 +326,23 @@ class SparseCompressor:
 
     def corrects_momentum(self, parameter: Parameter) -> bool:
         """Whether the last gradient of a parameter came out of momentum correction."""
-        memory = self._memory_of(parameter)
-        return memory is not None and memory.momentum > 0
-
-    def _memory_of(self, parameter: Parameter) -> MemoryOptions | None:
-        name = None if self._parameters is None else self._parameters.name_of(parameter)
-        method = None if name is None else self._engine.method_of(name)
-        return None if method is None else method.memory
+        named = self._parameters
+        return named is not None and self._engine.corrects_momentum(named.name_of(parameter))
 
     def preconditions(self, parameter: Parameter) -> bool:
         """Whether the last gradient of a parameter was selected in units of `SparseAdamW`."""
-        memory = self._memory_of(parameter)
-        return memory is not None and memory.preconditioned
+        name = None if self._parameters is None else self._parameters.name_of(parameter)
+        method = None if name is None else self._engine.method_of(name)
+        return method is not None and method.memory.preconditioned
+
+    def applied(self) -> None:
+        """Tell that this script has applied by hand what `optimizer.synchronize()` gave back.
+
+        For scripts that update weights without any optimizer's `step`, after each update. Without
+        this call such gradients count as dropped, and are sent once more.
+        """
+        if self._door is not None:
+            self._door.fates.applied()
 
     def give_up_step(self) -> None:
         """Let go of a step that has failed, after which a state is loaded; see `TorchState`."""
@@ -375,15 +378,7 @@ class SparseCompressor:
                 "or save_checkpoint() beside it",
                 stacklevel=3,
             )
-        return {
-            "method": self.method,
-            "observer": self.observer,
-            "_transport_name": self._transport_name,
-            "_timeout_s": self._timeout_s,
-            "_busy_timeout_s": self._busy_timeout_s,
-            "_hierarchical": self._hierarchical,
-            "_dense_below": self._dense_below,
-        }
+        return {name: getattr(self, name) for name in COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -412,20 +407,31 @@ class SparseCompressor:
         if self._door is not None and self._bound() is optimizer:
             return self._door
         if self._bound() is not None:
-            refuse_a_second_optimizer()
+            raise ConfigError(
+                "a compression serves one optimizer, but a second hvd.DistributedOptimizer uses "
+                "this one: make one compression for each"
+            )
         import horovod.torch as hvd
 
         # Horovod has another optimizer class for Adasum, without an `op`.
         refuse_operation(hvd.Adasum if hasattr(optimizer, "_starting_models") else optimizer.op)
-        if self._session.embeddings is not None:
-            refuse_embeddings_as_dense(optimizer)
+        if self._session.embeddings is not None and getattr(optimizer, "sparse_as_dense", False):
+            raise ConfigError(
+                "sparse_as_dense must be False with exchange_embeddings, got True: leave one of "
+                "them out"
+            )
         warn_of_slow_settings()
         if self._parameters is None:
             named = [(name, p) for p, name in optimizer._parameter_names.items()]
             self._parameters = Parameters(named)
             self._states.know(self._parameters)
         else:
-            refuse_strangers(self._parameters, optimizer)
+            theirs = optimizer._parameter_names
+            if not any(p in self._parameters for p in theirs):
+                raise ConfigError(
+                    "named_parameters of the compression must be those of the optimizer, got none "
+                    f"of its {len(theirs)} parameters"
+                )
         self._door = Door(
             optimizer,
             self._parameters,
@@ -440,24 +446,11 @@ class SparseCompressor:
         self._states.bind(self._door.fates)
         named = self._parameters.sparse()
         self._session.handing = handing_over(optimizer, self._engine, named, self._dense_below)
-        let_go_after_steps(optimizer, self._engine)
         ClippedMomenta(optimizer)
         dense = self._left_dense()
         if sum(map(len, dense.values())) == len(self._parameters):
             warn(f"nothing is compressed: all tensors are dense ({'; '.join(dense)})")
         return self._door
-
-
-def let_go_after_steps(optimizer: Any, engine: Engine) -> None:
-    """Let an engine drop its gradients once the optimizer has read the results in their place."""
-    reference = weakref.ref(engine)  # an optimizer may outlive its compression
-
-    def let_go(*_: object) -> None:
-        engine = reference()
-        if engine is not None:
-            engine.let_go()
-
-    optimizer.register_step_post_hook(let_go)
 
 
 def clipped_dense_method(clip_norm: float) -> Method:

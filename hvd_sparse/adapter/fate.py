@@ -13,14 +13,14 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvd_sparse.adapter.binding import Entry
 from hvd_sparse.errors import ConfigError, UnsupportedError
 
 SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
@@ -31,70 +31,61 @@ PATIENCE_STEPS = 3
 """Steps whose gradients nobody applies, while weights move, before a warning says so."""
 
 
-class Given(NamedTuple):
-    """A reduced gradient that was given back.
-
-    Attributes:
-        gradient: The object in `p.grad`.
-        version: Torch's count of its changes.
-        weights: That of the parameter.
-    """
-
-    gradient: Tensor
-    version: int
-    weights: int
-
-    def is_there(self, parameter: Tensor) -> bool:
-        """Whether it still is what the next backward pass adds to."""
-        gradient = parameter.grad
-        if gradient is not self.gradient:
-            return False
-        return gradient._version == self.version or bool(gradient.any())
-
-
 class Fates:
     """Follows the gradients that one of Horovod's optimizers was given back.
 
     Args:
         optimizer: Horovod's.
+        entries: Its parameters by their `id`.
+        corrects_momentum: Whether the last gradient of a parameter of this name came out of
+            momentum correction.
 
     Attributes:
         unit: The loss scale that residuals are multiplied by; None while no scaler is known.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        entries: Mapping[int, Entry],
+        corrects_momentum: Callable[[str | None], bool] = lambda _: False,
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._given: dict[Parameter, Given] = {}
-        self._undone: set[Parameter] = set()
-        self._taken_back: dict[Parameter, Given] = {}
+        self._entries, self._corrects_momentum = entries, corrects_momentum
+        self._given: dict[int, Entry] = {}
+        self._undone: set[Entry] = set()
+        self._taken_back: dict[int, Entry] = {}
         self._call: str | None = None
-        self._watched: set[Parameter] = set()
         self._idle_steps: int | None = 0  # None: an optimizer has stepped
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self.unit: float | None = None
         self._in_step = False
         self._reductions_inside: int | None = None  # a step with a closure, which has begun
         optimizer.register_step_pre_hook(self._before_step)
-        after_step = weakly(self._after_step)
-        hook = register_optimizer_step_post_hook(after_step)
+        hook = register_optimizer_step_post_hook(weakly(self._after_step))
         weakref.finalize(self, hook.remove).atexit = False
 
-    def give(self, parameters: Iterable[Parameter]) -> None:
+    def give(self, entries: Iterable[Entry]) -> None:
         """The reduced gradients of these are in their `.grad` from now on."""
-        for p in parameters:
-            gradient = p.grad
+        is_idle = self._idle_steps is not None
+        for entry in entries:
+            p = entry.parameter
+            gradient = entry.given = p.grad
             assert gradient is not None
-            self._given[p] = Given(gradient, gradient._version, p._version)
-            if p.requires_grad and not self._in_step and p not in self._watched:
-                self._watch(p)
+            entry.given_version = gradient._version
+            if is_idle:
+                entry.weights_version = p._version
+            self._given[id(p)] = entry
+        if not self._in_step:
+            self._watch()
 
     def refresh(self) -> None:
         """What was given back was multiplied, and still is what was given back."""
-        for p, given in self._given.items():
-            if p.grad is given.gradient:
-                self._given[p] = given._replace(version=given.gradient._version)
+        for entry in self._given.values():
+            if entry.given is not None and entry.parameter.grad is entry.given:
+                entry.given_version = entry.given._version
 
-    def settle(self, call: str | None = None) -> set[Parameter]:
+    def settle(self, call: str | None = None) -> set[Entry]:
         """Which of them have gone back since this was last asked, or go back now.
 
         Args:
@@ -104,34 +95,48 @@ class Fates:
         Raises:
             ConfigError: The step that begins adds to gradients that were taken back.
         """
-        for p, given in self._taken_back.items() if call is None else ():
-            if given.is_there(p):
+        if call is None:
+            if any(entry.is_there() for entry in self._taken_back.values()):
                 self._refuse_late()
-        moved = 0
-        self._taken_back = {} if call is None else self._taken_back
-        for p, given in self._given.items():
-            if call is None and given.is_there(p):
-                continue
-            self._undone.add(p)
-            moved += p._version != given.weights
-            if call is not None:
-                self._taken_back[p], self._call = given, call
+            self._taken_back.clear()
+        gone = {k: e for k, e in self._given.items() if call is not None or not e.is_there()}
         self._given.clear()
-        if moved and call is None and self._idle_steps is not None:
+        self._undone.update(gone.values())
+        if call is not None and gone:
+            self._taken_back, self._call = self._taken_back | gone, call
+        elif self._idle_steps is not None and any(
+            entry.parameter._version != entry.weights_version for entry in gone.values()
+        ):
             self._idle_steps += 1
             if self._idle_steps == PATIENCE_STEPS:
                 warnings.warn(
                     "hvd_sparse: weights have changed, but no optimizer.step() applied the reduced "
-                    "gradients: they are taken for dropped, and sent once more",
+                    "gradients: they are taken for dropped, and sent once more; call "
+                    "compression.applied() after each update by hand",
                     stacklevel=2,
                 )
         undone, self._undone = self._undone, set()
         return undone
 
+    def applied(self) -> None:
+        """The script has applied by hand what was given back."""
+        self._given.clear()
+        self._idle_steps = None
+
     @property
     def is_settled(self) -> bool:
         """Whether all that was given back was applied or dropped."""
         return not self._given
+
+    def left_step(self) -> None:
+        """Horovod's `step` has ended, maybe by an error."""
+        self._in_step, self._reductions_inside = False, None
+        self._watch()
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        """Pre-step hook; runs for Horovod's `step`, and again for the wrapped one."""
+        closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
+        self._in_step, self._reductions_inside = True, None if closure is None else 0
 
     def refuse_closures(self, optimizer: Any) -> None:
         """A reduction begins: in a step with a closure only one that the closure waits for.
@@ -162,33 +167,22 @@ class Fates:
         before, self.unit = self.unit, scaler.get_scale()
         return self.unit / before
 
-    def _watch(self, parameter: Parameter) -> None:
-        """Look at a gradient before a backward pass adds to it: it may have been set to zero.
+    def _watch(self) -> None:
+        """Look at what was given before a backward pass adds to it: it may have been set to zero.
 
         Scripts that call `step` alone need no such look: it has decided by then.
         """
-        our_fates, watched = weakref.ref(self), weakref.ref(parameter)
+        for key, entry in self._given.items():
+            if not entry.is_watched and entry.parameter.requires_grad:
+                entry.is_watched = True
+                hook = entry.parameter.register_hook(weakly(self._look, key))
+                weakref.finalize(self, hook.remove).atexit = False
 
-        def look(_: Tensor) -> None:
-            fates, p = our_fates(), watched()
-            if fates is None or p is None:
-                return
-            given = fates._given.get(p)
-            if given is not None and not given.is_there(p):
-                del fates._given[p]
-                fates._undone.add(p)
-            taken_back = fates._taken_back.get(p)
-            if taken_back is not None and not taken_back.is_there(p):
-                del fates._taken_back[p]
-
-        self._watched.add(parameter)
-        hook = parameter.register_hook(look)
-        weakref.finalize(self, hook.remove).atexit = False
-
-    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """Pre-step hook; runs for Horovod's `step`, and again for the wrapped one."""
-        closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
-        self._in_step, self._reductions_inside = True, None if closure is None else 0
+    def _look(self, key: int) -> None:
+        if key in self._given and not self._entries[key].is_there():
+            self._undone.add(self._given.pop(key))
+        if key in self._taken_back and not self._entries[key].is_there():
+            del self._taken_back[key]
 
     def _after_step(self, optimizer: Any) -> None:
         """Post-step hook of every optimizer: one that this one wraps may share its parameters.
@@ -197,48 +191,38 @@ class Fates:
             ConfigError: It has applied what was taken back.
         """
         if optimizer is self._optimizer():
-            self._look_for_scaler()
+            self._look_for_scaler(optimizer)
             self._in_step, self._reductions_inside = False, None
         if not self._given and not self._taken_back:
             return  # Horovod's step, after the wrapped one, or a step of somebody else's
+        changed = [
+            entry
+            for entry in self._given.values()
+            if (given := entry.given) is not None
+            and given._version != entry.given_version
+            and entry.parameter.grad is given
+        ]
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
         skipped = isinstance(found_inf, Tensor) and bool(found_inf)
-        zeroed = self._zeroed()
+        zeroed = _zeroed(changed)
         for group in optimizer.param_groups:
             is_still = _is_zero(group.get("lr"))
             for p in group["params"]:
-                given = self._given.get(p)
-                if given is not None and p.grad is given.gradient:
-                    del self._given[p]
-                    if skipped or p in zeroed or (is_still and self._leaves_no_trace(optimizer, p)):
-                        self._undone.add(p)
+                entry = self._entries.get(id(p))
+                if entry is None or p.grad is not entry.given or p.grad is None:
+                    continue
+                if self._given.pop(id(p), None) is not None:
+                    was_dropped = skipped or entry in zeroed
+                    if was_dropped or (is_still and not self._leaves_traces(optimizer, entry)):
+                        self._undone.add(entry)
                     else:
-                        self._idle_steps = None
-                elif self._taken_back and not skipped and self._was_taken_back(p):
+                        entry.given, self._idle_steps = None, None
+                elif id(p) in self._taken_back and not skipped:
                     self._refuse_late()
 
-    def _zeroed(self) -> set[Parameter]:
-        """The parameters whose gradients were set to zero since they were given back."""
-        changed = [
-            (p, given.gradient)
-            for p, given in self._given.items()
-            if given.gradient._version != given.version and p.grad is given.gradient
-        ]
-        if not changed:
-            return set()
-        norms = torch._foreach_norm([gradient for _, gradient in changed], math.inf)
-        largest = torch.stack([norm.to("cpu", torch.float64) for norm in norms])
-        return {p for (p, _), norm in zip(changed, largest.tolist(), strict=True) if norm == 0}
-
-    def _leaves_no_trace(self, optimizer: Any, parameter: Parameter) -> bool:
-        """Whether a step of rate 0 has changed nothing: neither a state nor a momentum."""
-        own = self._optimizer()
-        corrected = own is not None and own._compression.corrects_momentum(parameter)
-        return not optimizer.state.get(parameter) and not corrected
-
-    def _was_taken_back(self, parameter: Parameter) -> bool:
-        given = self._taken_back.get(parameter)
-        return given is not None and parameter.grad is given.gradient
+    def _leaves_traces(self, optimizer: Any, entry: Entry) -> bool:
+        """Whether a step of rate 0 has changed something: a state or a momentum."""
+        return bool(optimizer.state.get(entry.parameter)) or self._corrects_momentum(entry.name)
 
     def _refuse_late(self) -> None:
         self._taken_back.clear()
@@ -247,21 +231,23 @@ class Fates:
             "optimizer.synchronize(), whose results were applied only then"
         )
 
-    def _look_for_scaler(self) -> None:
-        """Find it among the callers of `step`; it has not updated its scale yet.
+    def _look_for_scaler(self, optimizer: Any) -> None:
+        """Find one that is new here among the callers of `step`; it has not updated its scale yet.
 
         Residuals of another unit follow in the next step: one later than they should.
 
         No other frame's variables are looked at: until Python 3.12 a frame keeps what was seen of
         them, so that an optimizer which its caller has let go of would stay.
         """
+        known = None if self._scaler is None else self._scaler()
+        if known is not None and id(optimizer) in known._per_optimizer_states:
+            return
         frame = sys._getframe(1)
         for _ in range(SEARCHED_FRAMES):
             is_scalers = frame.f_code.co_filename == SCALERS_FILE
             candidate = frame.f_locals.get("self") if is_scalers else None
             if isinstance(candidate, torch.amp.GradScaler):
-                if self._scaler is None or self._scaler() is not candidate:
-                    self._take(candidate)
+                self._take(candidate)
                 return
             if frame.f_back is None:
                 return
@@ -281,37 +267,58 @@ class Fates:
         self._scaler = weakref.ref(scaler)
 
 
+SAMPLED_TENSORS, SAMPLED_ENTRIES = 4, 64
+
+
 class Rewinds:
     """Sees that an optimizer goes back, by `load_state_dict`, to what it was before.
+
+    Its weights then are others than the last step has left: a sample of the largest tensors tells.
 
     Args:
         optimizer: Horovod's.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        moving = [p for p in parameters if p.requires_grad and p.numel()]
+        self._sampled = sorted(moving, key=torch.numel)[-SAMPLED_TENSORS:]
         self._is_loaded = False
-        self._changes_at_step: int | None = None
+        self._left: list[Tensor] | None = None
         optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
-        optimizer.register_step_post_hook(weakly(self._stepped))
 
     def seen(self) -> bool:
-        """Whether a state was loaded, and weights were set, since the last step or question."""
+        """Whether a state was loaded, and weights are other ones, since the last step."""
         is_loaded, self._is_loaded = self._is_loaded, False
-        return is_loaded and self._changes_at_step not in (None, self._changes())
+        if not is_loaded or self._left is None:
+            return False
+        pairs = zip(self._left, self._sample(), strict=True)
+        return not all(torch.equal(one, other) for one, other in pairs)
 
     def forgive(self) -> None:
         """The compression's own state goes along: before or after the optimizer's."""
-        self._is_loaded, self._changes_at_step = False, None
+        self._is_loaded, self._left = False, None
 
-    def _changes(self) -> int:
-        return sum([p._version for p in self._parameters])
+    def stepped(self) -> None:
+        """The optimizer has done a step."""
+        self._left = self._sample()
 
     def _loaded(self, optimizer: Any) -> None:
         self._is_loaded = True
 
-    def _stepped(self, optimizer: Any) -> None:
-        self._changes_at_step = self._changes()
+    def _sample(self) -> list[Tensor]:
+        taken = [(p.detach(), min(p.numel(), SAMPLED_ENTRIES)) for p in self._sampled]
+        return [p.as_strided((n,), (p.numel() // n,)).clone() for p, n in taken]
+
+
+def _zeroed(changed: list[Entry]) -> set[Entry]:
+    """Those whose gradients were set to zero."""
+    if not changed:
+        return set()
+    gradients = [entry.given for entry in changed if entry.given is not None]
+    norms = torch._foreach_norm(gradients, math.inf)
+    largest = torch.stack([norm.to("cpu", torch.float64) for norm in norms])
+    return {entry for entry, norm in zip(changed, largest.tolist(), strict=True) if norm == 0}
 
 
 def _is_zero(rate: Any) -> bool:
@@ -321,13 +328,13 @@ def _is_zero(rate: Any) -> bool:
     return rate is not None and float(rate) == 0
 
 
-def weakly(method: Callable[[Any], None]) -> Callable[..., None]:
-    """A hook of an optimizer that does not keep the method's object alive."""
+def weakly(method: Callable[[Any], None], *bound: Any) -> Callable[..., None]:
+    """A hook that does not keep the method's object alive; `bound` goes before its arguments."""
     reference = weakref.WeakMethod(method)
 
-    def hook(optimizer: Any, *_: object) -> None:
+    def hook(*arguments: Any) -> None:
         alive = reference()
         if alive is not None:
-            alive(optimizer)
+            alive((*bound, *arguments)[0])
 
     return hook

@@ -75,7 +75,7 @@ class Planning:
         planner: Decides.
         engine: Is told of every trial that is over, and of what is recalled.
         change_to: Reduces by another assignment from the next step on; all ranks call it together.
-        specs: The parameters, in one order on all ranks.
+        specs: The parameters, in the order in which their gradients come on rank 0.
         transport: The engine's.
         process_set: Horovod's name for the world.
         device: Where the gradients are.
@@ -93,7 +93,7 @@ class Planning:
         device: torch.device,
     ) -> None:
         self._planner, self._engine, self._change_to = planner, engine, change_to
-        self._specs = list(reversed(specs))
+        self._specs = list(specs)
         self._transport = transport
         self._ready: deque[dict[str, Any]] = deque([{}], maxlen=TIMED_STEPS)
         self._clock = clock_of(device)

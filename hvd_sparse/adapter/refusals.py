@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import os
 import warnings
-import weakref
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.nn import Parameter
 
-from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.errors import ConfigError, UnsupportedError, warn
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import MomentumCorrectedSGD
@@ -39,99 +37,28 @@ def refuse_operation(op: Any) -> None:
         )
 
 
-def refuse_strangers(parameters: Parameters, optimizer: Any) -> None:
-    """Check that a compression was given its optimizer's parameters.
+def refuse_unregistered(optimizer: Any) -> None:
+    """Check that Horovod reduces all gradients: of the parameters that it found when it wrapped.
 
-    Raises:
-        ConfigError: It has none of them.
-    """
-    if not any(p in parameters for p in optimizer._parameter_names):
-        raise ConfigError(
-            "named_parameters of the compression must be those of the optimizer, got none of its "
-            f"{len(optimizer._parameter_names)} parameters"
-        )
-
-
-def refuse_join(count: float, total: float, world_size: int) -> None:
-    """Check the sums of 1 and of rank + 1 over the ranks.
-
-    Raises:
-        UnsupportedError: A rank has brought nothing, as one does that has joined.
-    """
-    if (count, total) != (world_size, world_size * (world_size + 1) / 2):
-        raise UnsupportedError(
-            "sparse gradients can be summed or averaged over all ranks of a process set, but "
-            f"Horovod reduced [1, rank + 1] to [{count:g}, {total:g}] over {world_size} ranks: "
-            "hvd.join() cannot be used"
-        )
-
-
-def refuse_embeddings_as_dense(optimizer: Any) -> None:
-    """Say that Horovod would make dense gradients of those that `exchange_embeddings` takes.
-
-    Raises:
-        ConfigError: The optimizer was told to.
-    """
-    if getattr(optimizer, "sparse_as_dense", False):
-        raise ConfigError(
-            "sparse_as_dense must be False with exchange_embeddings, got True: leave one of them "
-            "out"
-        )
-
-
-def refuse_a_second_optimizer() -> NoReturn:
-    """Say that a compression listens to one optimizer: which of its steps were applied, and so on.
-
-    Raises:
-        ConfigError: Always.
-    """
-    raise ConfigError(
-        "a compression serves one optimizer, but a second hvd.DistributedOptimizer uses this one: "
-        "make one compression for each"
-    )
-
-
-class Registered:
-    """The parameters whose gradients Horovod reduces: those that it found when it wrapped.
-
-    Parameters that come later, by `add_param_group`, and those that required no gradient then, keep
+    Those that come later, by `add_param_group`, and those that required no gradient then, keep
     their own gradients on each rank; Horovod silently skips them.
 
-    Args:
-        optimizer: Horovod's, which registers its hooks once.
+    Raises:
+        UnsupportedError: It does not; the parameters are named.
     """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._known: list[bool] = []
-
-    def refuse_others(self) -> None:
-        """Check it again, where a parameter was added, frozen or thawed.
-
-        Raises:
-            UnsupportedError: Horovod does not reduce all gradients; the parameters are named.
-        """
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        groups = optimizer.param_groups
-        known = [p.requires_grad for group in groups for p in group["params"]]
-        if known == self._known:
-            return
-        names = optimizer._parameter_names
-        missed = [
-            repr(names[p]) if p in names else f"one of shape {tuple(p.shape)}"
-            for group in groups
-            for p in group["params"]
-            if p.requires_grad and p not in optimizer._requires_update
-        ]
-        if missed:
-            raise UnsupportedError(
-                f"Horovod does not reduce the gradients of {', '.join(missed)}: these parameters "
-                "came, or were thawed, after hvd.DistributedOptimizer had wrapped the optimizer. "
-                "Give it all parameters, thawed; or drop it and wrap again, with a new compression"
-            )
-        self._known = known
+    names = optimizer._parameter_names
+    missed = [
+        repr(names[p]) if p in names else f"one of shape {tuple(p.shape)}"
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and p not in optimizer._requires_update
+    ]
+    if missed:
+        raise UnsupportedError(
+            f"Horovod does not reduce the gradients of {', '.join(missed)}: these parameters "
+            "came, or were thawed, after hvd.DistributedOptimizer had wrapped the optimizer. "
+            "Give it all parameters, thawed; or drop it and wrap again, with a new compression"
+        )
 
 
 def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryOptions]) -> None:

@@ -6,8 +6,9 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,16 +20,17 @@ from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, slot_of_this_rank
 from hvd_sparse.adapter.planning import Planning, device_of
-from hvd_sparse.adapter.waiting import interruptibly
-from hvd_sparse.engine import Assignment, Engine
+from hvd_sparse.engine import Assignment, Engine, TensorSpec
 from hvd_sparse.errors import TransportError, warn
 from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.transports.framing import Payload
+from hvd_sparse.transports.transport import gather_json, start_thread
 
 logger = logging.getLogger("hvd_sparse")
+T = TypeVar("T")
 
 
 class Session(Leaving):
@@ -46,6 +48,7 @@ class Session(Leaving):
         lock: Held while a step opens, and by what may not be called within one.
         embeddings: Reduces the gradients of sparse embeddings, or None.
         planning: The planner beside the training, where the engine's assignment is a planner's.
+        arrivals: The tensors in the order in which their gradients came in the last meeting.
         handing: Prepares the hand-over of momentum to a planner's next assignment; None: nothing
             is to change sides.
     """
@@ -62,6 +65,7 @@ class Session(Leaving):
         self.lock = threading.RLock()
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
+        self.arrivals: list[str] = []
         self.handing: Callable[[Assignment], Handover | None] | None = None
         self._engine = engine
         self._transport_name = transport
@@ -262,7 +266,7 @@ class Session(Leaving):
             planner,
             self._engine,
             self._change_to,
-            specs=self._parameters.sparse_specs(),
+            specs=self._specs_as_they_come(),
             transport=self._transport,
             process_set=self._process_set,
             device=device_of(self._parameters),
@@ -271,6 +275,13 @@ class Session(Leaving):
         if before is not None and not is_new:  # momenta are where rank 0, or its state, had them
             self._engine.assignment = before
         self._change_to(planner.current)
+
+    def _specs_as_they_come(self) -> list[TensorSpec]:
+        """Tensors in the order of rank 0's gradients; what has not come yet, last of all."""
+        came = gather_json(self._transport, self.arrivals, "arrivals")[0]
+        places = {name: place for place, name in enumerate(came)}
+        specs = reversed(self._parameters.sparse_specs())
+        return sorted(specs, key=lambda spec: places.get(spec.name, len(places)))
 
     def _change_to(self, assignment: Assignment) -> None:
         """Reduce by a planner's assignment from the next step on; momenta change sides with it."""
@@ -292,6 +303,36 @@ class Session(Leaving):
         unit = torch.tensor([self._engine.unit], dtype=torch.float64, device="cpu")
         sent = self._transport.broadcast((unit,), 0, channel="unit")
         return float(sent.view(torch.float64))
+
+
+def interruptibly(call: Callable[[], T], abort: Callable[[BaseException], None]) -> T:
+    """Make a call that waits in native code, where Python would not see Ctrl-C until it returns.
+
+    Args:
+        call: What to do, in a thread of its own.
+        abort: Ends the call early, with the error by which this thread was interrupted.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    try:
+        thread = start_thread("hvd_sparse.call", run)
+    except TransportError as error:
+        abort(error)
+        raise
+    try:
+        return outcome.result()
+    except BaseException as error:
+        if not outcome.done():
+            abort(error)
+        raise
+    finally:
+        thread.join()
 
 
 def packed(obj: object) -> tuple[Tensor]:

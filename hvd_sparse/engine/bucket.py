@@ -117,28 +117,30 @@ class Bucket:
         self._gradients: list[Tensor | None] = [None] * len(specs)
         self._copies: dict[int, Tensor] = {}
         self._step_gradients: list[Tensor] | None = None
-        self._missing = len(specs)
+        self._missing = set(range(len(specs)))
 
     @property
     def is_begun(self) -> bool:
         """Whether a gradient of the step has come, or its result is not taken yet."""
-        return self.phase is not Phase.COLLECTING or self._missing < len(self.specs)
+        return self.phase is not Phase.COLLECTING or len(self._missing) < len(self.specs)
 
     def missing(self) -> list[str]:
         """Names of the tensors whose gradients have not come."""
         pairs = zip(self.specs, self._gradients, strict=True)
         return [spec.name for spec, gradient in pairs if gradient is None]
 
-    def put(self, slot: int, gradient: Tensor) -> None:
-        """Take a gradient, which must not change until the bucket is done."""
+    def put(self, slot: int, gradient: Tensor) -> bool:
+        """Take a gradient, which must not change until the bucket is done; says whether all came.
+
+        It needs no lock, though gradients of several devices come on a thread for each.
+        """
         self.lane.expect()
-        if self._gradients[slot] is None:
-            self._missing -= 1
         self._gradients[slot] = gradient
-        if self._missing == 0:
-            self.lane.hand_over()
-        if self._missing == 0 and self.phase is Phase.COLLECTING:
-            self.phase = Phase.READY
+        self._missing.discard(slot)
+        if self._missing:
+            return False
+        self.lane.hand_over()
+        return True
 
     def k_of(self, numel: int) -> int:
         """Entries wanted of so many elements in the step that comes, or is under way."""
@@ -236,7 +238,7 @@ class Bucket:
     def close_step(self) -> list[Tensor | None]:
         """Begin to collect the next gradients; returns the step's, for the caller to drop."""
         gradients, self._gradients = self._gradients, [None] * len(self.specs)
-        self._missing = len(self.specs)
+        self._missing.update(range(len(self.specs)))
         self._step_gradients = None
         self.phase = Phase.COLLECTING
         return gradients
@@ -337,6 +339,11 @@ class Location:
         self.bucket, self.slot = self.slots[0]
         self.spec = self.bucket.specs[self.slot].tensor
         self.whole = whole
+
+    @property
+    def reduced(self) -> Tensor:
+        """The decoded gradient; the same object in every step."""
+        return self.bucket.view(self.slot) if self.whole is None else self.whole
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[Bucket, int, Tensor]]:
         """A tensor's rows for each bucket: views."""

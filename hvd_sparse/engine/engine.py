@@ -63,6 +63,7 @@ class Engine:
         self._spent: list[list[Tensor | None]] = []
         self._buckets: list[Bucket] = []
         self._locations: dict[str, Location] = {}
+        self._results: dict[str, Tensor] = {}
         self._taken: dict[TensorSpec, bool] = {}  # asked for every tensor in every step
 
     @property
@@ -122,6 +123,11 @@ class Engine:
     def method_of(self, name: str) -> Method | None:
         """How a tensor of the plan is compressed; None for any other."""
         return self._locations[name].bucket.method if name in self._locations else None
+
+    def corrects_momentum(self, name: str | None) -> bool:
+        """Whether a tensor's reduced gradients come out of momentum correction."""
+        method = None if name is None else self.method_of(name)
+        return method is not None and method.memory.momentum > 0
 
     def settle(self, counts: bool | None = None, undone: Collection[str] = ()) -> bool:
         """Keep the last step, or take it back as if it had never been; between steps.
@@ -246,6 +252,7 @@ class Engine:
         self.residuals.end_plan(self._transport)
         self._account.end_plan()
         self._arrivals, self._buckets, self._locations, self._taken = {}, [], {}, {}
+        self._results = {}
 
     # -- a step, seen from the training thread -----------------------------------------------------
 
@@ -279,18 +286,26 @@ class Engine:
             )
         if frozen != (spec.name in self.residuals.outside.residual):  # asked without a call
             self.residuals.hold(spec.name, frozen)
-        if location.whole is None:
-            self._worker.put(location.bucket, location.slot, gradient)
-            return
-        for bucket, slot, part in location.parts(gradient):
-            self._worker.put(bucket, slot, part)
+        if location.whole is not None:
+            for bucket, slot, part in location.parts(gradient):
+                if bucket.put(slot, part):
+                    self._worker.begin(bucket)
+        elif location.bucket.put(location.slot, gradient):
+            self._worker.begin(location.bucket)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a whole step's exchanges, if any are under way, for `timeout_s` at most."""
         return self._worker.wait_for_all(timeout_s)
 
     def result(self, name: str) -> Tensor:
-        """A view of a tensor's reduced gradient; waits for the whole step.
+        """A view of a tensor's reduced gradient; see `results`."""
+        return self.results(name)[name]
+
+    def results(self, name: str) -> Mapping[str, Tensor]:
+        """All reduced gradients, views, by name; waits for the whole step.
+
+        Args:
+            name: One that must be among them.
 
         Raises:
             TransportError: A peer is gone or did not answer.
@@ -303,13 +318,10 @@ class Engine:
                     f"the gradient of {name!r} was given up, since close(), reassign() or "
                     "load_state_dict() was called between backward() and step()"
                 )
-            self._make_plan()
-        location = self._locations[name]
-        if location.bucket.is_begun:
+            self.plan()
+        if self._locations[name].bucket.is_begun:
             self._finish_step()
-        if location.whole is not None:
-            return location.whole
-        return location.bucket.view(location.slot)
+        return self._results
 
     def _finish_step(self) -> None:
         missing = [n for b in self._buckets if b.phase is Phase.COLLECTING for n in b.missing()]
@@ -334,7 +346,14 @@ class Engine:
         """Give up the step under way: its waits, here and at the peers, end with an error."""
         self._worker.fail(error)
 
-    def _make_plan(self) -> None:
+    def plan(self) -> None:
+        """Make the plan where the first step's gradients are there; all ranks call this together.
+
+        Raises:
+            PlanError: On every rank, if any rank has other tensors or treats them otherwise.
+        """
+        if self._buckets or not self._arrivals:
+            return
         assert self._transport is not None
         arrivals = self._arrivals.values()
         devices = {spec.name: gradient.device for spec, gradient, _ in arrivals}
@@ -343,6 +362,7 @@ class Engine:
         buckets, locations = make_buckets(plan, devices, self._transport, self.hosts)
         self.residuals.begin_plan(buckets, locations, self._transport)
         self._buckets, self._locations = buckets, locations
+        self._results = {name: location.reduced for name, location in locations.items()}
         for bucket in buckets:
             bucket.exponents_of = self.exponents_of
         self._account.begin_plan(self._transport, buckets)
@@ -351,6 +371,8 @@ class Engine:
             self.residuals.hold(name, frozen)
             for bucket, slot, part in location.parts(gradient):
                 bucket.put(slot, part)
+        for bucket in buckets:
+            bucket.phase = Phase.READY
         self._arrivals = {}
         self._worker.start(buckets)
 

@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager
 from itertools import cycle, pairwise
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from hvd_sparse.engine.bucket import Bucket, Phase
@@ -158,11 +157,11 @@ class Worker(Leaving):
 
     # -- for the training thread -------------------------------------------------------------------
 
-    def put(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
-        """Hand a gradient to its bucket; with the last one, the bucket is due."""
+    def begin(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are there: it is due."""
         with self._changed:
-            bucket.put(slot, gradient)
-            if bucket.phase is Phase.READY:
+            if bucket.phase is Phase.COLLECTING:
+                bucket.phase = Phase.READY
                 self._num_threads = torch.get_num_threads()
                 self._changed.notify_all()
 

@@ -177,7 +177,7 @@ class Key:
     @staticmethod
     def of(specs: Iterable[TensorSpec], rules: str, profile: str, place: Place) -> Key:
         """The key of a model, rules in words, a profile's text ("": none) and a world."""
-        tensors = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
+        tensors = sorted([spec.name, list(spec.shape), spec.dtype] for spec in specs)
         return Key(_digest(tensors), _digest([rules, profile]), __version__, place)
 
     def differing(self, other: Key) -> list[str]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hvd_sparse
 from hvd_sparse import Compression, ConfigError, UnsupportedError
@@ -332,6 +333,195 @@ def freeze_and_synchronize(training: Training) -> None:
     training.step(2)
 
 
+@script
+def end_an_epoch_with_fewer_passes(training: Training) -> None:
+    """Two passes for each step, but one for the last step of an epoch."""
+    training.optimizer.set_backward_passes_per_step(2)
+    for passes in (2, 1, 2, 2, 1):
+        training.optimizer.zero_grad()
+        for _ in range(passes):
+            training.backward()
+        training.optimizer.step()
+
+
+@script
+def keep_gradients_and_set_them_to_zero(training: Training) -> None:
+    for zeros in (1, 2, 1, 1):
+        training.backward()
+        training.optimizer.step()
+        for _ in range(zeros):
+            training.inner.zero_grad(set_to_none=False)
+
+
+@script
+def freeze_in_mid_run(training: Training) -> None:
+    for step in range(6):
+        frozen = step in (2, 3)
+        training.parameters[1].requires_grad_(not frozen)
+        training.zero()
+        training.backward(among=(0, 2) if frozen else (0, 1, 2))
+        training.optimizer.step()
+
+
+@script
+def zero_between_synchronize_and_step(training: Training) -> None:
+    training.step(2)
+    for set_to_none in (True, False):
+        training.backward()
+        training.optimizer.synchronize()
+        training.inner.zero_grad(set_to_none=set_to_none)
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+    training.step(2)
+
+
+@script
+def give_gradients_by_hand(training: Training) -> None:
+    """As `torch.func.grad` does: no backward pass brings them, in some steps equal ones."""
+    for step in range(4):
+        generator = torch.Generator().manual_seed(9 * step + (hvd.rank() if step % 2 else 0))
+        for p in training.parameters:
+            p.grad = 2.0 * torch.randint(-9, 10, p.shape, generator=generator)
+        training.optimizer.step()
+
+
+@script
+def replace_gradients(training: Training) -> None:
+    """A new object in `p.grad`, before and after the reduction."""
+    for _ in range(3):
+        training.zero()
+        training.backward()
+        training.optimizer.synchronize()
+        for p in training.parameters:
+            p.grad = 2.0 * p.grad
+        training.zero()
+        training.backward()
+        training.optimizer.step()
+
+
+@script
+def fail_in_a_step(training: Training) -> None:
+    """An error of the optimizer's, after which the script drops the gradients and goes on."""
+    training.step(1)
+    for set_to_none in (False, True, False):
+        training.backward()
+        training.optimizer.param_groups[0]["params"].append(None)
+        with pytest.raises(AttributeError):
+            training.optimizer.step()
+        training.optimizer.param_groups[0]["params"].pop()
+        training.inner.zero_grad(set_to_none=set_to_none)
+        training.backward()
+        training.optimizer.synchronize()
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+        training.zero()
+
+
+@script
+def schedule_from_the_second_step_on(training: Training) -> None:
+    """Schedulers replace `optimizer.step`, before it is bound or later."""
+    first = torch.optim.lr_scheduler.ConstantLR(training.optimizer, 1.0)
+    training.step(2)
+    second = torch.optim.lr_scheduler.StepLR(training.optimizer, 2, gamma=1.0)
+    for _ in range(4):
+        training.step(1)
+        first.step()
+        second.step()
+
+
+@script
+def checkpoint_activations(training: Training) -> None:
+    """A backward pass inside a backward pass."""
+    for _ in range(3):
+        training.zero()
+        with torch.autograd.detect_anomaly(check_nan=False):
+            x = torch.full((NUMEL,), 2.0 + 2 * hvd.rank(), requires_grad=True)
+            y = checkpoint(lambda x: training.parameters[0] * x, x, use_reentrant=True)
+            (y.sum() + (training.parameters[1] * 4.0).sum()).backward()
+        training.optimizer.step()
+
+
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2.0)
+
+
+@script
+def penalize_gradients(training: Training) -> None:
+    """A gradient of a gradient; then a hook that changes each as soon as it is there."""
+    hook = training.parameters[1].register_post_accumulate_grad_hook(double)
+    for _ in range(3):
+        training.zero()
+        x = torch.full((NUMEL,), 2.0 + hvd.rank(), requires_grad=True)
+        value = (training.parameters[0] * x * x).sum() + training.parameters[1].sum()
+        (slope,) = torch.autograd.grad(value, x, create_graph=True)
+        (value + slope.sum()).backward()
+        training.optimizer.step()
+    hook.remove()
+
+
+@script
+def pass_back_twice(training: Training) -> None:
+    """One graph, reduced after each pass; and one tensor's gradient alone."""
+    first, second, third = training.parameters
+    for step in range(3):
+        training.zero()
+        loss = (first * 2.0 * (step + hvd.rank())).sum() + second.sum() * 2.0
+        loss.backward(retain_graph=True)
+        training.optimizer.synchronize()
+        (third * 2.0).sum().backward(inputs=[third])
+        loss.backward()
+        training.optimizer.step()
+
+
+@script
+def broadcast_in_mid_run(training: Training) -> None:
+    for _ in range(3):
+        training.step()
+        hvd.broadcast_parameters(dict(training.named), root_rank=0)
+        hvd.broadcast_optimizer_state(training.optimizer, root_rank=0)
+
+
+@script
+def use_a_parameter_in_two_optimizers(training: Training) -> None:
+    """One of Horovod's, and one of this process alone, which decays the weights."""
+    decay = torch.optim.SGD(training.parameters[:2], lr=1.0)
+    for step in range(4):
+        training.zero()
+        training.backward()
+        training.optimizer.step()
+        for p in training.parameters[:2]:
+            p.grad = torch.full_like(p, 2.0 * step)
+        decay.step()
+
+
+@script
+def swap_averaged_weights(training: Training) -> None:
+    """Weights are exchanged for an evaluation, in which the optimizer's own state is loaded."""
+    for _ in range(3):
+        training.step(2)
+        kept = [p.detach().clone() for p in training.parameters]
+        with torch.no_grad():
+            for p in training.parameters:
+                p.zero_()
+            for p, old in zip(training.parameters, kept, strict=True):
+                p.copy_(old)
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+
+
+@script
+def update_by_hand(training: Training) -> None:
+    for _ in range(4):
+        training.backward()
+        training.optimizer.synchronize()
+        with torch.no_grad():
+            for p in training.parameters:
+                p.sub_(p.grad)
+                p.grad.zero_()
+        if training.compression is not hvd.Compression.none:
+            training.compression.applied()
+
+
 @with_ranks(World(2), World(2, "mpi"), World(3))
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_books_balance(ranks: Ranks, name: str) -> None:
@@ -445,16 +635,22 @@ def change_momentum() -> None:
 
 
 def change_gradients_too_early() -> None:
-    """Clipping while gradients are on their way."""
-    training = Training(DENSITY)
-    training.step(1)
-    training.zero()
+    """Clipping, or a loss scaler's step, while gradients are on their way; also in a first step."""
     refused = (UnsupportedError, HorovodInternalError)  # whichever rank comes first tells the other
-    with pytest.raises(refused, match="was changed after backward"):  # noqa: PT012
-        training.backward()
-        nn.utils.clip_grad_norm_(training.parameters, 1.0)
-        training.optimizer.step()
-    training.close()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for steps in (0, 1):
+        for unscales in (True, False):
+            training = Training(DENSITY)
+            training.step(steps)
+            training.zero()
+            with pytest.raises(refused, match="was changed after backward"):  # noqa: PT012
+                training.backward()
+                if unscales:
+                    scaler.scale(torch.ones(()))
+                    scaler.step(training.optimizer)
+                nn.utils.clip_grad_norm_(training.parameters, 1.0)
+                training.optimizer.step()
+            training.close()
 
 
 def name_in_another_order() -> None:

@@ -29,7 +29,7 @@ def test_residuals_follow_a_new_loss_scaler(keep: bool) -> None:
     """As one that is made in each epoch; the earlier one may be there still."""
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = Listened([parameter], lr=0.1)
-    fate = Fates(optimizer)
+    fate = Fates(optimizer, {})
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     factors = []
     for _ in range(3):

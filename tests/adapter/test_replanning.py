@@ -12,10 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
+from hvd_sparse.adapter.binding import Parameters
+from hvd_sparse.adapter.session import Session
+from hvd_sparse.engine import Engine
 from hvd_sparse.engine.residuals import RELEASED_SHARE
 from hvd_sparse.lab.report.log import read_runs
 from hvd_sparse.lab.report.page import report_page
+from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import planner as planner_module
+from hvd_sparse.transports import Transport, run_ranks
 from tests.adapter.test_equalities import policy_with_a_profile
 from tests.ranks import Ranks, World, with_ranks
 
@@ -142,3 +147,17 @@ def test_no_norm_spikes_when_a_planner_restarts_or_changes_its_mind(
     assert "The planner chose plan" in page
     assert "as an earlier run had found" in page
     assert "The planner stayed dense, at step" in page
+
+
+def test_a_plan_begins_in_the_order_of_rank_0s_gradients() -> None:
+    arrivals = (["b", "a"], ["a", "b"])
+
+    def worker(transport: Transport) -> list[str]:
+        method = METHODS["topk"]().make()
+        session = Session(Engine(method), "auto", 1.0)
+        session._transport = transport
+        session._parameters = Parameters([(n, nn.Parameter(torch.zeros(3))) for n in "abcd"])
+        session.arrivals = arrivals[transport.rank]
+        return [spec.name for spec in session._specs_as_they_come()]
+
+    assert run_ranks(2, worker) == [["b", "a", "d", "c"]] * 2
