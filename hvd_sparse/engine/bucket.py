@@ -303,14 +303,9 @@ class Bucket:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state was written by a bucket of the same tensors and the same kind.
-
-        Earlier releases wrote the kind in words.
-        """
-        by, on = type(self.collective).__name__, "" if self.hosts is None else self.hosts.kind
-        words = f"{self.method.description} by {by}" + f" on {on}" * bool(on)
-        same_kind = state["kind"] in (self._kind(), words)
-        return same_kind and list(state["names"]) == list(self.stats.names)
+        """Whether a state was written by a bucket of the same tensors and the same kind."""
+        names = list(self.stats.names)
+        return state["kind"] == self._kind() and list(state["names"]) == names
 
     def _kind(self) -> str:
         """The method, and what makes its exchanges: data, as text."""

@@ -154,8 +154,6 @@ class MethodId:
     @staticmethod
     def from_json(data: Any) -> MethodId:
         """Read what `to_json` made; anything else raises TypeError, KeyError or ValueError."""
-        if isinstance(data, str):
-            raise ValueError("an earlier release wrote it, which named methods in words")
         return MethodId(str(data["name"]), tuple(data["options"].items()))
 
 

@@ -20,8 +20,6 @@ from hvd_sparse.transports.transport import gather_json
 
 WHERE = "state of the compression"
 VERSION = 2
-ADDED: dict[str, Any] = {"package": "", "rank": None, "world_size": None, "unit": None}
-"""Keys that version 1 did not have, with the values for it. `planner` came later still."""
 
 
 @dataclass
@@ -113,7 +111,7 @@ class EngineState:
 
     @staticmethod
     def from_dict(state: Mapping[str, Any]) -> EngineState:
-        """Read a copy of what `as_dict` made, of version 1 too.
+        """Read a copy of what `as_dict` made.
 
         Raises:
             ConfigError: It is not such a state; the message names key, range and value.
@@ -121,12 +119,8 @@ class EngineState:
         if not isinstance(state, Mapping):
             raise _refuse(f"it must be a mapping, got {type(state).__name__}")
         version = state.get("version")
-        if type(version) is not int or version not in (1, VERSION):
-            raise _refuse(f"version must be 1 or {VERSION}, got {version!r}")
-        if version == 1:
-            _check_keys(state, KEYS - ADDED.keys() - {"planner"}, "it")
-            state = {**state, **ADDED}
-        state = {"planner": None, **state}
+        if type(version) is not int or version != VERSION:
+            raise _refuse(f"version must be {VERSION}, got {version!r}")
         _check_keys(state, KEYS, "it")
         _check_origin(state)
         _check_tensors(state)

@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 HEADER_BYTES = 16
 MIN_CAPACITY_BYTES = 4096
@@ -159,10 +158,12 @@ class BufferPool:
     fault for every 4 KiB, which can take longer than the message itself.
 
     Nothing is given back explicitly: a block is free when no tensor, and no view of one, holds it.
-    One thread takes buffers; any thread may drop them.
+    One thread takes buffers; any thread may drop them. Torch keeps a pool of `pinned` memory of its
+    own, and reuses it once no copy is under way; small buffers are not pinned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
         self._blocks: dict[int, list[np.ndarray]] = {}  # by size, powers of two
         self._kept_bytes = 0
         self._unreferenced = _references([np.empty(0)], 0)
@@ -171,6 +172,8 @@ class BufferPool:
         """A tensor of `nbytes` bytes, 16-byte aligned at least."""
         if nbytes < POOLED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if self._pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         block_bytes = 1 << (nbytes - 1).bit_length()
         blocks = self._blocks.setdefault(block_bytes, [])
         for i in range(len(blocks)):
@@ -185,29 +188,12 @@ class BufferPool:
         self._kept_bytes += block_bytes
         return torch.from_numpy(block)[:nbytes]
 
-    def pinned(self) -> BufferPool:
-        """The same in pinned memory."""
-        return PinnedPool()
-
     def _drop_unreferenced(self) -> None:
         for block_bytes, blocks in self._blocks.items():
             for i in reversed(range(len(blocks))):
                 if _references(blocks, i) == self._unreferenced:
                     del blocks[i]
                     self._kept_bytes -= block_bytes
-
-
-class PinnedPool(BufferPool):
-    """The same in pinned memory, which torch reuses once no copy is under way.
-
-    Small buffers are not pinned.
-    """
-
-    @override
-    def take(self, nbytes: int) -> torch.Tensor:
-        if nbytes < POOLED_BYTES:
-            return super().take(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _references(blocks: list[np.ndarray], i: int) -> int:

@@ -74,6 +74,8 @@ class GlooTransport(PointToPointTransport):
     """
 
     name = "gloo"
+    _group: Any = None
+    _sockets: Sockets | None = None
 
     def __init__(
         self, rank: int, world_size: int, meeting: MeetingStore, *, host: str, timeout_s: float
@@ -121,8 +123,17 @@ class GlooTransport(PointToPointTransport):
                 _ABANDONED.append(group)
 
     @override
+    def disown(self) -> None:
+        """`Leaving.disown`; the connections end with the parent, whatever its children do."""
+        super().disown()
+        self._senders = []
+        if self._sockets is not None:
+            self._sockets.disown()
+
+    @override
     def bytes_moved(self) -> int | None:
-        return self._sockets.bytes_moved() if self._sockets.connected else None
+        sockets = self._sockets
+        return sockets.bytes_moved() if sockets is not None and sockets.connected else None
 
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
         try:
@@ -273,7 +284,7 @@ class Sockets:
 
     def __init__(self, meeting: MeetingStore, host: str, timeout_s: float) -> None:
         mine, all_ends = _ends_in(meeting.own.values()), _ends_in(meeting.entries.values())
-        self.connected: list[int] = []
+        self.connected: dict[int, os.stat_result] = {}
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             try:
                 with _borrowed(descriptor) as end:
@@ -284,9 +295,17 @@ class Sockets:
                         user_timeout_ms = math.ceil(1000 * timeout_s)
                         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout_ms)
                         keep_alive(end, max(1, min(KEEPALIVE_S, int(timeout_s / 4))))
-                        self.connected.append(descriptor)
+                        self.connected[descriptor] = os.fstat(descriptor)
             except (OSError, LookupError):  # no socket, or one of another kind
                 continue
+
+    def disown(self) -> None:
+        """Puts something else in the place of a forked child's copies, which gloo still knows."""
+        with contextlib.suppress(OSError), open(os.devnull, "rb") as nothing:
+            for descriptor, opened in self.connected.items():
+                with contextlib.suppress(OSError):  # gloo has closed it
+                    if os.path.samestat(os.fstat(descriptor), opened):
+                        os.dup2(nothing.fileno(), descriptor, inheritable=False)
 
     def bytes_moved(self) -> int:
         """The bytes that have come, and those of which the other ends have said that they came."""

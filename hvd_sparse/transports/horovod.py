@@ -21,17 +21,10 @@ from hvd_sparse.errors import PeerLostError, PlanError, TransportError, Transpor
 from hvd_sparse.transports.framing import Payload, flatten, payload_nbytes
 from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
-from hvd_sparse.transports.transport import (
-    ALIGNMENT,
-    SUMMABLE,
-    Done,
-    Handle,
-    check_peers,
-    round_up,
-)
+from hvd_sparse.transports.transport import ALIGNMENT, Done, Handle, check_peers
 
 NAMES = 32
-"""Names per kind of operation, and so the most operations of a kind in flight."""
+"""Names, and so the most operations in flight."""
 
 SPIN_S = 50e-6
 """Spin this long before sleeping; Horovod looks for work once a millisecond."""
@@ -58,7 +51,7 @@ class HorovodTransport(SupervisedTransport):
         self.hvd = hvd
         self._process_set = process_set
         self._label = label
-        self._started = {"alltoall": 0, "allgather": 0}
+        self._started = 0
         self.named: dict[str, _Operation] = {}
         self._others = tuple(peer for peer in range(world_size) if peer != rank)
         self.awaited: tuple[str, float] | None = None
@@ -103,56 +96,8 @@ class HorovodTransport(SupervisedTransport):
         return received
 
     def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
-        """`Transport.allgather`, in one operation.
-
-        Horovod joins the blocks without telling their sizes, so each begins with its own.
-        """
-        P = self.world_size
-        nbytes = payload_nbytes(payload)
-        if P == 1:
-            self._raise_failure()
-            return [flatten(payload, self._buffers)]
-        padding = torch.zeros(round_up(nbytes) - nbytes, dtype=torch.uint8, device="cpu")
-        block = flatten(
-            [torch.tensor([nbytes], dtype=torch.int64, device="cpu"), *payload, padding],
-            self._buffers,
-        )
-        operation = self._start("allgather", block)
-        self.traffic.sent(block.numel() * (P - 1), P - 1)
-        joined: torch.Tensor = operation.wait()
-        self.traffic.received(joined.numel() - block.numel(), P - 1)
-        received = []
-        offset = 0
-        for _ in range(P):
-            start = offset + ALIGNMENT
-            size = int(joined[offset:start].view(torch.int64).item())
-            received.append(joined[start : start + size])
-            offset = start + round_up(size)
-        return received
-
-    def allreduce_sum(self, tensor: torch.Tensor, *, channel: str) -> torch.Tensor:
-        """`Transport.allreduce_sum`: an allgather, added up in the order of the ranks."""
-        if tensor.dtype not in SUMMABLE:
-            raise TypeError(f"allreduce_sum takes {SUMMABLE}, got {tensor.dtype}")
-        parts = self.allgather((tensor.detach().contiguous(),), channel=channel)
-        sizes = [part.numel() for part in parts]
-        if any(size != tensor.nbytes for size in sizes):
-            raise PlanError(f"allreduce_sum on channel {channel!r}: the ranks have {sizes} bytes")
-        terms = [part.view(tensor.dtype).view(tensor.shape) for part in parts]
-        total = terms[0].clone()
-        for term in terms[1:]:
-            total += term
-        return total
-
-    def broadcast(self, payload: Payload | None, root: int, *, channel: str) -> torch.Tensor:
-        """`Transport.broadcast`: an allgather where only the root's block has content."""
-        if not 0 <= root < self.world_size:
-            raise ValueError(f"root must be in [0, {self.world_size}), got {root}")
-        if self.rank != root:
-            payload = ()
-        elif payload is None:
-            raise TypeError("broadcast needs a payload on its root")
-        return self.allgather(payload, channel=channel)[root]
+        """`Transport.allgather`, in one operation."""
+        return self.all_to_all([payload] * self.world_size, channel=channel)
 
     @override
     def close(self) -> None:
@@ -173,25 +118,21 @@ class HorovodTransport(SupervisedTransport):
 
     @override
     def calls_made(self) -> int:
-        return sum(self._started.values())
+        return self._started
 
     def _abort_connections(self) -> None:
         """Does nothing: Horovod cannot end an operation, and the waits here look at `failure`."""
 
     def _alltoall(self, data: torch.Tensor, splits: list[int]) -> _Operation:
-        return self._start("alltoall", data, torch.tensor(splits, dtype=torch.int32, device="cpu"))
-
-    def _start(self, kind: str, *arguments: torch.Tensor) -> _Operation:
         self._raise_failure()
-        number = self._started[kind]
-        self._started[kind] = number + 1
-        name = f"hvd_sparse.{self._label}.{kind}.{number % NAMES}"
+        name = f"hvd_sparse.{self._label}.alltoall.{self._started % NAMES}"
+        self._started += 1
         before = self.named.get(name)
         if before is not None:
             before.wait()
-        start = self.hvd.alltoall_async if kind == "alltoall" else self.hvd.allgather_async
+        sizes = torch.tensor(splits, dtype=torch.int32, device="cpu")
         try:
-            handle = start(*arguments, name=name, process_set=self._process_set)
+            handle = self.hvd.alltoall_async(data, sizes, name=name, process_set=self._process_set)
         except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
             self.raise_first(self.error_of(error), None, f"it began {name}")
         operation = self.named[name] = _Operation(self, handle, name)

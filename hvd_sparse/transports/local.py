@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,48 +21,36 @@ class _Mailbox:
     """The messages that have arrived for one rank, by sender and tag."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._messages: dict[tuple[int, int], list[torch.Tensor]] = {}
-        # One held lock per waiting thread; the sender of its message releases it, and only it.
-        self._waiting: dict[tuple[int, int], threading.Lock] = {}
+        self._changed = threading.Condition()
+        self._messages: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
         self._closed: str | None = None
 
     def put(self, key: tuple[int, int], message: torch.Tensor) -> None:
-        with self._lock:
-            self._messages.setdefault(key, []).append(message)
-            waiter = self._waiting.pop(key, None)
-            if waiter is not None:
-                waiter.release()
+        with self._changed:
+            self._messages[key].append(message)
+            self._changed.notify_all()
 
     def take(self, key: tuple[int, int], deadline: float) -> torch.Tensor:
-        while True:
-            with self._lock:
-                queue = self._messages.get(key)
-                if queue:
-                    message = queue.pop(0)
-                    if not queue:
-                        del self._messages[key]
-                    return message
-                if self._closed is not None:
-                    raise PeerLostError(self._closed)
-                waiter = self._waiting[key] = threading.Lock()
-                waiter.acquire()
+        with self._changed:
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not waiter.acquire(timeout=remaining_s):
-                with self._lock:
-                    self._waiting.pop(key, None)
-                    late = key in self._messages or self._closed is not None
-                if not late:
-                    raise TransportTimeout(f"no message from rank {key[0]} in time")
+            self._changed.wait_for(lambda: self._messages[key] or self._closed, remaining_s)
+            queue = self._messages.pop(key)
+            if not queue:
+                raise (
+                    PeerLostError(self._closed)
+                    if self._closed
+                    else TransportTimeout(f"no message from rank {key[0]} in time")
+                )
+            message = queue.popleft()
+            if queue:
+                self._messages[key] = queue
+            return message
 
     def close(self, reason: str) -> None:
         """Lets all pending and future waits fail; messages that have arrived can still be taken."""
-        with self._lock:
-            if self._closed is None:
-                self._closed = reason
-            for waiter in self._waiting.values():
-                waiter.release()
-            self._waiting.clear()
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify_all()
 
 
 class LocalWorld:

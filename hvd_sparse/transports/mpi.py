@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from typing_extensions import override
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.point_to_point import Exchange, PointToPointTransport, Request
+from hvd_sparse.transports.transport import started
 
 SPIN_S = 50e-6
 """Spin this long before sleeping: longer than a small message takes between two cores."""
@@ -70,15 +72,23 @@ class MpiTransport(PointToPointTransport):
             raise ConfigError(f"rank {parent.Get_rank()} is not one of the ranks {list(ranks)}")
         super().__init__(list(ranks).index(parent.Get_rank()), len(ranks), timeout_s)
         self.mpi = MPI
-        group = parent.group.Incl(list(ranks))
-        self._comm: Any = in_time(lambda: parent.Create_group(group, _GROUP_TAG), timeout_s)
-        group.Free()
-        largest_tag: Any = parent.Get_attr(MPI.TAG_UB)
-        self.tag_limit = min(self.tag_limit, largest_tag) & ~1
         # Held during each call into MPI, so that MPI's end cannot fall into one.
         self._gate = threading.RLock()
         self._ended = False
         self._finished = 0
+        group = parent.group.Incl(list(ranks))
+        made = started("hvd_sparse connects MPI", lambda: parent.Create_group(group, _GROUP_TAG))
+        try:
+            self._comm: Any = made.result(timeout_s)
+        except futures.TimeoutError as error:  # its thread is abandoned
+            raise TransportTimeout(
+                f"MPI did not connect the ranks within {timeout_s:g} s"
+            ) from error
+        except MPI.Exception as error:
+            raise TransportError(f"MPI could not connect the ranks: {error}") from error
+        group.Free()
+        largest_tag: Any = parent.Get_attr(MPI.TAG_UB)
+        self.tag_limit = min(self.tag_limit, largest_tag) & ~1
         # MPI and Python keep what they call at their end; that must not keep this object alive.
         at_end = MPI.Comm.Create_keyval(delete_fn=_call_if_alive)
         MPI.COMM_SELF.Set_attr(at_end, weakref.WeakMethod(self.hold_finalize))
@@ -187,31 +197,6 @@ class _Pending:
                 )
             pauses.pause()
         return self._buffer if self._receives else None
-
-
-def in_time(call: Callable[[], Any], timeout_s: float) -> Any:
-    """What a call of MPI's returns that waits for other ranks, and knows no bound of its own.
-
-    Raises:
-        TransportTimeout: It did not return in time; its thread is abandoned.
-        TransportError: It failed.
-    """
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="hvd_sparse connects MPI", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
-        raise TransportTimeout(f"MPI did not connect the ranks within {timeout_s:g} s")
-    if isinstance(outcome[0], Exception):
-        raise TransportError(f"MPI could not connect the ranks: {outcome[0]}") from outcome[0]
-    return outcome[0]
 
 
 def _call_if_alive(comm: Any, keyval: int, method: weakref.WeakMethod[Callable[[], None]]) -> None:

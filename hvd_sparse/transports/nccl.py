@@ -28,9 +28,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -45,7 +45,7 @@ from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.meeting import MeetingStore, dist
 from hvd_sparse.transports.point_to_point import Request
 from hvd_sparse.transports.supervised import Awaiting
-from hvd_sparse.transports.transport import Handle
+from hvd_sparse.transports.transport import Handle, started
 
 DIRECT_BYTES = POOLED_BYTES
 """Up to this capacity gloo is quicker: NCCL needs two copies and a launch first."""
@@ -62,6 +62,7 @@ GRACE_S = 5.0
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """By default torch's watchdog ends the process when NCCL fails; here, the waits raise instead."""
 
+ENDING = "hvd_sparse ends NCCL"
 _NOTE = "gave up"
 
 Brought = TypeVar("Brought")
@@ -218,38 +219,31 @@ class NcclTransport(GlooTransport):
             self.abort()
         devices, self._devices = self._devices, None
         if devices is not None and self.failure is None:
-            thread = _background(devices.group.shutdown)  # may wait for the peers to do the same
+            ended = started(ENDING, devices.group.shutdown)  # waits for the peers to do the same
             try:
-                self.poll(lambda: not thread.is_alive(), time.monotonic() + GRACE_S, "some rank")
+                self.poll(ended.done, time.monotonic() + GRACE_S, "some rank")
             except TransportError:  # a peer is not at its end, or has given up
-                _background(devices.group.abort).join(GRACE_S)
+                wait([started(ENDING, devices.group.abort)], GRACE_S)
         super().close()
 
     def _connected(self, connect: Callable[..., Any], store: Any) -> Any:
         """The devices' group, made by a thread because that may block forever."""
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.append(connect(store, self.rank, self.world_size, self.device))
-            except Exception as error:  # NCCL's have no common type
-                outcome.append(error)
-
-        thread = threading.Thread(target=run, daemon=True, name="hvd_sparse connects NCCL")
-        thread.start()
-        until = time.monotonic() + self.timeout_s
+        made = started(
+            "hvd_sparse connects NCCL",
+            lambda: connect(store, self.rank, self.world_size, self.device),
+        )
         try:
-            self.poll(lambda: not thread.is_alive(), until, "some rank")
-            if isinstance(outcome[0], Exception):
-                raise TransportError(f"NCCL on {self.device}: {outcome[0]}") from outcome[0]
+            self.poll(made.done, time.monotonic() + self.timeout_s, "some rank")
+            failure = made.exception()
+            if failure is not None:
+                raise TransportError(f"NCCL on {self.device}: {failure}") from failure
         except TransportError as error:
             self.fail(error)
-            advice = "; HVD_SPARSE_TRANSPORT=gloo does without NCCL"
             raise type(error)(
                 f"rank {self.rank} could not connect the {self.world_size} ranks' devices: "
-                f"{error}{advice}"
+                f"{error}; HVD_SPARSE_TRANSPORT=gloo does without NCCL"
             ) from error
-        return outcome[0]
+        return made.result()
 
     def _isend_first(self, peer: int, message: torch.Tensor, capacity: int, tag: int) -> Request:
         if capacity <= self.direct_bytes:
@@ -284,7 +278,8 @@ class NcclTransport(GlooTransport):
             self._notes.set(_NOTE, f"rank {self.rank} gave the transport up: {self.failure}")
         super()._abort_connections()
         if self._devices is not None:
-            _background(self._devices.group.abort).join(GRACE_S)
+            with contextlib.suppress(TransportError):  # no thread
+                wait([started(ENDING, self._devices.group.abort)], GRACE_S)
 
     def poll(self, is_through: Callable[[], bool], deadline: float, awaited: str) -> None:
         """Waits until `is_through()`.
@@ -468,15 +463,3 @@ class Transfer:
             RuntimeError: The backend, or the device, has failed.
         """
         return bool(self._work.is_completed() if self._end is None else self._end.query())
-
-
-def _background(call: Callable[[], None]) -> threading.Thread:
-    """Runs a call that may block forever, and whose failure changes nothing."""
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            call()
-
-    thread = threading.Thread(target=run, daemon=True, name="hvd_sparse ends NCCL")
-    thread.start()
-    return thread

@@ -66,6 +66,7 @@ class Supervisor(Protocol):
     def tell(self, kind: str, cause: str) -> None: ...
     def reason_of(self, peer: int) -> str: ...
     def close(self) -> None: ...
+    def disown(self) -> None: ...
 
 
 class SupervisedTransport(Leaving, Transport):
@@ -95,6 +96,8 @@ class SupervisedTransport(Leaving, Transport):
     @override
     def disown(self) -> None:
         keep_forever(vars(self).copy())
+        if self.watch is not None:
+            self.watch.disown()
         self._failing, self.watch = threading.Lock(), None
         self.failure = TransportError("the connection is that of the process that forked this one")
 

@@ -19,8 +19,9 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import override
@@ -32,6 +33,8 @@ from hvd_sparse.transports.framing import BufferPool, Context, Payload, flatten,
 
 ALIGNMENT = 8
 SUMMABLE = (torch.int64, torch.float32, torch.float64)
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -160,7 +163,7 @@ class Transport(ABC):
 
     def land_pinned(self) -> None:
         """Receives in pinned memory from now on, out of which a device copies by itself."""
-        self._buffers = self._buffers.pinned()
+        self._buffers = BufferPool(pinned=True)
 
     def worked(self, work: Work) -> None:
         """Notes what a collective has computed; in the simulator this takes virtual time."""
@@ -347,6 +350,24 @@ def check_peers(
     if payload is None:
         raise TypeError(f"exchange to rank {dst} needs a payload")
     return payload_nbytes(payload)
+
+
+def started(name: str, call: Callable[[], Result]) -> Future[Result]:
+    """What a call comes to that may block forever; a thread makes it.
+
+    Raises:
+        TransportError: No thread could be started.
+    """
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:  # of MPI or NCCL, which have no common type
+            outcome.set_exception(error)
+
+    start_thread(name, run)
+    return outcome
 
 
 def start_thread(name: str, task: Callable[..., object], *arguments: object) -> threading.Thread:

@@ -116,6 +116,11 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(REASON_S)
 
+    def disown(self) -> None:
+        """Closes a forked child's copies, so that the lines end with the parent."""
+        for line in self._lines.values():
+            line.connection.close()
+
     def _run(self) -> None:
         look_at = time.monotonic() + self._period_s
         try:

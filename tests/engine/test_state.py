@@ -82,8 +82,8 @@ def at(*path: Any) -> Callable[[dict[str, Any], Any], None]:
 
 
 HOSTILE = [
-    (at("version"), 3, "version must be 1 or 2, got 3"),
-    (at("version"), True, "version must be 1 or 2, got True"),
+    (at("version"), 3, "version must be 2, got 3"),
+    (at("version"), True, "version must be 2, got True"),
     (at("package"), None, "package must be"),
     (at("rank"), 1, r"rank must be in \[0, 1\), got 1"),
     (at("rank"), None, "rank and world_size must both be known"),
@@ -245,16 +245,6 @@ def test_a_bucket_that_cannot_go_on_is_refused_on_every_rank(
         engine.disconnect()
 
     run_ranks(2, worker, timeout_s=60.0)
-
-
-def test_version_1_can_be_read(state: dict[str, Any]) -> None:
-    first = {key: state[key] for key in ("residual", "momentum", "step", "buckets")}
-    engine = engine_of(None)
-    engine.load_state_dict({"version": 1, **first})
-    again = engine.state_dict()
-    assert again["version"] == 2
-    assert (again["step"], again["rank"], again["package"]) == (3, None, "")
-    assert torch.equal(again["residual"]["large"], state["residual"]["large"])
 
 
 def test_swapped_files_are_refused() -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
@@ -73,7 +73,7 @@ def run_pair(function: Callable[..., None], *arguments: str, limit_s: float = ME
 
 
 @contextmanager
-def borrowed(descriptors: list[int]) -> Iterator[list[socket.socket]]:
+def borrowed(descriptors: Iterable[int]) -> Iterator[list[socket.socket]]:
     """Socket objects of descriptors that gloo owns, without those that it has closed."""
     found = []
     for descriptor in descriptors:

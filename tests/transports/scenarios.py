@@ -288,22 +288,21 @@ def traffic_is_exact(t: Transport) -> None:
 
     counted = spent(t, lambda: t.allgather(payloads[0], channel="counted 3"))
     block = 8 + 104  # its place in the table of sizes, and 100 padded to a multiple of 8
-    if not horovod and P <= 4:
+    if horovod or P <= 4:
         block = 100  # sent directly
     rounds = math.ceil(math.log2(P)) if not horovod and P > 4 else P - 1
     total = (P - 1) * block + rounds * header
     assert counted == Traffic(rounds, total, rounds, total)
 
-    if not horovod and P & (P - 1) == 0:
+    if P & (P - 1) == 0:
         counted = spent(t, lambda: t.allreduce_sum(torch.zeros(3), channel="counted 4"))
         rounds = P.bit_length() - 1
         nbytes = (12 + header) * rounds
         assert counted == Traffic(rounds, nbytes, rounds, nbytes)
-    if not horovod:
-        counted = spent(t, lambda: t.broadcast((torch.zeros(3),), 0, channel="counted 5"))
-        assert counted.messages_received == (0 if t.rank == 0 else 1)
-        sent = t.allreduce_sum(torch.tensor([counted.messages_sent]), channel="counted 4")
-        assert sent.item() == P - 1
+    counted = spent(t, lambda: t.broadcast((torch.zeros(3),), 0, channel="counted 5"))
+    assert counted.messages_received == (0 if t.rank == 0 else 1)
+    sent = t.allreduce_sum(torch.tensor([counted.messages_sent]), channel="counted 4")
+    assert sent.item() == P - 1
 
 
 def wrong_arguments_are_refused(t: Transport) -> None:

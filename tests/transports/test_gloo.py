@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import signal
 import socket
 import threading
 import time
@@ -12,7 +14,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from hvd_sparse.errors import TransportError
+from hvd_sparse.errors import PeerLostError, TransportError
 from hvd_sparse.transports import LocalTransport, Transport, run_ranks
 from hvd_sparse.transports.connect import create_transport
 from hvd_sparse.transports.gloo import GlooTransport, _ends_in, take_nothing
@@ -72,6 +74,7 @@ def test_a_wait_ends_whenever_its_transport_is_given_up() -> None:
 def test_a_connection_that_the_network_drops_ends_both_waits() -> None:
     """The watch's line goes on: each rank hears that the other is alive."""
     took: dict[int, float] = {}
+    dropped = threading.Barrier(2, timeout=20.0)
 
     def rank(t: Transport) -> None:
         t.allreduce_sum(torch.ones(1), channel="c")
@@ -79,6 +82,7 @@ def test_a_connection_that_the_network_drops_ends_both_waits() -> None:
             with borrowed(t._sockets.connected) as connections:  # type: ignore[attr-defined]
                 for connection in connections:  # both ends of it, in this process
                     take_nothing(connection)
+        dropped.wait()
         start = time.monotonic()
         with pytest.raises(TransportError, match=r"rank \d (lost|has waited|gave up|did not)") as e:
             t.allreduce_sum(torch.ones(1), channel="c")
@@ -87,6 +91,35 @@ def test_a_connection_that_the_network_drops_ends_both_waits() -> None:
 
     over_gloo(2, rank, timeout_s=2.0)
     assert max(took.values()) < 2 * 2.0 + 3.0, took
+
+
+def leave_a_child_behind(world: PairWorld, *when: str) -> None:
+    """Rank 1 forks a child that goes on, and is killed; rank 0 waits for its message."""
+    transport = create_transport("gloo", world, 20.0)
+    transport.allreduce_sum(torch.ones(1), channel="c")
+    world.meet()
+    if world.rank == 1:
+        if when == ("in an exchange",):
+            transport.exchange(None, None, 0, channel="c")
+        if os.fork() == 0:
+            world._peer.close()
+            for descriptor in (1, 2):
+                os.close(descriptor)
+            time.sleep(15.0)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 0 lost the connection to rank 1"):
+        transport.exchange(None, None, 1, channel="c").wait()
+    print(f"noticed after {time.monotonic() - start:.1f} s", flush=True)
+
+
+@pytest.mark.parametrize("when", ["between two exchanges", "in an exchange"])
+def test_a_death_is_noticed_while_forked_children_live(when: str) -> None:
+    said = run_pair(leave_a_child_behind, when)[0]
+    found = re.search(r"noticed after ([\d.]+) s", said)
+    assert found is not None, said
+    assert float(found[1]) < 5.0
 
 
 def test_a_port_scanner_costs_nothing() -> None:
@@ -111,6 +144,17 @@ def test_missing_descriptors_are_named_while_ranks_connect() -> None:
     meeting = MeetingStore(lambda entries: [entries])
     with no_descriptors(), pytest.raises(TransportError, match="Too many open files"):
         GlooTransport(0, 1, meeting, host="127.0.0.1", timeout_s=5.0)
+
+
+def test_what_could_not_connect_ends_quietly_with_its_process() -> None:
+    """The traceback of the error keeps it."""
+    meeting = MeetingStore(lambda entries: [entries])
+    with no_descriptors(), pytest.raises(TransportError) as caught:
+        GlooTransport(0, 2, meeting, host="127.0.0.1", timeout_s=5.0)
+    transport = caught.traceback[-1].frame.f_locals["self"]
+    assert transport.leave(caught.value)
+    transport.close()
+    transport.disown()
 
 
 def test_two_jobs_whose_ranks_get_each_others_ports_do_not_connect() -> None:
