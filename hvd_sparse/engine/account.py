@@ -50,12 +50,8 @@ COMPARISON_INTERVAL = 64
 class Account:
     """The books of one engine.
 
-    Args:
-        observer: Is told of plans and steps, or None. An observer that raises is not called again:
-            a warning says so, and training goes on.
-
-    Attributes:
-        step_began: Whether a step has begun that is not counted yet.
+    An observer that raises is not called again: a warning says so, and training goes on.
+    `step_began` says whether a step has begun that is not counted yet.
     """
 
     def __init__(self, observer: Observer | None) -> None:
@@ -69,7 +65,7 @@ class Account:
         self._compared = torch.zeros(len(COMPARED_PHASES), dtype=torch.float64, device="cpu")
 
     def begin_plan(self, transport: Transport, buckets: Sequence[Bucket]) -> None:
-        """Begin a plan; the ranks agree on whether they compare their times."""
+        """Begin a plan; the ranks compare their times where rank 0 has an observer."""
         self._buckets = buckets
         self._plans += 1
         mine = torch.tensor([self._observer is not None], dtype=torch.int64, device="cpu")
@@ -79,7 +75,6 @@ class Account:
         self.tell_plan(transport)
 
     def end_plan(self) -> None:
-        """End the plan; what its buckets have done stays counted."""
         self._let_go_before_l1 = self._let_go_l1
         self._steps_before = self._steps
         for bucket in self._buckets:
@@ -87,12 +82,10 @@ class Account:
         self._buckets = ()
 
     def tell_plan(self, transport: Transport) -> None:
-        """Tell the observer of the buckets, which may be none."""
         self._told_of_transport, self._rank = True, transport.rank
         self.tell(lambda observer: observer.planned(transport, self._buckets))
 
     def disconnected(self) -> None:
-        """Tell the observer that its transport is gone."""
         if self._told_of_transport:
             self.tell(lambda observer: observer.ended())
         self._told_of_transport = False
@@ -128,7 +121,6 @@ class Account:
         self._told_steps += 1
 
     def tell(self, call: Callable[[Observer], None]) -> None:
-        """Call the observer, if there is one and none of its calls has raised."""
         if self._observer is None:
             return
         try:

@@ -50,18 +50,15 @@ class Bucket:
 
     Attributes:
         specs: Its tensors, side by side in this order.
-        hosts: The two levels; None: all ranks are alike. `inside` exchanges inside this host.
+        inside: Exchanges inside this host; None: there is one level.
         shard: This rank's shard of the vector: all of it without two levels.
         step: Steps done; the position in the warm-up.
-        stages: How it is exchanged at each density of the warm-up.
-        memory: Residual and momentum of the shard.
         decoded: `(n,)`, in the gradients' type: the reduced gradient, of which the optimizer sees
             views. It is written again only after all of the bucket's next gradients have come.
         taken: The entries to send, between selection and exchange; else None.
         reduced: The step's result before it is decoded; else None.
         poisoned: Whether the step's result is non-finite somewhere.
-        is_open: Whether the last step has begun to change the bucket's state, and nobody has said
-            yet whether it counts.
+        is_open: Whether the last step has changed the state, and nobody has said if it counts.
         exponents_of: Gives a preconditioned tensor's units by name, contiguous int8 `(*shape)`,
             another object for others; None: they are 1.
     """
@@ -125,7 +122,6 @@ class Bucket:
         return self.phase is not Phase.COLLECTING or len(self._missing) < len(self.specs)
 
     def missing(self) -> list[str]:
-        """Names of the tensors whose gradients have not come."""
         pairs = zip(self.specs, self._gradients, strict=True)
         return [spec.name for spec, gradient in pairs if gradient is None]
 
@@ -244,7 +240,6 @@ class Bucket:
         return gradients
 
     def view(self, slot: int) -> Tensor:
-        """The decoded gradient of one tensor; the same object in every step."""
         return self._views[slot]
 
     def split(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, dict[str, Tensor]]]:
@@ -308,7 +303,6 @@ class Bucket:
         return state["kind"] == self._kind() and list(state["names"]) == names
 
     def _kind(self) -> str:
-        """The method, and what makes its exchanges: data, as text."""
         hosts = None if self.hosts is None else self.hosts.kind
         return json.dumps([self.method.id.to_json(), type(self.collective).__name__, hosts])
 
@@ -337,11 +331,9 @@ class Location:
 
     @property
     def reduced(self) -> Tensor:
-        """The decoded gradient; the same object in every step."""
         return self.bucket.view(self.slot) if self.whole is None else self.whole
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[Bucket, int, Tensor]]:
-        """A tensor's rows for each bucket: views."""
         for bucket, slot in self.slots:
             yield bucket, slot, bucket.specs[slot].of(tensor)
 
@@ -354,7 +346,6 @@ class Location:
         }
 
     def put_in(self, held: Mapping[str, Tensor]) -> None:
-        """Put back what `cut` returned."""
         for bucket, slot in self.slots:
             spec = bucket.specs[slot]
             bucket.put_in(slot, {kind: spec.of(tensor) for kind, tensor in held.items()})

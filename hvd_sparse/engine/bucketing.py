@@ -91,18 +91,15 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
         return torch.Size(self.shape).numel()
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Its gradient's type, as torch has it."""
         dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
         return dtype
 
     @property
     def tensor(self) -> TensorSpec:
-        """The whole tensor."""
         return self.whole or self
 
     @property
@@ -148,7 +145,6 @@ class MethodId:
         return str(MethodId(self.name, tuple(shown)))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain containers."""
         return {"name": self.name, "options": dict(self.options)}
 
     @staticmethod
@@ -188,12 +184,10 @@ class Method:
 
     @property
     def id(self) -> MethodId:
-        """Its identity."""
         return MethodId(self.name, self.options)
 
     @property
     def description(self) -> str:
-        """Its identity in words, for people."""
         return str(self.id)
 
     def k(self, numel: int, step: int | None = None) -> int:
@@ -212,7 +206,6 @@ class Method:
         return self.memory.clip_norm
 
     def choice_of(self, spec: TensorSpec) -> Choice:
-        """A method is the assignment that gives all tensors to itself."""
         return Choice(self)
 
 
@@ -220,10 +213,8 @@ class Method:
 class Choice:
     """How one tensor is reduced.
 
-    Attributes:
-        method: How it is compressed and exchanged; None: not at all, Horovod reduces it densely.
-        bucket: Tensors of one method, type and bucket name are exchanged as one vector. The empty
-            name leaves it to the method's `bucket_numel` and `part_numel`.
+    A `method` of None leaves it to Horovod, densely. Tensors of one method, type and bucket name
+    are exchanged as one vector; the empty name leaves it to `bucket_numel` and `part_numel`.
     """
 
     method: Method | None
@@ -291,11 +282,7 @@ def form_buckets(
 
 
 def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
-    """Check that all ranks have one assignment, before any of them waits for another's bucket.
-
-    Raises:
-        PlanError: On every rank, if they do not.
-    """
+    """Raise PlanError on every rank unless all have one assignment, before any exchange."""
     _exchanged(assignment, [], transport, "assignment")
 
 
@@ -305,10 +292,7 @@ def agree_on_plan(
     transport: Transport,
     devices: Devices,
 ) -> list[BucketPlan]:
-    """Make the plan by rank 0's order of arrival; every rank checks that it can follow it.
-
-    Returns:
-        The buckets in the order of exchange.
+    """The buckets in the order of exchange, by rank 0's order of arrival; all ranks make them.
 
     Raises:
         PlanError: On every rank, if any rank has other tensors or treats them otherwise.
@@ -339,7 +323,6 @@ def _told(spec: TensorSpec, at: Mapping[str, int]) -> dict[str, Any]:
 
 
 def text_tensor(text: str) -> torch.Tensor:
-    """A text as the payload of a message, uint8."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 

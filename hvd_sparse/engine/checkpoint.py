@@ -197,11 +197,7 @@ class Together:
     folder: Path
 
     def do(self, action: Callable[[], tuple[Mine, Told]]) -> tuple[Mine, list[Told]]:
-        """Do this rank's part, which returns what stays here, and what all ranks hear.
-
-        Raises:
-            CheckpointError: On every rank, if the action has failed on any.
-        """
+        """Do this rank's part, which returns what stays here, and what all ranks hear."""
         mine, told, error = None, None, ""
         try:
             mine, told = action()
@@ -285,12 +281,7 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> bool:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, checked.
-
-    Raises:
-        OSError: It cannot be read.
-        ConfigError: It is damaged, or is not a manifest of this package.
-    """
+    """The manifest, checked; ConfigError where it is damaged or not of this package."""
     try:
         document = json.loads((folder / MANIFEST).read_bytes())
         manifest = document["manifest"]

@@ -39,7 +39,6 @@ class WithDense:
         return f"{self.inner.description}; dense below {self.dense_below}: {self.dense.description}"
 
     def choice_of(self, spec: TensorSpec) -> Choice:
-        """The inner choice, or the dense method for small and dense tensors."""
         choice = self.inner.choice_of(spec)
         small = spec.numel < self.dense_below or choice.method is None
         return Choice(self.dense) if small else choice
@@ -48,10 +47,8 @@ class WithDense:
 def with_dense(assignment: Assignment, dense: Callable[[float], Method], below: int) -> Assignment:
     """The assignment itself, or if it clips gradients, one that leaves no tensor to Horovod.
 
-    Args:
-        assignment: One of this package's, or a user's, which need not know of clipping.
-        dense: Makes the method of dense tensors from the limit.
-        below: Tensors of fewer elements are dense.
+    `dense` makes the method of dense tensors, also of those of fewer elements than `below`, from
+    the limit. A user's assignment need not know of clipping.
     """
     clip_norm: float | None = getattr(assignment, "clip_norm", None)
     return assignment if clip_norm is None else WithDense(assignment, dense(clip_norm), below)

@@ -32,19 +32,14 @@ class Engine:
 
     One step is `submit` for every tensor, `result` for every tensor, and `settle`, once it is known
     whether the results were applied. An engine that is collected as garbage ends its background
-    threads and closes its transport.
-
-    Args:
-        assignment: How each tensor is reduced; a `Method` where that is the same for all.
-        observer: Is told of plans and steps. Each rank may have another one, or none; the ranks
-            compare their times if rank 0 has one. One that raises is not called again.
+    threads and closes its transport. An `assignment` is a `Method` where all tensors have the same;
+    ranks may have different observers.
 
     Attributes:
         skipped_steps: Steps that were taken back, since their results were not applied.
         dropped_l1: L1 norm of the residuals that this rank dropped.
         lost_l1: L1 norm of the residuals of ranks that are gone, as far as a caller knows it.
         hosts: Two levels among the ranks, or None; to be set after `connect`, before a step.
-        residuals: What waits to be sent.
         exponents_of: See `Bucket`; to be set before a step.
     """
 
@@ -96,7 +91,6 @@ class Engine:
 
     @property
     def planned(self) -> bool:
-        """Whether the first step has made the plan."""
         return bool(self._buckets)
 
     @property
@@ -121,11 +115,9 @@ class Engine:
         return taken
 
     def method_of(self, name: str) -> Method | None:
-        """How a tensor of the plan is compressed; None for any other."""
         return self._locations[name].bucket.method if name in self._locations else None
 
     def corrects_momentum(self, name: str | None) -> bool:
-        """Whether a tensor's reduced gradients come out of momentum correction."""
         method = None if name is None else self.method_of(name)
         return method is not None and method.memory.momentum > 0
 
@@ -133,13 +125,8 @@ class Engine:
         """Keep the last step, or take it back as if it had never been; between steps.
 
         A step that was not settled is settled when the first gradient of the next one is submitted.
-
-        Args:
-            counts: Whether its results were applied; None: if all of them are finite.
-            undone: Tensors whose results were not, where the step counts otherwise.
-
-        Returns:
-            Whether this call took a step back.
+        `counts` says whether its results were applied (None: if all are finite), and `undone` which
+        tensors' results were not all the same. Returns whether this call took a step back.
         """
         self._spent = []
         if not (self._unsettled or self.residuals.is_releasing):
@@ -155,30 +142,19 @@ class Engine:
         return not counts
 
     def let_go(self) -> None:
-        """Drop the last step's gradients on a background thread.
-
-        Giving the memory of large gradients back to the system takes milliseconds. Without this
-        call `settle` drops them.
-        """
+        """Drop the last step's gradients on a background thread: freeing memory takes time."""
         spent, self._spent = self._spent, []
         self._worker.let_go(spent)
 
     def rescale(self, factor: float) -> None:
-        """Multiply all residuals and momenta by a factor, between steps.
-
-        They are in units of the gradients, which a loss scaler changes.
-        """
+        """Multiply all residuals and momenta, as a loss scaler does gradients; between steps."""
         self.settle()
         self.residuals.rescale(factor)
 
     def forget(self, names: Collection[str]) -> float:
         """Drop tensors' residuals and momenta; all ranks call this alike, between steps.
 
-        Returns:
-            L1 norm of the residuals that this rank dropped; `dropped_l1` counts it.
-
-        Raises:
-            ConfigError: A step is under way.
+        Returns the L1 norm of the residuals that this rank dropped; `dropped_l1` counts it.
         """
         self.check_between_steps("forget()")
         self.settle()
@@ -189,8 +165,7 @@ class Engine:
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on; all ranks call this alike.
 
-        To be called between steps. Residuals stay with their tensors: a tensor that becomes dense
-        releases its own (`Residuals.release`).
+        Residuals stay with their tensors: one that becomes dense is released (`Residuals.release`).
         """
         self._give_up_plan()
         self.residuals.change_units(self.assignment, assignment)
@@ -215,17 +190,12 @@ class Engine:
         self.residuals.give_momentum(spec.name, share * momentum_unit(self.assignment, spec))
 
     def tell_tried(self, trial: Mapping[str, Any]) -> None:
-        """Tell the observer what a planner tried and chose."""
         transport = self._transport
         assert transport is not None
         self._account.tell(lambda observer: observer.tried(transport, trial))
 
     def agree(self) -> None:
-        """Check that all ranks have the same assignment; they call this together, between steps.
-
-        Raises:
-            PlanError: On every rank, if they do not.
-        """
+        """Raise PlanError on every rank unless all have the same assignment; between steps."""
         assert self._transport is not None
         agree_on_assignment(self.assignment, self._transport)
 
@@ -257,7 +227,7 @@ class Engine:
     # -- a step, seen from the training thread -----------------------------------------------------
 
     def begin_step(self) -> None:
-        """Say that a step begins; otherwise steps in which all tensors are dense do not count."""
+        """Say that a step begins; else steps in which all is dense do not count."""
         self._end_dense_step()
         self.residuals.drop_idle_momentum(self.assignment)
         self._account.step_began = True
@@ -302,10 +272,7 @@ class Engine:
         return self.results(name)[name]
 
     def results(self, name: str) -> Mapping[str, Tensor]:
-        """All reduced gradients, views, by name; waits for the whole step.
-
-        Args:
-            name: One that must be among them.
+        """All reduced gradients, views, by name, `name` among them; waits for the whole step.
 
         Raises:
             TransportError: A peer is gone or did not answer.
@@ -347,11 +314,7 @@ class Engine:
         self._worker.fail(error)
 
     def plan(self) -> None:
-        """Make the plan where the first step's gradients are there; all ranks call this together.
-
-        Raises:
-            PlanError: On every rank, if any rank has other tensors or treats them otherwise.
-        """
+        """Make the plan (`agree_on_plan`) once the first step is there; all ranks together."""
         if self._buckets or not self._arrivals:
             return
         assert self._transport is not None
@@ -390,17 +353,12 @@ class Engine:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, by parameter, and the state of selectors and collectives.
-
-        Raises:
-            ConfigError: A step is under way.
-        """
+        """This rank's residuals, by parameter, and the state of selectors and collectives."""
         self.check_between_steps("state_dict()")
         self.settle()
         return self.residuals.state(self._transport).as_dict()
 
     def check_between_steps(self, call: str) -> None:
-        """Raise ConfigError for a call while a step is under way."""
         if self.error is None and any(b.phase is not Phase.COLLECTING for b in self._buckets):
             raise ConfigError(f"{call} must be called between steps, got a call within one")
 
@@ -438,6 +396,5 @@ class Engine:
             self.count_dropped(restored.drop(strangers), f"residuals of {', '.join(strangers)}")
 
     def count_dropped(self, l1: float, what: str) -> None:
-        """Count residuals that are dropped, and warn of them."""
         self.dropped_l1 += l1
         warn(f"dropped {what}: L1 norm {l1:g}")

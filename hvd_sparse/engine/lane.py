@@ -27,9 +27,6 @@ class DeviceLane:
     All memory that crosses is safe with torch's allocator: what the training's stream gave away is
     kept by the bucket until `hand_back`, and what the lane allocates is used again only by work
     that comes after a `hand_over`. Torch keeps pinned memory until a copy from it is done.
-
-    Args:
-        device: The gradients' device.
     """
 
     def __init__(self, device: torch.device) -> None:

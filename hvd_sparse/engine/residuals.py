@@ -48,18 +48,13 @@ class Residuals:
     def begin_plan(
         self, buckets: Sequence[Bucket], locations: Mapping[str, Location], transport: Transport
     ) -> None:
-        """Move what the buckets' tensors have into the buckets; all ranks do so together.
-
-        Raises:
-            ConfigError: On every rank, where a state does not fit; see `EngineState.restore`.
-        """
+        """Move what the buckets' tensors have into them, or raise ConfigError; on all ranks."""
         left = self.outside.restore(buckets, transport, self._is_strict)
         self.outside, self._is_strict = EngineState(left), False
         self._buckets, self._locations = buckets, locations
         self._specs |= {name: location.spec for name, location in locations.items()}
 
     def end_plan(self, transport: Transport | None) -> None:
-        """Move everything out of the buckets, for the next plan."""
         if self._buckets:
             self.outside = self.state(transport)
         self._buckets, self._locations = (), {}
@@ -90,12 +85,10 @@ class Residuals:
 
     @property
     def holds_any(self) -> bool:
-        """Whether anything waits to be sent."""
         held = [*self.outside.residual.values(), *(b.memory.residual for b in self._buckets)]
         return any(bool(each.any()) for each in held)
 
     def rescale(self, factor: float) -> None:
-        """Multiply everything by a factor, between steps."""
         for bucket in self._buckets:
             bucket.memory.rescale(factor)
         for tensors in self.outside.by_kind().values():
@@ -103,7 +96,6 @@ class Residuals:
                 tensor.mul_(factor)
 
     def forget(self, names: Collection[str]) -> float:
-        """Drop tensors' residuals and momenta; returns the L1 norm of the residuals."""
         planned = [
             self._locations[name].cut()["residual"] for name in names if name in self._locations
         ]
@@ -168,7 +160,6 @@ class Residuals:
 
     @property
     def is_releasing(self) -> bool:
-        """Whether a released part was reduced in a step that is not settled yet."""
         return bool(self._flushed)
 
     # -- frozen tensors ----------------------------------------------------------------------------
@@ -192,7 +183,6 @@ class Residuals:
     # -- momenta between two plans -----------------------------------------------------------------
 
     def change_units(self, before: Assignment, after: Assignment) -> None:
-        """Convert momenta to the units of another assignment."""
         for name, tensor in self.outside.momentum.items():
             # In a new process the state alone tells of the tensor.
             spec = self._specs.get(name) or TensorSpec(name, tuple(tensor.shape), "torch.float32")
@@ -216,7 +206,6 @@ class Residuals:
         return [part.view(tensor.shape) for part, tensor in zip(parts, own, strict=True)]
 
     def give_momentum(self, name: str, share: Tensor) -> None:
-        """Begin a tensor's momentum, in the assignment's unit."""
         self.outside.momentum[name] = share
         self.outside.residual.setdefault(name, torch.zeros_like(share))
 

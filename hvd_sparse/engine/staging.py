@@ -37,19 +37,14 @@ class Stage:
     takes_all: bool = False
 
     def select(self, selector: Selector, accumulator: Accumulator) -> SparseStream:
-        """Take out of the accumulator what is to be exchanged."""
         return accumulator.select(0.0) if self.takes_all else selector.select(accumulator, self.k)
 
 
 class Stages:
-    """The choices of one bucket.
+    """The choices of one bucket; `current` is that of the last call of `at`.
 
-    `current` is the choice of the last call of `at`.
-
-    Args:
-        collective: The one that its method names.
-        selector: Says how many more than k entries may have to be sent.
-        takes_all: Whether everything is applied at any k, since there is nobody to send it to.
+    The selector says how many more than k entries may have to be sent. `takes_all`: everything is
+    applied at any k, since there is nobody to send it to.
     """
 
     def __init__(

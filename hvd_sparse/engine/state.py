@@ -71,7 +71,6 @@ class EngineState:
         return state
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
-        """Residuals and momenta by the names of their kinds."""
         return {"residual": self.residual, "momentum": self.momentum}
 
     def add(self, other: EngineState) -> None:
@@ -82,7 +81,6 @@ class EngineState:
                 mine[name] = mine[name] + tensor if name in mine else tensor
 
     def copy(self) -> EngineState:
-        """The same with residuals and momenta of its own."""
         residual, momentum = (
             {name: tensor.detach().clone() for name, tensor in tensors.items()}
             for tensors in (self.residual, self.momentum)
@@ -90,11 +88,7 @@ class EngineState:
         return replace(self, residual=residual, momentum=momentum)
 
     def drop(self, names: Collection[str]) -> float:
-        """Let go of tensors, and of the states of their buckets.
-
-        Returns:
-            The L1 norm of their residuals.
-        """
+        """Let go of tensors, and of their buckets' states; returns the residuals' L1 norm."""
         lost = l1_of(self.residual.pop(name) for name in names if name in self.residual)
         gone = set(names)
         for name in gone & self.momentum.keys():
@@ -111,11 +105,7 @@ class EngineState:
 
     @staticmethod
     def from_dict(state: Mapping[str, Any]) -> EngineState:
-        """Read a copy of what `as_dict` made.
-
-        Raises:
-            ConfigError: It is not such a state; the message names key, range and value.
-        """
+        """A copy of what `as_dict` made; ConfigError names what is wrong otherwise."""
         if not isinstance(state, Mapping):
             raise _refuse(f"it must be a mapping, got {type(state).__name__}")
         version = state.get("version")
@@ -148,19 +138,13 @@ class EngineState:
         A collective goes on only if every rank brings the same state for it: after a change of the
         world, a new rank has none, and ranks at different steps would wait for each other. The same
         holds for a selector that must be in one state on all ranks. The warm-up goes on from the
-        rank that is furthest.
-
-        Args:
-            buckets: New ones.
-            transport: Connects the ranks.
-            strict: Whether the state was loaded as that of this rank, and so on all ranks.
+        rank that is furthest. `strict`: it was loaded as that of this rank, and so on all ranks.
 
         Returns:
             Residuals of tensors that are in no bucket: they wait for the next dense reduction.
 
         Raises:
-            ConfigError: On every rank, if any rank's state does not fit, or if loaded states are
-                not those of one step on all ranks.
+            ConfigError: On every rank, if a state does not fit, or loaded ones are not of one step.
         """
         matching = [next(filter(bucket.fits, self.buckets), None) for bucket in buckets]
         misfit = self._misfit(buckets, matching, transport if strict else None)
@@ -209,11 +193,7 @@ class EngineState:
         return ""
 
     def check_rank(self, transport: Transport) -> None:
-        """Check that this is the state of this rank in this world, as far as it says.
-
-        Raises:
-            ConfigError: It is that of another one.
-        """
+        """Raise ConfigError unless this is, as far as it says, that of this rank in this world."""
         mine, its = (transport.rank, transport.world_size), (self.rank, self.world_size)
         if its[0] is not None and its != mine:
             raise _refuse(
@@ -254,7 +234,6 @@ def _check_together(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> str:
-    """Digest of what must be the same on all ranks."""
     parts = ["collective", "selector"] if bucket.selector.is_common else ["collective"]
     common = state and [state[part] for part in parts]
     text = json.dumps(common, default=lambda tensor: tensor.tolist())

@@ -46,7 +46,6 @@ class Worker(Leaving):
     """Works on the buckets of a plan, in the plan's order, each as soon as its gradients are there.
 
     Attributes:
-        transport: Connects the ranks; None before `connect` and after `close`.
         scale: Factor of the sums over the ranks; None while it is not known.
         unit: The loss scale that gradients are multiplied by, for clipping; 1 where there is none.
         error: Why the step under way has failed, or None.
@@ -70,7 +69,6 @@ class Worker(Leaving):
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing has failed, and no bucket is due or under way."""
         return self.error is None and not any(b.phase.is_due for b in self._buckets)
 
     def connect(self, transport: Transport) -> None:
@@ -129,7 +127,6 @@ class Worker(Leaving):
         self._stopping = False
 
     def close(self) -> None:
-        """Stop, and close the transport; may be called again."""
         self.stop()
         with self._changed:
             self._orphaned = self._exchanging and threading.current_thread() in self._threads[1:]
@@ -158,7 +155,6 @@ class Worker(Leaving):
     # -- for the training thread -------------------------------------------------------------------
 
     def begin(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are there: it is due."""
         with self._changed:
             if bucket.phase is Phase.COLLECTING:
                 bucket.phase = Phase.READY
@@ -166,11 +162,7 @@ class Worker(Leaving):
                 self._changed.notify_all()
 
     def wait_for(self, bucket: Bucket, phase: Phase) -> None:
-        """Wait until a bucket's step is in a phase.
-
-        Raises:
-            BaseException: The error by which the step has failed.
-        """
+        """Wait until a bucket's step is in a phase; raises what the step has failed by."""
         with self._changed:
             while not self._changed.wait_for(
                 lambda: bucket.phase is phase or self.error is not None, ABANDON_S
@@ -195,10 +187,8 @@ class Worker(Leaving):
     def wait_for_all(self, timeout_s: float) -> bool:
         """Wait while the exchanges of a whole step are under way, but no longer than `timeout_s`.
 
-        Does not wait where a gradient is missing: the caller may be the one to bring it.
-
-        Returns:
-            Whether no exchange is under way any more; they may have failed.
+        Does not wait where a gradient is missing: the caller may be the one to bring it. Returns
+        whether no exchange is under way any more; they may have failed.
         """
         with self._changed:
             return self._changed.wait_for(
@@ -219,7 +209,6 @@ class Worker(Leaving):
             self.transport.abort(error)
 
     def let_go(self, spent: object) -> None:
-        """Drop references on a background thread, if there is one."""
         with self._changed:
             if self._exchanging:
                 self._spent.append(spent)
@@ -263,7 +252,6 @@ class Worker(Leaving):
                 self._changed.notify_all()
 
     def _select_ahead(self) -> None:
-        """The second thread selects while the first one exchanges or waits."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_over or self._next_ahead() is not None)
@@ -294,7 +282,6 @@ class Worker(Leaving):
         return next(ready, None)
 
     def _claim(self, bucket: Bucket) -> bool:
-        """Begin to select from a bucket; false if the other thread has begun."""
         with self._changed:
             is_mine = bucket.phase is Phase.READY
             if is_mine:

@@ -9,17 +9,10 @@ p.grad ◄─ decode all shards ◄───────────────
 ```
 
 * `Grid` says which rank is on which host (hosts.py). A `GroupTransport` connects the ranks of a
-  host (`Hosts.inside`), another one the ranks with the same local rank (`Hosts.across`). A group
-  numbers its own calls; failures, the watch and `traffic` are the whole transport's. So
-  collectives, memories, selectors and wires run unchanged over H ranks.
-* `InsideHost` is the exchange inside the host: `reduce_scatter(gradients)` and `gather(sum)`. Sums
-  are float32, in the order of the local ranks. All ranks of a host decode the same bytes.
-  `SharedHost` (shared.py) uses shared memory, with two posted numbers per bucket and rank, and no
-  further barrier. `OverTransport` (inside.py) sends messages. `OverDevices` (inside.py) sends
-  gradients from device to device over NCCL, where the ranks of a host have a device each.
-* Waiting in shared memory is no message, so the second thread may select ahead there as well. The
-  thread that exchanges takes the buckets in order, and itself does what nobody has begun: each rank
-  comes to each bucket.
+  host (`Hosts.inside`), another one the ranks with the same local rank (`Hosts.across`).
+* `InsideHost` is the exchange inside the host. `SharedHost` (shared.py) uses shared memory;
+  `OverTransport` (inside.py) sends messages; `OverDevices` (inside.py) sends gradients from device
+  to device over NCCL. All ranks of a host decode the same bytes.
 * A state has whole tensors, zero outside the shard, so that the sum over all ranks is as with one
   level. `Bucket.load` adds up what the ranks of a host bring, and keeps the shard. The states of
   selectors and collectives belong to the shard.

@@ -43,17 +43,14 @@ class Grid:
 
     @property
     def hosts(self) -> int:
-        """H, the number of hosts."""
         return len(self.ranks)
 
     @property
     def local_size(self) -> int:
-        """L, the ranks of each host."""
         return len(self.ranks[0])
 
     @property
     def inside(self) -> tuple[int, ...]:
-        """The ranks of this host, in order."""
         return self.ranks[self.host]
 
     @property
@@ -136,9 +133,6 @@ class Hosts:
         """The exchange inside this host of a bucket of `numel` elements; collective over the host.
 
         `dtype` is the gradients' type, such as "torch.float32", and `device` where they are.
-
-        Raises:
-            TransportError: A peer is gone, or memory cannot be shared.
         """
         transport = self._transport
         if isinstance(transport, NcclTransport) and device.type == transport.device.type:

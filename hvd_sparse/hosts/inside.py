@@ -50,33 +50,19 @@ class InsideHost(ABC):
 
     @property
     def shard_numel(self) -> int:
-        """m, the elements of this rank's shard."""
         return int(self.shard.stop - self.shard.start)
 
     @abstractmethod
     def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The host's sum of this rank's shard.
+        """The host's sum of this rank's shard: float32 `(m,)`, valid until the next call.
 
-        Args:
-            gradients: This rank's tensors, side by side over the bucket: one type, any strides.
-
-        Returns:
-            float32 `(m,)` on the gradients' device, valid until the next call.
-
-        Raises:
-            TransportError: A peer is gone or did not answer.
+        `gradients` are this rank's tensors, side by side over the bucket: one type, any strides.
+        The sum is on their device.
         """
 
     @abstractmethod
     def gather(self, own: Sum) -> ShardedSum:
-        """The reduced shards of all ranks; readable until the next `reduce_scatter`.
-
-        Args:
-            own: This rank's reduced shard, over m elements.
-
-        Raises:
-            TransportError: A peer is gone or did not answer.
-        """
+        """The reduced shards of all ranks, `own` among them; readable until `reduce_scatter`."""
 
     def _message(self, own: Sum) -> Payload:
         """A reduced shard in the shorter form, at most m values long."""
@@ -181,6 +167,5 @@ class ShardedSum:
         return all(shard.isfinite() for shard in self.shards)
 
     def write(self, out: Tensor, scale: float) -> None:
-        """Writes the vector times `scale`, as `SparseStream.write` does."""
         for shard, (start, stop) in zip(self.shards, pairwise(self._bounds), strict=True):
             shard.write(out[start:stop], scale)

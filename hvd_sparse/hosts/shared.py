@@ -5,19 +5,14 @@ shard's reduced stream. The numbers count the steps whose gradients and streams 
 
 A rank writes a step's gradients only after it has read all streams of the step before, and its
 stream only after all gradients are there. So no rank overwrites what another one still reads, and
-no further barrier is needed: a rank that has posted a stream has read the gradients, and one that
-has posted gradients has decoded the last step's streams.
+no further barrier is needed. Any thread may wait here, beside one that exchanges messages: each
+rank comes to each bucket eventually. The transport's watch ends a wait for a peer that fails.
 
-Any thread may wait here, beside one that exchanges messages, and for any bucket: each rank comes to
-each bucket eventually, in whatever order. The transport's watch ends a wait for a peer that fails.
-
-The memory has no name in any file system. Each rank makes a segment by `memfd_create`; the others
-open it through `/proc/PID/fd/N`, and map it. A name under /dev/shm would have to be unlinked, so a
-killed rank would leave it behind; and a container's /dev/shm often has only 64 MB. A segment ends
-with the last process that maps it, however that process ends.
-
-Process numbers mean the same only within one PID namespace. So a segment begins with 16 random
-bytes, which its owner tells the others: a rank that maps a wrong segment notices.
+The memory has no name in any file system, which a killed rank would leave behind, and which in a
+container often has only 64 MB. Each rank makes a segment by `memfd_create`; the others open it
+through `/proc/PID/fd/N`, and map it. It ends with the last process that maps it. Process numbers
+mean the same only within one PID namespace, so a segment begins with 16 random bytes, which its
+owner tells the others.
 """
 
 from __future__ import annotations
@@ -58,7 +53,7 @@ PAGE_BYTES = 4096
 class SharedHost(InsideHost):
     """One bucket's exchange through shared memory; making it is collective over the host.
 
-    `transport` connects all ranks; its failures end waits here. `inside` connects the host's.
+    `transport` connects all ranks, and its failures end waits here; `inside` connects the host's.
 
     Raises:
         TransportError: A rank of the host cannot share memory; on all of them.
@@ -103,9 +98,8 @@ class SharedHost(InsideHost):
     def _offer(self, gradient: Tensor, start: int) -> tuple[int, Tensor] | None:
         """Lets the others read their shards of a gradient.
 
-        Returns:
-            Where this rank's own shard of it begins in the bucket, and that part, contiguous and on
-            the host (often not copied); None: this rank has no part of it.
+        Returns where this rank's own shard of it begins in the bucket, and that part, contiguous
+        and on the host (often not copied); None where this rank has no part of it.
         """
         place = self._gradients[self._own][start : start + gradient.numel()]
         first, last = (
@@ -144,11 +138,7 @@ class SharedHost(InsideHost):
         ops.post(int64_at(self._segments[self._own], what), self._steps)
 
     def _wait(self, number: int, what: str) -> None:
-        """Waits until all ranks of the host have posted a step's number.
-
-        Raises:
-            TransportError: The transport has failed, or a rank did not come.
-        """
+        """Waits until all ranks of the host have posted a step's number."""
         places = [int64_at(segment, number) for segment in self._segments]
         if ops.posted(places, self._steps):
             return
@@ -189,9 +179,8 @@ def copied(place: Tensor, values: Tensor) -> None:
 def share(inside: GroupTransport, nbytes: int) -> tuple[list[Tensor], str]:
     """Makes a segment of `nbytes` on each rank of a host, and maps all of them; collective.
 
-    Returns:
-        The segments in the order of the ranks, and ""; or on all ranks alike, why a rank could not
-        map another's.
+    Returns the segments in the order of the ranks, and ""; or on all ranks alike, why a rank could
+    not map another's.
     """
     problem = ""
     own: OwnSegment | None = None
@@ -219,10 +208,7 @@ def share(inside: GroupTransport, nbytes: int) -> tuple[list[Tensor], str]:
 
 
 class SegmentAddress(NamedTuple):
-    """Where to find a segment, as its owner tells the ranks of its host.
-
-    `fd` is its descriptor in the owner's process `pid`; `token`, in hexadecimal, its first bytes.
-    """
+    """Where the ranks of a host find a segment; `token`, in hexadecimal, is its first bytes."""
 
     pid: int
     fd: int
@@ -241,13 +227,7 @@ def _mapped(fd: int, nbytes: int) -> Tensor:
 
 
 class OwnSegment:
-    """A new segment of this rank, which others can open until `hide`.
-
-    Its mapping here, `segment`, is uint8, of at least `nbytes`. The others find it at `address`.
-
-    Raises:
-        OSError: The system cannot provide the memory.
-    """
+    """A new segment of this rank, at least `nbytes` long, which others can open until `hide`."""
 
     def __init__(self, nbytes: int) -> None:
         if not hasattr(os, "memfd_create"):
@@ -271,11 +251,7 @@ class OwnSegment:
 
 
 def open_segment(address: SegmentAddress) -> Tensor:
-    """Maps another rank's segment.
-
-    Raises:
-        OSError: It cannot be found, or it is another segment.
-    """
+    """Maps another rank's segment; OSError where it is not found, or is another one."""
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size != address.nbytes:

@@ -1,16 +1,7 @@
-"""How the ranks of a Horovod world connect.
+"""How the ranks of a Horovod world connect: `create_transport` tells the story, from the top.
 
-`create_transport` tells the story, from the top:
-
-1. *Who am I?* `HorovodBootstrap` says which ranks there are; it gathers objects over Horovod.
-2. *What do we agree on?* `greet` compares releases, and `decide` picks one transport. Each rank
-   first tells what it wants and can do. `decide` is a pure function of what all ranks told, so all
-   ranks choose alike, or all raise.
-3. *Over which addresses?* `choose_addresses` (see `meeting`), again from what all ranks told.
-4. *What do we share?* A secret token, and the `lines` over which the ranks' watches talk.
-5. `_connect` makes the transport, and a `Watch` goes with it.
-
-Where one rank cannot do its part, all are told why (`together`).
+What the ranks decide is a pure function of what all of them told, so all choose alike, or all
+raise. Where one rank cannot do its part, all are told why (`together`).
 """
 
 from __future__ import annotations
@@ -115,11 +106,7 @@ def create_transport(
 class HorovodBootstrap:
     """The ranks of one of Horovod's process sets (by default all), before they have a transport.
 
-    Attributes:
-        rank: This rank in the process set.
-        size: P.
-        ranks: Horovod's global rank of each of the process set's ranks.
-        mpi_enabled: Whether MPI started the processes.
+    `ranks` has Horovod's global rank of each. `mpi_enabled`: MPI started the processes.
 
     Raises:
         ConfigError: Horovod is not initialised, or this process is not in the process set.
@@ -148,8 +135,7 @@ class HorovodBootstrap:
         """Every rank's object, by rank; collective (Horovod's own function takes no process set).
 
         Raises:
-            TransportTimeout: Not all ranks came within `timeout_s`. Horovod knows which are
-                missing, and warns of them after HOROVOD_STALL_CHECK_TIME_SECONDS, 60 by default.
+            TransportTimeout: Not all ranks came in time; Horovod warns of who is missing.
         """
         if self.size == 1:
             return [obj]
@@ -181,10 +167,6 @@ def greet(world: HorovodBootstrap, obj: Any, timeout_s: float) -> list[Any]:
 
     The greeting is a tuple of plain values, sent before anything else, so that any two releases
     can read each other's. `obj` is unpickled only where the releases are the same.
-
-    Raises:
-        PlanError: Ranks run different releases; on all of them.
-        TransportTimeout: Not all ranks came: one whose optimizer has no compression never does.
     """
     hello = (PROTOCOL, __version__, pickle.dumps(obj))
     every = world.allgather_object(hello, "hvd_sparse.hello", timeout_s)
@@ -214,9 +196,8 @@ def _some(ranks: Sequence[int]) -> str:
 class Capability:
     """What one rank wants and can do.
 
-    `source` says where the name of the requested transport comes from. A problem says why something
-    cannot be used here. `device` is the UUID of this rank's CUDA device, which is unique among all
-    hosts; None without NCCL.
+    `source` says where the name of the requested transport comes from. `device` is the UUID of this
+    rank's CUDA device, which is unique among all hosts; None without NCCL.
     """
 
     requested: str
@@ -230,7 +211,6 @@ class Capability:
 def describe_capability(
     name: str, world: HorovodBootstrap, device: torch.device | None = None
 ) -> Capability:
-    """This rank's part in the decision."""
     requested, source = name, "transport"
     if name == "auto" and os.environ.get(VARIABLE):
         requested, source = os.environ[VARIABLE], VARIABLE
@@ -321,11 +301,8 @@ def _share(
 ) -> tuple[str, dict[int, Line]]:
     """A common token, and lines to the other ranks; none in a world of one or without addresses.
 
-    The token is 16 random bytes of rank 0's in hexadecimal, new for each transport. A counter would
-    not do: in an elastic job, the ranks have made different numbers of transports.
-
-    Raises:
-        TransportError: A rank cannot listen, or not all ranks connected; on all of them.
+    The token is 16 random bytes of rank 0's in hexadecimal, new for each transport: in an elastic
+    job, a counter would differ between ranks.
     """
     listeners: list[socket.socket] = []
 

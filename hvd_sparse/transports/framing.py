@@ -62,11 +62,7 @@ class Context(NamedTuple):
 
 
 def payload_nbytes(payload: Payload) -> int:
-    """The number of bytes in a payload.
-
-    Raises:
-        TypeError: The payload is no sequence of contiguous CPU tensors.
-    """
+    """The number of bytes in a payload; TypeError unless it has contiguous CPU tensors."""
     if isinstance(payload, torch.Tensor):
         raise TypeError(
             "a payload is a sequence of tensors, got one tensor: wrap it, as in (tensor,)"
@@ -85,10 +81,7 @@ def payload_nbytes(payload: Payload) -> int:
 
 
 def next_capacity(payload_bytes: int) -> int:
-    """Bytes that a message may have, header included, after one that had `payload_bytes`.
-
-    22 to 25 % more than that one had.
-    """
+    """Bytes of the message, header included, after one of `payload_bytes`: 22 to 25 % more."""
     wanted = max(MIN_CAPACITY_BYTES, HEADER_BYTES + payload_bytes + payload_bytes * 11 // 50)
     unit = 1 << (wanted.bit_length() - 1 - CAPACITY_DIGITS)
     return -(-wanted // unit) * unit

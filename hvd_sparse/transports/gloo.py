@@ -1,16 +1,13 @@
 """Messages over a gloo group of torch.distributed that only this package uses.
 
-It touches no global process group. `meeting` describes how the ranks learn each other's addresses,
-and what listens.
-
 Gloo has no bounds of its own here, so this transport finds gloo's sockets (`Sockets`): the system
 ends a connection whose other end is out of reach for `timeout_s`, counts its bytes for the watch,
 and takes no connection for gloo once the ranks are connected. A stranger's would cost a descriptor
 for good, and gloo ends the process when there is none left.
 
 A send whose connection breaks while gloo's thread begins to write it never ends, whatever is
-closed. So other threads wait for the sends, as many as are under way at a time. A failure lets go
-whoever waits for them, and leaves these threads and the group to themselves.
+closed. So other threads wait for the sends. A failure lets go whoever waits for them, and leaves
+these threads and the group to themselves.
 
 Gloo accepts a message shorter than the posted buffer, but ends the whole process on a longer one.
 The tags (see `framing`) keep a message from meeting a buffer shorter than its capacity.
@@ -64,9 +61,7 @@ _ABANDONED: list[Any] = []
 
 
 class GlooTransport(PointToPointTransport):
-    """One rank of a gloo group.
-
-    The ranks meet in `meeting`. `host` is the IPv4 address where the others reach this rank.
+    """One rank of a gloo group; `host` is the IPv4 address where the others reach it.
 
     Raises:
         TransportError: Not all ranks connected within the timeout, or within `CONNECTING_S` where

@@ -33,11 +33,9 @@ SPIN_S = 50e-6
 class HorovodTransport(SupervisedTransport):
     """One rank of a Horovod process set.
 
-    `traffic` counts payloads as if they went straight to each peer. What Horovod's negotiation and
-    the inner steps of its collectives send is unknown here.
-
-    A wait gives up after `timeout_s`; the operation stays with Horovod, whose `shutdown` ends it.
-    `label` is a part of the operations' names: the same on all ranks, new for each transport.
+    `traffic` counts payloads as if they went straight to each peer. A wait gives up after
+    `timeout_s`; the operation stays with Horovod, whose `shutdown` ends it. `label` is a part of
+    the operations' names: the same on all ranks, new for each transport.
     """
 
     name = "horovod"
@@ -139,7 +137,6 @@ class HorovodTransport(SupervisedTransport):
         return operation
 
     def error_of(self, error: Exception) -> TransportError:
-        """What a failure in Horovod means."""
         return PeerLostError(f"rank {self.rank}: Horovod failed: {error}")
 
 

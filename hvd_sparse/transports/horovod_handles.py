@@ -24,10 +24,9 @@ LONGEST_SLEEP_S = 0.5e-3
 
 
 class Pauses:
-    """The pauses of one wait: it first yields the processor, then sleeps, longer and longer.
+    """The pauses of one wait: it yields the processor for `spin_s`, then sleeps, longer and longer.
 
-    It yields for `spin_s`, longer than what is soon there takes; a sleep lasts `slept_share` of the
-    time waited so far.
+    A sleep lasts `slept_share` of the time waited so far.
     """
 
     def __init__(
@@ -77,15 +76,9 @@ def wait_for(
     gives_up: Callable[[], object] = lambda: False,
     pauses: Pauses | None = None,
 ) -> bool:
-    """Waits until Horovod's `synchronize` would return at once for every one of the handles.
+    """Waits until Horovod's `synchronize` would return at once for each; says whether it would.
 
-    Args:
-        handles: Horovod's.
-        gives_up: Asked after each sleep whether to end the wait; may raise.
-        pauses: How to sleep.
-
-    Returns:
-        Whether it would; False where the wait was given up.
+    `gives_up` is asked after each sleep whether to end the wait; it may raise.
     """
     import horovod.torch as hvd
 

@@ -48,10 +48,7 @@ _HELLO_BYTES = _RANK.size + _PROOF_BYTES
 class Line:
     """This rank's end of the line to one peer. One thread receives; any thread may send.
 
-    Attributes:
-        connection: The socket.
-        ended: Why nothing more will come, in words; None while it may.
-        ended_at: Since when, a value of `time.monotonic()`.
+    `ended` says in words why nothing more will come, and `ended_at` since when; None while it may.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -134,15 +131,10 @@ def connect_lines(
 ) -> dict[int, Line]:
     """Connects this rank to all others, which do the same; each calls those of lower ranks.
 
-    Args:
-        rank: This rank.
-        listener: Where the higher ranks call; closed when this returns.
-        addresses: Where the others listen, by rank.
-        token: What only the ranks know, and new for each transport.
-        for_s: Seconds after which this gives up.
+    Closes the `listener` where the higher ranks call. Only the ranks know the `token`.
 
     Raises:
-        TransportTimeout: Some did not connect in time; they are named.
+        TransportTimeout: Some did not connect within `for_s`; they are named.
     """
     exchange = _Exchange(rank, listener, addresses, token)
     try:

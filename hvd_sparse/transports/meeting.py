@@ -1,18 +1,11 @@
 """How the ranks of several hosts find each other's addresses, and what listens meanwhile.
 
-Each rank describes its host (`describe_host`). `choose_addresses` picks the
-address where each rank listens: a pure function of all descriptions, so all ranks choose alike.
+Gloo needs no server: `MeetingStore` gives all ranks' addresses to all, by one allgather over
+Horovod. What listens is gloo itself, one TCP port per rank and group, bound to the rank's address.
 
-Gloo needs no server. Each rank puts its addresses into a store, and then reads everyone else's.
-`MeetingStore` does that by one allgather over Horovod. Nothing listens for it, and nothing of it
-remains once the group is connected. What listens is gloo itself: one TCP port per rank and group,
-bound to the rank's chosen address, until `close`. Once the ranks are connected, the system drops
-whatever comes to it.
-
-NCCL asks a store as long as the group lives, and ranks ask at different times. So it gets a
-`TCPStore`, which rank 0 binds to its chosen address, until `close`. A stranger on that network who
-finds the port can write to the store, but has to guess the prefix of its keys, 16 random bytes that
-went over Horovod.
+NCCL asks a store as long as the group lives. So it gets a `TCPStore`, which rank 0 binds to its
+address, until `close`. A stranger can write to it, but has to guess the prefix of its keys, 16
+random bytes that went over Horovod.
 """
 
 from __future__ import annotations
@@ -73,7 +66,6 @@ class HostReport:
 
 
 def describe_host(environment: Mapping[str, str] | None = None) -> HostReport:
-    """The report of this process."""
     variables = os.environ if environment is None else environment
     named = (variables.get(name) or None for name in (OWN_VARIABLE, HOROVOD_VARIABLE))
     return HostReport(_host_id(), _interfaces(), *named)
@@ -188,14 +180,8 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
 
     Every rank writes its entries, and then asks for the others'. The first question for a missing
     key starts an allgather of everything written since the last one. So all ranks have to take
-    turns in the same way, as they do in gloo's full mesh.
-
-    Args:
-        allgather: Gives every rank's object to every rank, in order; collective.
-
-    Attributes:
-        own: What this rank has written.
-        entries: What has arrived, of all ranks.
+    turns in the same way, as they do in gloo's full mesh. `own` is what this rank has written, and
+    `entries` what has arrived, of all ranks. `allgather` gives every rank's object to every rank.
     """
 
     def __init__(self, allgather: Callable[[dict[str, bytes]], list[dict[str, bytes]]]) -> None:
@@ -206,7 +192,6 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         self._new: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Writes an entry; the others see it after the next round."""
         self.own[key] = self._new[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
@@ -215,15 +200,10 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
         return self.entries[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether the entries have arrived."""
         return all(key in self.entries for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Fetches the entries; the allgather has its own timeout.
-
-        Raises:
-            TransportError: No rank has written them.
-        """
+        """Fetches the entries; the allgather has its own timeout."""
         for _ in range(ROUNDS):
             if self.check(keys):
                 return
@@ -236,11 +216,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
 
 
 def listen(address: str) -> socket.socket:
-    """A TCP socket that listens on a free port of one address.
-
-    Raises:
-        TransportError: The address cannot be bound.
-    """
+    """A TCP socket that listens on a free port of one address."""
     try:
         return socket.create_server((address, 0), backlog=BACKLOG)
     except OSError as error:
@@ -253,14 +229,7 @@ def _store(host: str, port: int, timeout_s: float, **options: Any) -> Any:
 
 
 def serve_store(address: str, timeout_s: float) -> tuple[Any, int]:
-    """Starts a `TCPStore` on rank 0 that listens on one IPv4 address only.
-
-    Returns:
-        The store, whose questions give up after `timeout_s`, and its port.
-
-    Raises:
-        TransportError: The address cannot be bound.
-    """
+    """Starts a `TCPStore` on rank 0 that listens on one IPv4 address; returns it, and its port."""
     listener = listen(address)
     port: int = listener.getsockname()[1]
     # The store owns the descriptor and closes it from here on.
@@ -270,11 +239,7 @@ def serve_store(address: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def join_store(host: str, port: int, timeout_s: float) -> Any:
-    """Connects to rank 0's store.
-
-    Raises:
-        TransportError: It cannot be reached within the timeout.
-    """
+    """Connects to rank 0's store."""
     try:
         return _store(host, port, timeout_s, is_master=False)
     except RuntimeError as error:

@@ -52,14 +52,11 @@ def problem_with_mpi(global_rank: int) -> str | None:
 class MpiTransport(PointToPointTransport):
     """One rank of a group of MPI processes; making it is collective over the group.
 
-    Args:
-        ranks: The group's ranks in `comm`, including this one; the same on all of them.
-        timeout_s: Seconds after which a wait gives up, and making it, too.
-        comm: The mpi4py communicator to derive one from; COMM_WORLD by default.
+    `ranks` are the group's in `comm` (COMM_WORLD by default), the same on all of them.
 
     Raises:
         ConfigError: This process is not one of `ranks`.
-        TransportError: MPI has failed, or not all ranks came.
+        TransportError: MPI has failed, or not all ranks came within `timeout_s`.
     """
 
     name = "mpi"
@@ -97,8 +94,7 @@ class MpiTransport(PointToPointTransport):
     def close(self) -> None:
         """Ends this transport; with exchanges pending, aborts.
 
-        The communicators stay until MPI ends: freeing them, or removing the callback, would race
-        with an end that another thread has already begun.
+        The communicators stay until MPI ends: freeing them would race with an end under way.
         """
         if self._open:
             self.abort()
@@ -124,11 +120,7 @@ class MpiTransport(PointToPointTransport):
             self._gate.release()
 
     def call(self, function: Callable[..., Any], *arguments: Any, peer: int) -> Any:
-        """Calls into MPI.
-
-        Raises:
-            PeerLostError: MPI has failed or ended, or this transport has.
-        """
+        """Calls into MPI, unless it has ended."""
         with self._gate:
             if self._ended or self.failure is not None:
                 raise self.error_of("MPI has ended" if self._ended else self.failure, peer)
@@ -138,11 +130,7 @@ class MpiTransport(PointToPointTransport):
                 raise self.error_of(error, peer) from error
 
     def hold_finalize(self) -> None:
-        """At MPI's end, waits until this rank has finished its exchanges, then ends.
-
-        A rank that is only behind its peers finishes. A rank whose sender has shut down gets a
-        `PeerLostError` after `GRACE_S`.
-        """
+        """At MPI's end, waits while this rank makes progress with its exchanges, then ends."""
         finished, give_up = self._finished, time.monotonic() + GRACE_S
         while not self._ended and time.monotonic() < give_up:
             time.sleep(0.01)
@@ -172,7 +160,6 @@ class MpiTransport(PointToPointTransport):
         """Does nothing: MPI cannot close a connection, and the waits here look at `failure`."""
 
     def error_of(self, error: object, peer: int) -> TransportError:
-        """What a failure in MPI means."""
         return PeerLostError(f"rank {self.rank} cannot reach rank {peer} over MPI: {error}")
 
 

@@ -4,23 +4,20 @@ Messages are made on the host. A large one goes through pinned memory to the dev
 the peer's device, and through pinned memory to its host. The exchange queues all of that on the
 device when it starts (`DeviceGroup`). The host only checks, in `wait`, whether it has finished.
 
-**Sizes.** NCCL's messages have no sizes: both ends must name the same one beforehand. They share
-one in the capacity, which follows from what last went the same way (`framing`). A message with a
-capacity above `direct_bytes` goes over NCCL, padded to the capacity. That is at most a quarter more
-bytes on NCCL's wire (`traffic` does not count them), but takes no round for sizes, and no wait of
-the host. What outgrows the capacity goes over gloo.
+**Sizes.** Both ends must name the same one beforehand: the capacity (`framing`). A message with a
+capacity above `direct_bytes` goes over NCCL, padded to it. That is at most a quarter more bytes,
+but takes no round for sizes, and no wait of the host. What outgrows the capacity goes over gloo.
 
 **Order.** NCCL's messages have no tags either: they match in the order in which they start. The
 messages of one exchange (a send, a receive or both) are one group, started when the call is made.
-Groups run one after the other, in the order of the calls. Group i waits only for its peers' groups
-up to i, and all ranks make the same calls: no circle of waits can arise.
+Group i waits only for its peers' groups up to i, and all ranks make the same calls: no circle of
+waits can arise.
 
 **Without the host.** Data on the devices can stay there (`exchange_on_devices`,
-`allgather_on_devices`): both ends then know the sizes, and nothing is padded here. What the host
-needs of it follows on the same stream, so one wait is enough for both.
+`allgather_on_devices`): both ends then know the sizes, and nothing is padded here.
 
 **Ends.** NCCL cannot give up a wait by itself, and does not tell the peers of a failure. Waits here
-check whether the group has finished, until their deadline, and now and then whether a peer left a
+look, until their deadline, whether the group has finished, and now and then whether a peer left a
 note in the store that it gave up.
 """
 
@@ -82,8 +79,7 @@ def problem_with_nccl() -> str | None:
 def connect_nccl(store: Any, rank: int, world_size: int, device: torch.device) -> Any:
     """Makes an NCCL process group; blocks until all ranks have come.
 
-    Every pair exchanges a message: a pair's first one sets its connection up, and may block past
-    any timeout.
+    Every pair exchanges a message: the first one sets its connection up, and may block for good.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # torch's watchdog would end the process on a timeout; the waits here end themselves.
@@ -109,15 +105,8 @@ def connect_nccl(store: Any, rank: int, world_size: int, device: torch.device) -
 class NcclTransport(GlooTransport):
     """One rank of a gloo group whose ranks have a device each.
 
-    Args:
-        meeting: Where the ranks meet for gloo.
-        store: Where they meet for NCCL.
-        device: This rank's own device.
-        connect: Makes the group of the devices, with the arguments of `connect_nccl`.
-        direct_bytes: Messages up to this capacity go over gloo; the same on all ranks.
-
-    Raises:
-        TransportError: Not all ranks connected within the timeout.
+    The ranks meet in `meeting` for gloo, and in `store` for NCCL. `connect` makes the group of the
+    devices. Messages up to a capacity of `direct_bytes`, the same on all ranks, go over gloo.
     """
 
     name = "nccl"
@@ -162,11 +151,8 @@ class NcclTransport(GlooTransport):
         """Brings bytes from device to device, and waits for them (NCCL would wait forever).
 
         The ranks that exchange something call this together, between the same other calls.
-
-        Args:
-            sent: uint8 `(n,)` on this rank's device, n above 0, in the order of the ranks.
-            to_peers: How many bytes of it go to each rank; 0 to a rank that is not named.
-            from_peers: How many bytes come from each rank, and are returned in their order.
+        `to_peers` says how many bytes of `sent`, uint8 `(n,)` on this rank's device with n above 0,
+        go to each rank, in their order; `from_peers`, how many come, and are returned in order.
 
         Raises:
             TransportError: A peer is gone or did not answer.
@@ -339,12 +325,8 @@ class DeviceGroup:
 
     An exchange is an all-to-all with at most one split: NCCL makes one group of its send and its
     receive, in one launch, and leaves out what is empty. A rank that has neither need not call.
-
-    Args:
-        group: The backend, `ProcessGroupNCCL` or one that behaves like it: calls run in their
-            order, and a send waits for the peer's receive of the same size.
-        world_size: P.
-        device: This rank's own device.
+    `group` is a `ProcessGroupNCCL`, or one that behaves like it: calls run in their order, and a
+    send waits for the peer's receive of the same size.
     """
 
     def __init__(self, group: Any, world_size: int, device: torch.device) -> None:
@@ -363,10 +345,9 @@ class DeviceGroup:
     ) -> Transfer:
         """Queues a send, a receive, or both at once; the host does not wait.
 
-        Args:
-            outgoing: The peer, a message in host memory that nobody changes any more, and how many
-                bytes to send: the message, padded with anything.
-            incoming: The peer, and a `host_buffer` of as many bytes as it sends.
+        `outgoing` is the peer, a message in host memory that nobody changes any more, and how many
+        bytes to send: it is padded with anything. `incoming` is the peer, and a `host_buffer` of as
+        many bytes as it sends.
         """
         to_peers, from_peers = [0] * self._world_size, [0] * self._world_size
         with torch.cuda.stream(self._up):  # None changes nothing
@@ -412,13 +393,9 @@ class DeviceGroup:
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], Transfer]:
         """Queues an allgather of equally many bytes; otherwise like `all_to_all`.
 
-        Args:
-            sent: uint8 `(n,)` on the device, n above 0.
-            header_bytes: How many of the first bytes go on to the host, behind the exchange.
-
-        Returns:
-            The received data, `(P, n)`, and in host memory its first bytes, `(P, header_bytes)`;
-            the transfer is through when both have arrived.
+        Of `sent`, uint8 `(n,)` on the device, the first `header_bytes` go on to the host behind the
+        exchange. Returns the received data, `(P, n)`, and in host memory its headers, `(P, h)`; the
+        transfer is through when both have arrived.
         """
         P = self._world_size
         arrived = self._empty(P * sent.numel())
@@ -457,9 +434,5 @@ class Transfer:
     _kept: object
 
     def is_through(self) -> bool:
-        """Whether the data has arrived, and the sent memory may be reused.
-
-        Raises:
-            RuntimeError: The backend, or the device, has failed.
-        """
+        """Whether the data has arrived; raises RuntimeError where backend or device failed."""
         return bool(self._work.is_completed() if self._end is None else self._end.query())

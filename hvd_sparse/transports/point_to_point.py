@@ -31,11 +31,8 @@ class Request(Protocol):
     def wait(self, deadline: float) -> torch.Tensor | None:
         """Waits until `deadline`, a value of `time.monotonic()`.
 
-        Returns:
-            For a receive its buffer, whose first bytes are the message; None for a send.
-
-        Raises:
-            TransportTimeout, PeerLostError: The deadline passed; the connection is gone.
+        Returns for a receive its buffer, whose first bytes are the message; None for a send. Raises
+        TransportTimeout or PeerLostError.
         """
 
 
@@ -243,7 +240,6 @@ class PointToPointTransport(SupervisedTransport):
         return arrived
 
     def forget(self, handle: Exchange) -> None:
-        """Drops a handle that has nothing left to wait for."""
         self._open.pop(handle.number, None)
 
 
@@ -290,7 +286,6 @@ class Exchange(Handle):
             self.receiving = None
 
     def _wait_for(self, peer: int | None, *, receives: bool) -> None:
-        """Waits for one half of the exchange."""
         assert peer is not None
         transport, now = self._transport, time.monotonic()
         awaiting = transport.awaited = (self, peer, receives, now)

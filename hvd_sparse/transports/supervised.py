@@ -26,8 +26,7 @@ class Call(NamedTuple):
     """One call of `exchange`, as a rank made it.
 
     `number` is its place in the sequence of calls, which is the same on all ranks. `sends_up_to`
-    and `takes_up_to` are the capacities of the first messages that it sends and receives, in bytes;
-    both ends of a message must agree on its capacity.
+    and `takes_up_to` are the capacities of the first messages, in bytes, the same at both ends.
     """
 
     number: int
@@ -46,11 +45,10 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Awaiting:
-    """What a rank waits for.
+    """What a rank waits for, in words, since a value of `time.monotonic()`.
 
-    `what` says it in words; the wait began at `since`, a value of `time.monotonic()`. `call` is
-    None where the medium has no calls of its own. Unless it `receives`, it waits for room for its
-    own message.
+    `call` is None where the medium has no calls of its own. Unless it `receives`, it waits for room
+    for its own message.
     """
 
     peers: tuple[int, ...]
@@ -72,9 +70,7 @@ class Supervisor(Protocol):
 class SupervisedTransport(Leaving, Transport):
     """Keeps the first failure, and hands it on.
 
-    Attributes:
-        awaited_beside: What this rank waits for without a message, under any key. Any thread may
-            write here.
+    `awaited_beside` has what this rank waits for without a message, under any key, by any thread.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -88,7 +84,7 @@ class SupervisedTransport(Leaving, Transport):
 
     @override
     def leave(self, error: BaseException | None) -> bool:
-        """`Leaving.leave`; an engine's is closed by then."""
+        """An engine's transport is closed by then."""
         if error is not None:
             self.abort(error)
         return self.cause() is not None

@@ -237,10 +237,8 @@ class Transport(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gives every rank's bytes to every rank, from device to device; waits for them.
 
-        Args:
-            sent: uint8 `(m,)` on `device`, m above 0 and the same on all ranks.
-            header_bytes: How many of a message's first bytes the host needs, too; at most m, and
-                the same on all ranks.
+        `sent` is uint8 `(m,)` on `device`, m above 0. The host needs the first `header_bytes` of
+        each message, too. Both numbers are the same on all ranks.
 
         Returns:
             uint8 `(P, m)` on `device`, and uint8 `(P, header_bytes)` on the host; by rank.
@@ -388,7 +386,6 @@ def start_thread(name: str, task: Callable[..., object], *arguments: object) -> 
 
 
 def round_up(nbytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

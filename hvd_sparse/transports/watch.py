@@ -57,13 +57,7 @@ CAUSE_CHARACTERS = 2000
 
 
 class Watch:
-    """Watches over the peers of one transport, and answers them.
-
-    Args:
-        transport: Not kept alive.
-        lines: To the peers, by rank.
-        busy_timeout_s: Seconds after which a wait ends though the peer answers.
-    """
+    """Watches over the peers of one transport, which it does not keep alive, and answers them."""
 
     def __init__(
         self, transport: SupervisedTransport, lines: Mapping[int, Line], busy_timeout_s: float
@@ -249,7 +243,6 @@ class Watch:
     def _judge(
         self, transport: SupervisedTransport, peer: int, asked: Awaiting, answer: Message
     ) -> None:
-        """Takes an answer to what was asked in the wait that is still under way."""
         self._says[peer] = in_words(peer, answer)
         waited_s = time.monotonic() - asked.since
         if stuck_s(answer, waited_s) >= self._timeout_s:
@@ -276,11 +269,7 @@ class Watch:
                 self._lost_s = 0.0
 
     def _answer(self, transport: SupervisedTransport, number: int | None) -> Message:
-        """What this rank is doing.
-
-        An answer holds this rank's failure; what it awaits, and for how many seconds; the seconds
-        that it has waited for Horovod; and its call of the number that was asked.
-        """
+        """What this rank is doing, and its call of the number that was asked."""
         awaiting = transport.awaits()
         since = self._still_since if awaiting is None else awaiting.since
         return {
