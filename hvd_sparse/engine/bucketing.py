@@ -1,11 +1,8 @@
 """Which tensors are exchanged together, by which method and in which order.
 
-From a gradient to a plan: a `TensorSpec` says what ranks must agree on about a gradient. An
-`Assignment` gives each tensor a `Choice`: Horovod reduces it densely, or a `Method` does, in a
-bucket that may have a name. `form_buckets` groups tensors of one method, type and bucket name in
-the order of arrival, and cuts those that are too large into parts with buckets of their own. The
-order of arrival on rank 0 makes the plan of all ranks (`agree_on_plan`). Where any rank has other
-tensors, or treats one otherwise, all ranks raise `PlanError`.
+An `Assignment` gives each tensor a `Choice`: Horovod reduces it densely, or a `Method` does, in a
+bucket that may have a name. `form_buckets` groups tensors in the order of arrival, which is rank
+0's for all ranks (`agree_on_plan`).
 """
 
 from __future__ import annotations

@@ -63,10 +63,8 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint; all ranks call this together.
 
-    The folder is created if necessary; `state_of` returns this rank's state.
-
-    Raises:
-        CheckpointError: On every rank, if any of them could not write.
+    The folder is created if necessary; `state_of` returns this rank's state. CheckpointError on
+    every rank, if any of them could not write.
     """
     folder = Path(path)
     ranks = Together(gather, "save", folder)
@@ -117,11 +115,8 @@ def load_checkpoint(
     """Read this rank's part of a checkpoint; all ranks call this together.
 
     `missing` says whether to "refuse" or to "drop" what is damaged, missing or not of this
-    checkpoint. `shapes` has the model's parameters, if they are known.
-
-    Raises:
-        ConfigError: `missing` is neither.
-        CheckpointError: On every rank, if any of them cannot load.
+    checkpoint. `shapes` has the model's parameters, if they are known. CheckpointError on every
+    rank, if any of them cannot load.
     """
     check_choice("missing", missing, ("refuse", "drop"))
     folder = Path(path)
@@ -172,7 +167,7 @@ def _load(
             if state.rank != old_rank:
                 raise ConfigError(f"{file['name']}: rank must be {old_rank}, got {state.rank}")
         except Exception as error:
-            faults.append(f"{type(error).__name__}: {error}")
+            faults.append(_in_words(error))
             lost += file["l1"]
             continue
         total.add(state)
@@ -201,10 +196,8 @@ class Together:
         mine, told, error = None, None, ""
         try:
             mine, told = action()
-        except FileNotFoundError as failure:
-            error = f"there is no {failure.filename}"
         except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            error = _in_words(failure)
         every = self.gather((told, error))
         self.refuse([error for _, error in every])
         return cast("Mine", mine), [told for told, _ in every]
@@ -217,6 +210,12 @@ class Together:
         wrong = [f"rank {', '.join(those)}: {told}" for told, those in ranks.items() if told]
         if wrong:
             raise CheckpointError(f"{self.what} {self.folder}: {'; '.join(wrong)}")
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"there is no {error.filename}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _check_alike(ranks: Sequence[Mapping[str, Any]], folder: Path) -> None:

@@ -20,11 +20,8 @@ def select(bucket: Bucket) -> None:
     messages, nothing may be selected ahead (`InsideHost.needs_order`).
 
     Leaves the entries to send in `bucket.taken`. What a selector takes beyond a few times k waits
-    in the residual for the next steps.
-
-    It may run while another bucket is exchanged: it reads and writes only what is the bucket's own,
-    which is the memory, the selector, and what the last step has left in the collective (ExDyna's
-    partition, CLT-k's leader, an agreed threshold). It does not touch the transport.
+    in the residual. It may run while another bucket is exchanged: it touches only the bucket's own
+    memory and selector, and what the last step has left in the collective.
     """
     memory, stats = bucket.memory, bucket.step_stats
     with stats.timed("stage_s"):
@@ -49,13 +46,8 @@ def reduce(bucket: Bucket) -> Reduction:
     """The second half: reduce what was selected, and give back what had no part in the sum.
 
     Under two levels the shards' sums are then gathered from the ranks of the host. All ranks reduce
-    their buckets one after the other, in one order.
-
-    Leaves the sum in `bucket.reduced`. Where this fails, or the step does not count,
-    `bucket.roll_back` takes both halves back.
-
-    Returns:
-        What the collective came to, before the memory made of it what the optimizer sees.
+    their buckets one after the other, in one order. Leaves the sum in `bucket.reduced`; returns
+    what the collective came to, before the memory made of it what the optimizer sees.
     """
     taken, bucket.taken = bucket.taken, None
     stage = bucket.stages.current

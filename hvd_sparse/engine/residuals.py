@@ -1,13 +1,11 @@
 """The one home of what waits to be sent: residuals, and the momenta that belong to them.
 
-A tensor of the plan has them in the memories of its buckets. Those of any other tensor wait outside
-the buckets, by name:
+A tensor of the plan has them in its buckets. Those of any other tensor wait outside, by name:
 
 * Between two plans all of them do, with what selectors and collectives go on from.
 * A tensor that has become dense releases its residual over several steps. All of it at once would
   be many gradients in one: at density 0.001 a residual is some ten times as long as a gradient.
-* A frozen tensor, one that no longer requires a gradient, keeps residual and momentum out of the
-  exchange, since they would go on moving its weights.
+* A frozen tensor, one that requires no gradient any more, keeps them: they would move its weights.
 """
 
 from __future__ import annotations

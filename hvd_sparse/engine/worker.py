@@ -1,15 +1,12 @@
 """The background threads of an engine, and what they share with the training thread.
 
 One thread exchanges the buckets, in the plan's order. If there are several, a second one selects
-ahead, from buckets whose gradients are there, while the first one waits for peers. Selecting
-touches only its own bucket, and the first thread selects from the next bucket itself if the second
-one has not begun to. So the threads decide when things happen, and never what comes out.
+ahead, from buckets whose gradients are there, while the first one waits for peers. The first one
+selects from the next bucket itself if the second one has not begun to.
 
 The threads hold no reference to the engine, so that it can be collected. It then closes its worker.
-
-While the interpreter shuts down, Python ends a thread that returns from native code by unwinding
-its stack; a C++ frame that must not throw then ends the process (`terminate called without an
-active exception`). The threads therefore end earlier: see `leaving`.
+They end before the interpreter shuts down (`leaving`): Python would unwind the stack of a thread
+that returns from native code, and a C++ frame that must not throw then ends the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A world of two levels: H hosts with L ranks each, and what connects them.
 
-`grid_of` finds the grid from what the launcher says of each rank. It does not rely on one rank
-alone: a world has two levels only where the slots of all ranks together fill a grid. `Hosts` makes
-the groups of ranks, and the exchange inside a host.
+A world has two levels only where the slots of all ranks together fill a grid.
 """
 
 from __future__ import annotations
@@ -104,11 +102,8 @@ def grid_of(slots: Sequence[Slot], rank: int) -> Grid:
 class Hosts:
     """What an engine needs for two levels; `transport` connects all ranks.
 
-    Unless a host's ranks share memory, they exchange by messages.
-
-    Attributes:
-        across: Connects the ranks with this local rank, one of each host.
-        inside: Connects the ranks of this host.
+    `across` connects the ranks with this local rank, one of each host, and `inside` those of this
+    host, which exchange by messages unless they share memory.
     """
 
     def __init__(

@@ -36,10 +36,8 @@ SHARD_ALIGNMENT = 16
 class InsideHost(ABC):
     """One bucket's exchange inside its host; all ranks of the host make the same calls.
 
-    Attributes:
-        bounds: Where the shards begin and end.
-        shard: This rank's shard.
-        needs_order: Whether all ranks must exchange buckets in one order, and on one thread.
+    `shard` is this rank's, of those between the `bounds`. `needs_order`: all ranks must exchange
+    buckets in one order, and on one thread.
     """
 
     needs_order: bool

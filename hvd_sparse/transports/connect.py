@@ -72,14 +72,11 @@ def create_transport(
 
     Args:
         name: One of `TRANSPORT_NAMES`; HVD_SPARSE_TRANSPORT may override `auto`. `auto` takes MPI
-            where MPI started the processes and all of them can import mpi4py, else gloo. A world of
-            one needs neither. NCCL has to be asked for.
-        world: The ranks.
-        timeout_s: Seconds of silence after which a peer counts as dead. Also the limit for each
-            part of connecting. A peer that is alive is waited for, with a warning every
-            `timeout_s`.
-        device: Where this rank has the tensors that it will exchange; for `nccl`, the current CUDA
-            device otherwise.
+            where MPI started the processes and all of them can import mpi4py, else gloo.
+        world: The ranks; one alone needs no medium.
+        timeout_s: Seconds of silence after which a peer counts as dead, and for each part of
+            connecting.
+        device: Where this rank has its tensors; for `nccl`, the current CUDA device otherwise.
         busy_timeout_s: Seconds after which even a peer that is alive is given up; None: ten times
             `timeout_s`.
 
@@ -93,14 +90,20 @@ def create_transport(
     if chosen == "local":
         return LocalWorld(1, timeout_s).transport(0)
     hosts = _addresses_for(chosen, [capability.host for capability in every])
+    busy_s = BUSY_TIMEOUTS * timeout_s if busy_timeout_s is None else busy_timeout_s
+    made: list[SupervisedTransport] = []
     with ExitStack() as undo:
         token, lines = _share(world, hosts, timeout_s, undo)
-        transport = _connect(chosen, world, timeout_s, device, hosts, token)
+
+        def connect() -> None:
+            made.append(_connect(chosen, world, timeout_s, device, hosts, token))
+            undo.callback(made[0].close)
+            if lines:
+                made[0].watch = Watch(made[0], lines, busy_s)
+
+        together(world, "connection", max(timeout_s, 2 * CONNECTING_S), connect)
         undo.pop_all()
-    if lines:
-        busy = BUSY_TIMEOUTS * timeout_s if busy_timeout_s is None else busy_timeout_s
-        transport.watch = Watch(transport, lines, busy)
-    return transport
+    return made[0]
 
 
 class HorovodBootstrap:

@@ -1,9 +1,8 @@
 """The form of one message: a 16-byte header, then the payload's bytes.
 
 The receiver has to post a buffer before it knows the size. So both ends derive a capacity from
-the size of the last payload that went the same way, on the same channel and for the same bucket. No
-sizes are exchanged beforehand. A payload that outgrows the capacity is cut: the rest follows in a
-second message, whose size follows from the header of the first.
+the size of the last payload that went the same way, on the same channel and for the same bucket. A
+payload that outgrows it is cut: the rest follows in a second message.
 
 The header is two 64-bit integers. The first holds the payload's bytes in its lower 48 bits, and a
 code of the channel's name in the upper 16. The second, the stamp, holds the number of the call (16
@@ -12,10 +11,7 @@ disagree.
 
 Ranks that disagree may also differ in their capacities, and gloo ends the process on a message that
 is longer than the buffer posted for it. So the capacity is a part of the tag, by which a message
-finds its buffer: the two meet only where both ends have named the same capacity. Capacities have
-six binary digits after the first, so twelve bits encode them exactly.
-
-Messages lie in pooled memory (`BufferPool`).
+finds its buffer. Capacities have six binary digits after the first: twelve bits encode them.
 """
 
 from __future__ import annotations
@@ -148,11 +144,9 @@ class BufferPool:
     """Uninitialised uint8 tensors whose memory is used again once nobody refers to it.
 
     The C library returns large freed blocks to the operating system. A new buffer then costs a page
-    fault for every 4 KiB, which can take longer than the message itself.
-
-    Nothing is given back explicitly: a block is free when no tensor, and no view of one, holds it.
-    One thread takes buffers; any thread may drop them. Torch keeps a pool of `pinned` memory of its
-    own, and reuses it once no copy is under way; small buffers are not pinned.
+    fault for every 4 KiB, which can take longer than the message itself. A block is free when no
+    tensor, and no view of one, holds it. One thread takes buffers; any thread may drop them. Torch
+    keeps a pool of `pinned` memory of its own; small buffers are not pinned.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:

@@ -36,9 +36,11 @@ import torch
 from typing_extensions import override
 
 from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.leaving import keep_forever
 from hvd_sparse.transports.lines import KEEPALIVE_S, keep_alive
 from hvd_sparse.transports.meeting import MeetingStore, dist
 from hvd_sparse.transports.point_to_point import PointToPointTransport, Request
+from hvd_sparse.transports.transport import start_thread
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -55,9 +57,6 @@ SPARE = 16
 
 GRACE_S = 1.0
 """At its end, a transport waits this long for its sends to end too."""
-
-_ABANDONED: list[Any] = []
-"""Groups whose sends have not ended; nobody touches them again."""
 
 
 class GlooTransport(PointToPointTransport):
@@ -115,7 +114,7 @@ class GlooTransport(PointToPointTransport):
         for sender in self._senders:
             sender.join(max(0.0, until - time.monotonic()))
             if sender.is_alive():
-                _ABANDONED.append(group)
+                keep_forever(group)  # its sends have not ended; nobody touches it again
 
     @override
     def disown(self) -> None:
@@ -138,11 +137,7 @@ class GlooTransport(PointToPointTransport):
         self.unsent.add(send)
         self._sends.put(send)
         if len(self.unsent) > len(self._senders):
-            sender = threading.Thread(
-                target=_wait_for_sends, args=(self._sends,), name="hvd_sparse sends", daemon=True
-            )
-            self._senders.append(sender)
-            sender.start()
+            self._senders.append(start_thread("hvd_sparse sends", _wait_for_sends, self._sends))
         return send
 
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:

@@ -113,16 +113,9 @@ def run_ranks(
     *,
     limit_s: float = 600.0,
 ) -> list[Result]:
-    """Runs `fn(transport)` once per rank, each in a thread of its own.
+    """Runs `fn(transport)` once per rank, each in a thread; returns the ranks' results.
 
-    Args:
-        world_size: P.
-        fn: What each rank does.
-        timeout_s: Seconds after which a wait of a transport gives up.
-        limit_s: Seconds after which the whole run gives up.
-
-    Returns:
-        The ranks' results, by rank.
+    Waits of a transport give up after `timeout_s`, and the whole run after `limit_s`.
 
     Raises:
         TransportTimeout: Some ranks were still running after `limit_s`; their threads remain.

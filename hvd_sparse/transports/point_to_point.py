@@ -40,9 +40,8 @@ class PointToPointTransport(SupervisedTransport):
     """Exchanges over `_isend` and `_irecv`.
 
     The tag of a message holds, from its lowest bit: whether it is the rest of a payload that
-    outgrew its capacity; the place of the call in the sequence of calls, which is the same on all
-    ranks; the code of the capacity. Places start again from 0 when the tags are used up, since
-    messages of one tag keep their order.
+    outgrew its capacity; the place of the call in the sequence of calls, from 0 again when the tags
+    are used up, since messages of one tag keep their order; the code of the capacity.
     """
 
     tag_limit = 1 << 30
@@ -58,7 +57,7 @@ class PointToPointTransport(SupervisedTransport):
         # way needs the size of this one.
         self._open: dict[int, Exchange] = {}
         self._arriving: dict[Way, Exchange] = {}
-        self._shared: SharedFrame | None = None
+        self._shared: tuple[int, torch.Tensor] | None = None  # of the first of several calls
         self._made: deque[Call] = deque(maxlen=REMEMBERED_CALLS)
         self.awaited: Wait | None = None
 
@@ -92,8 +91,7 @@ class PointToPointTransport(SupervisedTransport):
             self._made.append(Call(number, channel, context, dst, src))
             arrived = None if dst is None else framing.flatten(payload or (), self._buffers)
             return Done(arrived)
-        stamped = number if self._shared is None else self._shared.number
-        stamp = framing.stamp(stamped, context.step, name_code(context.bucket))
+        stamp = self._stamp(number) if self._shared is None else self._shared[0]
         handle = Exchange(self, channel, context, src, number, stamp)
         sends_up_to = 0
         try:
@@ -124,14 +122,15 @@ class PointToPointTransport(SupervisedTransport):
         P, r = self.world_size, self.rank
         if not 1 < P <= DIRECT_ALLGATHER_RANKS:
             return super().allgather(payload, channel=channel)
-        self._shared = shared = SharedFrame(self._calls)
+        stamp, nbytes = self._stamp(self._calls), framing.payload_nbytes(payload)
+        message = framing.frame(payload, nbytes, name_code(channel), stamp, self._buffers)
+        self._shared = (stamp, message)
         try:
             handles = [self._to_ring(payload, step, channel) for step in range(1, P)]
         finally:
             self._shared = None
         received = [handle.received() for handle in handles]
-        assert shared.message is not None
-        own = shared.message[HEADER_BYTES:]
+        own = message[HEADER_BYTES:]
         return [own if i == r else received[(r - i) % P - 1] for i in range(P)]
 
     @override
@@ -161,6 +160,9 @@ class PointToPointTransport(SupervisedTransport):
     def calls_made(self) -> int:
         return self._calls
 
+    def _stamp(self, number: int) -> int:
+        return framing.stamp(number, self.context.step, name_code(self.context.bucket))
+
     def _tag(self, number: int, capacity: int) -> int:
         places = self.tag_limit >> (framing.CAPACITY_CODE_BITS + 1)
         first = self._first_tags.get(capacity)
@@ -186,7 +188,11 @@ class PointToPointTransport(SupervisedTransport):
         way = (handle.channel, context.bucket, dst)
         capacity = self._send_capacity.get(way, framing.MIN_CAPACITY_BYTES)
         self._send_capacity[way] = framing.next_capacity(nbytes)
-        message = self._frame(handle, payload, nbytes)
+        if self._shared is None:
+            code = name_code(handle.channel)
+            message = framing.frame(payload, nbytes, code, handle.stamp, self._buffers)
+        else:
+            message = self._shared[1]
         tag = self._tag(handle.number, capacity)
         if message.numel() <= capacity:
             handle.sending = [self._isend_first(dst, message, capacity, tag)]
@@ -198,17 +204,6 @@ class PointToPointTransport(SupervisedTransport):
         handle.dst = dst
         self.traffic.sent(message.numel(), len(handle.sending))
         return capacity
-
-    def _frame(self, handle: Exchange, payload: Payload, nbytes: int) -> torch.Tensor:
-        """The message of a payload; calls that share one make it once."""
-        shared = self._shared
-        if shared is not None and shared.message is not None:
-            return shared.message
-        code = name_code(handle.channel)
-        message = framing.frame(payload, nbytes, code, handle.stamp, self._buffers)
-        if shared is not None:
-            shared.message = message
-        return message
 
     def finish_receive(self, handle: Exchange, src: int, deadline: float) -> torch.Tensor:
         """Waits for what `handle` receives, including the second message if there is one."""
@@ -241,14 +236,6 @@ class PointToPointTransport(SupervisedTransport):
 
     def forget(self, handle: Exchange) -> None:
         self._open.pop(handle.number, None)
-
-
-@dataclass
-class SharedFrame:
-    """One message to several ranks, in successive calls; the first makes and numbers it."""
-
-    number: int
-    message: torch.Tensor | None = None
 
 
 @dataclass(eq=False)

@@ -42,6 +42,7 @@ from hvd_sparse.transports.framing import Context
 from hvd_sparse.transports.horovod_handles import WAITING
 from hvd_sparse.transports.lines import Line, Message
 from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
+from hvd_sparse.transports.transport import start_thread
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -82,8 +83,7 @@ class Watch:
         self._silent_s: dict[int, float] = {}
         self._says: dict[int, str] = {}
         self._lost_s: float | None = None
-        self._thread = threading.Thread(target=self._run, name="hvd_sparse watch", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("hvd_sparse watch", self._run)
 
     def tell(self, kind: str, cause: str) -> None:
         """Tells the peers of the first failure; never raises, and does not wait."""

@@ -157,6 +157,32 @@ def test_what_could_not_connect_ends_quietly_with_its_process() -> None:
     transport.disown()
 
 
+def start_no_thread(world: PairWorld, name: str) -> None:
+    """Rank 1 can start no thread, as at a limit, from some moment on."""
+
+    def sums() -> None:
+        limit = 1 << 46 if world.rank == 1 else 0
+        if name == "watch":
+            threading.stack_size(limit)
+        transport = create_transport("gloo", world, 20.0)
+        threading.stack_size(limit)
+        for _ in range(2):  # a wait of rank 0's own
+            transport.allreduce_sum(torch.ones(1), channel="c")
+
+    with pytest.raises(TransportError, match=r"rank 1.*no thread could be started") as caught:
+        sums()
+    print(caught.value, flush=True)
+    world.meet()
+
+
+@pytest.mark.parametrize("name", ["watch", "sends"])
+def test_a_thread_that_cannot_be_started_is_named_on_all_ranks(name: str) -> None:
+    start = time.monotonic()
+    for said in run_pair(start_no_thread, name):
+        assert f"no thread could be started for 'hvd_sparse {name}'" in said, said
+    assert time.monotonic() - start < 30.0
+
+
 def test_two_jobs_whose_ranks_get_each_others_ports_do_not_connect() -> None:
     """Of the same size, on one host: each knows its own token only."""
 
