@@ -85,7 +85,13 @@ def create_transport(
         PlanError: Ranks run different releases of this package; on all of them.
         TransportError: The ranks could not be connected, or not all of them came.
     """
-    every = greet(world, describe_capability(name, world, device), timeout_s)
+    every = together(
+        world,
+        "hello",
+        timeout_s,
+        lambda: describe_capability(name, world, device),
+        lambda said, _, limit_s: greet(world, said, limit_s),
+    )
     chosen = decide(every)
     if chosen == "local":
         return LocalWorld(1, timeout_s).transport(0)
@@ -337,7 +343,11 @@ def _share(
 
 
 def together(
-    world: HorovodBootstrap, name: str, timeout_s: float, part: Callable[[], Any]
+    world: HorovodBootstrap,
+    name: str,
+    timeout_s: float,
+    part: Callable[[], Any],
+    gather: Callable[[Any, str, float], list[Any]] | None = None,
 ) -> list[Any]:
     """Does this rank's part of connecting; returns what came of every rank's part. Collective.
 
@@ -351,7 +361,8 @@ def together(
         problem = str(error)
     try:
         limit_s = CONNECTING_S if problem else timeout_s
-        every = world.allgather_object((done, problem), f"hvd_sparse.{name}", limit_s)
+        gather = gather or world.allgather_object
+        every = gather((done, problem), f"hvd_sparse.{name}", limit_s)
     except TransportTimeout:
         if not problem:
             raise

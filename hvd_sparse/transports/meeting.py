@@ -149,7 +149,7 @@ def _host_id() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
         namespace = os.stat("/proc/self/ns/net").st_ino
-    except OSError:  # not Linux
+    except FileNotFoundError:  # not Linux
         return name
     return f"{name}/{boot}/{namespace}"
 

@@ -30,6 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 
 from hvd_sparse.errors import (
     HvdSparseError,
@@ -132,10 +133,11 @@ class Watch:
         except Exception as error:  # a bug here; or the waits would never end
             transport = self._transport()
             if transport is not None and not self._closing.is_set():
-                logger.exception("rank %d: the watch over its peers has failed", self._rank)
                 transport.fail(
                     TransportError(f"rank {self._rank}: the watch over its peers failed: {error!r}")
                 )
+                with suppress(Exception):  # of a handler of the script's own
+                    logger.exception("rank %d: the watch over its peers has failed", self._rank)
         finally:
             self._selector.close()
             for line in self._lines.values():
@@ -147,8 +149,9 @@ class Watch:
             try:
                 self._take(peer, message)
             except (LookupError, TypeError, ValueError):
-                logger.exception("rank %d cannot read what rank %d sent", self._rank, peer)
                 line.end("it sent what no rank sends")
+                with suppress(Exception):
+                    logger.exception("rank %d cannot read what rank %d sent", self._rank, peer)
         if line.ended is not None:
             self._selector.unregister(line.connection)
 
@@ -209,10 +212,11 @@ class Watch:
             self._lines[peer].send({"ask": number})
         if now - self._warned_at >= self._timeout_s:
             self._warned_at = now
-            said = "; ".join(self._says.values())
-            logger.warning(
-                "rank %d has waited %.1f s for %s; %s", self._rank, waited_s, awaiting.what, said
-            )
+            said, awaited = "; ".join(self._says.values()), awaiting.what
+            with suppress(Exception):  # a handler of the script's own must not end the watch
+                logger.warning(
+                    "rank %d has waited %.1f s for %s; %s", self._rank, waited_s, awaited, said
+                )
 
     def _reason_to_give_up(self, awaiting: Awaiting, now: float) -> HvdSparseError | None:
         waited_s = now - awaiting.since

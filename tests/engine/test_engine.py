@@ -285,10 +285,10 @@ def test_reconnecting_keeps_the_residual() -> None:
 
 def test_broken_states_are_refused() -> None:
     engine = Engine(method())
-    with pytest.raises(ConfigError, match="version must be 1 or 2, got None"):
+    with pytest.raises(ConfigError, match="version must be 2, got None"):
         engine.load_state_dict({})
     with pytest.raises(ConfigError, match="residuals"):
-        engine.load_state_dict({"version": 1, "residuals": {}, "residual": {}, "buckets": []})
+        engine.load_state_dict({"version": 2, "residuals": {}, "residual": {}, "buckets": []})
 
     def worker(transport: Transport) -> None:
         wrong = connected(transport, method())

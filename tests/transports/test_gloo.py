@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -155,6 +155,22 @@ def test_what_could_not_connect_ends_quietly_with_its_process() -> None:
     assert transport.leave(caught.value)
     transport.close()
     transport.disown()
+
+
+def connect_without_descriptors(world: PairWorld) -> None:
+    """Rank 1 can open nothing, from the beginning on."""
+    lacking = no_descriptors() if world.rank == 1 else nullcontext()
+    with lacking, pytest.raises(TransportError) as caught:
+        create_transport("gloo", world, 20.0)
+    print(caught.value, flush=True)
+    world.meet()
+
+
+def test_descriptors_that_are_missing_from_the_beginning_are_named_on_all_ranks() -> None:
+    start = time.monotonic()
+    for said in run_pair(connect_without_descriptors):
+        assert "rank 1 could not connect: [Errno 24] Too many open files" in said, said
+    assert time.monotonic() - start < 20.0
 
 
 def start_no_thread(world: PairWorld, name: str) -> None:

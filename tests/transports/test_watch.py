@@ -81,6 +81,32 @@ def test_a_busy_peer_is_waited_for_and_named(caplog: pytest.LogCaptureFixture) -
     assert re.search(r"for (a message from|room for a message at) rank 0 in call \d", told[0])
 
 
+def test_a_report_that_cannot_be_written_ends_nothing() -> None:
+    """As by a handler of the script's own, on a full disk."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            failed.append(record)
+            raise OSError("No space left on device")
+
+    failed: list[logging.LogRecord] = []
+    handler = Broken(logging.WARNING)
+
+    def rank(t: Transport) -> None:
+        if t.rank == 0:
+            time.sleep(2.0)
+        assert t.allreduce_sum(torch.ones(1), channel="c").item() == 2
+        assert watch_of(t)._thread.is_alive()
+
+    logger = logging.getLogger("hvd_sparse")
+    logger.addHandler(handler)
+    try:
+        over_gloo(2, rank, timeout_s=0.5)
+    finally:
+        logger.removeHandler(handler)
+    assert failed
+
+
 @pytest.mark.parametrize(("busy_timeout_s", "bound_s"), [(1.0, 1.0), (None, 5.0)])
 def test_a_busy_peer_is_given_up_in_the_end(busy_timeout_s: float | None, bound_s: float) -> None:
     """By default after ten times `timeout_s`: it has made a step less, or will never be done."""
