@@ -101,7 +101,6 @@ class Entry:
         reduced: Brings the reduced gradient; None: the engine does.
         is_followed: Whether the reduced gradient has something of the residual in it.
         given: The object in `p.grad` that was given back, while nobody knows what became of it.
-        given_version: Torch's count of its changes, as of then.
         weights_version: That of the parameter's.
         handle: What Horovod keeps of it while it is on its way.
         is_watched: Whether a hook looks at what was given before a backward pass adds to it.
@@ -109,7 +108,7 @@ class Entry:
 
     __slots__ = (
         *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
-        *("given", "given_version", "weights_version", "is_watched", "handle", "_spec"),
+        *("given", "weights_version", "is_watched", "handle", "_spec"),
     )
 
     def __init__(self, parameter: Parameter, label: str, name: str | None) -> None:
@@ -117,7 +116,7 @@ class Entry:
         self.gradient: Tensor | None = None
         self.reduced: Callable[[], Tensor] | None = None
         self.given: Tensor | None = None
-        self.version = self.given_version = self.weights_version = 0
+        self.version = self.weights_version = 0
         self.is_followed = self.is_watched = False
         self.handle: tuple[Callable[[], Tensor], None]
         self._spec: tuple[torch.Size, torch.dtype, TensorSpec] | None = None
@@ -132,11 +131,16 @@ class Entry:
         return known[2]
 
     def is_there(self) -> bool:
-        """Whether what was given back still is what the next backward pass adds to."""
-        gradient = self.parameter.grad
-        if gradient is None or gradient is not self.given:
+        """Whether what was given back, or what was made of it, is what a backward pass adds to."""
+        gradient, given = self.parameter.grad, self.given
+        if gradient is None or given is None or not any_of(gradient):
             return False
-        return gradient._version == self.given_version or bool(gradient.any())
+        return gradient is given or not bool(((gradient != 0) & (given == 0)).any())
+
+
+def any_of(gradient: Tensor) -> Tensor:
+    """Whether a gradient is not all zeros, bool (); torch does not count changes of `.data`."""
+    return (gradient._values() if gradient.is_sparse else gradient).any()
 
 
 class Parameters:

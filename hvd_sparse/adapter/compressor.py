@@ -107,10 +107,11 @@ class SparseCompressor:
         optimizer, parameter, synchronizes, groups = caller_of(self)
         if optimizer is None or parameter is None:
             return tensor, None
-        is_new = self._bound() is not optimizer
-        door = self._bind(optimizer)
-        group = optimizer._p_to_group[parameter] if groups else ()
-        result = door.first(parameter, group, is_new=is_new)
+        with self._session.lock:  # backward passes may run in several threads
+            is_new = self._bound() is not optimizer
+            door = self._bind(optimizer)
+            group = optimizer._p_to_group[parameter] if groups else ()
+            result = door.first(parameter, group, is_new=is_new)
         if synchronizes:
             door.meet_early()
         return result

@@ -39,6 +39,7 @@ from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session, as_horovod_error, horovod_error
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError, warn
+from hvd_sparse.optim import SparseAdamW
 from hvd_sparse.transports import horovod_handles
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 
@@ -179,6 +180,8 @@ class Door:
                     entry.gradient, entry.reduced = p.grad, handle
                     self._handed.append(entry)
                     self._begun.append((entry.label, SPARSE, 1))
+        elif not group:  # another thread's, at the same time
+            self._begun.append((self._entries[id(parameter)].label, SINGLE, 1))
         return torch.zeros(1, dtype=torch.float32, device="cpu"), result
 
     def meet_early(self) -> None:
@@ -205,10 +208,11 @@ class Door:
     def hand_in(self, parameter: Parameter) -> tuple[Callable[[], Tensor], None]:
         """Take a gradient, in the place of Horovod's `_allreduce_grad_async`."""
         entry = self._entries[id(parameter)]
-        if entry.gradient is None or not self._is_open:  # else a `synchronize` of Horovod's asks
+        if self._is_open and entry.gradient is not None:  # a `synchronize` of Horovod's asks
+            return entry.handle
+        with self._session.lock:  # backward passes may run in several threads
             if not self._is_open:
-                with self._session.lock:
-                    self._open_step()
+                self._open_step()
                 self._beat(brings_new=True)
             gradient = parameter.grad
             if gradient is None:
@@ -327,8 +331,8 @@ class Door:
             values = gradient
             if is_frozen:  # Horovod reduces it all the same
                 values = gradient.data.zero_()
-            elif isinstance(engine.assignment, WithDense):
-                values = gradient.data  # with a count of changes of its own: clipping is in place
+            elif self._is_changed_in_place():
+                values = gradient.data  # with a count of changes of its own
             engine.submit(spec, values, frozen=is_frozen)
             entry.is_followed = True
             return
@@ -607,7 +611,6 @@ class Door:
         factor = self._scale() * len(theirs)
         for gradient in gradients if factor != 1.0 else ():
             gradient.mul_(factor)
-        self.fates.refresh()
         return True
 
     def _refuse_changes(self) -> None:
@@ -623,7 +626,7 @@ class Door:
             and gradient._version != entry.version
             and entry.parameter.grad is gradient
         ]
-        if not isinstance(self._engine.assignment, WithDense):  # which clips in place
+        if not self._is_changed_in_place():
             changed += [e for e, bits in self._samples if self._has_other_bits(e, bits)]
         if changed:
             error = UnsupportedError(
@@ -633,6 +636,11 @@ class Door:
             )
             self._engine.fail(error)
             raise error
+
+    def _is_changed_in_place(self) -> bool:
+        """Whether the engine changes gradients: by clipping, or by the units of `SparseAdamW`."""
+        clips = isinstance(self._engine.assignment, WithDense)
+        return clips or isinstance(self.optimizer, SparseAdamW)
 
     def _has_other_bits(self, entry: Entry, bits: Tensor) -> bool:
         """A loss scaler changes gradients without a count; Horovod reduces its own in place."""
