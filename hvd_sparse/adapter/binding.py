@@ -101,6 +101,7 @@ class Entry:
         reduced: Brings the reduced gradient; None: the engine does.
         is_followed: Whether the reduced gradient has something of the residual in it.
         given: The object in `p.grad` that was given back, while nobody knows what became of it.
+        held: Whether it was not all zeros, bool (); None: no script has had it yet.
         weights_version: That of the parameter's.
         handle: What Horovod keeps of it while it is on its way.
         is_watched: Whether a hook looks at what was given before a backward pass adds to it.
@@ -108,7 +109,7 @@ class Entry:
 
     __slots__ = (
         *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
-        *("given", "weights_version", "is_watched", "handle", "_spec"),
+        *("given", "held", "weights_version", "is_watched", "handle", "_spec"),
     )
 
     def __init__(self, parameter: Parameter, label: str, name: str | None) -> None:
@@ -116,6 +117,7 @@ class Entry:
         self.gradient: Tensor | None = None
         self.reduced: Callable[[], Tensor] | None = None
         self.given: Tensor | None = None
+        self.held: Tensor | None = None
         self.version = self.weights_version = 0
         self.is_followed = self.is_watched = False
         self.handle: tuple[Callable[[], Tensor], None]
@@ -130,12 +132,10 @@ class Entry:
             known = self._spec = (gradient.shape, gradient.dtype, spec)
         return known[2]
 
-    def is_there(self) -> bool:
-        """Whether what was given back, or what was made of it, is what a backward pass adds to."""
-        gradient, given = self.parameter.grad, self.given
-        if gradient is None or given is None or not any_of(gradient):
-            return False
-        return gradient is given or not bool(((gradient != 0) & (given == 0)).any())
+    @property
+    def was_zero(self) -> bool:
+        """Whether what was given back was all zeros, as where nothing of the tensor was sent."""
+        return self.held is not None and not self.held
 
 
 def any_of(gradient: Tensor) -> Tensor:

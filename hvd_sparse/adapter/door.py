@@ -233,9 +233,7 @@ class Door:
         self.settle()
         if self.rewinds.seen():
             self._drop_residuals()
-        self._engine.unit = self.unit
-        if self._session.is_current():
-            self._session.raise_failure()  # Horovod, which has ended, too, would name nobody
+        self._session.raise_failure()  # Horovod, which has ended, too, would name nobody
         self._holds_back = not self._session.is_current() or self._session.begin_step()
         if not self._holds_back:
             self._engine.scale = self._scale()
@@ -284,6 +282,7 @@ class Door:
         factor = self.fates.rescaling()
         if factor != 1.0:
             self._engine.rescale(factor)
+        self._engine.unit = self.unit
 
     def check_between_steps(self, call: str) -> None:
         """Refuse a call between `backward()` and `synchronize()`.
@@ -291,10 +290,8 @@ class Door:
         Raises:
             ConfigError: It is one.
         """
-        elsewhere = (
-            threading.get_ident() != self._thread
-        )  # where results may be about to be applied
-        is_within = self._is_open or (elsewhere and not self.fates.is_settled)
+        elsewhere = threading.get_ident() != self._thread
+        is_within = self._is_open or (elsewhere and not self.fates.is_settled)  # or soon applied
         if is_within and self._engine.error is None:
             raise ConfigError(f"{call} must be called between steps, got a call within one")
 
@@ -442,8 +439,7 @@ class Door:
             optimizer._synchronized = True
             return
         if not self._is_open:
-            if self._session.is_current():
-                self._session.raise_failure()
+            self._session.raise_failure()
             self._beat(brings_new=bool(optimizer._handles))
             if self._nobody_brings_new() and self._keep_what_is_there():
                 self._tell_horovod()
@@ -480,8 +476,7 @@ class Door:
     def _reduce(self) -> None:
         """All gradients of this rank are there: wait until they are reduced."""
         self._is_reduced = True
-        if self._session.is_current():
-            self._session.raise_failure()
+        self._session.raise_failure()
         self._refuse_changes()
         if self._holds_back:
             self._meet()

@@ -2,9 +2,9 @@
 
 * A gradient counts that a torch optimizer's `step` has applied.
 * It counts, too, where it is still in `p.grad` when the next one comes: it is input once more.
-* It was dropped where it is there no more, or zero, where a loss scaler skipped the step, or where
-  a step of rate 0 has left no trace. What it took out of the residual then goes back, for this
-  parameter alone.
+* It was dropped where it is there no more, or has become zero, where a loss scaler skipped the
+  step, or where a step of rate 0 has left no trace. What it took out of the residual then goes
+  back, for this parameter alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Fates:
         is_idle = self._idle_steps is not None
         for entry in entries:
             p = entry.parameter
-            entry.given = p.grad
+            entry.given, entry.held = p.grad, None
             if is_idle:
                 entry.weights_version = p._version
             self._given[id(p)] = entry
@@ -90,10 +90,14 @@ class Fates:
             ConfigError: The step that begins adds to gradients that were taken back.
         """
         if call is None:
-            if any(entry.is_there() for entry in self._taken_back.values()):
+            if any(map(self._is_there, self._taken_back.values())):
                 self._refuse_late()
             self._taken_back.clear()
-        gone = {k: e for k, e in self._given.items() if call is not None or not e.is_there()}
+        gone = {
+            key: entry
+            for key, entry in self._given.items()
+            if call is not None or not self._is_there(entry)
+        }
         self._given.clear()
         self._undone.update(gone.values())
         if call is not None and gone:
@@ -141,10 +145,24 @@ class Fates:
             return set()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found = [p for p in parameters if id(p) in unknown and p.grad is not None]
-        flags = [
-            any_of(p.grad) for p in found
-        ]  # a device computes them all before one is waited for
-        return {id(p) for p, flag in zip(found, flags, strict=True) if flag}
+        flags = [any_of(p.grad) for p in found]  # all begin on a device before one is waited for
+        kept = {id(p) for p, flag in zip(found, flags, strict=True) if flag}
+        waiting = {id(p) for p in found if self._entries[id(p)].was_zero}
+        return kept | waiting if kept or len(waiting) == len(found) else kept
+
+    def _is_there(self, entry: Entry) -> bool:
+        """Whether what was given back, or what was made of it, is what a backward pass adds to."""
+        gradient, given = entry.parameter.grad, entry.given
+        if gradient is None or given is None:
+            return False
+        if any_of(gradient):
+            return gradient is given or not bool(((gradient != 0) & (given == 0)).any())
+        if not entry.was_zero:
+            return False
+        # The others tell whether it has been zeroed with them.
+        others = [each for each in self._given.values() if not each.was_zero]
+        left = any(e.parameter.grad is not None and any_of(e.parameter.grad) for e in others)
+        return left or not (others or self._undone)
 
     def refuse_closures(self, optimizer: Any) -> None:
         """A reduction begins: in a step with a closure only one that the closure waits for.
@@ -181,15 +199,17 @@ class Fates:
         Scripts that call `step` alone need no such look: it has decided by then.
         """
         for key, entry in self._given.items():
+            if entry.held is None and entry.given is not None:
+                entry.held = any_of(entry.given)
             if not entry.is_watched and entry.parameter.requires_grad:
                 entry.is_watched = True
                 hook = entry.parameter.register_hook(weakly(self._look, key))
                 weakref.finalize(self, hook.remove).atexit = False
 
     def _look(self, key: int) -> None:
-        if key in self._given and not self._entries[key].is_there():
+        if key in self._given and not self._is_there(self._entries[key]):
             self._undone.add(self._given.pop(key))
-        if key in self._taken_back and not self._entries[key].is_there():
+        if key in self._taken_back and not self._is_there(self._entries[key]):
             del self._taken_back[key]
 
     def _after_step(self, optimizer: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -14,9 +14,7 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import spec_of
 from hvd_sparse.engine import Assignment, Engine, TensorSpec
-from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MemoryOptions
-from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.planner.measure import clock_of
 from hvd_sparse.planner.trial import TIMED_STEPS
@@ -37,35 +35,11 @@ def horovods_allreduce(process_set: Any) -> Any:
     return allreduce
 
 
-def device_of(parameters: Iterable[tuple[str, Parameter]]) -> torch.device:
-    """Where the gradients are: on the first parameter's device."""
-    return next((p.device for _, p in parameters), torch.device("cpu"))
-
-
 def planned_memory(assignment: Assignment, name: str, parameter: Parameter) -> MemoryOptions | None:
     """The memory that a planner's candidates give a tensor; None where it plans nothing for it."""
     planner = planner_of(assignment)
     candidates = () if planner is None else planner.rules.candidates_of(spec_of(name, parameter))
     return candidates[0].memory if candidates else None
-
-
-def refuse_lone_momentum(optimizer: Any, memories: Iterable[MemoryOptions]) -> None:
-    """Where a planner's tensors have momentum, they must have it while they are dense, too.
-
-    Args:
-        optimizer: The one that Horovod wraps.
-        memories: Those of the planner's candidates.
-
-    Raises:
-        ConfigError: The optimizer has none for them.
-    """
-    momentum = max((memory.momentum for memory in memories), default=0.0)
-    if momentum > 0 and not isinstance(optimizer, MomentumCorrectedSGD):
-        raise ConfigError(
-            f"compress: auto with momentum={momentum:g} needs hvd_sparse.MomentumCorrectedSGD, "
-            "which has the momentum of tensors that are left dense, got "
-            f"{type(optimizer).__name__}"
-        )
 
 
 class Planning:
@@ -142,11 +116,6 @@ class Planning:
     def review(self) -> None:
         """Review the plan; all ranks call this together, and no gradient is under way."""
         began_at = perf_counter()
-        self._review()
-        self._ready.append({})
-        self._began_at += perf_counter() - began_at
-
-    def _review(self) -> None:
         ready_s: dict[str, list[float]] = {}
         last_s: list[float] = []
         timed = self._planner.timed_steps
@@ -169,3 +138,5 @@ class Planning:
         self._steps_left = self._planner.steps_to_review
         if changed:
             self._change_to(self._planner.current)
+        self._ready.append({})
+        self._began_at += perf_counter() - began_at

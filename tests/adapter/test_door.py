@@ -899,6 +899,30 @@ def restore_an_optimizer_with_state() -> None:
     training.close()
 
 
+def let_a_tensor_wait() -> None:
+    """Nothing of one tensor is among the largest: its reduced gradients are zeros, and count."""
+    for passes, drops in ((1, ()), (2, ()), (1, (1, 2))):
+        ends = []
+        for density in (None, DENSITY):
+            training = Training(density, bucket_numel=3 * NUMEL)
+            for step in range(4):
+                training.inner.zero_grad(set_to_none=False)
+                for _ in range(passes):
+                    for i, scale in ((0, 1.0), (1, 100.0)):
+                        training.backward(among=(i,), scale=scale)
+                    training.optimizer.synchronize()
+                    nn.utils.clip_grad_norm_(training.parameters, 1e9)
+                if step in drops:
+                    continue
+                with training.optimizer.skip_synchronize():
+                    training.optimizer.step()
+            if density is not None and not drops:
+                assert not training.parameters[0].any()
+            ends.append(training.moved())
+            training.close()
+        assert torch.equal(*ends), (passes, drops)
+
+
 def copy_with_residuals() -> None:
     training = Training(DENSITY)
     with told():
@@ -930,6 +954,7 @@ FUNCTIONS = (
     change_gradients_too_early,
     name_in_another_order,
     name_twice,
+    let_a_tensor_wait,
     copy_with_residuals,
     tell_another_scale,
     warm_up_from_rate_0,
