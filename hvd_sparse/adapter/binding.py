@@ -18,6 +18,9 @@ SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 SEARCHED_FRAMES = 8
 
+SAMPLED_TENSORS, SAMPLED_ENTRIES = 4, 64
+"""What is looked at to see whether a script changes gradients, or an optimizer goes back."""
+
 
 class Caller(NamedTuple):
     """Who hands a tensor to a compression.

@@ -32,7 +32,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from hvd_sparse.adapter.binding import SPARSE_DTYPES, Entry, Parameters
+from hvd_sparse.adapter.binding import (
+    SAMPLED_ENTRIES,
+    SAMPLED_TENSORS,
+    SPARSE_DTYPES,
+    Entry,
+    Parameters,
+)
 from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
 from hvd_sparse.adapter.handover import refuse_momenta
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
@@ -60,9 +66,6 @@ dense step of a small transformer, 2 ranks on 2 cores, takes 0.94 of plain Horov
 
 CAUSE_S, CAUSE_INTERVAL_S = 1.0, 0.01
 """How long after Horovod, which names no rank, an exchange may still say what it has failed by."""
-
-SAMPLED_TENSORS, SAMPLED_ENTRIES = 4, 64
-"""Of the first gradients that a step hands in, to see that they stay what they are."""
 
 SINGLE, GROUPED, SPARSE = "single", "grouped", "sparse"
 """How Horovod's own method has begun to reduce a gradient before there was a door."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvd_sparse.adapter.binding import Entry, any_of
+from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, any_of
 from hvd_sparse.errors import ConfigError, UnsupportedError
 
 SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
@@ -265,15 +265,13 @@ class Fates:
             is_scalers = frame.f_code.co_filename == SCALERS_FILE
             candidate = frame.f_locals.get("self") if is_scalers else None
             if isinstance(candidate, torch.amp.GradScaler):
-                self._take(candidate)
-                return
+                break
             if frame.f_back is None:
                 return
             frame = frame.f_back
-
-    def _take(self, scaler: torch.amp.GradScaler) -> None:
-        """Follow a scaler that is new here."""
-        scale = scaler.get_scale()
+        else:
+            return
+        scale = candidate.get_scale()
         if self.unit is None:
             self.unit = scale
         elif self.unit != scale:
@@ -282,10 +280,7 @@ class Fates:
                 f"new scaler began with {scale:g}: keep one scaler, and load its state, too",
                 stacklevel=2,
             )
-        self._scaler = weakref.ref(scaler)
-
-
-SAMPLED_TENSORS, SAMPLED_ENTRIES = 4, 64
+        self._scaler = weakref.ref(candidate)
 
 
 class Rewinds:

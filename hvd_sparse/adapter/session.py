@@ -18,11 +18,12 @@ from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
-from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, slot_of_this_rank
+from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels
 from hvd_sparse.adapter.planning import Planning
 from hvd_sparse.engine import Assignment, Engine, TensorSpec
 from hvd_sparse.engine.checkpoint import Gather
 from hvd_sparse.errors import TransportError, TransportTimeout, warn
+from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.planner import Planner, planner_of
 from hvd_sparse.transports import Transport
@@ -248,6 +249,8 @@ class Session(Leaving):
         Args:
             new: A planner that the engine does not have yet; None: its own, if it has one.
         """
+        import horovod.torch as hvd
+
         self.planning, self._must_agree = None, False
         planner = new or planner_of(self._engine.assignment)
         if planner is None:
@@ -256,7 +259,7 @@ class Session(Leaving):
             self._plan(planner, is_new=new is not None)
         self._engine.hosts = agree_on_levels(
             self._hierarchical,
-            slot_of_this_rank(),
+            Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()),
             self._engine.assignment,
             self._parameters.sparse_specs(),
             self._transport,

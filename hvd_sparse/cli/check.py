@@ -143,7 +143,8 @@ def cuda() -> Finding:
         return Finding("CUDA", "problem", f"{device}, but no CuPy for its kernels: slow; {mend}")
     index = torch.cuda.current_device()
     try:
-        chosen = ops.kth_magnitude(torch.arange(8.0, device=f"cuda:{index}"), 2)
+        values = torch.arange(8, dtype=torch.float32, device=f"cuda:{index}")
+        chosen = ops.kth_magnitude(values, 2)
     except Exception as error:  # of a compiler, a driver or a cache
         return Finding("CUDA", "problem", f"{device}, {found[0]}: {one_line(error)}")
     state = "ok" if chosen == 6 and ops.backend(f"cuda:{index}") == "cuda" else "problem"
