@@ -18,7 +18,6 @@ from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.planner.measure import clock_of
 from hvd_sparse.planner.trial import TIMED_STEPS
-from hvd_sparse.transports import Transport
 from hvd_sparse.transports.horovod_handles import outcome_of
 
 
@@ -50,9 +49,7 @@ class Planning:
         engine: Is told of every trial that is over, and of what is recalled.
         change_to: Reduces by another assignment from the next step on; all ranks call it together.
         specs: The parameters, in the order in which their gradients come on rank 0.
-        transport: The engine's.
-        process_set: Horovod's name for the world.
-        device: Where the gradients are.
+        world: What the planner measures with.
     """
 
     def __init__(
@@ -60,20 +57,16 @@ class Planning:
         planner: Planner,
         engine: Engine,
         change_to: Callable[[Assignment], None],
-        *,
         specs: Sequence[TensorSpec],
-        transport: Transport,
-        process_set: Any,
-        device: torch.device,
+        world: World,
     ) -> None:
         self._planner, self._engine, self._change_to = planner, engine, change_to
-        self._specs = list(specs)
-        self._transport = transport
+        self._specs, self._transport = specs, world.transport
         self._ready: deque[dict[str, Any]] = deque([{}], maxlen=TIMED_STEPS)
-        self._clock = clock_of(device)
+        self._clock = clock_of(world.device)
         self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
         planner.compressed_steps = engine.compressed_steps
-        planner.decide(self._specs, World(transport, horovods_allreduce(process_set), device))
+        planner.decide(specs, world)
         if planner.outcome is not None:
             engine.tell_tried(planner.outcome.recorded(recalled=True))
         self._steps_left = planner.steps_to_review

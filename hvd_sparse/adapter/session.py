@@ -19,13 +19,13 @@ from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels
-from hvd_sparse.adapter.planning import Planning
+from hvd_sparse.adapter.planning import Planning, horovods_allreduce
 from hvd_sparse.engine import Assignment, Engine, TensorSpec
 from hvd_sparse.engine.checkpoint import Gather
 from hvd_sparse.errors import TransportError, TransportTimeout, warn
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import PROCESS_END, Leaving
-from hvd_sparse.planner import Planner, planner_of
+from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.transports.framing import Payload
@@ -69,8 +69,7 @@ class Session(Leaving):
             None, engine, after, (), 0
         )
         self._engine = engine
-        self._transport_name = transport
-        self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
+        self._timeout_s, self._carrier = timeout_s, (transport, timeout_s, busy_timeout_s)
         self._hierarchical = hierarchical
         self._divergence: Divergence | None = None
         self._must_agree = self._compares = False
@@ -102,38 +101,25 @@ class Session(Leaving):
         from horovod.torch import mpi_ops
 
         world = HorovodBootstrap(optimizer.process_set)
+
+        def connected(at: torch.device | None) -> Transport:
+            name, timeout_s, busy_timeout_s = self._carrier
+            return create_transport(name, world, timeout_s, at, busy_timeout_s=busy_timeout_s)
+
         self._connecting = True
         PROCESS_END.add(self)
         with as_horovod_error():
-            self._join(world, parameters, device)
+            self._transport = connected(device)
+            self._engine.connect(self._transport)
+            if self.embeddings is not None:
+                self.embeddings.connect(connected(None))
+            self._process_set, self._parameters = world.process_set, parameters
+            self._agree()
         updated = {p for group in optimizer.param_groups for p in group["params"]}
         self._divergence = Divergence((name, p) for name, p in parameters if p in updated)
         self._connecting = False
         self._mpi_ops, self._world = mpi_ops, mpi_ops._handle_map
         logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
-
-    def _new_transport(self, world: HorovodBootstrap, device: torch.device | None) -> Transport:
-        return create_transport(
-            self._transport_name,
-            world,
-            self._timeout_s,
-            device,
-            busy_timeout_s=self._busy_timeout_s,
-        )
-
-    def _join(
-        self,
-        world: HorovodBootstrap,
-        parameters: Parameters,
-        device: torch.device | None,
-    ) -> None:
-        transport = self._new_transport(world, device)
-        self._engine.connect(transport)
-        if self.embeddings is not None:
-            self.embeddings.connect(self._new_transport(world, None))
-        self._process_set, self._transport = world.process_set, transport
-        self._parameters = parameters
-        self._agree()
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""
@@ -252,34 +238,23 @@ class Session(Leaving):
         import horovod.torch as hvd
 
         self.planning, self._must_agree = None, False
-        planner = new or planner_of(self._engine.assignment)
+        engine, specs = self._engine, self._parameters.sparse_specs()
+        planner = new or planner_of(engine.assignment)
         if planner is None:
-            self._engine.agree()
+            engine.agree()
         else:
-            self._plan(planner, is_new=new is not None)
-        self._engine.hosts = agree_on_levels(
-            self._hierarchical,
-            Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()),
-            self._engine.assignment,
-            self._parameters.sparse_specs(),
-            self._transport,
+            device = next((p.device for _, p in self._parameters), torch.device("cpu"))
+            world = World(self._transport, horovods_allreduce(self._process_set), device)
+            ordered = self._specs_as_they_come()
+            self.planning = Planning(planner, engine, self._change_to, ordered, world)
+            before, planner.before = planner.before, None
+            if before is not None and new is None:  # rank 0, or its state, had momenta so
+                engine.assignment = before
+            self._change_to(planner.current)
+        slot = Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+        engine.hosts = agree_on_levels(
+            self._hierarchical, slot, engine.assignment, specs, self._transport
         )
-
-    def _plan(self, planner: Planner, *, is_new: bool) -> None:
-        """Let a planner decide."""
-        self.planning = Planning(
-            planner,
-            self._engine,
-            self._change_to,
-            specs=self._specs_as_they_come(),
-            transport=self._transport,
-            process_set=self._process_set,
-            device=next((p.device for _, p in self._parameters), torch.device("cpu")),
-        )
-        before, planner.before = planner.before, None
-        if before is not None and not is_new:  # momenta are where rank 0, or its state, had them
-            self._engine.assignment = before
-        self._change_to(planner.current)
 
     def _specs_as_they_come(self) -> list[TensorSpec]:
         """Tensors in the order of rank 0's gradients; what has not come yet, last of all."""

@@ -141,8 +141,8 @@ def cuda() -> Finding:
         extra = f"cuda{str(torch.version.cuda).partition('.')[0]}"
         mend = f"pip install 'hvd-sparse[{extra}]'"
         return Finding("CUDA", "problem", f"{device}, but no CuPy for its kernels: slow; {mend}")
-    index = torch.cuda.current_device()
     try:
+        index = torch.cuda.current_device()
         values = torch.arange(8, dtype=torch.float32, device=f"cuda:{index}")
         chosen = ops.kth_magnitude(values, 2)
     except Exception as error:  # of a compiler, a driver or a cache
