@@ -41,13 +41,8 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
             if not value >= 0 or (name == "momentum" and value >= 1):
                 allowed = "in [0, 1)" if name == "momentum" else "at least 0"
                 raise ValueError(f"{name} must be {allowed}, got {value}")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults)
+        given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, given)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -56,10 +51,8 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         Args:
             closure: Evaluates the model again and returns the loss; or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         compression = getattr(self, "_compression", None)  # Horovod's optimizer has one
         corrects = getattr(compression, "corrects_momentum", lambda parameter: False)
         for group in self.param_groups:
@@ -75,19 +68,17 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         rest = gradient.new_zeros(()) if corrected else gradient
         if decay:
             rest = rest + decay * parameter
-        update = gradient if corrected else rest
         if m and (decay or not corrected):
             state = self.state[parameter]
-            buffer = state.get("momentum_buffer")
-            if buffer is None:
-                buffer = state["momentum_buffer"] = rest.clone()
+            if "momentum_buffer" in state:
+                state["momentum_buffer"].mul_(m).add_(rest)
             else:
-                buffer.mul_(m).add_(rest)
-            step = rest + m * buffer if group["nesterov"] else buffer
-            update = gradient + step if corrected else step
-        elif decay and corrected:
-            update = gradient + rest
-        parameter.add_(update, alpha=-group["lr"])
+                state["momentum_buffer"] = rest.clone()
+            buffer = state["momentum_buffer"]
+            rest = rest + m * buffer if group["nesterov"] else buffer
+        if corrected:
+            rest = gradient + rest if decay else gradient
+        parameter.add_(rest, alpha=-group["lr"])
 
 
 REFRESH_STEPS = 32

@@ -18,6 +18,9 @@ SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 SEARCHED_FRAMES = 8
 
+SAMPLED_TENSORS, SAMPLED_ENTRIES = 4, 64
+"""What is looked at to see whether a script changes gradients, or an optimizer goes back."""
+
 
 class Caller(NamedTuple):
     """Who hands a tensor to a compression.
@@ -101,7 +104,7 @@ class Entry:
         reduced: Brings the reduced gradient; None: the engine does.
         is_followed: Whether the reduced gradient has something of the residual in it.
         given: The object in `p.grad` that was given back, while nobody knows what became of it.
-        given_version: Torch's count of its changes, as of then.
+        held: Whether it was not all zeros, bool (); None: no script has had it yet.
         weights_version: That of the parameter's.
         handle: What Horovod keeps of it while it is on its way.
         is_watched: Whether a hook looks at what was given before a backward pass adds to it.
@@ -109,7 +112,7 @@ class Entry:
 
     __slots__ = (
         *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
-        *("given", "given_version", "weights_version", "is_watched", "handle", "_spec"),
+        *("given", "held", "weights_version", "is_watched", "handle", "_spec"),
     )
 
     def __init__(self, parameter: Parameter, label: str, name: str | None) -> None:
@@ -117,7 +120,8 @@ class Entry:
         self.gradient: Tensor | None = None
         self.reduced: Callable[[], Tensor] | None = None
         self.given: Tensor | None = None
-        self.version = self.given_version = self.weights_version = 0
+        self.held: Tensor | None = None
+        self.version = self.weights_version = 0
         self.is_followed = self.is_watched = False
         self.handle: tuple[Callable[[], Tensor], None]
         self._spec: tuple[torch.Size, torch.dtype, TensorSpec] | None = None
@@ -131,12 +135,15 @@ class Entry:
             known = self._spec = (gradient.shape, gradient.dtype, spec)
         return known[2]
 
-    def is_there(self) -> bool:
-        """Whether what was given back still is what the next backward pass adds to."""
-        gradient = self.parameter.grad
-        if gradient is None or gradient is not self.given:
-            return False
-        return gradient._version == self.given_version or bool(gradient.any())
+    @property
+    def was_zero(self) -> bool:
+        """Whether what was given back was all zeros, as where nothing of the tensor was sent."""
+        return self.held is not None and not self.held
+
+
+def any_of(gradient: Tensor) -> Tensor:
+    """Whether a gradient is not all zeros, bool (); torch does not count changes of `.data`."""
+    return (gradient._values() if gradient.is_sparse else gradient).any()
 
 
 class Parameters:

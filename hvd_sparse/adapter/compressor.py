@@ -15,21 +15,19 @@ from torch.nn import Parameter
 from hvd_sparse.adapter.binding import Parameters, caller_of
 from hvd_sparse.adapter.door import Door
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
-from hvd_sparse.adapter.handover import Handover, handing_over, left_dense, refuse_momenta
+from hvd_sparse.adapter.handover import Handover, left_dense, refuse_momenta
 from hvd_sparse.adapter.levels import Hierarchical
-from hvd_sparse.adapter.refusals import ClippedMomenta, refuse_operation, warn_of_slow_settings
+from hvd_sparse.adapter.refusals import ClippedMomenta, refuse_operation
 from hvd_sparse.adapter.session import Session
-from hvd_sparse.adapter.states import States
 from hvd_sparse.checks import check_above, check_choice
 from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, with_dense
+from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
 from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.functional.communicator import ALGORITHMS
 from hvd_sparse.methods import METHODS
+from hvd_sparse.planner import planner_of
 
-COPIED = (
-    *("method", "observer", "_transport_name", "_timeout_s", "_busy_timeout_s"),
-    *("_hierarchical", "_dense_below"),
-)
+COPIED = ("method", "observer", "_run", "_dense_below")
 """The attributes of a copy, which begins without a residual."""
 
 
@@ -63,26 +61,17 @@ class SparseCompressor:
         observer: Observer | None = None,
     ) -> None:
         self.method, self.observer = method, observer
-        self._transport_name = transport
-        self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
-        self._hierarchical: Hierarchical = hierarchical
+        self._run = (transport, timeout_s, busy_timeout_s, hierarchical)
         self._dense_below = dense_below
         self._parameters = None if named_parameters is None else Parameters(named_parameters)
         self._start()
 
     def _start(self) -> None:
         self._engine = Engine(self._whole(self.method), self.observer)
-        self._session = Session(
-            self._engine,
-            self._transport_name,
-            self._timeout_s,
-            self._busy_timeout_s,
-            self._hierarchical,
-        )
-        self._states = States(self._engine, self._session, self._timeout_s)
-        if self._parameters is not None:
-            self._states.know(self._parameters)
+        self._session = Session(self._engine, *self._run)
         self._door: Door | None = None
+        self._loaded_unit: float | None = None
+        self._loaded_strictly: bool | None = None
         try:
             import horovod.torch.elastic  # noqa: F401
         except ImportError:
@@ -107,10 +96,11 @@ class SparseCompressor:
         optimizer, parameter, synchronizes, groups = caller_of(self)
         if optimizer is None or parameter is None:
             return tensor, None
-        is_new = self._bound() is not optimizer
-        door = self._bind(optimizer)
-        group = optimizer._p_to_group[parameter] if groups else ()
-        result = door.first(parameter, group, is_new=is_new)
+        with self._session.lock:  # backward passes may run in several threads
+            is_new = self._bound() is not optimizer
+            door = self._bind(optimizer)
+            group = optimizer._p_to_group[parameter] if groups else ()
+            result = door.first(parameter, group, is_new=is_new)
         if synchronizes:
             door.meet_early()
         return result
@@ -179,7 +169,7 @@ class SparseCompressor:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
         with self._session.lock:
             self._settle("state_dict()", between_steps=True)
-            return self._states.save()
+            return self._state()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from what `state_dict()` of the same rank returned.
@@ -199,8 +189,7 @@ class SparseCompressor:
             ConfigError: The state is not one that `state_dict()` makes, or does not belong here.
         """
         self._settle("load_state_dict()")
-        self._states.load(state, strict=strict)
-        self._keep_residuals()
+        self._load(state, strict=strict)
 
     def save_checkpoint(self, path: str | os.PathLike[str], *, process_set: Any = None) -> None:
         """Write all ranks' states into a folder; all ranks call this between the same two steps.
@@ -217,7 +206,9 @@ class SparseCompressor:
             CheckpointError: On every rank, where it could not be written on any.
         """
         self._settle("save_checkpoint()", between_steps=True)
-        self._states.save_checkpoint(path, self._process_set(process_set))
+        self._engine.check_between_steps("save_checkpoint()")
+        world, gather = self._session.gathering(self._process_set(process_set), "save_checkpoint()")
+        save_checkpoint(path, self._state, world.rank, world.size, gather)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], *, missing: str = "refuse", process_set: Any = None
@@ -239,8 +230,47 @@ class SparseCompressor:
             CheckpointError: On every rank, where any of them cannot load.
         """
         self._settle("load_checkpoint()", between_steps=True)
-        self._states.load_checkpoint(path, self._process_set(process_set), missing)
-        self._keep_residuals()
+        self._engine.check_between_steps("load_checkpoint()")
+        world, gather = self._session.gathering(self._process_set(process_set), "load_checkpoint()")
+        loaded = load_checkpoint(path, world.rank, world.size, gather, missing, self._shapes())
+        self._engine.load_state_dict(loaded.state, strict=False)
+        if loaded.dropped:
+            self._engine.count_dropped(loaded.dropped_l1, "; ".join(loaded.dropped))
+        self._continue_from(loaded.state, strict=missing == "refuse")
+
+    def _state(self) -> dict[str, Any]:
+        planner = planner_of(self._engine.assignment)
+        plan = None if planner is None else planner.state_dict()
+        return {**self._engine.state_dict(), "unit": self._unit(), "planner": plan}
+
+    def _load(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        self._engine.load_state_dict(state, strict=strict, shapes=self._shapes())
+        self._continue_from(state, strict=strict)
+
+    def _continue_from(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """The engine has loaded its part of a state; without parameters it is not checked yet."""
+        self._loaded_strictly = strict if self._parameters is None else None
+        self._take_unit(state.get("unit"))
+        planner, plan = planner_of(self._engine.assignment), state.get("planner")
+        if planner is not None:
+            if plan is not None:
+                planner.load_state_dict(plan)
+            self._session.agree_again()  # momenta are where the state's plan had them
+        if self._door is not None:
+            self._door.rewinds.forgive()  # it is not to be dropped with the optimizer's
+
+    def _shapes(self) -> dict[str, tuple[int, ...]] | None:
+        named = self._parameters
+        return None if named is None else {name: tuple(p.shape) for name, p in named}
+
+    def _unit(self) -> float | None:
+        """The loss scale that residuals are in units of; None while none is known."""
+        return self._loaded_unit if self._door is None else self._door.fates.unit
+
+    def _take_unit(self, unit: float | None) -> None:
+        self._loaded_unit = unit
+        if self._door is not None and unit is not None:
+            self._door.fates.unit = unit  # what the scaler's differs by, the next step mends
 
     def _bound(self) -> Any:
         """The optimizer that this serves; None before the first step, and once it is gone."""
@@ -270,20 +300,12 @@ class SparseCompressor:
         if optimizer is not None and self._parameters is not None:
             refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
         self._settle("reassign()")
-        handover = None
-        if optimizer is not None and self._parameters is not None:
-            named = self._parameters.sparse()
-            handover = Handover(optimizer, self._engine, assignment, named, self._dense_below)
         self.method = method
-        self._session.reassign(assignment, handover, self._unit())
+        self._session.reassign(assignment)
 
     def _whole(self, method: Assignment) -> Assignment:
         """As the engine gets it: with dense tensors, too, where gradients are clipped."""
         return with_dense(method, clipped_dense_method, self._dense_below)
-
-    def _unit(self) -> float:
-        """The loss scale that the gradients are in units of; 1 where there is none."""
-        return 1.0 if self._door is None else self._door.unit
 
     def rescale(self, factor: float) -> None:
         """Tell that the loss is multiplied by another scale from the next backward pass on.
@@ -301,7 +323,7 @@ class SparseCompressor:
         check_above("factor", factor, 0.0)
         self._settle("rescale()", between_steps=True)
         self._engine.rescale(factor)
-        self._states.multiply_unit(factor)
+        self._take_unit((self._unit() or 1.0) * factor)
 
     def forget(self, names: Iterable[str]) -> float:
         """Let go of what waits to be sent of some parameters, and of their momentum here.
@@ -351,11 +373,6 @@ class SparseCompressor:
             self._door.give_up()
         if self._session.embeddings is not None:
             self._session.embeddings.give_up()
-
-    def _keep_residuals(self) -> None:
-        """A state that was loaded beside the optimizer's own is not to be dropped with it."""
-        if self._door is not None:
-            self._door.rewinds.forgive()
 
     def close(self) -> None:
         """Stop the background threads and close the connections; a later step opens them again."""
@@ -420,32 +437,25 @@ class SparseCompressor:
                 "sparse_as_dense must be False with exchange_embeddings, got True: leave one of "
                 "them out"
             )
-        warn_of_slow_settings()
         if self._parameters is None:
             named = [(name, p) for p, name in optimizer._parameter_names.items()]
             self._parameters = Parameters(named)
-            self._states.know(self._parameters)
-        else:
-            theirs = optimizer._parameter_names
-            if not any(p in self._parameters for p in theirs):
-                raise ConfigError(
-                    "named_parameters of the compression must be those of the optimizer, got none "
-                    f"of its {len(theirs)} parameters"
-                )
-        self._door = Door(
-            optimizer,
-            self._parameters,
-            self._engine,
-            self._session,
-            self._dense_below,
-        )
+            if self._loaded_strictly is not None:
+                self._load(self._state(), strict=self._loaded_strictly)
+        elif not any(p in self._parameters for p in optimizer._parameter_names):
+            raise ConfigError(
+                "named_parameters of the compression must be those of the optimizer, got none of "
+                f"its {len(optimizer._parameter_names)} parameters"
+            )
+        engine, session, below = self._engine, self._session, self._dense_below
+        self._door = Door(optimizer, self._parameters, engine, session, below)
+        self._door.fates.unit = self._loaded_unit
         alive, by_name = weakref.ref(optimizer), dict(self._parameters)
-        self._engine.exponents_of = lambda name: (
+        engine.exponents_of = lambda name: (
             getattr(alive(), "state", {}).get(by_name[name], {}).get("exponent")
         )
-        self._states.bind(self._door.fates)
-        named = self._parameters.sparse()
-        self._session.handing = handing_over(optimizer, self._engine, named, self._dense_below)
+        sparse = self._parameters.sparse()
+        session.handing = lambda after: Handover(alive(), engine, after, sparse, below)
         ClippedMomenta(optimizer)
         dense = self._left_dense()
         if sum(map(len, dense.values())) == len(self._parameters):

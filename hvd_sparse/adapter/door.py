@@ -32,13 +32,20 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from hvd_sparse.adapter.binding import SPARSE_DTYPES, Entry, Parameters
+from hvd_sparse.adapter.binding import (
+    SAMPLED_ENTRIES,
+    SAMPLED_TENSORS,
+    SPARSE_DTYPES,
+    Entry,
+    Parameters,
+)
 from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
 from hvd_sparse.adapter.handover import refuse_momenta
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session, as_horovod_error, horovod_error
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError, warn
+from hvd_sparse.optim import SparseAdamW
 from hvd_sparse.transports import horovod_handles
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 
@@ -59,9 +66,6 @@ dense step of a small transformer, 2 ranks on 2 cores, takes 0.94 of plain Horov
 
 CAUSE_S, CAUSE_INTERVAL_S = 1.0, 0.01
 """How long after Horovod, which names no rank, an exchange may still say what it has failed by."""
-
-SAMPLED_TENSORS, SAMPLED_ENTRIES = 4, 64
-"""Of the first gradients that a step hands in, to see that they stay what they are."""
 
 SINGLE, GROUPED, SPARSE = "single", "grouped", "sparse"
 """How Horovod's own method has begun to reduce a gradient before there was a door."""
@@ -179,6 +183,8 @@ class Door:
                     entry.gradient, entry.reduced = p.grad, handle
                     self._handed.append(entry)
                     self._begun.append((entry.label, SPARSE, 1))
+        elif not group:  # another thread's, at the same time
+            self._begun.append((self._entries[id(parameter)].label, SINGLE, 1))
         return torch.zeros(1, dtype=torch.float32, device="cpu"), result
 
     def meet_early(self) -> None:
@@ -205,10 +211,11 @@ class Door:
     def hand_in(self, parameter: Parameter) -> tuple[Callable[[], Tensor], None]:
         """Take a gradient, in the place of Horovod's `_allreduce_grad_async`."""
         entry = self._entries[id(parameter)]
-        if entry.gradient is None or not self._is_open:  # else a `synchronize` of Horovod's asks
+        if self._is_open and entry.gradient is not None:  # a `synchronize` of Horovod's asks
+            return entry.handle
+        with self._session.lock:  # backward passes may run in several threads
             if not self._is_open:
-                with self._session.lock:
-                    self._open_step()
+                self._open_step()
                 self._beat(brings_new=True)
             gradient = parameter.grad
             if gradient is None:
@@ -229,9 +236,7 @@ class Door:
         self.settle()
         if self.rewinds.seen():
             self._drop_residuals()
-        self._engine.unit = self.unit
-        if self._session.is_current():
-            self._session.raise_failure()  # Horovod, which has ended, too, would name nobody
+        self._session.raise_failure()  # Horovod, which has ended, too, would name nobody
         self._holds_back = not self._session.is_current() or self._session.begin_step()
         if not self._holds_back:
             self._engine.scale = self._scale()
@@ -280,6 +285,7 @@ class Door:
         factor = self.fates.rescaling()
         if factor != 1.0:
             self._engine.rescale(factor)
+        self._engine.unit = self.unit
 
     def check_between_steps(self, call: str) -> None:
         """Refuse a call between `backward()` and `synchronize()`.
@@ -287,10 +293,8 @@ class Door:
         Raises:
             ConfigError: It is one.
         """
-        elsewhere = (
-            threading.get_ident() != self._thread
-        )  # where results may be about to be applied
-        is_within = self._is_open or (elsewhere and not self.fates.is_settled)
+        elsewhere = threading.get_ident() != self._thread
+        is_within = self._is_open or (elsewhere and not self.fates.is_settled)  # or soon applied
         if is_within and self._engine.error is None:
             raise ConfigError(f"{call} must be called between steps, got a call within one")
 
@@ -327,8 +331,8 @@ class Door:
             values = gradient
             if is_frozen:  # Horovod reduces it all the same
                 values = gradient.data.zero_()
-            elif isinstance(engine.assignment, WithDense):
-                values = gradient.data  # with a count of changes of its own: clipping is in place
+            elif self._is_changed_in_place():
+                values = gradient.data  # with a count of changes of its own
             engine.submit(spec, values, frozen=is_frozen)
             entry.is_followed = True
             return
@@ -438,8 +442,7 @@ class Door:
             optimizer._synchronized = True
             return
         if not self._is_open:
-            if self._session.is_current():
-                self._session.raise_failure()
+            self._session.raise_failure()
             self._beat(brings_new=bool(optimizer._handles))
             if self._nobody_brings_new() and self._keep_what_is_there():
                 self._tell_horovod()
@@ -476,8 +479,7 @@ class Door:
     def _reduce(self) -> None:
         """All gradients of this rank are there: wait until they are reduced."""
         self._is_reduced = True
-        if self._session.is_current():
-            self._session.raise_failure()
+        self._session.raise_failure()
         self._refuse_changes()
         if self._holds_back:
             self._meet()
@@ -607,7 +609,6 @@ class Door:
         factor = self._scale() * len(theirs)
         for gradient in gradients if factor != 1.0 else ():
             gradient.mul_(factor)
-        self.fates.refresh()
         return True
 
     def _refuse_changes(self) -> None:
@@ -623,7 +624,7 @@ class Door:
             and gradient._version != entry.version
             and entry.parameter.grad is gradient
         ]
-        if not isinstance(self._engine.assignment, WithDense):  # which clips in place
+        if not self._is_changed_in_place():
             changed += [e for e, bits in self._samples if self._has_other_bits(e, bits)]
         if changed:
             error = UnsupportedError(
@@ -633,6 +634,11 @@ class Door:
             )
             self._engine.fail(error)
             raise error
+
+    def _is_changed_in_place(self) -> bool:
+        """Whether the engine changes gradients: by clipping, or by the units of `SparseAdamW`."""
+        clips = isinstance(self._engine.assignment, WithDense)
+        return clips or isinstance(self.optimizer, SparseAdamW)
 
     def _has_other_bits(self, entry: Entry, bits: Tensor) -> bool:
         """A loss scaler changes gradients without a count; Horovod reduces its own in place."""

@@ -19,7 +19,6 @@ import logging
 import math
 import secrets
 import sys
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,22 +37,17 @@ SYNC = "hvd_sparse.elastic.sync"
 
 
 class Mark(NamedTuple):
-    """Names a commit; the same name on two ranks means the same step of the same history.
+    """Where a rank stands; the same on two ranks means the same step of the same history.
 
     Attributes:
         sync: How many times the ranks had been synchronised.
         number: How many commits there had been.
+        steps: Done since the last commit, which itself has 0.
     """
 
     sync: int = 0
     number: int = 0
-
-
-class Position(NamedTuple):
-    """Where a rank stands: steps done since a commit."""
-
-    mark: Mark
-    steps: int
+    steps: int = 0
 
 
 class Standing(NamedTuple):
@@ -61,43 +55,34 @@ class Standing(NamedTuple):
 
     Attributes:
         worker: A number that this process has drawn: ranks change with the world.
-        position: Where it stands.
+        mark: Where it stands.
         step: Steps done in all.
         l1: L1 norm of its residuals.
         kept: The same of each commit that it holds.
     """
 
     worker: int
-    position: Position
+    mark: Mark
     step: int
     l1: float
     kept: dict[Mark, float]
 
-    def l1_at(self, target: Position) -> float | None:
-        """L1 norm of its residuals there; None where it cannot go there."""
-        if self.position == target:
-            return self.l1
-        return self.kept.get(target.mark) if target.steps == 0 else None
 
-
-@dataclass(frozen=True)
-class Commit:
-    """What a rank can go back to.
+class Commit(NamedTuple):
+    """What a rank can go back to: the compression's state, and its books as of then.
 
     Attributes:
         mark: Its name.
         state: Of the compression.
         l1: L1 norm of its residuals.
-        dropped_l1: See `Stats`, as of then.
-        lost_l1: The same.
-        l1_of: L1 norm of each worker's residuals, as of then.
+        counts: `dropped_l1` and `lost_l1`, see `Stats`.
+        l1_of: L1 norm of each worker's residuals.
     """
 
     mark: Mark
     state: dict[str, Any]
     l1: float
-    dropped_l1: float
-    lost_l1: float
+    counts: tuple[float, float]
     l1_of: dict[int, float]
 
 
@@ -125,7 +110,8 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
             self._tell_all(l1)
         mark = Mark(self._syncs, self._mark.number + 1)
         engine = self.value._engine
-        commit = Commit(mark, state, l1, engine.dropped_l1, engine.lost_l1, dict(self._l1_of))
+        counts = engine.dropped_l1, engine.lost_l1
+        commit = Commit(mark, state, l1, counts, dict(self._l1_of))
         before = [each for each in self._commits if each.mark == self._mark]
         self._commits, self._mark, self._base_step = [*before, commit], mark, state["step"]
 
@@ -143,40 +129,43 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
             everyone = world.allgather_object((self._syncs, self._standing()), SYNC, math.inf)
         standings: list[Standing] = [standing for _, standing in everyone]
         mine, target = standings[world.rank], standings[0]
-        if mine.position != target.position:
+        where = target.mark
+        if mine.mark != where:
             self._follow(mine, target)
         self._count_lost({standing.worker for standing in standings})
-        self._l1_of = {each.worker: each.l1_at(target.position) or 0.0 for each in standings}
+        self._l1_of = {
+            each.worker: each.l1 if each.mark == where else each.kept.get(where, 0.0)
+            for each in standings
+        }
         self._syncs = max(syncs for syncs, _ in everyone) + 1
-        self._mark = target.position.mark
-        self._base_step = int(self.value.state_dict()["step"]) - target.position.steps
+        self._mark = where._replace(steps=0)
+        self._base_step = int(self.value.state_dict()["step"]) - where.steps
 
     def _standing(self) -> Standing:
         state = self.value.state_dict()
-        position = Position(self._mark, state["step"] - self._base_step)
+        mark = self._mark._replace(steps=state["step"] - self._base_step)
         kept = {commit.mark: commit.l1 for commit in self._commits}
-        return Standing(self._worker, position, state["step"], _l1(state), kept)
+        return Standing(self._worker, mark, state["step"], _l1(state), kept)
 
     def _follow(self, mine: Standing, target: Standing) -> None:
         """Go to where rank 0 stands, or drop the residuals."""
-        where = target.position
-        commit = next((each for each in self._commits if each.mark == where.mark), None)
-        if commit is not None and where.steps == 0:
-            logger.info("goes back from %s to %s, where rank 0 stands", mine.position, where)
+        commit = next((each for each in self._commits if each.mark == target.mark), None)
+        if commit is not None:
+            logger.info("goes back from %s to %s, where rank 0 stands", mine.mark, target.mark)
             self._go_back_to(commit)
             return
         self.value.load_state_dict(EngineState(step=target.step).as_dict(), strict=False)
         if mine.l1 > 0:
             self.value._engine.count_dropped(
                 mine.l1,
-                f"the residuals of commit {mine.position.mark.number} (step {mine.step}): rank 0 "
-                f"goes on from commit {where.mark.number} (step {target.step})",
+                f"the residuals of commit {mine.mark.number} (step {mine.step}): rank 0 goes on "
+                f"from commit {target.mark.number} (step {target.step})",
             )
 
     def _go_back_to(self, commit: Commit) -> None:
         self.value.load_state_dict(commit.state, strict=False)  # its own; ranks may have moved
         engine = self.value._engine
-        engine.dropped_l1, engine.lost_l1 = commit.dropped_l1, commit.lost_l1
+        engine.dropped_l1, engine.lost_l1 = commit.counts
         self._l1_of = dict(commit.l1_of)
         self._mark, self._base_step = commit.mark, commit.state["step"]
 

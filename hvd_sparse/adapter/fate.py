@@ -2,14 +2,13 @@
 
 * A gradient counts that a torch optimizer's `step` has applied.
 * It counts, too, where it is still in `p.grad` when the next one comes: it is input once more.
-* It was dropped where it is there no more, or zero, where a loss scaler skipped the step, or where
-  a step of rate 0 has left no trace. What it took out of the residual then goes back, for this
-  parameter alone.
+* It was dropped where it is there no more, or has become zero, where a loss scaler skipped the
+  step, or where a step of rate 0 has left no trace. What it took out of the residual then goes
+  back, for this parameter alone.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 import weakref
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvd_sparse.adapter.binding import Entry
+from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, any_of
 from hvd_sparse.errors import ConfigError, UnsupportedError
 
 SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
@@ -60,6 +59,7 @@ class Fates:
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self.unit: float | None = None
         self._in_step = False
+        self._to_apply: set[int] = set()
         self._reductions_inside: int | None = None  # a step with a closure, which has begun
         optimizer.register_step_pre_hook(self._before_step)
         hook = register_optimizer_step_post_hook(weakly(self._after_step))
@@ -70,20 +70,14 @@ class Fates:
         is_idle = self._idle_steps is not None
         for entry in entries:
             p = entry.parameter
-            gradient = entry.given = p.grad
-            assert gradient is not None
-            entry.given_version = gradient._version
+            entry.given, entry.held = p.grad, None
             if is_idle:
                 entry.weights_version = p._version
             self._given[id(p)] = entry
-        if not self._in_step:
+        if self._in_step:
+            self._to_apply.update(self._given)
+        else:
             self._watch()
-
-    def refresh(self) -> None:
-        """What was given back was multiplied, and still is what was given back."""
-        for entry in self._given.values():
-            if entry.given is not None and entry.parameter.grad is entry.given:
-                entry.given_version = entry.given._version
 
     def settle(self, call: str | None = None) -> set[Entry]:
         """Which of them have gone back since this was last asked, or go back now.
@@ -96,10 +90,14 @@ class Fates:
             ConfigError: The step that begins adds to gradients that were taken back.
         """
         if call is None:
-            if any(entry.is_there() for entry in self._taken_back.values()):
+            if any(map(self._is_there, self._taken_back.values())):
                 self._refuse_late()
             self._taken_back.clear()
-        gone = {k: e for k, e in self._given.items() if call is not None or not e.is_there()}
+        gone = {
+            key: entry
+            for key, entry in self._given.items()
+            if call is not None or not self._is_there(entry)
+        }
         self._given.clear()
         self._undone.update(gone.values())
         if call is not None and gone:
@@ -131,12 +129,40 @@ class Fates:
     def left_step(self) -> None:
         """Horovod's `step` has ended, maybe by an error."""
         self._in_step, self._reductions_inside = False, None
+        self._to_apply.clear()
         self._watch()
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         """Pre-step hook; runs for Horovod's `step`, and again for the wrapped one."""
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         self._in_step, self._reductions_inside = True, None if closure is None else 0
+        self._to_apply |= self._found_in(optimizer)
+
+    def _found_in(self, optimizer: Any) -> set[int]:
+        """What a step is about to apply: what was given back, or was made of it, and is not 0."""
+        unknown = (self._given.keys() | self._taken_back.keys()) - self._to_apply
+        if not unknown:
+            return set()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found = [p for p in parameters if id(p) in unknown and p.grad is not None]
+        flags = [any_of(p.grad) for p in found]  # all begin on a device before one is waited for
+        kept = {id(p) for p, flag in zip(found, flags, strict=True) if flag}
+        waiting = {id(p) for p in found if self._entries[id(p)].was_zero}
+        return kept | waiting if kept or len(waiting) == len(found) else kept
+
+    def _is_there(self, entry: Entry) -> bool:
+        """Whether what was given back, or what was made of it, is what a backward pass adds to."""
+        gradient, given = entry.parameter.grad, entry.given
+        if gradient is None or given is None:
+            return False
+        if any_of(gradient):
+            return gradient is given or not bool(((gradient != 0) & (given == 0)).any())
+        if not entry.was_zero:
+            return False
+        # The others tell whether it has been zeroed with them.
+        others = [each for each in self._given.values() if not each.was_zero]
+        left = any(e.parameter.grad is not None and any_of(e.parameter.grad) for e in others)
+        return left or not (others or self._undone)
 
     def refuse_closures(self, optimizer: Any) -> None:
         """A reduction begins: in a step with a closure only one that the closure waits for.
@@ -173,15 +199,17 @@ class Fates:
         Scripts that call `step` alone need no such look: it has decided by then.
         """
         for key, entry in self._given.items():
+            if entry.held is None and entry.given is not None:
+                entry.held = any_of(entry.given)
             if not entry.is_watched and entry.parameter.requires_grad:
                 entry.is_watched = True
                 hook = entry.parameter.register_hook(weakly(self._look, key))
                 weakref.finalize(self, hook.remove).atexit = False
 
     def _look(self, key: int) -> None:
-        if key in self._given and not self._entries[key].is_there():
+        if key in self._given and not self._is_there(self._entries[key]):
             self._undone.add(self._given.pop(key))
-        if key in self._taken_back and not self._entries[key].is_there():
+        if key in self._taken_back and not self._is_there(self._entries[key]):
             del self._taken_back[key]
 
     def _after_step(self, optimizer: Any) -> None:
@@ -190,35 +218,25 @@ class Fates:
         Raises:
             ConfigError: It has applied what was taken back.
         """
+        applied = self._to_apply if self._in_step else self._found_in(optimizer)
         if optimizer is self._optimizer():
             self._look_for_scaler(optimizer)
-            self._in_step, self._reductions_inside = False, None
-        if not self._given and not self._taken_back:
-            return  # Horovod's step, after the wrapped one, or a step of somebody else's
-        changed = [
-            entry
-            for entry in self._given.values()
-            if (given := entry.given) is not None
-            and given._version != entry.given_version
-            and entry.parameter.grad is given
-        ]
+            self._in_step, self._reductions_inside, self._to_apply = False, None, set()
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
-        skipped = isinstance(found_inf, Tensor) and bool(found_inf)
-        zeroed = _zeroed(changed)
+        if not applied or (isinstance(found_inf, Tensor) and bool(found_inf)):
+            return
         for group in optimizer.param_groups:
             is_still = _is_zero(group.get("lr"))
             for p in group["params"]:
-                entry = self._entries.get(id(p))
-                if entry is None or p.grad is not entry.given or p.grad is None:
+                if id(p) not in applied:
                     continue
-                if self._given.pop(id(p), None) is not None:
-                    was_dropped = skipped or entry in zeroed
-                    if was_dropped or (is_still and not self._leaves_traces(optimizer, entry)):
-                        self._undone.add(entry)
-                    else:
-                        entry.given, self._idle_steps = None, None
-                elif id(p) in self._taken_back and not skipped:
+                entry = self._given.pop(id(p), None)
+                if entry is None and id(p) in self._taken_back:
                     self._refuse_late()
+                elif entry is not None and is_still and not self._leaves_traces(optimizer, entry):
+                    self._undone.add(entry)
+                elif entry is not None:
+                    entry.given, self._idle_steps = None, None
 
     def _leaves_traces(self, optimizer: Any, entry: Entry) -> bool:
         """Whether a step of rate 0 has changed something: a state or a momentum."""
@@ -247,15 +265,13 @@ class Fates:
             is_scalers = frame.f_code.co_filename == SCALERS_FILE
             candidate = frame.f_locals.get("self") if is_scalers else None
             if isinstance(candidate, torch.amp.GradScaler):
-                self._take(candidate)
-                return
+                break
             if frame.f_back is None:
                 return
             frame = frame.f_back
-
-    def _take(self, scaler: torch.amp.GradScaler) -> None:
-        """Follow a scaler that is new here."""
-        scale = scaler.get_scale()
+        else:
+            return
+        scale = candidate.get_scale()
         if self.unit is None:
             self.unit = scale
         elif self.unit != scale:
@@ -264,10 +280,7 @@ class Fates:
                 f"new scaler began with {scale:g}: keep one scaler, and load its state, too",
                 stacklevel=2,
             )
-        self._scaler = weakref.ref(scaler)
-
-
-SAMPLED_TENSORS, SAMPLED_ENTRIES = 4, 64
+        self._scaler = weakref.ref(candidate)
 
 
 class Rewinds:
@@ -309,16 +322,6 @@ class Rewinds:
     def _sample(self) -> list[Tensor]:
         taken = [(p.detach(), min(p.numel(), SAMPLED_ENTRIES)) for p in self._sampled]
         return [p.as_strided((n,), (p.numel() // n,)).clone() for p, n in taken]
-
-
-def _zeroed(changed: list[Entry]) -> set[Entry]:
-    """Those whose gradients were set to zero."""
-    if not changed:
-        return set()
-    gradients = [entry.given for entry in changed if entry.given is not None]
-    norms = torch._foreach_norm(gradients, math.inf)
-    largest = torch.stack([norm.to("cpu", torch.float64) for norm in norms])
-    return {entry for entry, norm in zip(changed, largest.tolist(), strict=True) if norm == 0}
 
 
 def _is_zero(rate: Any) -> bool:

@@ -8,8 +8,7 @@ hand over.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import Parameters, spec_of
-from hvd_sparse.adapter.planning import planned_memory, refuse_lone_momentum
+from hvd_sparse.adapter.planning import planned_memory
 from hvd_sparse.adapter.refusals import refuse_double_momentum
 from hvd_sparse.engine import Assignment, Engine, Method, WithDense
 from hvd_sparse.errors import ConfigError, warn
@@ -30,7 +29,7 @@ class Handover:
     """What is to change sides, seen before the engine gets another assignment.
 
     Args:
-        optimizer: Has the momentum of tensors that the compression has none of.
+        optimizer: Has the momentum of tensors that the compression has none of; None: it is gone.
         engine: Has that of the others.
         after: The engine's assignment to be.
         named: Parameters of types that the engine can reduce.
@@ -67,19 +66,21 @@ class Handover:
         for _, parameter in self._in:
             self._optimizer.state[parameter].pop(BUFFER, None)
 
-    def scale_of_op(self, world_size: int) -> float:
-        """The scale of an optimizer of whose gradients none has been reduced by the compression."""
-        import horovod.torch as hvd
-
-        return 1.0 / world_size if self._optimizer.op == hvd.Average else 1.0
-
-    def carry_out(self, scale: float, world_size: int) -> None:
+    def carry_out(self, unit: float, world_size: int) -> None:
         """Move momenta; all ranks call this, once they have agreed on the new assignment.
 
         Args:
-            scale: What the optimizer sees, in units of the sums over the ranks.
+            unit: The loss scale that gradients are in units of.
             world_size: P.
         """
+        import horovod.torch as hvd
+
+        if not self.moves:
+            return
+        scale = self._engine.scale  # what the optimizer sees, in units of the sums over the ranks
+        if scale is None:  # nothing has been reduced yet
+            scale = 1.0 / world_size if self._optimizer.op == hvd.Average else 1.0
+        scale /= unit
         shapes = {name: tuple(parameter.shape) for name, parameter in self._out}
         for (_, parameter), total in zip(
             self._out, self._engine.take_momentum(shapes), strict=True
@@ -92,19 +93,6 @@ class Handover:
             if buffer is not None:
                 share = buffer.detach().to(torch.float32) / (scale * world_size)
                 self._engine.give_momentum(spec_of(name, parameter), share)
-
-
-def handing_over(
-    optimizer: Any, engine: Engine, named: Sequence[tuple[str, Parameter]], dense_below: int
-) -> Callable[[Assignment], Handover | None]:
-    """What prepares a hand-over to an assignment, as long as the optimizer is there."""
-    reference = weakref.ref(optimizer)
-
-    def prepared(after: Assignment) -> Handover | None:
-        bound = reference()
-        return None if bound is None else Handover(bound, engine, after, named, dense_below)
-
-    return prepared
 
 
 def method_of(
@@ -165,7 +153,13 @@ def refuse_momenta(
         elif not memory.preconditioned and (method is None or method.density < 1):
             delayed.add(parameter)
     refuse_double_momentum(optimizer, corrected)
-    refuse_lone_momentum(optimizer, planned)
+    momentum = max((memory.momentum for memory in planned), default=0.0)
+    if momentum > 0 and not isinstance(optimizer, MomentumCorrectedSGD):
+        raise ConfigError(
+            f"compress: auto with momentum={momentum:g} needs hvd_sparse.MomentumCorrectedSGD, "
+            "which has the momentum of tensors that are left dense, got "
+            f"{type(optimizer).__name__}"
+        )
     for group in optimizer.param_groups:
         if (group.get("betas") or (0,))[0] and not delayed.isdisjoint(group["params"]):
             warn(

@@ -37,13 +37,6 @@ def check_hierarchical(name: str, value: Hierarchical) -> Hierarchical:
     return value
 
 
-def slot_of_this_rank() -> Slot:
-    """Where Horovod says that this rank is."""
-    import horovod.torch as hvd
-
-    return Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
-
-
 def agree_on_levels(
     requested: Hierarchical,
     slot: Slot,
@@ -88,11 +81,7 @@ def agree_on_levels(
 
 
 def _possible(slots: Sequence[Slot], assignment: Assignment, transport: Transport) -> Grid:
-    """The grid of the ranks.
-
-    Raises:
-        ConfigError: There can be no two levels; says why.
-    """
+    """The grid of the ranks; a ConfigError says why there can be no two levels."""
     if not isinstance(transport, PointToPointTransport):
         raise ConfigError(f"transport {transport.name!r} exchanges with all ranks at once only")
     if planner_of(assignment) is not None:
@@ -103,26 +92,21 @@ def _possible(slots: Sequence[Slot], assignment: Assignment, transport: Transpor
 def _check_that_it_pays(
     grid: Grid, assignment: Assignment, specs: Sequence[TensorSpec], transport: Transport
 ) -> None:
-    """By the cost model, and by the link among all ranks at once, which share the hosts' cards.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """By the cost model, and by the link among all ranks at once, which share the hosts' cards."""
     if grid.hosts == 1:
         raise ConfigError("there is one host")
     if grid.local_size == 1:
         raise ConfigError("each host has one worker")
     link = link_of(transport)
     levels = Levels(grid.hosts, grid.local_size, link, through_memory(link))
-    numels: dict[str, int] = {}
-    methods: dict[str, Method] = {}
+    methods: dict[str, tuple[Method, int]] = {}
     for spec in specs:
         method = assignment.choice_of(spec).method
         if method is not None:
-            methods[method.description] = method
-            numels[method.description] = numels.get(method.description, 0) + spec.numel
+            _, numel = methods.get(method.description, (method, 0))
+            methods[method.description] = method, numel + spec.numel
     mine = [
-        sum(_least_s(form, methods[words], levels, numel) for words, numel in numels.items())
+        sum(_least_s(form, method, levels, numel) for method, numel in methods.values())
         for form in (flat, two_levels)
     ]
     one_s, two_s = gather_json(transport, mine, CHANNEL)[0]
@@ -144,11 +128,7 @@ def _least_s(
 
 
 def _connected(grid: Grid, transport: Transport) -> Hosts | None:
-    """What exchanges on two levels; None where each worker is a host.
-
-    Raises:
-        ConfigError: The ranks of a host cannot share memory.
-    """
+    """What exchanges on two levels; None where each worker is a host."""
     if grid.local_size == 1:
         return None
     assert isinstance(transport, PointToPointTransport)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -14,13 +14,10 @@ from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import spec_of
 from hvd_sparse.engine import Assignment, Engine, TensorSpec
-from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MemoryOptions
-from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.planner.measure import clock_of
 from hvd_sparse.planner.trial import TIMED_STEPS
-from hvd_sparse.transports import Transport
 from hvd_sparse.transports.horovod_handles import outcome_of
 
 
@@ -37,35 +34,11 @@ def horovods_allreduce(process_set: Any) -> Any:
     return allreduce
 
 
-def device_of(parameters: Iterable[tuple[str, Parameter]]) -> torch.device:
-    """Where the gradients are: on the first parameter's device."""
-    return next((p.device for _, p in parameters), torch.device("cpu"))
-
-
 def planned_memory(assignment: Assignment, name: str, parameter: Parameter) -> MemoryOptions | None:
     """The memory that a planner's candidates give a tensor; None where it plans nothing for it."""
     planner = planner_of(assignment)
     candidates = () if planner is None else planner.rules.candidates_of(spec_of(name, parameter))
     return candidates[0].memory if candidates else None
-
-
-def refuse_lone_momentum(optimizer: Any, memories: Iterable[MemoryOptions]) -> None:
-    """Where a planner's tensors have momentum, they must have it while they are dense, too.
-
-    Args:
-        optimizer: The one that Horovod wraps.
-        memories: Those of the planner's candidates.
-
-    Raises:
-        ConfigError: The optimizer has none for them.
-    """
-    momentum = max((memory.momentum for memory in memories), default=0.0)
-    if momentum > 0 and not isinstance(optimizer, MomentumCorrectedSGD):
-        raise ConfigError(
-            f"compress: auto with momentum={momentum:g} needs hvd_sparse.MomentumCorrectedSGD, "
-            "which has the momentum of tensors that are left dense, got "
-            f"{type(optimizer).__name__}"
-        )
 
 
 class Planning:
@@ -76,9 +49,7 @@ class Planning:
         engine: Is told of every trial that is over, and of what is recalled.
         change_to: Reduces by another assignment from the next step on; all ranks call it together.
         specs: The parameters, in the order in which their gradients come on rank 0.
-        transport: The engine's.
-        process_set: Horovod's name for the world.
-        device: Where the gradients are.
+        world: What the planner measures with.
     """
 
     def __init__(
@@ -86,20 +57,16 @@ class Planning:
         planner: Planner,
         engine: Engine,
         change_to: Callable[[Assignment], None],
-        *,
         specs: Sequence[TensorSpec],
-        transport: Transport,
-        process_set: Any,
-        device: torch.device,
+        world: World,
     ) -> None:
         self._planner, self._engine, self._change_to = planner, engine, change_to
-        self._specs = list(specs)
-        self._transport = transport
+        self._specs, self._transport = specs, world.transport
         self._ready: deque[dict[str, Any]] = deque([{}], maxlen=TIMED_STEPS)
-        self._clock = clock_of(device)
+        self._clock = clock_of(world.device)
         self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
         planner.compressed_steps = engine.compressed_steps
-        planner.decide(self._specs, World(transport, horovods_allreduce(process_set), device))
+        planner.decide(specs, world)
         if planner.outcome is not None:
             engine.tell_tried(planner.outcome.recorded(recalled=True))
         self._steps_left = planner.steps_to_review
@@ -142,11 +109,6 @@ class Planning:
     def review(self) -> None:
         """Review the plan; all ranks call this together, and no gradient is under way."""
         began_at = perf_counter()
-        self._review()
-        self._ready.append({})
-        self._began_at += perf_counter() - began_at
-
-    def _review(self) -> None:
         ready_s: dict[str, list[float]] = {}
         last_s: list[float] = []
         timed = self._planner.timed_steps
@@ -169,3 +131,5 @@ class Planning:
         self._steps_left = self._planner.steps_to_review
         if changed:
             self._change_to(self._planner.current)
+        self._ready.append({})
+        self._began_at += perf_counter() - began_at

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,15 +128,3 @@ class ClippedMomenta:
                 "compression has made sums of momenta of them: give it clip_norm, which clips "
                 "before, in the place of clip_grad_norm_()"
             )
-
-
-def warn_of_slow_settings() -> None:
-    """Warn of Horovod settings under which its small tensors are expensive."""
-    for variable in ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD"):
-        if os.environ.get(variable) == "0":
-            warnings.warn(f"hvd_sparse: {variable}=0 makes every step slow: unset it", stacklevel=2)
-    if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
-        warnings.warn(
-            "hvd_sparse: HOROVOD_AUTOTUNE tunes Horovod on small tensors here: unset it",
-            stacklevel=2,
-        )

@@ -18,12 +18,14 @@ from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
-from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, slot_of_this_rank
-from hvd_sparse.adapter.planning import Planning, device_of
+from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels
+from hvd_sparse.adapter.planning import Planning, horovods_allreduce
 from hvd_sparse.engine import Assignment, Engine, TensorSpec
-from hvd_sparse.errors import TransportError, warn
+from hvd_sparse.engine.checkpoint import Gather
+from hvd_sparse.errors import TransportError, TransportTimeout, warn
+from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import PROCESS_END, Leaving
-from hvd_sparse.planner import Planner, planner_of
+from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.transports.framing import Payload
@@ -44,13 +46,11 @@ class Session(Leaving):
         hierarchical: Whether to exchange on two levels, inside hosts and between them.
 
     Attributes:
-        world_size: P.
         lock: Held while a step opens, and by what may not be called within one.
         embeddings: Reduces the gradients of sparse embeddings, or None.
         planning: The planner beside the training, where the engine's assignment is a planner's.
         arrivals: The tensors in the order in which their gradients came in the last meeting.
-        handing: Prepares the hand-over of momentum to a planner's next assignment; None: nothing
-            is to change sides.
+        handing: Prepares the hand-over of momenta to another assignment.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Session(Leaving):
         busy_timeout_s: float | None = None,
         hierarchical: Hierarchical = False,
     ) -> None:
-        self.world_size = 1
         self.lock = threading.RLock()
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
         self.arrivals: list[str] = []
-        self.handing: Callable[[Assignment], Handover | None] | None = None
+        self.handing: Callable[[Assignment], Handover] = lambda after: Handover(
+            None, engine, after, (), 0
+        )
         self._engine = engine
-        self._transport_name = transport
-        self._timeout_s, self._busy_timeout_s = timeout_s, busy_timeout_s
+        self._timeout_s, self._carrier = timeout_s, (transport, timeout_s, busy_timeout_s)
         self._hierarchical = hierarchical
         self._divergence: Divergence | None = None
         self._must_agree = self._compares = False
@@ -101,79 +101,50 @@ class Session(Leaving):
         from horovod.torch import mpi_ops
 
         world = HorovodBootstrap(optimizer.process_set)
+
+        def connected(at: torch.device | None) -> Transport:
+            name, timeout_s, busy_timeout_s = self._carrier
+            return create_transport(name, world, timeout_s, at, busy_timeout_s=busy_timeout_s)
+
         self._connecting = True
         PROCESS_END.add(self)
         with as_horovod_error():
-            self._join(world, parameters, device)
+            self._transport = connected(device)
+            self._engine.connect(self._transport)
+            if self.embeddings is not None:
+                self.embeddings.connect(connected(None))
+            self._process_set, self._parameters = world.process_set, parameters
+            self._agree()
         updated = {p for group in optimizer.param_groups for p in group["params"]}
         self._divergence = Divergence((name, p) for name, p in parameters if p in updated)
         self._connecting = False
         self._mpi_ops, self._world = mpi_ops, mpi_ops._handle_map
-        self.world_size = world.size
         logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
 
-    def _new_transport(self, world: HorovodBootstrap, device: torch.device | None) -> Transport:
-        return create_transport(
-            self._transport_name,
-            world,
-            self._timeout_s,
-            device,
-            busy_timeout_s=self._busy_timeout_s,
-        )
-
-    def _join(
-        self,
-        world: HorovodBootstrap,
-        parameters: Parameters,
-        device: torch.device | None,
-    ) -> None:
-        transport = self._new_transport(world, device)
-        self._engine.connect(transport)
-        if self.embeddings is not None:
-            self.embeddings.connect(self._new_transport(world, None))
-        self._process_set, self._transport = world.process_set, transport
-        self._parameters = parameters
-        self._agree()
-
-    def reassign(
-        self, assignment: Assignment, handover: Handover | None = None, unit: float = 1.0
-    ) -> None:
-        """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`.
-
-        Args:
-            assignment: The new one.
-            handover: Momenta that change sides; None: none.
-            unit: The loss scale that the gradients are in units of.
-        """
-        scale = self._engine.scale
-        planner = planner_of(assignment)
+    def reassign(self, assignment: Assignment) -> None:
+        """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""
+        engine, planner = self._engine, planner_of(assignment)
         if planner is not None and self.is_current():
-            self._hand_to(planner)
+            engine.reassign(engine.assignment)  # what is planned is given up, as ever
+            try:
+                with as_horovod_error():
+                    self._agree(planner)  # which decides first: momenta go straight where it says
+            except BaseException:
+                engine.reassign(planner)  # for the next connection
+                raise
             return
-        self._engine.reassign(assignment)
-        if not self.is_current():  # the next step's connection agrees
-            if handover is not None and handover.moves and planner is None:
-                handover.give_up()
-                warn(
-                    f"the momentum of {', '.join(handover.moves)} begins anew: reassign() was "
-                    "called while no rank was connected"
-                )
-            return
-        with as_horovod_error():
-            self._agree()
-            if handover is not None:
-                scale = handover.scale_of_op(self.world_size) if scale is None else scale
-                handover.carry_out(scale / unit, self.world_size)
-
-    def _hand_to(self, planner: Planner) -> None:
-        """Reduce by a planner, which decides first: momenta go straight to where it says."""
-        self._engine.reassign(self._engine.assignment)  # what is planned is given up, as ever
-        try:
+        handover = self.handing(assignment)
+        engine.reassign(assignment)
+        if self.is_current():
             with as_horovod_error():
-                self._agree(planner)
-        except BaseException:
-            self._engine.reassign(planner)  # for the next connection
-            raise
+                self._agree()
+                self._carry_out(handover)
+        elif handover.moves and planner is None:  # the next step's connection agrees
+            handover.give_up()
+            warn(
+                f"the momentum of {', '.join(handover.moves)} begins anew: reassign() was called "
+                "while no rank was connected"
+            )
 
     def agree_again(self) -> None:
         """Let the planner decide anew in the next step, since a state was loaded, on all ranks."""
@@ -216,15 +187,33 @@ class Session(Leaving):
         assert messages is not None
         return [pickle.loads(message.numpy().tobytes()) for message in messages]
 
+    def gathering(self, process_set: Any, call: str) -> tuple[HorovodBootstrap, Gather]:
+        """The ranks of a process set, or all of Horovod's, and how they gather objects."""
+        world = HorovodBootstrap(process_set)
+
+        def gather(mine: Any) -> list[Any]:
+            if self.is_current():  # it names who fails
+                return self.gather_objects(mine, "checkpoint")
+            with as_horovod_error():
+                try:
+                    return world.allgather_object(mine, "hvd_sparse.checkpoint", self._timeout_s)
+                except TransportTimeout:
+                    raise TransportTimeout(
+                        f"rank {world.rank} has waited {self._timeout_s:g} s in {call} for the "
+                        f"other {world.size - 1} ranks: all of them must call it together"
+                    ) from None
+
+        return world, gather
+
     def raise_failure(self) -> None:
-        """Raise what the engine has failed by; return where it has not.
+        """Raise what the engine has failed by in this world; return where it has not.
 
         Raises:
             HorovodInternalError: A peer is gone or did not answer.
             BaseException: Anything else.
         """
         error = self._engine.error
-        if error is not None:
+        if error is not None and self.is_current():
             with as_horovod_error():
                 raise error
 
@@ -246,35 +235,26 @@ class Session(Leaving):
         Args:
             new: A planner that the engine does not have yet; None: its own, if it has one.
         """
-        self.planning, self._must_agree = None, False
-        planner = new or planner_of(self._engine.assignment)
-        if planner is None:
-            self._engine.agree()
-        else:
-            self._plan(planner, is_new=new is not None)
-        self._engine.hosts = agree_on_levels(
-            self._hierarchical,
-            slot_of_this_rank(),
-            self._engine.assignment,
-            self._parameters.sparse_specs(),
-            self._transport,
-        )
+        import horovod.torch as hvd
 
-    def _plan(self, planner: Planner, *, is_new: bool) -> None:
-        """Let a planner decide."""
-        self.planning = Planning(
-            planner,
-            self._engine,
-            self._change_to,
-            specs=self._specs_as_they_come(),
-            transport=self._transport,
-            process_set=self._process_set,
-            device=device_of(self._parameters),
+        self.planning, self._must_agree = None, False
+        engine, specs = self._engine, self._parameters.sparse_specs()
+        planner = new or planner_of(engine.assignment)
+        if planner is None:
+            engine.agree()
+        else:
+            device = next((p.device for _, p in self._parameters), torch.device("cpu"))
+            world = World(self._transport, horovods_allreduce(self._process_set), device)
+            ordered = self._specs_as_they_come()
+            self.planning = Planning(planner, engine, self._change_to, ordered, world)
+            before, planner.before = planner.before, None
+            if before is not None and new is None:  # rank 0, or its state, had momenta so
+                engine.assignment = before
+            self._change_to(planner.current)
+        slot = Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+        engine.hosts = agree_on_levels(
+            self._hierarchical, slot, engine.assignment, specs, self._transport
         )
-        before, planner.before = planner.before, None
-        if before is not None and not is_new:  # momenta are where rank 0, or its state, had them
-            self._engine.assignment = before
-        self._change_to(planner.current)
 
     def _specs_as_they_come(self) -> list[TensorSpec]:
         """Tensors in the order of rank 0's gradients; what has not come yet, last of all."""
@@ -290,19 +270,16 @@ class Session(Leaving):
             engine.assignment = assignment
             engine.agree()
             return
-        handover = None if self.handing is None else self.handing(assignment)
+        handover = self.handing(assignment)
         engine.reassign(assignment)
         engine.agree()
-        if handover is not None:
-            world_size = self._transport.world_size
-            scale = handover.scale_of_op(world_size) if engine.scale is None else engine.scale
-            handover.carry_out(scale / self._unit_of_rank_0(), world_size)
+        self._carry_out(handover)
 
-    def _unit_of_rank_0(self) -> float:
-        """The loss scale of the others' momenta; a rank that has just joined does not know it."""
+    def _carry_out(self, handover: Handover) -> None:
+        """Hand momenta over, in rank 0's loss scale: one that has just joined does not know it."""
         unit = torch.tensor([self._engine.unit], dtype=torch.float64, device="cpu")
         sent = self._transport.broadcast((unit,), 0, channel="unit")
-        return float(sent.view(torch.float64))
+        handover.carry_out(float(sent.view(torch.float64)), self._transport.world_size)
 
 
 def interruptibly(call: Callable[[], T], abort: Callable[[BaseException], None]) -> T:

@@ -141,9 +141,10 @@ def cuda() -> Finding:
         extra = f"cuda{str(torch.version.cuda).partition('.')[0]}"
         mend = f"pip install 'hvd-sparse[{extra}]'"
         return Finding("CUDA", "problem", f"{device}, but no CuPy for its kernels: slow; {mend}")
-    index = torch.cuda.current_device()
     try:
-        chosen = ops.kth_magnitude(torch.arange(8.0, device=f"cuda:{index}"), 2)
+        index = torch.cuda.current_device()
+        values = torch.arange(8, dtype=torch.float32, device=f"cuda:{index}")
+        chosen = ops.kth_magnitude(values, 2)
     except Exception as error:  # of a compiler, a driver or a cache
         return Finding("CUDA", "problem", f"{device}, {found[0]}: {one_line(error)}")
     state = "ok" if chosen == 6 and ops.backend(f"cuda:{index}") == "cuda" else "problem"

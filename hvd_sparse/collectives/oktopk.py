@@ -141,7 +141,9 @@ class OkTopk(Collective):
         self.tolerance = tolerance
         self.global_threshold = inf
         self.boundaries = torch.zeros(transport.world_size - 1, dtype=torch.int64, device="cpu")
-        self.allowances = torch.full((transport.world_size,), numel, device="cpu")
+        self.allowances = torch.full(
+            (transport.world_size,), numel, dtype=torch.int64, device="cpu"
+        )
         self.regions_are_uneven = False
         self.level_counts = torch.zeros(
             transport.world_size, LEVELS, dtype=torch.int32, device="cpu"
@@ -192,8 +194,8 @@ class OkTopk(Collective):
         others = self.transport.world_size - 1
         most = int(HALF_BOUND * max(self.k, brought / (others + 1)) * others / (others + 1))
         most -= others * HEAD_BYTES // ENTRY_BYTES  # which come with the gathered entries
-        now = torch.tensor(self._cuts(stream), device="cpu").diff()
-        received = torch.tensor(self._all_received, device="cpu")
+        now = torch.tensor(self._cuts(stream), dtype=torch.int64, device="cpu").diff()
+        received = torch.tensor(self._all_received, dtype=torch.int64, device="cpu")
         spare = (most - received).clamp(min=0) // max(1, others)
         return (now + spare).clamp(min=FEW_ENTRIES)
 
@@ -438,8 +440,8 @@ def space_repartition(stream: SparseStream, transport: Transport) -> tuple[Tenso
     """Boundaries of P equal parts of all ranks' entries, by a histogram; how many these are."""
     P, numel = transport.world_size, stream.numel
     bins = max(BINS, 2 * FINE * P)
-    parts = torch.arange(1, P, device="cpu")
-    edges = (torch.arange(bins + 1, device="cpu") * numel // bins).unique()
+    parts = torch.arange(1, P, dtype=torch.int64, device="cpu")
+    edges = (torch.arange(bins + 1, dtype=torch.int64, device="cpu") * numel // bins).unique()
     while True:
         places = torch.searchsorted(stream.indices, edges.int())
         counts = transport.allreduce_sum(places.diff(), channel="boundaries")
@@ -455,7 +457,7 @@ def space_repartition(stream: SparseStream, transport: Transport) -> tuple[Tenso
             is_upper = ends[at] - wanted <= wanted - (ends - counts)[at]
             return edges[at + is_upper], total
         each = -(-bins // steep.numel())
-        shares = torch.arange(each, device="cpu") * widths[steep, None] // each
+        shares = torch.arange(each, dtype=torch.int64, device="cpu") * widths[steep, None] // each
         finer = (edges[steep, None] + shares).view(-1)
         edges = torch.cat([edges[met], edges[met + 1], finer, edges[[0, -1]]]).unique()
 

@@ -58,7 +58,9 @@ class SparDL(Collective):
 
     def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
         super().__init__(transport, numel, k, wire=wire)
-        self.edges = torch.tensor([0] * transport.world_size + [numel], device="cpu")
+        self.edges = torch.tensor(
+            [0] * transport.world_size + [numel], dtype=torch.int64, device="cpu"
+        )
         self.is_due = True
 
     @override

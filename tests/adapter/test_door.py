@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -522,6 +523,79 @@ def update_by_hand(training: Training) -> None:
             training.compression.applied()
 
 
+@script
+def copy_gradients(training: Training) -> None:
+    """Between `synchronize` and `step`, between two passes, or kept aside for a while."""
+    for step in range(4):
+        training.zero()
+        for _ in range(2):
+            training.backward()
+            training.optimizer.synchronize()
+            copies = [p.grad.detach().clone() for p in training.parameters]
+            if step % 2:
+                training.zero()
+            for p, gradient in zip(training.parameters, copies, strict=True):
+                p.grad = gradient
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+
+
+@script
+def zero_the_data(training: Training) -> None:
+    """As scripts did before torch 1.0; torch does not count it as a change."""
+    training.step(2)
+    for steps in (False, True, False):
+        training.zero()
+        training.backward()
+        training.optimizer.synchronize()
+        for p in training.parameters[: 1 if steps else 3]:
+            p.grad.data.zero_()
+        if steps:
+            with training.optimizer.skip_synchronize():
+                training.optimizer.step()
+    training.backward()
+    training.optimizer.step()
+
+
+@script
+def zero_in_a_hook_of_the_step(training: Training) -> None:
+    """Hooks of an optimizer run before those of all optimizers."""
+    for set_to_none in (True, False):
+        hook = training.optimizer.register_step_post_hook(
+            lambda *_, is_none=set_to_none: training.inner.zero_grad(set_to_none=is_none)
+        )
+        for synchronizes in (True, False):
+            training.backward()
+            if synchronizes:
+                training.optimizer.synchronize()
+                with training.optimizer.skip_synchronize():
+                    training.optimizer.step()
+            else:
+                training.optimizer.step()
+        hook.remove()
+
+
+@script
+def pass_back_in_threads(training: Training) -> None:
+    """A pass for each tensor, at the same time, also in the first step."""
+    together = threading.Barrier(3)
+
+    def wait(_: Tensor) -> None:
+        together.wait(20.0)
+
+    for p in training.parameters:
+        p.register_hook(wait)
+    for step in range(4):
+        training.zero()
+        losses = [(p * 2.0 * (step + hvd.rank())).sum() for p in training.parameters]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        training.optimizer.step()
+
+
 @with_ranks(World(2), World(2, "mpi"), World(3))
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_books_balance(ranks: Ranks, name: str) -> None:
@@ -825,6 +899,30 @@ def restore_an_optimizer_with_state() -> None:
     training.close()
 
 
+def let_a_tensor_wait() -> None:
+    """Nothing of one tensor is among the largest: its reduced gradients are zeros, and count."""
+    for passes, drops in ((1, ()), (2, ()), (1, (1, 2))):
+        ends = []
+        for density in (None, DENSITY):
+            training = Training(density, bucket_numel=3 * NUMEL)
+            for step in range(4):
+                training.inner.zero_grad(set_to_none=False)
+                for _ in range(passes):
+                    for i, scale in ((0, 1.0), (1, 100.0)):
+                        training.backward(among=(i,), scale=scale)
+                    training.optimizer.synchronize()
+                    nn.utils.clip_grad_norm_(training.parameters, 1e9)
+                if step in drops:
+                    continue
+                with training.optimizer.skip_synchronize():
+                    training.optimizer.step()
+            if density is not None and not drops:
+                assert not training.parameters[0].any()
+            ends.append(training.moved())
+            training.close()
+        assert torch.equal(*ends), (passes, drops)
+
+
 def copy_with_residuals() -> None:
     training = Training(DENSITY)
     with told():
@@ -856,6 +954,7 @@ FUNCTIONS = (
     change_gradients_too_early,
     name_in_another_order,
     name_twice,
+    let_a_tensor_wait,
     copy_with_residuals,
     tell_another_scale,
     warm_up_from_rate_0,

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_sparse.adapter.planning import Planning, device_of, refuse_lone_momentum
+from hvd_sparse import Compression
+from hvd_sparse.adapter.binding import Parameters
+from hvd_sparse.adapter.handover import refuse_momenta
+from hvd_sparse.adapter.planning import Planning
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.methods import METHODS
 from hvd_sparse.optim import MomentumCorrectedSGD
 from hvd_sparse.planner import measure
@@ -95,9 +97,7 @@ def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyP
         SimpleNamespace(compressed_steps=0, tell_tried=changes.append),
         changes.append,
         specs=[],
-        transport=None,
-        process_set=None,
-        device=DEVICE,
+        world=SimpleNamespace(transport=None, device=DEVICE),
     )
     for step, first_ms in enumerate((35.0, 95.0, 30.0)):
         for name, at_ms in (("last", 5.0), ("first", first_ms)):
@@ -143,15 +143,19 @@ def test_a_device_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert device_name(DEVICE) == "NVIDIA H200"
-    on_meta = torch.nn.Parameter(torch.zeros(3, device="meta"))
-    assert device_of([("w", on_meta)]).type == "meta"
-    assert device_of([]).type == "cpu"
 
 
 def test_momentum_needs_an_optimizer_that_has_it_for_dense_tensors() -> None:
-    weights = [torch.nn.Parameter(torch.zeros(3))]
+    named = [("w", torch.nn.Parameter(torch.zeros(3)))]
+    weights, parameters = [p for _, p in named], Parameters(named)
     plain, ours = torch.optim.SGD(weights, 0.1), MomentumCorrectedSGD(weights, 0.1, 0.9)
-    refuse_lone_momentum(plain, [MemoryOptions()])
-    refuse_lone_momentum(ours, [MemoryOptions(momentum=0.9)])
+    without, planned = (
+        Compression.from_policy(
+            {"version": 1, "rules": [{"compress": "auto", "compressor": "topk", **options}]}, named
+        ).method
+        for options in ({}, {"momentum": 0.9})
+    )
+    refuse_momenta(plain, parameters, without, 0)
+    refuse_momenta(ours, parameters, planned, 0)
     with pytest.raises(ConfigError, match=r"momentum=0.9 needs hvd_sparse.MomentumCorrectedSGD"):
-        refuse_lone_momentum(plain, [MemoryOptions(momentum=0.9)])
+        refuse_momenta(plain, parameters, planned, 0)
