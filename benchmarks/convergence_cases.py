@@ -103,9 +103,7 @@ class Case(NamedTuple):
     def dense(self) -> Case:
         """The dense training that this one is compared with."""
         budgets = TASKS[self.task].budgets
-        density = next(d for d, budget in budgets.items() if budget == self.budget)
-        if self.has_adamw:
-            density = ADAMW_DENSITIES[0]
+        density = next(d for d, budget in budgets.items() if budget == budgets[self.density])
         compared = Case(self.task, "dense", "plain", density, "float32", self.seed)
         return compared._replace(rate=self.rate, workers=self.workers)
 
