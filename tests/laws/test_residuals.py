@@ -42,9 +42,11 @@ def normal(rank: int, step: int, name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def train_step(engine: Engine, rank: int, step: int, frozen: tuple[str, ...] = ()) -> Any:
+def train_step(
+    engine: Engine, rank: int, step: int, frozen: tuple[str, ...] = (), rate: float = 1.0
+) -> Any:
     for name, shape in SHAPES.items():
-        gradient = torch.zeros(shape) if name in frozen else normal(rank, step, name, shape)
+        gradient = torch.zeros(shape) if name in frozen else rate * normal(rank, step, name, shape)
         spec = TensorSpec(name, shape, "torch.float32")
         engine.submit(spec, gradient, frozen=name in frozen)
     engine.scale = 1.0
@@ -334,6 +336,28 @@ def test_momentum_of_a_type_comes_with_its_state() -> None:
         engine.disconnect()
 
     run_ranks(1, worker)
+
+
+def test_rescaling_at_a_drop_of_the_rate_is_the_papers_form() -> None:
+    """Rate times gradient in the residual, bit for bit where rates are powers of two."""
+    rates = [0.5] * 4 + [0.125] * 4
+
+    def worker(transport: Transport) -> None:
+        ours, papers = Engine(method_of("plain")), Engine(method_of("plain"))
+        for engine in (ours, papers):
+            engine.connect(transport)
+        for step, rate in enumerate(rates):
+            if step and rate != rates[step - 1]:
+                ours.rescale(rates[step - 1] / rate)
+            moved = train_step(ours, transport.rank, step)
+            expected = train_step(papers, transport.rank, step, rate=rate)
+            for name, tensor in expected.items():
+                assert tensor.count_nonzero()
+                assert torch.equal(rate * moved[name], tensor), (step, name)
+        for engine in (ours, papers):
+            engine.disconnect()
+
+    run_ranks(2, worker)
 
 
 def test_a_state_is_a_copy() -> None:
