@@ -371,8 +371,6 @@ class SparseCompressor:
         self._settle("load_state_dict()")
         if self._door is not None:
             self._door.give_up()
-        if self._session.embeddings is not None:
-            self._session.embeddings.give_up()
 
     def close(self) -> None:
         """Stop the background threads and close the connections; a later step opens them again."""

@@ -303,6 +303,8 @@ class Door:
         if self._is_open:
             self.settle("load_state_dict()")
             self._close_step()
+            if self._session.embeddings is not None:
+                self._session.embeddings.give_up()
 
     def _drop_residuals(self) -> None:
         lost = self._engine.forget([name for name, _ in self._parameters])
@@ -483,11 +485,10 @@ class Door:
         self._refuse_changes()
         if self._holds_back:
             self._meet()
-        with as_horovod_error():
-            self._engine.plan()  # where there is none: all ranks are here
-        if self._session.embeddings is not None:
-            self._session.embeddings.launch()
         with self._first_cause():
+            self._engine.plan()  # where there is none: all ranks are here
+            if self._session.embeddings is not None:
+                self._session.embeddings.launch()
             self._await_all()
             exchanged = next((entry.name for entry in self._handed if entry.reduced is None), None)
             if exchanged is not None:

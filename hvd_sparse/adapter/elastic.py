@@ -171,14 +171,10 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
 
     def _tell_all(self, l1: float) -> None:
         """All ranks of a connected world come here together."""
-        mine = (
-            torch.tensor([self._worker], dtype=torch.int64, device="cpu"),
-            torch.tensor([l1], dtype=torch.float64, device="cpu"),
-        )
-        received = self.value._session.gather(mine, "commit")
-        if received is None:
+        session = self.value._session
+        if not session.is_current():
             return
-        pairs = [(int(m[:8].view(torch.int64)), float(m[8:].view(torch.float64))) for m in received]
+        pairs = session.gather_objects((self._worker, l1), "commit")
         self._count_lost({worker for worker, _ in pairs})
         self._l1_of = dict(pairs)
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import Parameters
@@ -28,7 +27,6 @@ from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
-from hvd_sparse.transports.framing import Payload
 from hvd_sparse.transports.transport import gather_json, start_thread
 
 logger = logging.getLogger("hvd_sparse")
@@ -167,24 +165,18 @@ class Session(Leaving):
             if self._compares and self._divergence is not None:
                 self._divergence.compare(self._transport)
 
-    def gather(self, mine: Payload, channel: str) -> list[Tensor] | None:
-        """Every rank's bytes, between steps; None where the ranks are not connected.
+    def gather_objects(self, mine: object, channel: str) -> list[Any]:
+        """Every rank's object, between steps, while the ranks are connected.
 
         Raises:
             HorovodInternalError: A peer is gone or did not answer; it is named.
         """
-        if self._world is None or not self.is_current():
-            return None
         transport = self._transport
+        sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         with as_horovod_error():
-            return interruptibly(
-                lambda: transport.allgather(mine, channel=channel), transport.abort
+            messages = interruptibly(
+                lambda: transport.allgather((sent,), channel=channel), transport.abort
             )
-
-    def gather_objects(self, mine: object, channel: str) -> list[Any]:
-        """Every rank's object, while the ranks are connected."""
-        messages = self.gather(packed(mine), channel)
-        assert messages is not None
         return [pickle.loads(message.numpy().tobytes()) for message in messages]
 
     def gathering(self, process_set: Any, call: str) -> tuple[HorovodBootstrap, Gather]:
@@ -310,11 +302,6 @@ def interruptibly(call: Callable[[], T], abort: Callable[[BaseException], None])
         raise
     finally:
         thread.join()
-
-
-def packed(obj: object) -> tuple[Tensor]:
-    """An object as the bytes that other ranks of this job read."""
-    return (torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8),)
 
 
 @contextmanager

@@ -576,6 +576,37 @@ def zero_in_a_hook_of_the_step(training: Training) -> None:
 
 
 @script
+def fail_in_a_backward_pass(training: Training) -> None:
+    """On both ranks or on one: what has come is reduced, and dropped or applied."""
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:
+            raise ValueError("failed")
+
+    first, second, _ = training.parameters
+    for failing in ((0,), (0, 1), (1,), (0,)):
+        for retries in (True, False):
+            training.zero()
+            loss = (second * 4.0).sum() + (first * 2.0 * (1 + hvd.rank())).sum()
+            if hvd.rank() in failing:
+                loss = loss + Failing.apply(first).sum()
+                with pytest.raises(ValueError, match="failed"):
+                    loss.backward()
+            else:
+                loss.backward()
+            if retries:
+                training.optimizer.synchronize()
+                training.zero()
+                training.backward()
+            training.optimizer.step()
+
+
+@script
 def pass_back_in_threads(training: Training) -> None:
     """A pass for each tensor, at the same time, also in the first step."""
     together = threading.Barrier(3)

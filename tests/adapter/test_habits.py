@@ -314,6 +314,7 @@ def without_threads(call: str) -> None:
     """Rank 1 can start no thread, as at a limit: both ranks hear that, and why."""
     model, optimizer, compression = training(bucket_numel=600)
     train(model, optimizer, 2)
+    hvd.barrier()  # no rank is still in that step when the other one fails
 
     def go_on() -> None:
         if call == "save_checkpoint":
