@@ -11,8 +11,8 @@ import torch
 from benchmarks._encode_paths import torch_nonzero, torch_topk
 from benchmarks._timing import GOAL_NUMEL, check, copy_row, goal_row
 from benchmarks.report import Row
-from hvd_sparse.ops import Accumulation, reference
-from hvd_sparse.ops._dispatch import Ops
+from hvd_sparse.ops import Accumulation
+from hvd_sparse.ops._dispatch import REFERENCE, Ops
 from hvd_sparse.ops.cuda import CudaOps, Launcher
 from tools.kernels import (
     HASH_SEED,
@@ -107,7 +107,7 @@ def encode_cuda_rows(job: Job, case: str, launcher: Launcher, repetitions: int) 
         job.reset()
         actual = (path.run(timed, job), job.state())
         job.reset()
-        check(actual, (path.run(reference, job), job.state()), path.metric)
+        check(actual, (path.run(REFERENCE, job), job.state()), path.metric)
         events.spent_s()
         measured[f"{path.metric}, kernels"] = partial(_in_kernels, path, timed, events, job)
     ours = CudaOps(launcher)

@@ -54,13 +54,13 @@ class HotPath:
 def momentum_masked(o: Ops, job: Job, corrected: Accumulation) -> object:
     """DGC: accumulate the corrected momentum, select from it, and mask the buffer there."""
     indices, values = o.accumulate_select(corrected, job.corrected_threshold)
-    o.zero_at(job.buffer, indices)
+    o.take_at(job.buffer, indices)
     return indices, values
 
 
 def momentum_topk_masked(o: Ops, job: Job) -> object:
     indices, values, threshold = o.accumulate_topk(job.corrected, job.k, job.corrected_pivot)
-    o.zero_at(job.buffer, indices)
+    o.take_at(job.buffer, indices)
     return indices, values, threshold
 
 
@@ -233,7 +233,7 @@ def hot_paths(job: Job) -> list[HotPath]:
         ),
         HotPath(
             "ExDyna: select in a quarter",
-            lambda o, job: o.partition_select(job.plain, job.threshold, *job.partition),
+            lambda o, job: o.accumulate_select(job.plain, job.threshold, *job.partition),
             {"torch add, abs, compare, nonzero, gather, zero": torch_partition},
             {ADD: Limit()},
         ),

@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from benchmarks._timing import NUMELS, check, goal_row, take_turns
 from benchmarks.report import Row, write_report
 from hvd_sparse import ops
 from hvd_sparse.ops import reference
+from hvd_sparse.ops._dispatch import REFERENCE, Ops
 from hvd_sparse.ops.cuda import CupyLauncher
 from tools.kernels import Job, gradient_like
 
@@ -32,12 +34,15 @@ DENSITIES = (1e-3, 1e-2)
 WORLD_SIZE = 8
 
 
+CHECKED = cast("Ops", ops)
+
+
 def verify(path: HotPath, job: Job) -> None:
     """Compares the result and the state after it with the reference's."""
     job.reset()
-    actual = (path.run(ops, job), job.state())
+    actual = (path.run(CHECKED, job), job.state())
     job.reset()
-    check(actual, (path.run(reference, job), job.state()), path.metric)
+    check(actual, (path.run(REFERENCE, job), job.state()), path.metric)
 
 
 def encode_rows(job: Job, case: str, goals: bool, lowest: bool, repetitions: int) -> list[Row]:
@@ -45,7 +50,7 @@ def encode_rows(job: Job, case: str, goals: bool, lowest: bool, repetitions: int
     contenders: dict[str, Callable[[], object]] = {ADD: lambda: job.residual.add_(job.gradient)}
     for path in paths:
         verify(path, job)
-        contenders[path.metric] = partial(path.run, ops, job)
+        contenders[path.metric] = partial(path.run, CHECKED, job)
         for name, pipeline in path.torch.items():
             contenders[f"{path.metric}: {name}"] = partial(pipeline, job)
     t = take_turns(contenders, job.reset, repetitions, job.device)

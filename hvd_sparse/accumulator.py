@@ -60,7 +60,7 @@ class Accumulator:
         """Take the nonzero entries whose magnitude reaches a threshold."""
         if self._waiting is None or self.width == self.numel:
             return self._stream(*ops.accumulate_select(self._next(), threshold))
-        entries = ops.partition_select(self._next(), threshold, self.scope.start, self.scope.stop)
+        entries = ops.accumulate_select(self._next(), threshold, self.scope.start, self.scope.stop)
         return SparseStream(*entries, self.numel)
 
     def accumulate(self) -> SparseStream:

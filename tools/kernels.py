@@ -129,7 +129,7 @@ class Job:
             _, _, last = ops.accumulate_topk(Accumulation(self._residual, [g]), self.k)
             corrected = Accumulation(self._velocity, [g], Momentum(self._buffer, MOMENTUM))
             indices, _, last_corrected = ops.accumulate_topk(corrected, self.k)
-            ops.zero_at(self._buffer, indices)
+            ops.take_at(self._buffer, indices)
         self.gradient = gradient_like(numel, WARMUP_STEPS, device)
         self.pivot = PIVOT_FACTOR * last
         self.corrected_pivot = PIVOT_FACTOR * last_corrected

@@ -39,20 +39,6 @@ HVDS_API int32_t hvds_difference(const int32_t* indices, const float* values, in
   });
 }
 
-// The output has room for `nnz_sent` and `nnz_lost`.
-HVDS_API int32_t hvds_unapplied(const int32_t* sent_indices, const float* sent_values,
-                                int64_t nnz_sent, const int32_t* lost_indices,
-                                const float* lost_values, int64_t nnz_lost, const int32_t* applied,
-                                int64_t applied_count, int32_t* out_indices, float* out_values,
-                                int64_t* nnz) {
-  return Guarded([&] {
-    *nnz = static_cast<int64_t>(
-        hvds::Unapplied({sent_indices, sent_values, static_cast<size_t>(nnz_sent)},
-                        {lost_indices, lost_values, static_cast<size_t>(nnz_lost)}, applied,
-                        static_cast<size_t>(applied_count), out_indices, out_values));
-  });
-}
-
 // The output has room for `nnz_in`.
 HVDS_API int32_t hvds_threshold_stream(const int32_t* indices, const float* values, int64_t nnz_in,
                                        uint32_t key, int32_t* out_indices, float* out_values,
@@ -80,7 +66,7 @@ HVDS_API int32_t hvds_decode(void* out, int32_t dtype, int64_t n, const int32_t*
   });
 }
 
-// x[index] = 0; with `values` not null, what was there goes to it. Indices unique.
+// What is at x[index] goes to `values`; 0 stays there. Indices unique.
 HVDS_API int32_t hvds_take_at(float* x, int64_t n, const int32_t* indices, int64_t nnz,
                               int32_t threads, float* values) {
   return Guarded([&] {

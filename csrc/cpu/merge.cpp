@@ -296,35 +296,4 @@ size_t Difference(const Stream& stream, const int32_t* other, size_t other_count
   return count;
 }
 
-size_t Unapplied(const Stream& sent, const Stream& lost, const int32_t* applied,
-                 size_t applied_count, int32_t* indices, float* values) {
-  size_t i = 0, j = 0, k = 0, count = 0;
-  while (i < sent.nnz && j < lost.nnz && k < applied_count) {  // without branches on the data
-    const int32_t at_sent = sent.indices[i], at_lost = lost.indices[j], at_applied = applied[k];
-    const int32_t at = std::min(std::min(at_sent, at_lost), at_applied);
-    const bool is_sent = at_sent == at, is_lost = at_lost == at, is_applied = at_applied == at;
-    indices[count] = at;
-    values[count] = Choose(is_applied, lost.values[j], sent.values[i]);
-    count += (is_applied & is_lost) | (!is_applied & is_sent);
-    i += is_sent;
-    j += is_lost;
-    k += is_applied;
-  }
-  // One of them has ended: what is left of `sent` stays, but for what is applied, or all of `sent`
-  // is through.
-  if (i < sent.nnz) {
-    return count + Difference({sent.indices + i, sent.values + i, sent.nnz - i}, applied + k,
-                              applied_count - k, indices + count, values + count);
-  }
-  while (j < lost.nnz && k < applied_count) {
-    const int32_t at_lost = lost.indices[j], at_applied = applied[k];
-    indices[count] = at_lost;
-    values[count] = lost.values[j];
-    count += at_lost == at_applied;
-    j += at_lost <= at_applied;
-    k += at_applied <= at_lost;
-  }
-  return count;
-}
-
 }  // namespace hvds

@@ -144,7 +144,7 @@ void ScatterAdd(float* x, size_t n, const Stream& stream, int threads) {
 
 void TakeAt(float* x, size_t n, const int32_t* indices, size_t nnz, int threads, float* values) {
   ForEachIndex(x, indices, nnz, n, threads, [&](size_t i, size_t at) {
-    if (values != nullptr) values[i] = x[at];
+    values[i] = x[at];
     x[at] = 0.0f;
   });
 }

@@ -35,15 +35,10 @@ size_t MergeSum(Workspace& workspace, const Stream* streams, size_t count, size_
 size_t Difference(const Stream& stream, const int32_t* other, size_t other_count, int32_t* indices,
                   float* values);
 
-// What an exchange leaves with its sender, in order: the entries of `sent` whose index is not among
-// `applied`, and those of `lost` whose index is. Room for the sum of their nnz.
-size_t Unapplied(const Stream& sent, const Stream& lost, const int32_t* applied,
-                 size_t applied_count, int32_t* indices, float* values);
-
 // x[index] += value; indices unique.
 void ScatterAdd(float* x, size_t n, const Stream& stream, int threads);
 
-// values = x[indices], unless `values` is null, and x[indices] = 0; indices unique.
+// values = x[indices], and x[indices] = 0; indices unique.
 void TakeAt(float* x, size_t n, const int32_t* indices, size_t nnz, int threads, float* values);
 
 // out = 0 but for out[index] = value, narrowed to `dtype`.

@@ -141,14 +141,13 @@ KERNEL scatter(void* out, i32 dtype, i64 numel, const i32* indices, const f32* v
   }
 }
 
-// Zeroes entries, after copying them to `values` unless that is null; 0 where there is no such
-// entry.
+// Zeroes entries, after copying them to `values`; 0 where there is no such entry.
 KERNEL clear_at(f32* x, i64 numel, const i32* indices, i64 count, f32* values, u64* fault) {
   const i64 i = ThreadInGrid();
   if (i >= count) return;
   const i32 index = indices[i];
   const bool is_index = IsIndex(index, numel, fault);
-  if (values != nullptr) values[i] = is_index ? x[index] : 0.0f;
+  values[i] = is_index ? x[index] : 0.0f;
   if (!is_index) return;
   x[index] = 0.0f;
 }

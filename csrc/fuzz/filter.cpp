@@ -1,4 +1,4 @@
-// Streams without some of their entries: `difference`, `unapplied` and `threshold_stream`.
+// Streams without some of their entries: `difference` and `threshold_stream`.
 #include <iterator>
 
 #include "fuzz.h"
@@ -61,18 +61,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
         return hvds_difference(indices.data(), values.data(), nnz, other.data(), Size(other.size()),
                                out_indices, out_values, out_nnz);
       });
-  // What is lost: the entries in `other`'s upper half, and every second one of the stream.
-  std::vector<int32_t> lost(other.begin() + Size(other.size() / 2), other.end());
-  for (size_t i = 0; i < indices.size(); i += 2) lost.push_back(indices[i]);
-  std::sort(lost.begin(), lost.end());
-  lost.erase(std::unique(lost.begin(), lost.end()), lost.end());
-  const std::vector<float> errors = Values(seed + 1, lost.size());
-  const Filtered left = Written(
-      indices.size() + lost.size(), [&](int32_t* out_indices, float* out_values, int64_t* out_nnz) {
-        return hvds_unapplied(indices.data(), values.data(), nnz, lost.data(), errors.data(),
-                              Size(lost.size()), other.data(), Size(other.size()), out_indices,
-                              out_values, out_nnz);
-      });
   constexpr int64_t kAny = int64_t{INT32_MAX} + 1;
   if (!Ascends(indices, INT32_MIN, kAny) || !Ascends(other, INT32_MIN, kAny)) return 0;
   expected = Filtered();
@@ -82,22 +70,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
     expected.values.push_back(values[i]);
   }
   ExpectEqual(rest, expected);
-  const auto place_of = [](const std::vector<int32_t>& all, int32_t index) {
-    const auto at = std::lower_bound(all.begin(), all.end(), index);
-    return at != all.end() && *at == index ? at - all.begin() : -1;
-  };
-  std::vector<int32_t> both = indices;
-  both.insert(both.end(), lost.begin(), lost.end());
-  std::sort(both.begin(), both.end());
-  both.erase(std::unique(both.begin(), both.end()), both.end());
-  expected = Filtered();
-  for (const int32_t index : both) {
-    const bool is_applied = place_of(other, index) >= 0;
-    const auto place = place_of(is_applied ? lost : indices, index);
-    if (place < 0) continue;
-    expected.indices.push_back(index);
-    expected.values.push_back((is_applied ? errors : values)[static_cast<size_t>(place)]);
-  }
-  ExpectEqual(left, expected);
   return 0;
 }

@@ -30,10 +30,6 @@ int32_t hvds_merge_sum(const int64_t* streams, int64_t stream_count, int64_t num
 int32_t hvds_difference(const int32_t* indices, const float* values, int64_t nnz_in,
                         const int32_t* other, int64_t other_count, int32_t* out_indices,
                         float* out_values, int64_t* nnz);
-int32_t hvds_unapplied(const int32_t* sent_indices, const float* sent_values, int64_t nnz_sent,
-                       const int32_t* lost_indices, const float* lost_values, int64_t nnz_lost,
-                       const int32_t* applied, int64_t applied_count, int32_t* out_indices,
-                       float* out_values, int64_t* nnz);
 int32_t hvds_threshold_stream(const int32_t* indices, const float* values, int64_t nnz_in,
                               uint32_t key, int32_t* out_indices, float* out_values, int64_t* nnz);
 int32_t hvds_scatter_add(float* x, int64_t n, const int32_t* indices, const float* values,

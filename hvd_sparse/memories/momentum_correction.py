@@ -70,7 +70,7 @@ class MomentumCorrection(ErrorFeedback):
         if not self._lossless:
             self._mask_taken()
             for each in self._taken_elsewhere:
-                ops.zero_at(self.momentum_buffer, each.indices)
+                ops.take_at(self.momentum_buffer, each.indices)
         self._forget()
 
     @override
@@ -94,7 +94,7 @@ class MomentumCorrection(ErrorFeedback):
             kept = torch.where(came_back, self.momentum_buffer[indices], 0.0)
             self.momentum_buffer[indices] = kept
         elif taken.nnz:
-            ops.zero_at(self.momentum_buffer, taken.indices)
+            ops.take_at(self.momentum_buffer, taken.indices)
 
     @override
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:

@@ -11,9 +11,9 @@ Every operation takes and gives:
 
 | family | operations |
 |---|---|
-| selection | `accumulate_select`, `accumulate_topk`, `accumulate_group_topk`, `partition_select`, `hash_select` |
+| selection | `accumulate_select`, `accumulate_topk`, `accumulate_group_topk`, `hash_select` |
 | estimation | `kth_magnitude`, `sample_accumulator` |
-| streams | `merge_sum`, `difference`, `unapplied`, `threshold_stream`, `scatter_add`, `decode`, `take_at`, `zero_at` |
+| streams | `merge_sum`, `difference`, `threshold_stream`, `scatter_add`, `decode`, `take_at` |
 | wire | `gap_encode`, `gap_decode`, `qsgd_quantize`, `qsgd_dequantize` |
 | shared memory | `sum_vectors`, `post`, `posted`; on the CPU only |
 
@@ -29,7 +29,7 @@ index out of range raises ValueError. On CUDA the kernel leaves the entry out, a
 operation that waits for the device raises. The package's own streams were checked when they were
 made or read from a message: `streams/` and `wire/` hand them to `unchecked(device)`, which has the
 same operations without the checks.
-"""  # noqa: E501
+"""
 
 from hvd_sparse.ops._arguments import GAP_BLOCK, Entries
 from hvd_sparse.ops._dispatch import Ops, backend, unchecked
@@ -41,7 +41,6 @@ from hvd_sparse.ops.selection import (
     accumulate_select,
     accumulate_topk,
     hash_select,
-    partition_select,
 )
 from hvd_sparse.ops.shared_memory import post, posted, sum_vectors
 from hvd_sparse.ops.streams import (
@@ -51,8 +50,6 @@ from hvd_sparse.ops.streams import (
     scatter_add,
     take_at,
     threshold_stream,
-    unapplied,
-    zero_at,
 )
 from hvd_sparse.ops.wire import gap_decode, gap_encode, qsgd_dequantize, qsgd_quantize
 
@@ -76,7 +73,6 @@ __all__ = [
     "merge_sum",
     "moved",
     "new_vector",
-    "partition_select",
     "post",
     "posted",
     "qsgd_dequantize",
@@ -87,8 +83,6 @@ __all__ = [
     "sum_vectors",
     "take_at",
     "threshold_stream",
-    "unapplied",
     "unchecked",
-    "zero_at",
     "zero_vector",
 ]

@@ -5,79 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import cast
 
 import torch
-from torch import Tensor
 
 from hvd_sparse.ops import reference
-from hvd_sparse.ops._arguments import Entries
-from hvd_sparse.ops.accumulation import Accumulation
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
 from hvd_sparse.ops.native import NativeOps
 
-
-class Ops(Protocol):
-    """What each implementation has; `hvd_sparse.ops` documents it and checks the arguments."""
-
-    def accumulate_select(self, accumulation: Accumulation, threshold: float) -> Entries: ...
-
-    def accumulate_topk(
-        self, accumulation: Accumulation, k: int, pivot: float = 0.0
-    ) -> tuple[Tensor, Tensor, float]: ...
-
-    def accumulate_group_topk(
-        self, accumulation: Accumulation, k: int, group_numel: int = 512
-    ) -> Entries: ...
-
-    def partition_select(
-        self, accumulation: Accumulation, threshold: float, start: int, stop: int
-    ) -> Entries: ...
-
-    def hash_select(
-        self,
-        accumulation: Accumulation,
-        threshold: float,
-        slots: int,
-        slots_per_bucket: int,
-        seed: int,
-    ) -> Entries: ...
-
-    def kth_magnitude(self, x: Tensor, k: int) -> float: ...
-
-    def sample_accumulator(
-        self, accumulation: Accumulation, runs: int, run_numel: int, seed: int
-    ) -> Tensor: ...
-
-    def merge_sum(self, streams: Sequence[Entries], numel: int) -> Entries: ...
-
-    def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries: ...
-
-    def unapplied(self, sent: Entries, lost: Entries, applied: Tensor) -> Entries: ...
-
-    def threshold_stream(self, indices: Tensor, values: Tensor, threshold: float) -> Entries: ...
-
-    def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None: ...
-
-    def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None: ...
-
-    def take_at(self, x: Tensor, indices: Tensor) -> Tensor: ...
-
-    def zero_at(self, x: Tensor, indices: Tensor) -> None: ...
-
-    def gap_encode(self, indices: Tensor, start: int) -> Tensor: ...
-
-    def gap_decode(self, code: Tensor, nnz: int, start: int, stop: int) -> Tensor: ...
-
-    def qsgd_quantize(
-        self, x: Tensor, bits: int, bucket_numel: int, seed: int
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def qsgd_dequantize(
-        self, codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
-    ) -> Tensor: ...
+Ops = NativeOps | CudaOps
+"""What each implementation has; `hvd_sparse.ops` documents it and checks the arguments."""
+REFERENCE = cast("NativeOps", reference)
+"""The module has the same functions: tests/ops and tests/cuda hold all three to each other."""
 
 
 def load() -> NativeOps | None:
@@ -110,9 +50,9 @@ def backend(device: torch.device | str = "cpu") -> str:
         `"native-avx512"`, `"native-avx2"`, `"native-portable"`, `"cuda"` or `"reference"`.
     """
     serving = unchecked(torch.device(device))
-    if isinstance(serving, NativeOps):
-        return f"native-{serving.isa}"
-    return "reference" if serving is reference else "cuda"
+    if serving is REFERENCE:
+        return "reference"
+    return f"native-{serving.isa}" if isinstance(serving, NativeOps) else "cuda"
 
 
 def unchecked(device: torch.device) -> Ops:
@@ -126,7 +66,7 @@ def unchecked(device: torch.device) -> Ops:
     if device.type == "cuda" and os.environ.get("HVD_SPARSE_NATIVE") != "0":
         with _making:
             return _on_cuda(device.index)
-    return reference
+    return REFERENCE
 
 
 @cache
@@ -135,17 +75,17 @@ def _on_cuda(index: int) -> Ops:
     release: str | None = vars(torch.version).get("cuda")
     if release is None:  # a build for another maker's devices
         _warn_of_reference("the CUDA kernels need a torch for CUDA")
-        return reference
+        return REFERENCE
     capability = torch.cuda.get_device_capability(index)
     if capability < (7, 0):
         _warn_of_reference("sm_{}{} is older than sm_70".format(*capability))
-        return reference
+        return REFERENCE
     try:
         return CudaOps(CupyLauncher(torch.device("cuda", index)))
     except ImportError as error:
         extra = f"hvd-sparse[cuda{release.partition('.')[0]}]"
         _warn_of_reference(f"no CuPy, which `pip install '{extra}'` brings ({error})")
-        return reference
+        return REFERENCE
 
 
 @cache

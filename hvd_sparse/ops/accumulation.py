@@ -19,7 +19,7 @@ class Momentum:
     v = v + u; with Nesterov's momentum u = m·(u + g) and v = (v + u) + g. Where v or u becomes
     non-finite, both keep what they held before (0 if that was not finite either).
 
-    Momentum factor masking is not part of it: `zero_at(buffer, indices)` does that.
+    Momentum factor masking is not part of it: `take_at(buffer, indices)` does that.
 
     Attributes:
         buffer: u, float32 `(n,)`, changed in place by what accumulates.

@@ -40,7 +40,6 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType(
         # streams
         "merge_sum": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p),
         "difference": (c_void_p, c_void_p, c_int64, c_void_p, c_int64) + (c_void_p,) * 3,
-        "unapplied": (c_void_p, c_void_p, c_int64) * 2 + (c_void_p, c_int64) + (c_void_p,) * 3,
         "threshold_stream": (c_void_p, c_void_p, c_int64, c_uint32) + (c_void_p,) * 3,
         "scatter_add": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32),
         "take_at": (c_void_p, c_int64, c_void_p, c_int64, c_int32, c_void_p),
@@ -58,7 +57,7 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 )
 """Arguments of the C functions, without their prefix `hvds_`; each returns an int32."""
 
-_ABI_VERSION = 8
+_ABI_VERSION = 9
 _OK, _BAD_INDEX, _BAD_ARGUMENT = 0, 2, 3
 
 
@@ -120,12 +119,10 @@ class NativeOps:
 
     # -- selection ---------------------------------------------------------------------------------
 
-    def accumulate_select(self, accumulation: Accumulation, threshold: float) -> Entries:
-        return self.partition_select(accumulation, threshold, 0, accumulation.numel)
-
-    def partition_select(
-        self, accumulation: Accumulation, threshold: float, start: int, stop: int
+    def accumulate_select(
+        self, accumulation: Accumulation, threshold: float, start: int = 0, stop: int | None = None
     ) -> Entries:
+        stop = accumulation.numel if stop is None else stop
         key = threshold_key(threshold)
         return self._select("accumulate_select", accumulation, key, start, stop)
 
@@ -206,15 +203,6 @@ class NativeOps:
         self._call("difference", *_entries(indices, values), *_span(other), *room.arguments)
         return room.entries()
 
-    def unapplied(self, sent: Entries, lost: Entries, applied: Tensor) -> Entries:
-        room = _Room(sent[0].numel() + lost[0].numel())
-        self._call(
-            "unapplied",
-            *(*_entries(*sent), *_entries(*lost), *_span(applied)),
-            *room.arguments,
-        )
-        return room.entries()
-
     def threshold_stream(self, indices: Tensor, values: Tensor, threshold: float) -> Entries:
         room, key = _Room(indices.numel()), threshold_key(threshold)
         self._call("threshold_stream", *_entries(indices, values), key, *room.arguments)
@@ -239,20 +227,13 @@ class NativeOps:
 
     def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
         values = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
-        self._take_at(x, indices, values.data_ptr())
-        return values
-
-    def zero_at(self, x: Tensor, indices: Tensor) -> None:
-        self._take_at(x, indices, None)
-
-    def _take_at(self, x: Tensor, indices: Tensor, values: int | None) -> None:
-        """Zeroes, after copying to the address `values` if there is one."""
         self._call(
             "take_at",
-            *(*_span(x), *_span(indices), self._thread_count(), values),
+            *(*_span(x), *_span(indices), self._thread_count(), values.data_ptr()),
             what="indices",
             numel=x.numel(),
         )
+        return values
 
     # -- wire --------------------------------------------------------------------------------------
 

@@ -72,13 +72,8 @@ def _update(x: Tensor, updated: Tensor, spoiled: Tensor) -> None:
     x.copy_(torch.where(spoiled, before, updated))
 
 
-def accumulate_select(accumulation: Accumulation, threshold: float) -> Entries:
-    sums = Sums(accumulation)
-    return sums.move_out(_where(sums.keys >= threshold_key(threshold)))
-
-
-def partition_select(
-    accumulation: Accumulation, threshold: float, start: int, stop: int
+def accumulate_select(
+    accumulation: Accumulation, threshold: float, start: int = 0, stop: int | None = None
 ) -> Entries:
     sums = Sums(accumulation)
     selected = sums.keys >= INFINITE_KEY
@@ -184,13 +179,6 @@ def difference(indices: Tensor, values: Tensor, other: Tensor) -> Entries:
     return indices[kept], values[kept]
 
 
-def unapplied(sent: Entries, lost: Entries, applied: Tensor) -> Entries:
-    kept = torch.isin(lost[0], applied)
-    parts = [difference(*sent, applied), (lost[0][kept], lost[1][kept])]
-    indices, order = torch.cat([indices for indices, _ in parts]).sort()
-    return indices, torch.cat([values for _, values in parts])[order]
-
-
 def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> Entries:
     kept = magnitude_keys(values) >= threshold_key(threshold)
     return indices[kept], values[kept]
@@ -212,11 +200,6 @@ def take_at(x: Tensor, indices: Tensor) -> Tensor:
     values = x[indices]
     x[indices] = 0.0
     return values
-
-
-def zero_at(x: Tensor, indices: Tensor) -> None:
-    _check_range("indices", indices, x.numel())
-    x[indices] = 0.0
 
 
 def _check_range(what: str, indices: Tensor, numel: int) -> None:

@@ -14,22 +14,34 @@ from hvd_sparse.ops._dispatch import unchecked
 from hvd_sparse.ops.accumulation import Accumulation
 
 
-def accumulate_select(accumulation: Accumulation, threshold: float) -> Entries:
+def accumulate_select(
+    accumulation: Accumulation, threshold: float, start: int = 0, stop: int | None = None
+) -> Entries:
     """Adds gradients to the residual and moves out what reaches a threshold, in one pass.
 
-    An entry that becomes non-finite is moved out too, while the residual keeps what it held before
-    (0 if that was not finite either): the residual is finite afterwards.
+    An entry that becomes non-finite is moved out too, wherever it is: a rank must not keep it to
+    itself. The residual keeps what it held before (0 if that was not finite either): it is finite
+    afterwards.
+
+    Source of the partition: Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for
+    Scalable Distributed Deep Learning" (ExDyna), Algorithm 4.
 
     Args:
         accumulation: Its residual becomes the sum, and zero where an entry moved out.
         threshold: Least magnitude to move out, >= 0. Zeros stay at any threshold, non-finite
             values at none (NaN stands for infinity here).
+        start: First element of the partition out of which entries move, in [0, n].
+        stop: First element after it, in [start, n]; None: n.
 
     Returns:
         `(indices, values)`, a stream `(nnz,)`.
     """
     checks.threshold(threshold)
-    return unchecked(accumulation.device).accumulate_select(accumulation, threshold)
+    checks.integer("start", start, 0, accumulation.numel)
+    stop = checks.integer(
+        "stop", accumulation.numel if stop is None else stop, start, accumulation.numel
+    )
+    return unchecked(accumulation.device).accumulate_select(accumulation, threshold, start, stop)
 
 
 def accumulate_topk(
@@ -72,30 +84,6 @@ def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int =
     checks.integer("group_numel", group_numel, 1, MAX_NUMEL)
     checks.integer("k", k, 1, group_numel)
     return unchecked(accumulation.device).accumulate_group_topk(accumulation, k, group_numel)
-
-
-def partition_select(
-    accumulation: Accumulation, threshold: float, start: int, stop: int
-) -> Entries:
-    """Adds gradients everywhere, and moves out what reaches a threshold within a partition.
-
-    Source: Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable
-    Distributed Deep Learning" (ExDyna), Algorithm 4.
-
-    Args:
-        accumulation: As for `accumulate_select`. Entries that become non-finite move out wherever
-            they are: a rank must not keep them to itself.
-        threshold: As for `accumulate_select`.
-        start: First element of the partition, in [0, n].
-        stop: First element after it, in [start, n].
-
-    Returns:
-        `(indices, values)`, a stream.
-    """
-    checks.threshold(threshold)
-    checks.integer("start", start, 0, accumulation.numel)
-    checks.integer("stop", stop, start, accumulation.numel)
-    return unchecked(accumulation.device).partition_select(accumulation, threshold, start, stop)
 
 
 def hash_select(

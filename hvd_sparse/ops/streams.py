@@ -49,24 +49,6 @@ def difference(indices: Tensor, values: Tensor, other: Tensor) -> Entries:
     return unchecked(device).difference(indices, values, other)
 
 
-def unapplied(sent: Entries, lost: Entries, applied: Tensor) -> Entries:
-    """What an exchange leaves with its sender: what had no part in it, and what rounding lost.
-
-    Args:
-        sent: Indices and values, `(nnz,)`: of these, those whose index is not in `applied` stay.
-        lost: Indices and values, `(m,)`: of these, those whose index is in `applied`.
-        applied: int32 `(l,)`, strictly ascending.
-
-    Returns:
-        `(indices, values)`.
-    """
-    device = checks.device_of(sent[0])
-    checks.stream(*sent, device)
-    checks.stream(*lost, device)
-    checks.tensor("applied", applied, (torch.int32,), device)
-    return unchecked(device).unapplied(sent, lost, applied)
-
-
 def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> Entries:
     """The entries of a stream that reach a threshold, as `accumulate_select` understands it.
 
@@ -109,13 +91,3 @@ def take_at(x: Tensor, indices: Tensor) -> Tensor:
     device = checks.vector("x", x).device
     checks.tensor("indices", indices, (torch.int32,), device)
     return unchecked(device).take_at(x, indices)
-
-
-def zero_at(x: Tensor, indices: Tensor) -> None:
-    """Zeroes entries of a vector: `x[indices] = 0`.
-
-    `x` is float32 `(n,)`, changed in place; the indices are int32 `(nnz,)`, in any order.
-    """
-    device = checks.vector("x", x).device
-    checks.tensor("indices", indices, (torch.int32,), device)
-    unchecked(device).zero_at(x, indices)

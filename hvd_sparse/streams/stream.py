@@ -190,7 +190,8 @@ def unapplied(
     """
     device = applied.indices.device
     sent, rest = sent.to(device), sum_of(lost, sent.numel)
-    if rest.nnz == 0:
-        return sent.without(applied.indices)
-    left = ops.unchecked(device).unapplied(sent.payload(), rest.payload(), applied.indices)
-    return SparseStream(*left, sent.numel)
+    left = sent.without(applied.indices)
+    if rest.nnz:
+        strangers = rest.without(applied.indices)
+        left = sum_of([left, rest.without(strangers.indices)], sent.numel)
+    return left

@@ -256,7 +256,7 @@ def select(ops: CudaOps) -> None:
     same_as_reference(ops, "accumulate_select", residual[1:], [gradient[1:]], 1.0)
     ties = torch.ones(5000)
     same_as_reference(ops, "accumulate_select", ties, [], 1.0)
-    same_as_reference(ops, "partition_select", ties, [], 1.0, 100, 3000)
+    same_as_reference(ops, "accumulate_select", ties, [], 1.0, 100, 3000)
     # One whole tile: in its place, and one element beside it.
     residual, gradient = torch.randn(2, 4097, generator=generator())
     whole, half = gradient[:4096].clone(), gradient[:4096].bfloat16()

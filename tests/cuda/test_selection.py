@@ -93,7 +93,7 @@ def test_partition(cuda: CudaOps) -> None:
     for name, residual, gradient in vectors(9001):
         for start, stop in ((0, 0), (3000, 5000), (5000, 9001)):
             same_as_reference(
-                cuda, "partition_select", residual, cut(gradient, 3), 1.5, start, stop, what=name
+                cuda, "accumulate_select", residual, cut(gradient, 3), 1.5, start, stop, what=name
             )
 
 

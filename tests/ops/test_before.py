@@ -36,7 +36,7 @@ def every_op(numel: int) -> dict[str, Callable[[Any, Accumulation], Any]]:
         "group": lambda o, a: o.accumulate_group_topk(a, 5, 512),
         "group of odd width": lambda o, a: o.accumulate_group_topk(a, 5, 333),
         "one group": lambda o, a: o.accumulate_group_topk(a, 5, numel + 5),
-        "partition": lambda o, a: o.partition_select(a, 1.5, numel // 3, numel // 2),
+        "partition": lambda o, a: o.accumulate_select(a, 1.5, numel // 3, numel // 2),
         "hash": lambda o, a: o.hash_select(a, 1.5, 100, 1, SEED),
     }
 

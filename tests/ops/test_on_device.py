@@ -27,6 +27,6 @@ def test_results_and_changes_come_back() -> None:
     there.accumulate_select(Accumulation(torch.zeros(4), [torch.ones(4)], momentum), 9.0)
     assert momentum.buffer.tolist() == [1.5] * 4
     x = torch.ones(4)
-    there.zero_at(x, torch.tensor([2], dtype=torch.int32))
+    there.take_at(x, torch.tensor([2], dtype=torch.int32))
     assert x.tolist() == [1.0, 1.0, 0.0, 1.0]
     assert there.kth_magnitude(x, 1) == ops.kth_magnitude(x, 1)

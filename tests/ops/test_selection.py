@@ -163,7 +163,7 @@ def test_partition(native: NativeOps, numel: int) -> None:
             for threshold in (0.0, 1.5):
                 same_as_reference(
                     native,
-                    "partition_select",
+                    "accumulate_select",
                     residual,
                     [gradient],
                     threshold,
@@ -173,7 +173,7 @@ def test_partition(native: NativeOps, numel: int) -> None:
                 )
         same_as_reference(
             native,
-            "partition_select",
+            "accumulate_select",
             residual,
             cut(gradient, 7),
             1.5,
@@ -223,7 +223,7 @@ def test_with_momentum(native: NativeOps, nesterov: bool) -> None:
     residual, gradient, buffer = torch.randn(3, numel, generator=generator())
     gradient[::10_007] = INF
     for op, arguments in (
-        ("partition_select", (3.0, 1000, numel // 2)),
+        ("accumulate_select", (3.0, 1000, numel // 2)),
         ("hash_select", (3.0, 4000, 1, SEED)),
         ("accumulate_group_topk", (5, 512)),
     ):
@@ -236,7 +236,7 @@ def test_partitions_together_are_the_whole() -> None:
     residual, gradient = torch.randn(2, 1000, generator=generator())
     whole = ops.accumulate_select(Accumulation(residual.clone(), [gradient]), 1.5)
     parts = [
-        ops.partition_select(Accumulation(residual.clone(), [gradient]), 1.5, start, start + 250)
+        ops.accumulate_select(Accumulation(residual.clone(), [gradient]), 1.5, start, start + 250)
         for start in range(0, 1000, 250)
     ]
     for column in range(2):
@@ -247,7 +247,7 @@ def test_what_is_not_finite_leaves_any_partition() -> None:
     gradient = torch.zeros(10)
     gradient[7] = INF
     residual = torch.ones(10)
-    indices, values = ops.partition_select(Accumulation(residual, [gradient]), 0.5, 0, 2)
+    indices, values = ops.accumulate_select(Accumulation(residual, [gradient]), 0.5, 0, 2)
     assert indices.tolist() == [0, 1, 7]
     assert values.tolist() == [1.0, 1.0, INF]
     assert residual.tolist() == [0.0, 0.0, *[1.0] * 8]
@@ -314,9 +314,9 @@ def test_group_takes_the_largest_of_each() -> None:
     assert torch.equal(residual, acc)
 
 
-def test_zero_at_masks_momentum() -> None:
+def test_take_at_masks_momentum() -> None:
     u = torch.ones(10)
     accumulation = Accumulation(torch.zeros(10), [torch.arange(10.0)], Momentum(u, 0.5))
     indices, _ = ops.accumulate_select(accumulation, 5.0)
-    ops.zero_at(u, indices)
+    ops.take_at(u, indices)
     assert u.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, *[0.0] * 5]

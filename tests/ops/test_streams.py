@@ -89,22 +89,6 @@ def test_difference(native: NativeOps, nnz: int, other_nnz: int) -> None:
     assert native.difference(*one, one[0])[0].numel() == 0
 
 
-@pytest.mark.parametrize("sent_nnz", [0, 1, 300, 5000])
-@pytest.mark.parametrize("lost_nnz", [0, 1, 300, 5000])
-@pytest.mark.parametrize("applied_nnz", [0, 1, 300, 5000, 20_000])
-def test_unapplied(native: NativeOps, sent_nnz: int, lost_nnz: int, applied_nnz: int) -> None:
-    """Every way in which one of the three ends first; some of what is lost was never sent."""
-    sent, lost = stream(20_000, sent_nnz, 1), stream(20_000, lost_nnz, 2)
-    applied = stream(20_000, applied_nnz, 3)[0]
-    for low in (sent, (sent[0][: sent_nnz // 9], sent[1][: sent_nnz // 9])):
-        for held in (lost, (low[0], low[1] * 1e-3)):
-            found = native.unapplied(low, held, applied)
-            assert_same(found, reference.unapplied(low, held, applied))
-            stays = {int(i) for i in low[0]} - {int(i) for i in applied}
-            comes = {int(i) for i in held[0]} & {int(i) for i in applied}
-            assert found[0].tolist() == sorted(stays | comes)
-
-
 @pytest.mark.parametrize("nnz", [0, 1, 15, 16, 17, 1000])
 def test_threshold_stream(native: NativeOps, nnz: int) -> None:
     indices, values = stream(2000, nnz, 3)
@@ -193,7 +177,6 @@ def test_disorder_harms_nothing(native: NativeOps) -> None:
                     continue
                 assert merged.numel() <= 50_000 * world_size
             native.difference(indices, values, indices.flip(0).contiguous())
-            native.unapplied((indices, values), (indices.flip(0), values), indices)
             try:
                 native.decode(torch.empty(numel), indices, values)
             except ValueError:
@@ -201,24 +184,19 @@ def test_disorder_harms_nothing(native: NativeOps) -> None:
 
 
 @pytest.mark.parametrize("nnz", [0, 1, 1000, 100_000])
-def test_take_and_zero_at(native: NativeOps, nnz: int) -> None:
+def test_take_at(native: NativeOps, nnz: int) -> None:
     x = torch.randn(NUMEL, generator=generator())
     indices, _ = stream(NUMEL, nnz, 1)
     for wanted in (indices, indices.flip(0)):
         ours, theirs = x.clone(), x.clone()
         assert_same(native.take_at(ours, wanted), reference.take_at(theirs, wanted))
         assert_same(ours, theirs)
-        zeroed = x.clone()
-        native.zero_at(zeroed, wanted)
-        assert_same(zeroed, theirs)
 
 
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
-def test_take_and_zero_at_bad_indices(native: NativeOps, bad: int) -> None:
+def test_take_at_bad_indices(native: NativeOps, bad: int) -> None:
     if isinstance(native, OnDevice):
         pytest.skip("an index out of range stops a CUDA device (tests/cuda/test_streams.py)")
     indices = torch.tensor([0, bad], dtype=torch.int32)
     with pytest.raises(ValueError, match="indices must be"):
         native.take_at(torch.zeros(5), indices)
-    with pytest.raises(ValueError, match="indices must be"):
-        native.zero_at(torch.zeros(5), indices)

@@ -66,8 +66,8 @@ def cases(numel: int, device: torch.device) -> Iterator[tuple[str, Case]]:
             accumulated(partial(grouped, group_numel=group_numel)),
         )
     yield (
-        "partition_select",
-        accumulated(lambda o, a: o.partition_select(a, 50.0, numel // 4, numel // 2)),
+        "accumulate_select, partition",
+        accumulated(lambda o, a: o.accumulate_select(a, 50.0, numel // 4, numel // 2)),
     )
     for slots_per_bucket in (1, 8):
         yield (
@@ -93,7 +93,6 @@ def cases(numel: int, device: torch.device) -> Iterator[tuple[str, Case]]:
 
         return case
 
-    yield "zero_at", changed(lambda o, x: o.zero_at(x, streams[0][0]))
     yield "scatter_add", changed(lambda o, x: o.scatter_add(x, *streams[0]))
     yield "decode", changed(lambda o, x: o.decode(x, *streams[0]))
     indices = streams[0][0]

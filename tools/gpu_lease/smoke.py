@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from hvd_sparse.ops import reference
+from hvd_sparse.ops._dispatch import REFERENCE
 from hvd_sparse.ops.cuda import Argument, CudaOps, CupyLauncher, Launcher, _sources
 from tools.gpu_lease.cases import NUMELS, cases, same
 from tools.gpu_lease.results import Results
@@ -39,7 +39,7 @@ def compare(
     for numel in numels:
         for name, case in cases(numel, device):
             with results.guarded(f"{name}, n = {numel}"):
-                told = same(case(ops), case(reference))
+                told = same(case(ops), case(REFERENCE))
                 error = {"error": told} if told else {}
                 results.row(f"{name}, n = {numel}", error, ok=not told)
     idle = sorted(_sources.kernels().keys() - counting.launched.keys())

@@ -41,18 +41,15 @@ FEW_GROUPS = 32
 class CudaSelection(CudaEstimation):
     """As `hvd_sparse.ops.selection`, on checked arguments."""
 
-    def accumulate_select(self, accumulation: Accumulation, threshold: float) -> Entries:
-        return self.partition_select(accumulation, threshold, 0, accumulation.numel)
-
-    def partition_select(
-        self, accumulation: Accumulation, threshold: float, start: int, stop: int
+    def accumulate_select(
+        self, accumulation: Accumulation, threshold: float, start: int = 0, stop: int | None = None
     ) -> Entries:
         inputs, numel = AccumulationInputs(accumulation, self._workspace), accumulation.numel
         key = threshold_key(threshold)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
         def select(step: OrderedPass) -> None:
-            self._select(inputs, step, key, None, start, stop)
+            self._select(inputs, step, key, None, start, numel if stop is None else stop)
 
         passed = OrderedPass(self._workspace, inputs.tiles, capacity, accumulation.device)
         select(passed)

@@ -55,13 +55,6 @@ class CudaStreams(KernelFamily):
     def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries:
         return self._filter("keep_absent", indices, values, *vector(other))
 
-    def unapplied(self, sent: Entries, lost: Entries, applied: Tensor) -> Entries:
-        """What an exchange leaves with its sender; in passes, since only lossy wires need it."""
-        strangers, _ = self.difference(*lost, applied)
-        parts = [self.difference(*sent, applied), self.difference(*lost, strangers)]
-        last = [int(indices[-1]) for indices, _ in parts if indices.numel()]
-        return self.merge_sum(parts, max(last, default=-1) + 1)
-
     def threshold_stream(self, indices: Tensor, values: Tensor, threshold: float) -> Entries:
         return self._filter("keep_large", indices, values, np.uint32(threshold_key(threshold)))
 
@@ -93,15 +86,8 @@ class CudaStreams(KernelFamily):
 
     def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
         values = torch.empty(indices.numel(), device=x.device, dtype=torch.float32)
-        self._clear(x, indices, values)
-        return values
-
-    def zero_at(self, x: Tensor, indices: Tensor) -> None:
-        self._clear(x, indices, None)
-
-    def _clear(self, x: Tensor, indices: Tensor, values: Tensor | None) -> None:
-        """Zeroes entries, after copying them to `values` if that is not None."""
         self._launch(
             *("clear_at", thread_blocks(indices.numel())),
             *(*vector(x), *vector(indices), values, self._workspace.fault(x.device)),
         )
+        return values
