@@ -13,6 +13,7 @@ is: headers, the tables of `allgather`, `allreduce_sum`, and an algorithm's cont
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -71,15 +72,10 @@ class SimulatedWorld:
         control_bytes: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         check_at_least("stretch", stretch, 1.0)
-        self.world_size = world_size
-        self.network = network
-        self.stretch = stretch
+        self.world_size, self.network, self.stretch = world_size, network, stretch
         self.control_bytes = dict(control_bytes)
         self.scheduler = Scheduler(world_size, pick)
-        stations: list[Station] = []
-        for rank in range(world_size):
-            stations.append(Station(rank, network, self.scheduler, stations))
-        self.transports = [SimulatedTransport(self, station) for station in stations]
+        self.transports = [SimulatedTransport(self, rank) for rank in range(world_size)]
 
     def run(self, fn: Callable[[SimulatedTransport], Result]) -> list[Result]:
         """Run `fn(transport)` on every rank, once; returns the results in order.
@@ -95,10 +91,14 @@ class SimulatedTransport(Transport):
 
     Args:
         world: The world.
-        station: The rank.
+        number: The rank's number in the world.
         members: The ranks of the group, in order; None: all.
         kind: Tells apart the groups that have this rank in common. Each group counts its own
             calls, because another group may make more of them.
+
+    Attributes:
+        clock: The rank's virtual time. Assigning a new clock begins a measurement.
+        abroad: The part of the rank's traffic that went through its host's card.
     """
 
     name = "simulated"
@@ -106,39 +106,27 @@ class SimulatedTransport(Transport):
     def __init__(
         self,
         world: SimulatedWorld,
-        station: Station,
+        number: int,
         members: Sequence[int] | None = None,
         kind: str = "",
     ) -> None:
-        self.world = world
+        self.world, self.number = world, number
         self.members = tuple(range(world.world_size) if members is None else members)
-        super().__init__(
-            self.members.index(station.rank), len(self.members), timeout_s=float("inf")
-        )
-        self.traffic = station.traffic
+        super().__init__(self.members.index(number), len(self.members), timeout_s=float("inf"))
         self.link = world.network.link
-        self._station = station
-        self._kind = kind
-        self._calls = 0
+        # All groups of a rank share its clock, traffic and messages, which its first transport has.
+        self._whole = self if members is None else world.transports[number]
+        if members is None:
+            self.clock, self.abroad = VirtualClock(world.network, number), Traffic()
+            self._arrived: dict[_Key, _Message] = {}
+            self._awaited: _Key | None = None
+        self.traffic = self._whole.traffic
+        self._kind, self._calls = kind, 0
         self._counts_as_is = False
-
-    @property
-    def clock(self) -> VirtualClock:
-        """This rank's virtual time. Assigning a new clock begins a measurement."""
-        return self._station.clock
-
-    @clock.setter
-    def clock(self, clock: VirtualClock) -> None:
-        self._station.clock = clock
-
-    @property
-    def abroad(self) -> Traffic:
-        """The part of this rank's traffic that went through its host's card."""
-        return self._station.abroad
 
     def group(self, members: Sequence[int], kind: str) -> SimulatedTransport:
         """This rank's transport to a group; arguments as for the class."""
-        return SimulatedTransport(self.world, self._station, members, kind)
+        return SimulatedTransport(self.world, self.number, members, kind)
 
     def pretend(self, nbytes: int, dst: int, src: int, *, channel: str) -> Handle:
         """Exchange messages without content, which only take the time of so many bytes."""
@@ -182,7 +170,7 @@ class SimulatedTransport(Transport):
     def worked(self, work: Work) -> None:
         """Stretch the work as the vectors are; a single rank has none."""
         if self.world_size > 1:
-            self.clock.work(work.times(self.world.stretch))
+            self._whole.clock.work(work.times(self.world.stretch))
 
     @override
     def abort(self, reason: object = None) -> None:
@@ -203,84 +191,60 @@ class SimulatedTransport(Transport):
     def _exchange(
         self, content: Any, nbytes: float, dst: int | None, src: int | None, channel: str
     ) -> SimulatedExchange:
-        call = (self._kind, self._calls)
+        call, whole, sent_s = (self._kind, self._calls), self._whole, 0.0
         self._calls += 1
-        sent_s = 0.0
         if dst is not None:
-            sent_s = self._station.send(content, nbytes, self.members[dst], call, channel)
+            sent_s = whole._send(content, nbytes, self.members[dst], call, channel)
         awaited = None if src is None else self.members[src]
-        return SimulatedExchange(self._station, awaited, call, channel, sent_s)
+
+        def finish() -> Any:
+            received = None if awaited is None else whole._take(awaited, call, channel)
+            whole.clock.wait_until(sent_s)
+            return received
+
+        return SimulatedExchange(finish)
+
+    def _send(self, content: Any, nbytes: float, dst: int, call: _Call, channel: str) -> float:
+        """Hand a message to the card; returns the time at which the card is done with it."""
+        size = round(nbytes) + HEADER_BYTES
+        departure = self.clock.send(size, dst)
+        self.traffic.sent(size)
+        if not self.world.network.is_inside(self.number, dst):
+            self.abroad.sent(size)
+        message = _Message(content, size, channel, departure)
+        self.world.transports[dst]._deliver((self.number, call), message)
+        return departure.sent_s
+
+    def _deliver(self, key: _Key, message: _Message) -> None:
+        """Take in a message for this rank; called by its sender."""
+        self._arrived[key] = message
+        if self._awaited == key:
+            self._awaited = None
+            self.world.scheduler.wake(self.number)
+
+    def _take(self, src: int, call: _Call, channel: str) -> Any:
+        """Wait for a message, in turns and by the clock; returns its content."""
+        key = (src, call)
+        if key not in self._arrived:
+            self._awaited = key
+            self.world.scheduler.wait(self.number, f"channel {channel!r} from rank {src}")
+        message = self._arrived.pop(key)
+        if message.channel != channel:
+            raise PlanError(
+                f"rank {self.number} expects a message on channel {channel!r} from rank {src}, "
+                f"which sent one on channel {message.channel!r}: the ranks make different calls"
+            )
+        self.clock.receive(message.departure, message.nbytes, src)
+        self.traffic.received(message.nbytes)
+        if not self.world.network.is_inside(self.number, src):
+            self.abroad.received(message.nbytes)
+        return message.content
 
 
 _Call = tuple[str, int]
 """The kind of a group, and the number of a call in it."""
 _Key = tuple[int, _Call]
 """A sender, and its call."""
-
-
-class Station:
-    """What all transports of one rank share: its clock, traffic and incoming messages.
-
-    Args:
-        rank: Its number in the world.
-        network: Connects the ranks.
-        scheduler: Lets the ranks take turns.
-        every: The stations of all ranks; filled while they are made.
-
-    Attributes:
-        clock: This rank's virtual time.
-        traffic: What it sent and received.
-        abroad: The part of the traffic that went through its host's card.
-    """
-
-    def __init__(
-        self, rank: int, network: Network, scheduler: Scheduler, every: list[Station]
-    ) -> None:
-        self.rank = rank
-        self.clock = VirtualClock(network, rank)
-        self.traffic = Traffic()
-        self.abroad = Traffic()
-        self._network = network
-        self._scheduler = scheduler
-        self._every = every
-        self._arrived: dict[_Key, _Message] = {}
-        self._awaited: _Key | None = None
-
-    def send(self, content: Any, nbytes: float, dst: int, call: _Call, channel: str) -> float:
-        """Hand a message to the card; returns the time at which the card is done with it."""
-        size = round(nbytes) + HEADER_BYTES
-        departure = self.clock.send(size, dst)
-        self.traffic.sent(size)
-        if not self._network.is_inside(self.rank, dst):
-            self.abroad.sent(size)
-        message = _Message(content, size, channel, departure)
-        self._every[dst].deliver((self.rank, call), message)
-        return departure.sent_s
-
-    def deliver(self, key: _Key, message: _Message) -> None:
-        """Take in a message for this rank; called by its sender."""
-        self._arrived[key] = message
-        if self._awaited == key:
-            self._awaited = None
-            self._scheduler.wake(self.rank)
-
-    def take(self, src: int, call: _Call, channel: str) -> Any:
-        """Wait for a message, in turns and by the clock; returns its content."""
-        key = (src, call)
-        if key not in self._arrived:
-            self._awaited = key
-            self._scheduler.wait(self.rank, f"channel {channel!r} from rank {src}")
-        message = self._arrived.pop(key)
-        if message.channel != channel:
-            raise PlanError(
-                f"rank {self.rank} expects a message on channel {channel!r} from rank {src}, which "
-                f"sent one on channel {message.channel!r}: the ranks make different calls"
-            )
-        self.clock.receive(message.departure, message.nbytes, src)
-        self.traffic.received(message.nbytes)
-        if not self._network.is_inside(self.rank, src):
-            self.abroad.received(message.nbytes)
-        return message.content
 
 
 class _Message(NamedTuple):
@@ -291,29 +255,14 @@ class _Message(NamedTuple):
 
 
 class SimulatedExchange(Handle):
-    """A message that was sent, one that is awaited, or both."""
+    """A message that was sent, one that is awaited, or both.
 
-    __slots__ = ("_call", "_channel", "_content", "_open", "_sent_s", "_src", "_station")
+    Args:
+        finish: Waits for both, and returns the received message's content.
+    """
 
-    def __init__(
-        self, station: Station, src: int | None, call: _Call, channel: str, sent_s: float
-    ) -> None:
-        self._station = station
-        self._src = src
-        self._call = call
-        self._channel = channel
-        self._sent_s = sent_s
-        self._content: Any = None
-        self._open = True
-
-    def content(self) -> Any:
-        """The received message's content; None without a source."""
-        if self._open:
-            self._open = False
-            if self._src is not None:
-                self._content = self._station.take(self._src, self._call, self._channel)
-            self._station.clock.wait_until(self._sent_s)
-        return self._content
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.content = cache(finish)
 
     @override
     def wait(self) -> torch.Tensor | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from multiprocessing import get_context
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from hvd_sparse.checks import check_at_least, check_choice, check_count
 from hvd_sparse.collectives.registry import BY_NAME, STREAMED, Algorithm, cost, names_of
@@ -175,8 +173,7 @@ def simulate(
     k = max(k, min(1, workload.k))
 
     def one_rank(transport: SimulatedTransport) -> list[_Step]:
-        kind = TwoLevelRank if hierarchical else FlatRank
-        rank = kind(transport, entry, numel, k, wire, streams)
+        rank = SimulatedRank(transport, entry, numel, k, wire, streams, shards)
         begin_s = workload.compute_s * network.slowness(transport.rank)
         done = []
         for step in range(steps if entry.keeps_state else 1):
@@ -294,8 +291,8 @@ def automatic_stretch(
     return float(max(1, min(fitting, workload.numel)))
 
 
-class SimulatedRank(ABC):
-    """What one rank does in a step.
+class SimulatedRank:
+    """What one rank does in a step: it exchanges the share of it that it has in its host.
 
     Args:
         transport: Connects all ranks of the world.
@@ -304,6 +301,7 @@ class SimulatedRank(ABC):
         k: Entries of the whole vector.
         wire: The form of the messages.
         streams: The entries that every rank brings.
+        shards: Ranks of a host that share the vector, in two levels; else 1.
     """
 
     def __init__(
@@ -314,17 +312,18 @@ class SimulatedRank(ABC):
         k: int,
         wire: Wire,
         streams: SyntheticStreams,
+        shards: int,
     ) -> None:
-        self.transport = transport
-        self.streams = streams
-        self.numel, self.k, peers = self._share(numel, k)
-        self.collective = entry.collective(peers, self.numel, self.k, wire=wire)
+        self.transport, self.streams = transport, streams
+        self.numel, self.k = -(-numel // shards), -(-k // shards)
+        across = transport
+        if shards > 1:
+            host, local = divmod(transport.rank, shards)
+            self.inside = transport.group(range(host * shards, (host + 1) * shards), "inside")
+            across = transport.group(range(local, transport.world_size, shards), "across")
+        self.shards = shards
+        self.collective = entry.collective(across, self.numel, self.k, wire=wire)
 
-    @abstractmethod
-    def _share(self, numel: int, k: int) -> tuple[int, int, SimulatedTransport]:
-        """Elements and entries that this rank exchanges, and the transport to its peers."""
-
-    @abstractmethod
     def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
         """Take a step.
 
@@ -333,55 +332,25 @@ class SimulatedRank(ABC):
             encodes: Whether selecting the entries takes time.
 
         Returns:
-            Entries of the sum, or of this rank's shard of it; a checksum of the whole sum.
+            Entries of this rank's share of the sum; a checksum of the whole sum.
         """
-
-    def _reduce(self, step: int, encodes: bool) -> SparseStream:
-        self.transport.worked(encoding(self.numel * encodes))
         rank, ranks = self.transport.rank, self.transport.world_size
+        if self.shards > 1:
+            self._sum_inside()
+        self.transport.worked(encoding(self.numel * encodes))
         stream = self.streams.stream(rank, step, self.numel, self.k, ranks)
         reduced = self.collective.reduce(stream).reduced
-        return SparseStream(reduced.indices, reduced.values, self.numel)
-
-
-class FlatRank(SimulatedRank):
-    """Exchanges with all other ranks."""
-
-    @override
-    def _share(self, numel: int, k: int) -> tuple[int, int, SimulatedTransport]:
-        return numel, k, self.transport
-
-    @override
-    def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
-        reduced = self._reduce(step, encodes)
-        return reduced.nnz, _checksum([reduced.indices, reduced.values])
-
-
-class TwoLevelRank(SimulatedRank):
-    """Exchanges its shard with the ranks that have the same number on the other hosts."""
-
-    @override
-    def _share(self, numel: int, k: int) -> tuple[int, int, SimulatedTransport]:
-        transport = self.transport
-        local_size = transport.world.network.local_size
-        host, local = divmod(transport.rank, local_size)
-        first = host * local_size
-        self.inside = transport.group(range(first, first + local_size), "inside")
-        across = transport.group(range(local, transport.world_size, local_size), "across")
-        return -(-numel // local_size), -(-k // local_size), across
-
-    @override
-    def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
-        self._sum_inside()
-        shard = self._reduce(step, encodes)
-        packer = Packer(PLAIN, self.transport.rank, step)
-        payload, _ = packer.pack(packer.settled(Part.of(shard)))
-        every = self.inside.all_to_all([payload] * self.inside.world_size, channel="host.streams")
-        return shard.nnz, _checksum(every)
+        if self.shards == 1:
+            return reduced.nnz, _checksum([reduced.indices, reduced.values])
+        packer = Packer(PLAIN, rank, step)
+        part = Part.of(SparseStream(reduced.indices, reduced.values, self.numel))
+        payload, _ = packer.pack(packer.settled(part))
+        every = self.inside.all_to_all([payload] * self.shards, channel="host.streams")
+        return reduced.nnz, _checksum(every)
 
     def _sum_inside(self) -> None:
         """A reduce-scatter: each rank receives its shard from the others, and adds it up."""
-        rank, L, nbytes = self.inside.rank, self.inside.world_size, VALUE_BYTES * self.numel
+        rank, L, nbytes = self.inside.rank, self.shards, VALUE_BYTES * self.numel
         for distances in batches(L):
             handles = [
                 self.inside.pretend(nbytes, (rank + s) % L, (rank - s) % L, channel="host.sums")
