@@ -53,7 +53,7 @@ faults: setup ## every fault in every phase of a training, on real ranks
 
 soak: setup ## train for SOAK_STEPS steps, or rounds for HOURS, on 4 ranks among faults; books, memory, ends
 	@mkdir -p build/bench
-	@$(bin)/python -m tools.soak $(if $(HOURS),--hours $(HOURS) --json build/bench/soak.json,--steps $(SOAK_STEPS))
+	@$(bin)/python -m benchmarks.soak $(if $(HOURS),--hours $(HOURS) --json build/bench/soak.json,--steps $(SOAK_STEPS))
 
 lint: setup ## ruff, mypy and clang-format, as checks
 	@$(bin)/ruff check

@@ -102,7 +102,9 @@ def load_text(paths: list[Path] | None, most_bytes: int, length: int) -> list[Te
     return [TensorDataset(rows[:-tests]), TensorDataset(rows[-tests:])]
 
 
-def make_compression(text: str, model: nn.Module, record: str | None, optimizer: str) -> Any:
+def make_compression(
+    text: str, model: nn.Module, record: str | None, optimizer: str = "sgd"
+) -> Any:
     """Make what `--compression` names: Horovod's own, a policy, or a constructor's result."""
     name, *words = text.split() or ["none"]
     if name in {"none", "fp16"}:

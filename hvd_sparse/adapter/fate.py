@@ -258,7 +258,7 @@ class Fates:
         them, so that an optimizer which its caller has let go of would stay.
         """
         known = None if self._scaler is None else self._scaler()
-        if known is not None and id(optimizer) in known._per_optimizer_states:
+        if id(optimizer) in getattr(known, "_per_optimizer_states", ()):  # none has a disabled one
             return
         frame = sys._getframe(1)
         for _ in range(SEARCHED_FRAMES):

@@ -318,7 +318,7 @@ class Planner:
         decision: Decision = {"before": placements_to_json(self.current.placements)}
         try:
             if loaded:
-                before = placements_from_json(loaded["placements"], self._methods.values())
+                before = placements_from_json(loaded["placements"])
                 decision["before"] = placements_to_json(before)
             for known in (self._found, loaded.get("found")):
                 found += [Remembered.from_json(known)] if known else []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_sparse._version import __version__
-from hvd_sparse.engine.bucketing import Method, MethodId, TensorSpec
+from hvd_sparse.engine.bucketing import MethodId, TensorSpec
 from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.files import write_text
 from hvd_sparse.planner.choose import ChosenPlan, Placement
@@ -146,18 +146,10 @@ def placements_to_json(placements: Mapping[str, Placement]) -> dict[str, Any]:
     return {n: {"method": p.method.to_json(), "bucket": p.bucket} for n, p in placements.items()}
 
 
-def placements_from_json(data: Any, methods: Iterable[Method] = ()) -> dict[str, Placement]:
-    """Read what `placements_to_json` made; anything else raises TypeError, KeyError or ValueError.
-
-    Args:
-        data: The placements.
-        methods: Those that may be in them. Earlier releases wrote a method's description.
-    """
-    described = {method.description: method.id.to_json() for method in methods}
+def placements_from_json(data: Any) -> dict[str, Placement]:
+    """Read what `placements_to_json` made; anything else raises TypeError, KeyError or ValueError."""
     return {
-        str(name): Placement(
-            MethodId.from_json(described.get(str(p["method"]), p["method"])), str(p["bucket"])
-        )
+        str(name): Placement(MethodId.from_json(p["method"]), str(p["bucket"]))
         for name, p in data.items()
     }
 

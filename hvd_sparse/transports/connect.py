@@ -354,11 +354,12 @@ def together(
     Raises:
         TransportError: A rank could not do its part; on all of them.
     """
-    done, problem = None, ""
+    done, problem, kind = None, "", TransportError
     try:
         done = part()
     except (OSError, RuntimeError, HvdSparseError) as error:  # the peers wait for word of it
         problem = str(error)
+        kind = type(error) if isinstance(error, TransportError) else TransportError
     try:
         limit_s = CONNECTING_S if problem else timeout_s
         gather = gather or world.allgather_object
@@ -367,9 +368,15 @@ def together(
         if not problem:
             raise
         every = [(None, "")] * world.rank + [(None, problem)]  # nobody is there to hear of it
+    problems: dict[str, list[str]] = {}
     for rank, (_, problem) in enumerate(every):
         if problem:
-            raise TransportError(f"rank {rank} could not connect: {problem}")
+            problems.setdefault(problem, []).append(str(rank))
+    if problems:
+        told = (
+            f"rank {', '.join(who)} could not connect: {what}" for what, who in problems.items()
+        )
+        raise kind("; ".join(told))
     return [done for done, _ in every]
 
 

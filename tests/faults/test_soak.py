@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak import RANKS, STEPS_BETWEEN
 from tests.launch import launch_environment, run_in_group
-from tools.soak import RANKS, STEPS_BETWEEN
 
 STEPS = 240
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(600)]
 def test_a_training_goes_on_among_faults(tmp_path: Path) -> None:
     """Whatever can be survived is, and the books balance to the last bit."""
     file = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "tools.soak", "--steps", str(STEPS)]
+    command = [sys.executable, "-m", "benchmarks.soak", "--steps", str(STEPS)]
     command += ["--growth", str(GROWTH), "--json", str(file)]
     done = run_in_group(command, env=launch_environment(), timeout=500)
     summary = json.loads(file.read_text())

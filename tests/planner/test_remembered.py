@@ -25,7 +25,6 @@ from hvd_sparse.planner.remembered import (
     MOST_ENTRIES,
     Key,
     Remembered,
-    placements_from_json,
     recall,
 )
 from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS
@@ -290,33 +289,6 @@ def test_a_file_of_another_release_is_refused_by_name(tmp_path: Path) -> None:
     told = r"cannot read .*plans.json, and measures anew: .*version must be 2, got 1"
     with pytest.warns(UserWarning, match=told):
         assert cache.read() == []
-
-
-def test_a_state_that_names_methods_in_words_still_says_where_momenta_are(
-    measured: Measured,
-) -> None:
-    """As earlier releases wrote it. Their costs are refused by name, and measured anew."""
-    (state,) = run_ranks(1, lambda t: settled(decided(t, None), t).state_dict())
-    for placement in state["placements"].values():
-        placement["method"] = TOPK.description
-    state["found"]["profile"]["version"] = 3
-    measured.ranks.clear()
-
-    def worker(transport: Transport) -> None:
-        late = decided(transport, None, state)
-        assert late.before is not None
-        assert {p.method for p in late.before.placements.values()} == {TOPK.id}
-        assert late.is_trying
-
-    with pytest.warns(UserWarning, match="state's plan .* left out: .*version must be 4, got 3"):
-        run_ranks(2, worker)
-    assert sorted(measured.ranks) == [0, 1]
-
-
-def test_a_method_in_words_is_refused_by_name() -> None:
-    placed = {"w": {"method": "magic density=0.1", "bucket": "0"}}
-    with pytest.raises(ValueError, match="an earlier release wrote it"):
-        placements_from_json(placed, [TOPK])
 
 
 def test_the_usual_place(monkeypatch: pytest.MonkeyPatch) -> None:

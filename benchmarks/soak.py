@@ -1,6 +1,6 @@
 """Trains for many steps with faults that a training must survive, and checks its books.
 
-    python -m tools.soak [--steps 20000 | --hours H] [--seed 0] [--json FILE]
+    python -m benchmarks.soak [--steps 20000 | --hours H] [--seed 0] [--json FILE]
 
 With `--hours`, rounds of new seeds follow each other: a training among faults that it survives, and
 one that a rank ends. After each round the figures so far are in the file.
@@ -407,7 +407,7 @@ def launched(*options: object, limit_s: float | None = None) -> int | None:
     """The status of one training; None: it did not end in time."""
     command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(RANKS)]
     command += ["-H", f"localhost:{RANKS}", "--gloo-timeout-seconds", "120", sys.executable]
-    command += ["-m", "tools.soak", *map(str, options), "--rank"]
+    command += ["-m", "benchmarks.soak", *map(str, options), "--rank"]
     # Each connection's threads would get arenas anew, and malloc keeps much in each.
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2"}
     process = subprocess.Popen(command, env={**os.environ, **fixed}, start_new_session=True)
@@ -484,7 +484,7 @@ def write(
         head = {
             "benchmark": "soak",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "tools.soak", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]),
             "hardware": hardware(),
         }
         Path(args.json).write_text(as_text(head, map(as_object, rows)), encoding="utf-8")
