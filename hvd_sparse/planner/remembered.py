@@ -147,7 +147,7 @@ def placements_to_json(placements: Mapping[str, Placement]) -> dict[str, Any]:
 
 
 def placements_from_json(data: Any) -> dict[str, Placement]:
-    """Read what `placements_to_json` made; anything else raises TypeError, KeyError or ValueError."""
+    """Read what `placements_to_json` made; else TypeError, KeyError or ValueError."""
     return {
         str(name): Placement(MethodId.from_json(p["method"]), str(p["bucket"]))
         for name, p in data.items()
