@@ -32,6 +32,7 @@ from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
 from hvd_sparse.selectors.selector import mixed
 from hvd_sparse.selectors.thresholded import Estimator
+from hvd_sparse.streams import CPU
 
 SAMPLE_SHARE = 0.0075
 LEAST_SAMPLE, MOST_SAMPLE = 3 << 11, 3 << 15
@@ -97,13 +98,14 @@ def deep_threshold(sample: Tensor, numel: int, k: int) -> tuple[float, float]:
     sampled, run_numel = sample.numel(), sample.shape[-1]
     if sampled == 0:
         return 0.0, k
+    (sample,) = ops.moved((sample,), CPU)  # less than a megabyte, and one wait
     expected = sampled * k / numel
     left_out = 1 - sampled / numel  # what is sampled whole has no deviation
     rank = math.ceil(expected)
     # No run has more than all of its elements among these: no deviation can be larger.
     deepest = math.ceil(rank + DEVIATIONS * math.sqrt(left_out * run_numel * rank) + 1)
     largest = ops.accumulate_topk(ops.Accumulation(sample.view(-1)), min(sampled, deepest))[:2]
-    indices, values = (part.cpu().numpy() for part in largest)
+    indices, values = (part.numpy() for part in largest)
     ranked = np.sort(values)[::-1]  # on numpy, whose calls on few elements are short
     if rank > len(ranked):
         return 0.0, k
