@@ -89,8 +89,9 @@ class Worker(Leaving):
             tasks["hvd_sparse.ahead"] = self._select_ahead
         self._exchanging = True
         try:
-            for name, task in tasks.items():
-                self._threads.append(start_thread(name, self._until_it_fails, task))
+            with self._changed:  # a thread that fails at once must find itself among them
+                for name, task in tasks.items():
+                    self._threads.append(start_thread(name, self._until_it_fails, task))
         except TransportError as error:
             self._exchanging = bool(self._threads)
             self.fail(error)
@@ -217,7 +218,9 @@ class Worker(Leaving):
         try:
             task()
         except BaseException as error:
-            if threading.current_thread() in self._threads:  # else it has been abandoned
+            with self._changed:
+                is_ours = threading.current_thread() in self._threads  # else: abandoned
+            if is_ours:
                 self.fail(error)
 
     def _exchange_and_end(self) -> None:
