@@ -373,10 +373,9 @@ def together(
         if problem:
             problems.setdefault(problem, []).append(str(rank))
     if problems:
-        told = (
-            f"rank {', '.join(who)} could not connect: {what}" for what, who in problems.items()
-        )
-        raise kind("; ".join(told))
+        (what, who), *more = problems.items()
+        also = "".join(f"; rank {', '.join(others)}: {why}" for why, others in more)
+        raise kind(f"rank {', '.join(who)} could not connect: {what}{also}")
     return [done for done, _ in every]
 
 

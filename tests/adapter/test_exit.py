@@ -207,7 +207,7 @@ def watch(case: str, ranks: Mapping[int, tuple[int, Path]], failed_at: Path) -> 
                     "rank": rank,
                     "code": os.waitstatus_to_exitcode(status),
                     "seconds": since,
-                    "stderr": errors.read_text()[-6000:],
+                    "stderr": errors.read_text()[-20_000:],
                 }
             )
             failed_at.with_name(f"report.{rank}").write_text(report)
