@@ -34,14 +34,14 @@ FLOORS = (
     {"topology", "optim", "magnitude"},
     {"checks"},
     {"leaving"},
-    {"errors", "files", "tables", "_version"},
+    {"cores", "errors", "files", "tables", "_version"},
 )
 """From the top of the house to the ground; a room imports rooms of lower floors, and itself."""
 ROOMS = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for room in rooms}
 TOOLS = {"__main__", "cli", "lab"}
 """Rooms that a training never loads."""
 
-MOST_FILES, MOST_LINES, MOST_TRAINING_LINES = 180, 29_250, 24_900
+MOST_FILES, MOST_LINES, MOST_TRAINING_LINES = 180, 29_360, 24_940
 """The limits of the package; the last one is without the tools."""
 
 

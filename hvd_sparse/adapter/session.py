@@ -19,6 +19,7 @@ from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels
 from hvd_sparse.adapter.planning import Planning, horovods_allreduce
+from hvd_sparse.cores import bind
 from hvd_sparse.engine import Assignment, Engine, TensorSpec
 from hvd_sparse.engine.checkpoint import Gather
 from hvd_sparse.errors import TransportError, TransportTimeout, warn
@@ -106,6 +107,7 @@ class Session(Leaving):
 
         self._connecting = True
         PROCESS_END.add(self)
+        bind(mpi_ops.local_rank(), mpi_ops.local_size())  # before there are more threads
         with as_horovod_error():
             self._transport = connected(device)
             self._engine.connect(self._transport)

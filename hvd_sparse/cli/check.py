@@ -24,6 +24,7 @@ import torch.distributed
 from hvd_sparse import ops
 from hvd_sparse._version import __version__
 from hvd_sparse.cli.command import Command, Output, one_line
+from hvd_sparse.cli.tuned import missing
 from hvd_sparse.compression import POLICY_VARIABLE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.native import LIBRARY_PATH
@@ -178,6 +179,9 @@ def settings() -> list[Finding]:
             found.append(Finding(name, "problem", "0 makes every step slow: unset it"))
     if os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
         found.append(Finding("HOROVOD_AUTOTUNE", "problem", "tunes on small tensors: unset it"))
+    if unset := missing():
+        told = f"{', '.join(unset)} not set: `hvd-sparse tuned horovodrun …` sets what is quicker"
+        found.append(Finding("launch", "none", told))
     return found
 
 

@@ -17,11 +17,14 @@ from hvd_sparse.cli.profile import PROFILE
 from hvd_sparse.cli.report import REPORT, TRACE
 from hvd_sparse.cli.simulate import SIMULATE
 from hvd_sparse.cli.top import TOP
+from hvd_sparse.cli.tuned import TUNED
 from hvd_sparse.cli.validate import VALIDATE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.files import write_text
 
-COMMANDS: tuple[Command, ...] = (CHECK, PLAN, PROFILE, REPORT, TOP, TRACE, VALIDATE, SIMULATE)
+COMMANDS: tuple[Command, ...] = (
+    *(CHECK, TUNED, PLAN, PROFILE, REPORT, TOP, TRACE, VALIDATE, SIMULATE),
+)
 
 FAILED = 2
 """Exit status of a command that failed; argparse has the same for wrong arguments."""
