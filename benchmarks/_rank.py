@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from socket import gethostbyname, gethostname
@@ -18,9 +19,13 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from hvd_sparse.cores import bind
 from hvd_sparse.transports import Transport
 
 dist: Any = torch.distributed  # its type hints leave out what is used here
+THREADS = "/proc/self/task"
+HOROVODS_THREADS: set[str] = set()
+"""Their numbers: those that `hvd.init()` has started."""
 
 
 def start_rank(parser: ArgumentParser) -> Namespace:
@@ -34,6 +39,8 @@ def start_rank(parser: ArgumentParser) -> Namespace:
     parser.add_argument("--interface")
     options = parser.parse_args()
     hvd.init()
+    HOROVODS_THREADS.update(set(os.listdir(THREADS)) - {str(os.getpid())})
+    bind(hvd.rank(), hvd.size())  # with --tuned: a lab's hosts share this machine's cores, too
     torch.set_num_threads(1)
     join_torch_group(options.interface)
     return options
@@ -74,6 +81,17 @@ def interface_bytes(interface: str | None) -> int:
     if interface is None:
         return 0
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def processor_s() -> dict[str, float]:
+    """Processor seconds so far: of the training's thread, of Horovod's threads, of all others."""
+    found = dict.fromkeys(("training", "Horovod", "others"), 0.0)
+    for thread in os.listdir(THREADS):
+        of = "Horovod" if thread in HOROVODS_THREADS else "others"
+        of = "training" if thread == str(os.getpid()) else of
+        with suppress(FileNotFoundError):  # it has just ended
+            found[of] += int(Path(THREADS, thread, "schedstat").read_text().split()[0]) / 1e9
+    return found
 
 
 def in_turns(names: Sequence[str], turn: int) -> list[str]:

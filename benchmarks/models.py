@@ -281,6 +281,26 @@ class Single(BenchmarkModel):
         return (torch.randn(1, 128, generator=generator),)
 
 
+class Small800(BenchmarkModel):
+    """Many small tensors, where the calls for each of them decide: 4.4 M in 800."""
+
+    title = "800 tensors, 4.4 M"
+    fewest, most = 1_000, 10_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        numels = torch.linspace(self.fewest, self.most, 800).int().tolist()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(numel)) for numel in numels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack(
+            [(p * x[: p.numel()]).tanh().square().mean() for p in self.scales]
+        ).mean()
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        return (torch.randn(self.most, generator=generator),)
+
+
 class Tiny(BenchmarkModel):
     """For trials of a benchmark itself: 0.1 M in four tensors."""
 
@@ -309,6 +329,7 @@ MODELS: dict[str, type[BenchmarkModel]] = {
     "cnn": Cnn,
     "transformer": SmallTransformer,
     "single": Single,
+    "small800": Small800,
     "tiny": Tiny,
 }
 

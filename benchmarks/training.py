@@ -8,6 +8,9 @@ Plain SGD trains models with their real tensors (benchmarks/models.py) in all wa
 launches. "Overhead" is the time beyond computing alone. Bytes are those that a host's interface
 sent. For our ways the rows include the share of the exchanges that backward hides.
 
+Horovod's threads cost by the number of names that they have ever seen, so that ways which share a
+process pay for each other's: `--apart` gives each a launch of its own.
+
 Each launch is a real job under the unmodified horovodrun: on loopback, or with `--netlab RATE` one
 rank per host of a network lab whose links are shaped to RATE (tools/netlab; needs root). Finished
 launches are kept beside the report: the same command continues where it was stopped.
@@ -24,6 +27,7 @@ from benchmarks._launch import Job, Jobs, Launcher, cycle_time
 from benchmarks.models import MODELS
 from benchmarks.report import Row, Spread, row_of, write_report
 from benchmarks.ways import UNAVERAGED, check_names, is_ours
+from hvd_sparse.cli.tuned import missing
 from hvd_sparse.lab.plots import load_pyplot
 
 WORKER = "benchmarks/training_worker.py"
@@ -50,6 +54,11 @@ SLOW_RATES = ("10mbit", "100mbit")
 Found = dict[str, Any]
 """Rank 0's results of one launch: see benchmarks/training_worker.py."""
 
+World = tuple[str, str, int]
+"""A case, its place and P."""
+
+APART = " apart: "
+"""Before a way's name, in the case of a launch that has no other."""
 MORE = "+"
 """Suffix of a model's name for a second launch with further ways."""
 LEAST_OVER_HOROVOD = {"1gbit": {"vgg16": 3.0, "transformer35": 4.0, "lstm": 4.0}}
@@ -91,6 +100,8 @@ def models_of(at: Launcher, options: argparse.Namespace) -> tuple[str, ...]:
 def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job]:
     """All launches, case by case."""
     environment = () if options.cycle_time_ms is None else cycle_time(options.cycle_time_ms)
+    if options.tuned:
+        environment += tuple(missing().items())
     for ranks in options.ranks:
         for at in places:
             for model in models_of(at, options):
@@ -98,9 +109,27 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job
                     arguments: tuple[str, ...] = ("--model", model)
                     arguments += ("--turns", str(options.turns))
                     arguments += ("--turn-seconds", f"{options.turn_seconds:g}")
-                    arguments += ("--seconds", f"{options.seconds:g}", "--ways", *ways)
+                    arguments += ("--seconds", f"{options.seconds:g}")
                     for launch in range(1, options.launches + 1):
-                        yield Job(case, at, ranks, launch, WORKER, arguments, environment)
+                        if not options.apart:
+                            taken = (*arguments, "--ways", *ways)
+                            yield Job(case, at, ranks, launch, WORKER, taken, environment)
+                            continue
+                        for way in ("alone", *ways):
+                            taken = (*arguments, "--apart", "--ways", *{way} - {"alone"})
+                            name = f"{case}{APART}{way}"
+                            yield Job(name, at, ranks, launch, WORKER, taken, environment)
+
+
+def joined(found: Mapping[World, Sequence[Found]]) -> dict[World, list[Found]]:
+    """Launches of single ways, of which each case has as many, become launches of all ways."""
+    joint: dict[World, list[Found]] = {}
+    for (name, *at), results in found.items():
+        launches = joint.setdefault((name.partition(APART)[0], *at), [])  # type: ignore[arg-type]
+        launches += [{"ways": {}} for _ in range(len(results) - len(launches))]
+        for launch, result in zip(launches, results, strict=True):
+            launch["ways"] |= result["ways"]
+    return joint
 
 
 def step_s(found: Found, way: str) -> float:
@@ -135,6 +164,9 @@ def step_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
         if all("cpu_s" in found["ways"][way] for found in results):
             worked = Spread.of(results, lambda found, w=way: found["ways"][w]["cpu_s"], 1e3)  # type: ignore[misc]
             yield row_of(case, f"processor time of a worker in a step, {way}", worked)
+        for of in figures.get("threads_s", ()):
+            share = Spread.of(results, lambda f, w=way, o=of: f["ways"][w]["threads_s"][o], 1e3)  # type: ignore[misc]
+            yield row_of(case, f"of it in threads: {of}, {way}", share)
         if way == "alone":
             continue
         if figures["host_bytes"]:
@@ -254,7 +286,7 @@ def colour_of(way: str) -> str:
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:
     """Write the rows and plots of the finished launches."""
-    found = jobs.results()
+    found = joined(jobs.results())
     rows = [row for world, results in found.items() for row in goal_rows(*world, results)]
     rows += [row for world, results in found.items() for row in step_rows(*world, results)]
     if options.plot:
@@ -276,6 +308,8 @@ def main() -> None:
     parser.add_argument("--turn-seconds", type=float, default=0.8, help="length of a turn, about")
     parser.add_argument("--seconds", type=float, help="for turns; default: 120, quick 30")
     parser.add_argument("--cycle-time-ms", type=float, help="HOROVOD_CYCLE_TIME of all ways")
+    parser.add_argument("--apart", action="store_true", help="each way in launches of its own")
+    parser.add_argument("--tuned", action="store_true", help="all ways by `hvd-sparse tuned`")
     parser.add_argument("--quick", action="store_true", help="the first three models, fewer ways")
     parser.add_argument("--loopback", action="store_true", help="with --netlab: loopback, too")
     parser.add_argument("--plot", type=Path, metavar="PREFIX", help="PREFIX-RATE-Pranks.png")
@@ -294,7 +328,8 @@ def main() -> None:
 
     jobs = Jobs(options.json, jobs_of(options, places))
     jobs.run(options.minutes, timeout_s=QUICK_LIMIT_S if options.quick else TIMEOUT_S)
-    report(jobs, options)
+    if not (options.apart and jobs.missing):  # a way would lack others to compare it with
+        report(jobs, options)
     jobs.exit_where_missing()
 
 

@@ -22,6 +22,7 @@ from benchmarks._rank import (
     everywhere,
     in_turns,
     interface_bytes,
+    processor_s,
     relative_error,
     say,
     slowest_ranks,
@@ -47,7 +48,8 @@ class Trained:
         way: What trains.
         turn_steps: Timed steps of a turn.
         turn_s: Seconds per step, for every turn.
-        cpu_s: Processor seconds of all of this rank's threads, for every turn, per step.
+        cpu_s: Processor seconds of this rank's threads, for every turn, per step: of the
+            training's own, of Horovod's, and of the others.
         sent_bytes: What the interface sent, for every turn, per step.
         hidden_shares: The share of the exchanges that backward hid, in every turn's last
             step.
@@ -60,7 +62,7 @@ class Trained:
         self.generator = torch.Generator().manual_seed(1 + hvd.rank())
         self.turn_steps = 1
         self.turn_s: list[float] = []
-        self.cpu_s: list[float] = []
+        self.cpu_s: list[dict[str, float]] = []
         self.sent_bytes: list[float] = []
         self.hidden_shares: list[float] = []
 
@@ -91,11 +93,12 @@ class Trained:
         if self.turn_steps > 1:
             self.step()
         before, start = interface_bytes(interface), time.perf_counter()
-        worked = time.process_time()
+        worked = processor_s()
         for _ in range(self.turn_steps):
             self.step()
         self.turn_s.append((time.perf_counter() - start) / self.turn_steps)
-        self.cpu_s.append((time.process_time() - worked) / self.turn_steps)
+        now = processor_s()
+        self.cpu_s.append({of: (now[of] - worked[of]) / self.turn_steps for of in now})
         self.sent_bytes.append((interface_bytes(interface) - before) / self.turn_steps)
         if (share := self.way.hidden_share) is not None:
             self.hidden_shares.append(share)
@@ -142,7 +145,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         say(f"  {name}: verified, warmed up …")
         ways[name] = Trained(name, options.model)
         mean = first_step(ways[name], mean)
-        ways[name].warm_up(options.turn_seconds)
+        if options.apart and name == "alone" and options.ways:
+            ways.pop(name).way.close()  # its mean is all that was needed
+        else:
+            ways[name].warm_up(options.turn_seconds)
     mean = None
 
     start = time.perf_counter()
@@ -159,7 +165,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             check_replicas(list(trained.model.parameters()), name)
 
     slowest = slowest_ranks({name: trained.turn_s for name, trained in ways.items()})
-    mine = {name: (median(each.sent_bytes), median(each.cpu_s)) for name, each in ways.items()}
+    mine = {
+        name: (
+            median(each.sent_bytes),
+            {of: median(turn[of] for turn in each.cpu_s) for of in each.cpu_s[0]},
+        )
+        for name, each in ways.items()
+    }
     everyone = everywhere(mine, "benchmark.sent")
     found = {
         name: {
@@ -167,21 +179,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "turn_s": slowest[name],
             "turn_steps": trained.turn_steps,
             "host_bytes": max(rank[name][0] for rank in everyone),
-            "cpu_s": max(rank[name][1] for rank in everyone),
+            "cpu_s": max(sum(rank[name][1].values()) for rank in everyone),
+            "threads_s": everyone[0][name][1],
             **trained.described,
         }
         for name, trained in ways.items()
     }
     for trained in ways.values():
         trained.way.close()
-    return {"numel": sum(p.numel() for p in ways["alone"].model.parameters()), "ways": found}
+    return {"ways": found}
 
 
 def main() -> None:
     """Run, and write rank 0's results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--ways", nargs="+", required=True)
+    parser.add_argument("--ways", nargs="*", required=True)
+    parser.add_argument("--apart", action="store_true", help="time no `alone` beside another way")
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--turn-seconds", type=float, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="limit for all turns")

@@ -134,6 +134,20 @@ def test_steps_of_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.launches
+def test_ways_in_launches_of_their_own(tmp_path: Path) -> None:
+    """Their rows are those of one launch; a thread's share is a part of the processor's time."""
+    arguments = ("--models", "tiny", "--launches", "1", "--turns", "3", "--turn-seconds", "0.02")
+    arguments += ("--seconds", "2", "--apart", "--tuned", "--ways", "topk@0.01")
+    _, report = benchmark("training", tmp_path / "report.json", *arguments)
+    metrics = metrics_of(report)
+    for way in ("alone", "topk@0.01"):
+        whole = metrics[f"processor time of a worker in a step, {way}"]["value"]
+        assert 0 < metrics[f"of it in threads: training, {way}"]["value"] <= whole
+    ms = {way: metrics[f"step, {way}"]["value"] for way in ("alone", "topk@0.01")}
+    assert ms["alone"] < 10 <= ms["topk@0.01"] + 0.5, "tuned, a step waits for Horovod's cycle"
+
+
+@pytest.mark.launches
 @pytest.mark.netlab
 def test_a_host_counts_its_bytes(tmp_path: Path) -> None:
     arguments = ("--models", "tiny", "--launches", "1", "--turns", "3", "--turn-seconds", "0.02")
