@@ -289,7 +289,7 @@ def strangers(_: Any) -> None:
     for listening in psutil.Process().net_connections("tcp"):
         if listening.status == psutil.CONN_LISTEN:
             for number in range(STRANGERS):
-                with suppress(OSError), socket.create_connection(listening.laddr, 1.0) as stranger:
+                with suppress(OSError), socket.create_connection(listening.laddr, 0.1) as stranger:
                     stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * (number % 2))
 
 
