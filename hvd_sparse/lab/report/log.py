@@ -106,14 +106,9 @@ def spans_of(recording: Recording) -> Iterator[tuple[Plan, dict[str, Any], int, 
 
 
 class Reader:
-    """Assembles runs from lines.
+    """Assembles runs, by their ids, from lines; `path` is the file's name, for messages.
 
-    Args:
-        path: The file's name, for messages.
-
-    Attributes:
-        runs: By their ids.
-        refusal: The error to report if the file turns out to hold no run.
+    `refusal` is the error to report if the file turns out to hold no run.
     """
 
     def __init__(self, path: str) -> None:
@@ -267,14 +262,10 @@ def holds(adapter: TypeAdapter[Any], value: Any) -> bool:
 
 
 def check_line(line: Any, place: str) -> dict[str, Any]:
-    """Check a line and return it.
-
-    Args:
-        line: What was read.
-        place: File and line, for the message.
+    """Checks what was read at a place, and returns it.
 
     Raises:
-        ConfigError: The line is invalid; the message names the key and the value.
+        ConfigError: The line is invalid; the message names the place, the key and the value.
     """
     kind = line.get("kind") if isinstance(line, dict) else None
     if not isinstance(kind, str) or kind not in LINES:
