@@ -27,11 +27,8 @@ def pinned(
 ) -> dict[str, Any]:
     """A policy with a plan in the place of its rules with `compress: auto`, as plain data.
 
-    Args:
-        policy: The policy that left tensors to the planner.
-        rules: Its assignment for the model.
-        specs: The model's tensors.
-        placements: The plan: the tensors that it compresses, by name.
+    `rules` is the policy's assignment for the model of these tensors, and the plan has the
+    `placements` of those that it compresses, by name.
 
     Raises:
         ConfigError: The plan uses a method that the tensor's rule does not have.

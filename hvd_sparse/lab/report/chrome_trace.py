@@ -126,11 +126,7 @@ def read_timeline(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def timeline_start_us(timeline: list[dict[str, Any]]) -> float:
-    """The start of Horovod's timeline, in microseconds since 1970.
-
-    Raises:
-        ConfigError: The timeline does not have it.
-    """
+    """The start of Horovod's timeline, in microseconds since 1970; ConfigError without one."""
     for event in timeline:
         arguments = event.get("args")
         started = arguments.get(START_KEY) if isinstance(arguments, dict) else None

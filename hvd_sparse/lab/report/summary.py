@@ -29,13 +29,9 @@ MOSTLY = 2 / 3
 class Curves:
     """Means per step over stretches of a run, buckets added up.
 
-    Attributes:
-        start: Steps done before each stretch.
-        step: Last step of each stretch.
-        step_s: Seconds from step to step.
-        dense_bytes: What a ring allreduce of the same tensors would send. NaN where all tensors
-            were dense, because nothing is known about Horovod's bytes.
-        figures: By name, as in `StepStats`; bytes and messages are NaN in the same places.
+    A stretch begins after step `start` and ends with `step`. `dense_bytes` is what a ring allreduce
+    of the same tensors would send. It is NaN where all tensors were dense, because nothing is known
+    about Horovod's bytes; so are bytes and messages among the `figures`, named as in `StepStats`.
     """
 
     start: Floats
