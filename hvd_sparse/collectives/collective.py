@@ -21,13 +21,10 @@ TakeAt = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """The result of one exchange.
+    """The sum to be applied, with the same bits on every rank, and what this rank has left.
 
-    Attributes:
-        reduced: The sum to be applied; the same bits on every rank.
-        returned: This rank's entries that took no part in `reduced`, and what rounding lost on the
-            wire. Summed over the ranks, `reduced` + Σ `returned` is the sum of the streams that
-            went in.
+    `returned` has this rank's entries that took no part in `reduced`, and what rounding lost on the
+    wire: `reduced` + Σ `returned` over the ranks is the sum of the streams that went in.
     """
 
     reduced: Sum
@@ -35,18 +32,10 @@ class Reduction:
 
 
 class Collective(ABC):
-    """Sums one sparse stream per rank; belongs to one bucket.
+    """Sums one sparse stream per rank; belongs to one bucket of n = `numel` elements.
 
-    Every call is collective: all ranks of the transport make the same calls in the same order.
-
-    Args:
-        transport: Carries the messages.
-        numel: n, length of the vectors.
-        k: Number of entries wanted, in `[0, n]`.
-        wire: The form of the messages.
-
-    Attributes:
-        step: Exchanges done.
+    Every call is collective: all ranks of the transport make the same calls in the same order. `k`
+    entries are wanted, in `[0, n]`, and `step` exchanges are done.
     """
 
     def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:

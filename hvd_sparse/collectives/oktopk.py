@@ -288,8 +288,7 @@ class OkTopk(Collective):
     def _follow_threshold(self) -> list[int] | None:
         """Move the threshold to where the last step's counts are nearest to a little above k.
 
-        Returns:
-            How many entries each rank had there, or None where that is too far from k.
+        Returns how many entries each rank had there, or None where that is too far from k.
         """
         if self.global_threshold == inf:
             return None

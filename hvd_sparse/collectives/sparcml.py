@@ -40,11 +40,7 @@ gets the same bits. All ranks call it together; values are combined in the order
 
 
 class SparcmlCollective(Collective):
-    """A sum by one of SparCML's algorithms. What goes in is applied; rounding errors return.
-
-    Attributes:
-        combine_parts: The algorithm.
-    """
+    """A sum by one of SparCML's algorithms. What goes in is applied; rounding errors return."""
 
     combine_parts: ClassVar[staticmethod[[Part, Transport, Packer, Operation], list[Part]]]
 

@@ -104,15 +104,8 @@ class DeviceAllgather:
     exchange, which its headers tell. The room is that of the larger of the two, with some slack.
     Where a stream is longer still, its largest entries are sent, and the next step has room for it.
 
-    All ranks make the same calls in the same order.
-
-    Args:
-        transport: One that has a device.
-        numel: n.
-
-    Attributes:
-        longest: Entries of the longest stream in the last exchange, whether they were sent or not;
-            0: there was none. The same on all ranks.
+    `longest` is the number of entries of the longest stream in the last exchange, whether they were
+    sent or not; 0: there was none. The same on all ranks.
     """
 
     def __init__(self, transport: Transport, numel: int) -> None:
@@ -127,14 +120,10 @@ class DeviceAllgather:
         Of a stream that is too long the largest magnitudes are sent, ties to the lower index. Error
         feedback loses least by that, no part of the vector is starved, and what is not finite is
         always among them: if it came back, no other rank would learn that the step does not count.
-
-        Args:
-            stream: This rank's, on the device.
-            k: Entries expected of each rank; the same on all ranks.
+        k entries are expected of each rank; the same on all ranks.
 
         Returns:
-            What each rank sent, on the device; and what this rank did not
-            send.
+            What each rank sent, on the device; and what this rank did not send.
 
         Raises:
             TransportError: A peer is gone or did not answer, or its header cannot be.

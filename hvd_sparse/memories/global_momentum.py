@@ -42,18 +42,9 @@ from hvd_sparse.transports import Transport
 
 
 class GlobalMomentum(ErrorFeedback):
-    """ε, which is the `residual`, and s of one bucket.
+    """ε, which is the `residual`, and s of one bucket: `share`, on its device and always finite.
 
-    Args:
-        numel: n.
-        device: Where the gradients are.
-        world_size: P.
-        momentum: m, in (0, 1).
-        nesterov: Whether the momentum is Nesterov's.
-        **fading: See `ErrorFeedback`; m s has entered by then, and is in ε.
-
-    Attributes:
-        share: s, on the residual's device; always finite.
+    `momentum` is m, in (0, 1). Where ε fades, as in `ErrorFeedback`, m s has entered it by then.
     """
 
     def __init__(
