@@ -92,7 +92,6 @@ class AutomaticCollective(Collective):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The state, with the choice."""
         return {
             **super().state_dict(),
             "algorithm": self.algorithm,
@@ -102,7 +101,7 @@ class AutomaticCollective(Collective):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues; another world size's choice is not repeated. ConfigError: it is not ours."""
+        """Continues with its choice in a world of the same size; ConfigError if it is unknown."""
         algorithm = check_choice("algorithm", state["algorithm"], self._candidates)
         if int(state["world_size"]) == self.transport.world_size and algorithm != self.algorithm:
             self.algorithm = algorithm
@@ -239,10 +238,8 @@ def _kinds_of_work() -> list[tuple[Callable[[], object], int]]:
     stream, other = (
         (places + shift, torch.ones(ENTRIES, dtype=torch.float32, device="cpu")) for shift in (0, 7)
     )
-    values, out = (
-        torch.ones(VALUES, dtype=torch.float32, device="cpu"),
-        torch.empty(VALUES, dtype=torch.float32, device="cpu"),
-    )
+    values = torch.ones(VALUES, dtype=torch.float32, device="cpu")
+    out = torch.empty_like(values)
     total = DenseSum((Part(None, values, 0, VALUES),), VALUES)
 
     def scatter() -> None:

@@ -229,7 +229,6 @@ class OkTopk(Collective):
         return self._sum(total, arrived)
 
     def _spans(self) -> list[Span]:
-        """Every rank's region."""
         return list(pairwise([0, *self.boundaries.tolist(), self.numel]))
 
     def _cuts(self, stream: SparseStream) -> list[int]:
@@ -352,7 +351,6 @@ class OkTopk(Collective):
         return u, [part.nnz for part in parts], sum(left)
 
     def _gather_counts(self, *counts: int) -> list[list[int]]:
-        """Of each count, that of every rank."""
         mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
         gathered = self.transport.allgather((mine,), channel="shares")
         columns: list[list[int]] = torch.stack([m.view(torch.int64) for m in gathered]).T.tolist()

@@ -78,7 +78,6 @@ class Levels:
 
     @property
     def world_size(self) -> int:
-        """P, the ranks of all hosts."""
         return self.hosts * self.local_size
 
 
@@ -222,6 +221,5 @@ def _scaled(cost: Cost, share: float, messages: float) -> Cost:
 
 
 def _difference(whole: Cost, part: Cost) -> Cost:
-    """What is left of the messages."""
     names = ("messages", "in_flight", *RECEIVED)
     return Cost(**{name: getattr(whole, name) - getattr(part, name) for name in names})

@@ -128,11 +128,9 @@ class SharedHost(InsideHost):
         int64_at(mine, STREAM_BYTES).fill_(at - self._streams_at)
         self._post(STREAM_POSTED)
         self._wait(STREAM_POSTED, "reduced entries")
-        messages = []
-        for segment in self._segments:
-            nbytes = int(int64_at(segment, STREAM_BYTES))
-            messages.append(segment[self._streams_at : self._streams_at + nbytes])
-        return self._read(messages)
+        ends = (self._streams_at + int(int64_at(each, STREAM_BYTES)) for each in self._segments)
+        pairs = zip(self._segments, ends, strict=True)
+        return self._read([segment[self._streams_at : end] for segment, end in pairs])
 
     def _post(self, what: int) -> None:
         ops.post(int64_at(self._segments[self._own], what), self._steps)

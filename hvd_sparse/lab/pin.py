@@ -42,13 +42,8 @@ def pinned(
     made: list[dict[str, Any]] = []
     for (place, method, bucket), names in buckets.items():
         one_of = "|".join(map(re.escape, names))
-        made.append(
-            {
-                "match": {"name_regex": one_of},
-                "bucket": bucket,
-                **_settings(policy, rules, place, method),
-            }
-        )
+        settings = _settings(policy, rules, place, method)
+        made.append({"match": {"name_regex": one_of}, "bucket": bucket, **settings})
     for written in data["rules"]:
         is_open = written.get("compress") == "auto"
         kept_keys = {key: value for key, value in written.items() if key == "match" or not is_open}

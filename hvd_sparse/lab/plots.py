@@ -132,13 +132,8 @@ def plot_timelines(
 def _draw(axes: Any, title: str, lanes: dict[str, list[tuple[str, float, float]]]) -> None:
     for place, (_, spans) in enumerate(reversed(lanes.items())):
         for kind, start_s, stop_s in spans:
-            axes.broken_barh(
-                [(1e3 * start_s, 1e3 * (stop_s - start_s))],
-                (place - 0.35, 0.7),
-                color=COLORS[kind],
-                edgecolor="white",
-                linewidth=0.3,
-            )
+            bars, row = [(1e3 * start_s, 1e3 * (stop_s - start_s))], (place - 0.35, 0.7)
+            axes.broken_barh(bars, row, color=COLORS[kind], edgecolor="white", linewidth=0.3)
     end_s = max(stop_s for spans in lanes.values() for *_, stop_s in spans)
     axes.set_yticks(range(len(lanes)), list(reversed(lanes)))
     axes.set_title(f"{title}: {1e3 * end_s:.1f} ms", loc="left", fontsize="medium")

@@ -15,12 +15,7 @@ from hvd_sparse.ops.accumulation import Accumulation
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
-    """The k-th largest magnitude.
-
-    Args:
-        x: float32 `(n,)`.
-        k: Rank in `[1, n]`.
-    """
+    """The k-th largest magnitude of `x`, float32 `(n,)`, for k in `[1, n]`."""
     device = checks.vector("x", x).device
     checks.integer("k", k, 1, x.numel())
     return unchecked(device).kth_magnitude(x, k)

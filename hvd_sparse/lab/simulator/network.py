@@ -90,7 +90,6 @@ class VirtualClock:
         return Departure(head_s, self._sending_until_s + alpha_s - gap_s, self._sending_until_s)
 
     def receive(self, departure: Departure, nbytes: float, src: int) -> None:
-        """Wait until a message has arrived."""
         _, beta, gap_s = self._network.between(src, self._rank)
         here_s = self._take_card(departure.head_s, (gap_s + nbytes * beta) * self._slowness)
         self.wait_until(max(here_s, departure.tail_s))

@@ -355,7 +355,6 @@ class _Step:
 
 
 def _by_host(values: list[float], local_size: int) -> list[float]:
-    """Sums over the ranks of each host."""
     return [sum(values[i : i + local_size]) for i in range(0, len(values), local_size)]
 
 
