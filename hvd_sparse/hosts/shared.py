@@ -30,9 +30,9 @@ from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.errors import TransportError, TransportTimeout
-from hvd_sparse.hosts.inside import InsideHost, ShardedSum
+from hvd_sparse.hosts.inside import InsideHost
 from hvd_sparse.ops.pages import ask_for_large_pages
-from hvd_sparse.streams import CPU, Sum
+from hvd_sparse.streams import CPU, DenseSum, Sum
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.point_to_point import PointToPointTransport
@@ -116,7 +116,7 @@ class SharedHost(InsideHost):
         return (start + first, flat[first:last]) if last > first else None
 
     @override
-    def gather(self, own: Sum) -> ShardedSum:
+    def gather(self, own: Sum) -> DenseSum:
         """`InsideHost.gather`; the sums are views of the memory."""
         at = self._streams_at
         mine = self._segments[self._own]

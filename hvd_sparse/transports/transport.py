@@ -271,18 +271,13 @@ class Transport(ABC):
             if payload is None:
                 raise TypeError("broadcast needs a payload on its root")
             data = flatten(payload, self._buffers)
-        mask = 1
-        while mask < P:
-            dst = src = None
-            if position < mask and position + mask < P:
-                dst = (self.rank + mask) % P
-            elif mask <= position < 2 * mask:
-                src = (self.rank - mask) % P
-            passed_on = None if dst is None else [_there(data)]
+        for mask in (1 << j for j in range((P - 1).bit_length())):
+            gives = position < mask and position + mask < P
+            dst = (self.rank + mask) % P if gives else None
+            src = (self.rank - mask) % P if mask <= position < 2 * mask else None
+            passed_on = [_there(data)] if gives else None
             arrived = self.exchange(passed_on, dst, src, channel=channel).wait()
-            if arrived is not None:
-                data = arrived
-            mask *= 2
+            data = data if arrived is None else arrived
         return _there(data)
 
     def _to_ring(self, payload: Payload, step: int, channel: str) -> Handle:
