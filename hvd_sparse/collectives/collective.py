@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,8 +36,11 @@ class Collective(ABC):
     """Sums one sparse stream per rank; belongs to one bucket of n = `numel` elements.
 
     Every call is collective: all ranks of the transport make the same calls in the same order. `k`
-    entries are wanted, in `[0, n]`, and `step` exchanges are done.
+    entries are wanted, in `[0, n]`, and `step` exchanges are done. A state has the attributes named
+    in `kept`.
     """
+
+    kept: ClassVar[tuple[str, ...]] = ("step",)
 
     def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
         self.transport = transport
@@ -83,8 +87,9 @@ class Collective(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart for the next exchange to be the same, bit for bit."""
-        return {"step": self.step}
+        return {name: deepcopy(getattr(self, name)) for name in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`, which another world size may have written."""
-        self.step = int(state["step"])
+        for name in self.kept:
+            setattr(self, name, deepcopy(state[name]))

@@ -122,6 +122,11 @@ class OkTopk(Collective):
             int32 `(P, LEVELS)`; zeros where that is not known.
     """
 
+    kept = (
+        *("step", "global_threshold", "regions_are_uneven"),
+        *("boundaries", "allowances", "level_counts"),
+    )
+
     def __init__(
         self,
         transport: Transport,
@@ -410,27 +415,13 @@ class OkTopk(Collective):
     # -- state -------------------------------------------------------------------------------------
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "global_threshold": self.global_threshold,
-            "regions_are_uneven": self.regions_are_uneven,
-            "boundaries": self.boundaries.clone(),
-            "allowances": self.allowances.clone(),
-            "level_counts": self.level_counts.clone(),
-        }
-
-    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """With another world size regions are drawn anew."""
         if len(state["boundaries"]) == self.transport.world_size - 1:
-            super().load_state_dict(state)
-            self.boundaries = state["boundaries"].clone()
-            self.allowances = state.get("allowances", self.allowances).clone()  # of old, none
-            self.global_threshold = float(state["global_threshold"])
-            self.regions_are_uneven = bool(state["regions_are_uneven"])
-            if state["level_counts"].shape == self.level_counts.shape:
-                self.level_counts = state["level_counts"].clone()
+            counts = self.level_counts
+            super().load_state_dict({**self.state_dict(), **state})  # old ones have no allowances
+            if self.level_counts.shape != counts.shape:
+                self.level_counts = counts
 
 
 def space_repartition(stream: SparseStream, transport: Transport) -> tuple[Tensor, int]:
