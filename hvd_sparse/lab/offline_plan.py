@@ -28,11 +28,11 @@ def candidates_of(rules: Sequence[Rule]) -> dict[MethodId, Method]:
 
 
 def measure_encoding(
-    transport: Transport, methods: Mapping[MethodId, Method], limit_s: float = LIMIT_S
+    transport: Transport, methods: Mapping[MethodId, Method]
 ) -> dict[MethodId, MethodCosts]:
     """Costs of methods alone, without a dense allreduce to compare them with."""
     return {
-        name: measure_method(transport, method, NUMELS, limit_s / len(methods))
+        name: measure_method(transport, method, NUMELS, LIMIT_S / len(methods))
         for name, method in methods.items()
     }
 

@@ -46,10 +46,9 @@ def run_simulated(
     network: Network,
     *,
     stretch: float = 1.0,
-    pick: Pick = first_come,
 ) -> list[Result]:
     """Run `fn(transport)` once per rank of a simulated network; see `SimulatedWorld`."""
-    return SimulatedWorld(world_size, network, stretch, pick).run(fn)
+    return SimulatedWorld(world_size, network, stretch).run(fn)
 
 
 class SimulatedWorld:
