@@ -46,13 +46,8 @@ class AutomaticCollective(Collective):
 
     All of the candidates by default apply every entry that is sent. So the choice, which depends on
     a measurement, changes what a step takes, and not what it computes. It is kept in the state: a
-    run that goes on from one repeats it, in a world of the same size.
-
-    Args:
-        algorithms: Names to choose from.
-
-    Attributes:
-        algorithm: The name of the one that was chosen.
+    run that goes on from one repeats it, in a world of the same size. `algorithm` is the chosen
+    one's name.
     """
 
     def __init__(
@@ -97,7 +92,6 @@ class AutomaticCollective(Collective):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The state, with the choice."""
         return {
             **super().state_dict(),
             "algorithm": self.algorithm,
@@ -107,11 +101,7 @@ class AutomaticCollective(Collective):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues; another world size's choice is not repeated.
-
-        Raises:
-            ConfigError: The state has chosen what is no candidate here.
-        """
+        """Continues with its choice in a world of the same size; ConfigError if it is unknown."""
         algorithm = check_choice("algorithm", state["algorithm"], self._candidates)
         if int(state["world_size"]) == self.transport.world_size and algorithm != self.algorithm:
             self.algorithm = algorithm
@@ -140,14 +130,8 @@ def cheapest_algorithm(
     """The algorithm with the least expected time on a transport; the same on every rank.
 
     Collective: the first call on a transport measures its link, unless that is known already; see
-    `link_of`.
-
-    Args:
-        transport: What the messages go over.
-        numel: n, equal on all ranks.
-        k: Entries of a rank, equal on all ranks.
-        algorithms: Names that have a formula; among equals the first one wins.
-        wire: The form of the messages; what it is expected to take counts.
+    `link_of`. A rank has k of n entries. Among equals of the `algorithms`, which have a formula,
+    the first one wins.
 
     Raises:
         TransportError: A peer is gone or did not answer.
@@ -254,10 +238,8 @@ def _kinds_of_work() -> list[tuple[Callable[[], object], int]]:
     stream, other = (
         (places + shift, torch.ones(ENTRIES, dtype=torch.float32, device="cpu")) for shift in (0, 7)
     )
-    values, out = (
-        torch.ones(VALUES, dtype=torch.float32, device="cpu"),
-        torch.empty(VALUES, dtype=torch.float32, device="cpu"),
-    )
+    values = torch.ones(VALUES, dtype=torch.float32, device="cpu")
+    out = torch.empty_like(values)
     total = DenseSum((Part(None, values, 0, VALUES),), VALUES)
 
     def scatter() -> None:

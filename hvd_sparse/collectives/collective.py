@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,13 +22,10 @@ TakeAt = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """The result of one exchange.
+    """The sum to be applied, with the same bits on every rank, and what this rank has left.
 
-    Attributes:
-        reduced: The sum to be applied; the same bits on every rank.
-        returned: This rank's entries that took no part in `reduced`, and what rounding lost on the
-            wire. Summed over the ranks, `reduced` + Σ `returned` is the sum of the streams that
-            went in.
+    `returned` has this rank's entries that took no part in `reduced`, and what rounding lost on the
+    wire: `reduced` + Σ `returned` over the ranks is the sum of the streams that went in.
     """
 
     reduced: Sum
@@ -35,19 +33,14 @@ class Reduction:
 
 
 class Collective(ABC):
-    """Sums one sparse stream per rank; belongs to one bucket.
+    """Sums one sparse stream per rank; belongs to one bucket of n = `numel` elements.
 
-    Every call is collective: all ranks of the transport make the same calls in the same order.
-
-    Args:
-        transport: Carries the messages.
-        numel: n, length of the vectors.
-        k: Number of entries wanted, in `[0, n]`.
-        wire: The form of the messages.
-
-    Attributes:
-        step: Exchanges done.
+    Every call is collective: all ranks of the transport make the same calls in the same order. `k`
+    entries are wanted, in `[0, n]`, and `step` exchanges are done. A state has the attributes named
+    in `kept`.
     """
+
+    kept: ClassVar[tuple[str, ...]] = ("step",)
 
     def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
         self.transport = transport
@@ -94,8 +87,9 @@ class Collective(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart for the next exchange to be the same, bit for bit."""
-        return {"step": self.step}
+        return {name: deepcopy(getattr(self, name)) for name in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`, which another world size may have written."""
-        self.step = int(state["step"])
+        for name in self.kept:
+            setattr(self, name, deepcopy(state[name]))

@@ -38,12 +38,8 @@ from hvd_sparse.wire import PLAIN, Wire
 class DenseAllreduce(Collective):
     """The allreduce of whole vectors; all entries are applied, nothing is returned.
 
-    Args:
-        k: Not used.
-        wire: Plain: dense vectors are sent as they are.
-
     Raises:
-        ConfigError: Another wire was given.
+        ConfigError: Another wire than the plain one was given.
     """
 
     def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:

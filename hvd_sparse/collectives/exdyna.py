@@ -173,9 +173,7 @@ class ExDyna(IndexUnion):
     def _gather_with_counts(self, kept: SparseStream, reach: Tensor) -> tuple[list[Tensor], Tensor]:
         """All ranks' indices, and the sums of their counts, int64 `(64,)`: one message.
 
-        Args:
-            kept: This rank's entries that are sent.
-            reach: How many of its candidates reach each level; non-finite ones do.
+        So many of this rank's candidates `reach` each level; non-finite ones do.
         """
         own = self.wire.encode_indices(kept.indices, self.numel)
         messages = self.transport.allgather((reach, *own), channel="indices")
@@ -224,10 +222,6 @@ class Partitions:
     fade by a fifth in each step. `min_blk` is 1: no rank is left without a partition, and more
     would hold back blocks of a narrow hot range.
 
-    Args:
-        numel: n.
-        count: P, at least 1.
-
     Attributes:
         block_numel: Elements of a block; what is left over belongs to the last partition.
         blocks: Blocks of each partition.
@@ -251,11 +245,7 @@ class Partitions:
         return edges[partition] * self.block_numel, self.numel if last else stop
 
     def move(self, selected: list[int]) -> None:
-        """Algorithm 3 as written: one block between neighbours of which one has too much.
-
-        Args:
-            selected: k_i of a step, by partition.
-        """
+        """Algorithm 3 as written: by k_i, a block to a neighbour, where one has too much."""
         counts, mean = [float(count) for count in selected], sum(selected) / len(selected)
         of_a_block = self.block_numel * sum(selected) / max(1, self.numel)
         least = max(1, sum(self.blocks) // (4 * len(self.blocks)))
@@ -272,11 +262,7 @@ class Partitions:
                 break
 
     def level(self, indices: Tensor) -> None:
-        """Algorithm 3: give every partition an equal part of what is selected.
-
-        Args:
-            indices: What all ranks selected in a step, int32 `(K,)` ascending.
-        """
+        """Algorithm 3: give every partition an equal part of the indices that ranks selected."""
         total, count = self.weights.numel(), len(self.blocks)
         if total == 0:
             return
@@ -296,11 +282,9 @@ class Partitions:
 
 
 def widened(edges: list[int], least: int) -> list[int]:
-    """The widths between ascending edges, where each is to be at least `least`.
+    """The widths between ascending edges, each at least `least`, which is at most their mean.
 
-    Args:
-        edges: The first and the last stay; others move as little as they must.
-        least: At most the mean width.
+    The first and the last edge stay; others move as little as they must.
     """
     total, count = edges[-1], len(edges) - 1
     for i in range(1, count):

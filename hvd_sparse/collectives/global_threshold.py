@@ -40,15 +40,10 @@ _ABOVE_FIRST = (LEVEL_BINS - FIRST).numpy()
 
 
 def th_re_evaluate(values: Tensor, k: int, transport: Transport) -> float:
-    """Evaluate `global_threshold` exactly.
+    """The k-th largest finite magnitude of all ranks' values; 0.0 where there are fewer than k.
 
-    Args:
-        values: float32 `(nnz,)`, this rank's share; non-finite ones are not ranked.
-        k: Rank of the magnitude sought among all ranks' values, at least 1.
-        transport: All ranks call this together.
-
-    Returns:
-        The k-th largest finite magnitude, or 0.0 where there are fewer than k; equal on all ranks.
+    All ranks call this together and get the same. `values` is this rank's share, float32 `(nnz,)`;
+    k is at least 1.
     """
     keys = magnitude_keys(values)
     keys = keys[(keys > 0) & (keys < INFINITE_KEY)]
@@ -69,15 +64,10 @@ def th_re_evaluate(values: Tensor, k: int, transport: Transport) -> float:
 
 
 def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
-    """How many values pass each level.
+    """How many values, float32 `(nnz,)`, pass each of the levels around a threshold.
 
-    Args:
-        values: float32 `(nnz,)`.
-        threshold: What the levels lie around.
-
-    Returns:
-        int32 `(LEVELS,)` on the values' device, descending. All that is not zero passes levels
-        below the least magnitude.
+    Returns int32 `(LEVELS,)` on the values' device, descending. All that is not zero passes levels
+    below the least magnitude.
     """
     lowest = _lowest_key(threshold)
     if values.device.type != "cpu":  # bincount would wait there
@@ -98,11 +88,9 @@ def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
 
 
 def nearest_level(totals: Sequence[int], wanted: float) -> int:
-    """The level that most nearly so many values pass, the lower of two that do.
+    """The level that most nearly the wanted number passes, the lower of two that do.
 
-    Args:
-        totals: How many pass each level, descending.
-        wanted: How many should.
+    `totals` says how many pass each level, descending.
     """
     below = bisect_left(totals, -wanted, key=neg)  # the first one that fewer pass
     if below == 0:

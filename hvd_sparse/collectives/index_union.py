@@ -49,11 +49,7 @@ class IndexUnion(Collective):
     ) -> Reduction:
         """Lines 12-13 and 18: the sum of all ranks' accumulators wherever one selected.
 
-        Args:
-            stream: What this rank selected.
-            parts: All ranks' indices, this rank's included.
-            take_at: See `Collective.reduce`.
-            packer: The encoder of values; its device is where they are summed.
+        `parts` has all ranks' indices. Values are summed on the packer's device.
         """
         rank = self.transport.rank
         order = sorted(range(len(parts)), key=lambda r: int(parts[r][0]) if len(parts[r]) else -1)

@@ -122,6 +122,11 @@ class OkTopk(Collective):
             int32 `(P, LEVELS)`; zeros where that is not known.
     """
 
+    kept = (
+        *("step", "global_threshold", "regions_are_uneven"),
+        *("boundaries", "allowances", "level_counts"),
+    )
+
     def __init__(
         self,
         transport: Transport,
@@ -229,7 +234,6 @@ class OkTopk(Collective):
         return self._sum(total, arrived)
 
     def _spans(self) -> list[Span]:
-        """Every rank's region."""
         return list(pairwise([0, *self.boundaries.tolist(), self.numel]))
 
     def _cuts(self, stream: SparseStream) -> list[int]:
@@ -288,8 +292,7 @@ class OkTopk(Collective):
     def _follow_threshold(self) -> list[int] | None:
         """Move the threshold to where the last step's counts are nearest to a little above k.
 
-        Returns:
-            How many entries each rank had there, or None where that is too far from k.
+        Returns how many entries each rank had there, or None where that is too far from k.
         """
         if self.global_threshold == inf:
             return None
@@ -353,7 +356,6 @@ class OkTopk(Collective):
         return u, [part.nnz for part in parts], sum(left)
 
     def _gather_counts(self, *counts: int) -> list[list[int]]:
-        """Of each count, that of every rank."""
         mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
         gathered = self.transport.allgather((mine,), channel="shares")
         columns: list[list[int]] = torch.stack([m.view(torch.int64) for m in gathered]).T.tolist()
@@ -413,27 +415,13 @@ class OkTopk(Collective):
     # -- state -------------------------------------------------------------------------------------
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "global_threshold": self.global_threshold,
-            "regions_are_uneven": self.regions_are_uneven,
-            "boundaries": self.boundaries.clone(),
-            "allowances": self.allowances.clone(),
-            "level_counts": self.level_counts.clone(),
-        }
-
-    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """With another world size regions are drawn anew."""
         if len(state["boundaries"]) == self.transport.world_size - 1:
-            super().load_state_dict(state)
-            self.boundaries = state["boundaries"].clone()
-            self.allowances = state.get("allowances", self.allowances).clone()  # of old, none
-            self.global_threshold = float(state["global_threshold"])
-            self.regions_are_uneven = bool(state["regions_are_uneven"])
-            if state["level_counts"].shape == self.level_counts.shape:
-                self.level_counts = state["level_counts"].clone()
+            counts = self.level_counts
+            super().load_state_dict({**self.state_dict(), **state})  # old ones have no allowances
+            if self.level_counts.shape != counts.shape:
+                self.level_counts = counts
 
 
 def space_repartition(stream: SparseStream, transport: Transport) -> tuple[Tensor, int]:

@@ -40,11 +40,7 @@ gets the same bits. All ranks call it together; values are combined in the order
 
 
 class SparcmlCollective(Collective):
-    """A sum by one of SparCML's algorithms. What goes in is applied; rounding errors return.
-
-    Attributes:
-        combine_parts: The algorithm.
-    """
+    """A sum by one of SparCML's algorithms. What goes in is applied; rounding errors return."""
 
     combine_parts: ClassVar[staticmethod[[Part, Transport, Packer, Operation], list[Part]]]
 
@@ -98,7 +94,7 @@ def ssar_recursive_double(
 def _fold(
     part: Part, cube: Cube, transport: Transport, packer: Packer, operation: Operation
 ) -> Part:
-    """The surplus ranks hand over."""
+    """The surplus ranks hand theirs to a neighbour."""
     if cube.positions == transport.world_size:
         return part
     payload = packer.pack(part)[0] if cube.is_passive else None
@@ -123,8 +119,6 @@ def _unfold(part: Part, cube: Cube, transport: Transport, packer: Packer) -> Par
 
 
 class SsarRecursiveDouble(SparcmlCollective):
-    """A sum by `ssar_recursive_double`."""
-
     combine_parts = staticmethod(ssar_recursive_double)
 
 
@@ -151,8 +145,6 @@ def ssar_split_allgather(
 
 
 class SsarSplitAllgather(SparcmlCollective):
-    """A sum by `ssar_split_allgather`."""
-
     combine_parts = staticmethod(ssar_split_allgather)
 
 
@@ -175,8 +167,6 @@ def dsar_split_allgather(
 
 
 class DsarSplitAllgather(SparcmlCollective):
-    """A sum by `dsar_split_allgather`."""
-
     combine_parts = staticmethod(dsar_split_allgather)
 
 

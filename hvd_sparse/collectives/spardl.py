@@ -56,6 +56,8 @@ class SparDL(Collective):
         is_due: Whether the next step draws blocks.
     """
 
+    kept = ("step", "edges", "is_due")
+
     def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
         super().__init__(transport, numel, k, wire=wire)
         self.edges = torch.tensor(
@@ -118,12 +120,7 @@ class SparDL(Collective):
         return SparseStream.concatenate(pieces, self.numel)
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "edges": self.edges.clone(), "is_due": self.is_due}
-
-    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """With another world size blocks are drawn anew."""
         if state["edges"].shape == self.edges.shape:
             super().load_state_dict(state)
-            self.edges, self.is_due = state["edges"].clone(), bool(state["is_due"])

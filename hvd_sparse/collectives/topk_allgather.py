@@ -11,7 +11,7 @@ Cost: α log P + 2k(P-1) β. It has no fill-in on the wire and the lowest latenc
 with P, so it is for two or three ranks, or for small k.
 
 Where the transport connects devices, streams and their sum stay on them, with the wire's plain
-form (`DeviceAllgather`). The merge and its order, and so the bits, are the host's.
+form. The merge and its order, and so the bits, are the host's.
 
 Departure: on devices a message has a fixed room. It holds what selectors take that hold to k, and
 follows the others. The step in which a stream outgrows it returns the smallest entries.
@@ -44,12 +44,29 @@ SLACK_ENTRIES = 64
 class TopkAllgather(Collective):
     """TopkA. What goes in is applied, and what rounding loses is returned.
 
-    On devices, entries that a message has no room for are returned, too.
+    On devices every rank sends one message of the same size: a header, then room for as many
+    indices, then for as many values. The header has the number of entries sent, and how many there
+    were to send.
+
+    NCCL's messages have no sizes, and asking for counts would be a round of its own, for which the
+    host waits. So the room follows from what all ranks know: k, and the longest stream of the last
+    exchange, which its headers tell. The room is that of the larger of the two, with some slack.
+    Where a stream is longer still, its largest entries are sent, ties to the lower index. The
+    others are returned, and the next step has room for them. Error feedback loses least by that, no
+    part of the vector is starved, and what is not finite is always among the largest: if it came
+    back, no other rank would learn that the step does not count.
+
+    Attributes:
+        longest: Entries of the longest stream in the last exchange between devices, whether they
+            were sent or not; 0: there was none. The same on all ranks.
     """
+
+    kept = ("step", "longest")
 
     def __init__(self, transport: Transport, numel: int, k: int, *, wire: Wire = PLAIN) -> None:
         super().__init__(transport, numel, k, wire=wire)
-        self._on_devices = DeviceAllgather(transport, numel)
+        self.longest = 0
+        self._memory: Tensor | None = None
 
     @override
     def reads_on(self, device: torch.device) -> bool:
@@ -74,101 +91,43 @@ class TopkAllgather(Collective):
         return Reduction(merge(streams, self.numel), packer.lost(self.numel))
 
     def _reduce_on_devices(self, stream: SparseStream) -> Reduction:
-        parts, rest = self._on_devices.gather(stream, self.k)
-        self.step += 1
-        entries = sum(part.nnz for part in parts)
-        if entries == 0:
-            return Reduction(SparseStream.empty(self.numel), rest)
-        self.transport.worked(Work(entries))
-        return Reduction(merge(parts, self.numel), rest)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """On devices, the longest stream decides what is sent next."""
-        return {**super().state_dict(), "longest": self._on_devices.longest}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._on_devices.longest = int(state.get("longest", 0))
-
-
-class DeviceAllgather:
-    """Gathers the streams of one bucket from device to device, in one exchange.
-
-    Every rank sends one message of the same size: a header, then room for as many indices, then for
-    as many values. The header has the number of entries sent, and how many there were to send.
-
-    NCCL's messages have no sizes, and asking for counts would be a round of its own, for which the
-    host waits. So the room follows from what all ranks know: k, and the longest stream of the last
-    exchange, which its headers tell. The room is that of the larger of the two, with some slack.
-    Where a stream is longer still, its largest entries are sent, and the next step has room for it.
-
-    All ranks make the same calls in the same order.
-
-    Args:
-        transport: One that has a device.
-        numel: n.
-
-    Attributes:
-        longest: Entries of the longest stream in the last exchange, whether they were sent or not;
-            0: there was none. The same on all ranks.
-    """
-
-    def __init__(self, transport: Transport, numel: int) -> None:
-        self._transport = transport
-        self._numel = numel
-        self._kept: Tensor | None = None
-        self.longest = 0
-
-    def gather(self, stream: SparseStream, k: int) -> tuple[list[SparseStream], SparseStream]:
-        """Bring the ranks' entries to all of them; waits once.
-
-        Of a stream that is too long the largest magnitudes are sent, ties to the lower index. Error
-        feedback loses least by that, no part of the vector is starved, and what is not finite is
-        always among them: if it came back, no other rank would learn that the step does not count.
-
-        Args:
-            stream: This rank's, on the device.
-            k: Entries expected of each rank; the same on all ranks.
-
-        Returns:
-            What each rank sent, on the device; and what this rank did not
-            send.
-
-        Raises:
-            TransportError: A peer is gone or did not answer, or its header cannot be.
-        """
-        room = room_for(max(k, self.longest), self._numel)
+        """Brings the ranks' entries to all of them, and waits once."""
+        room = room_for(max(self.k, self.longest), self.numel)
         sent, rest = stream.split_largest(room)
-        message = self._message(sent, stream.nnz, room)
-        arrived, headers = self._transport.allgather_on_devices(
-            message.view(torch.uint8), HEADER_BYTES
-        )
+        message = self._message(sent, stream.nnz, room).view(torch.uint8)
+        arrived, headers = self.transport.allgather_on_devices(message, HEADER_BYTES)
         counts, lengths = headers.view(torch.int32).t().tolist()
         for rank, count in enumerate(counts):
             if not 0 <= count <= room:
                 raise MessageError(f"rank {rank} claims {count} entries, with room for {room}")
         self.longest = max(0, *lengths)
+        self.step += 1
         entries = arrived.view(torch.int32)[:, HEADER_WORDS:].view(len(counts), 2, room)
         parts = [
-            SparseStream(indices[:count], values[:count].view(torch.float32), self._numel)
+            SparseStream(indices[:count], values[:count].view(torch.float32), self.numel)
             for (indices, values), count in zip(entries, counts, strict=True)
         ]
-        return parts, rest
+        if sum(counts) == 0:
+            return Reduction(SparseStream.empty(self.numel), rest)
+        self.transport.worked(Work(sum(counts)))
+        return Reduction(merge(parts, self.numel), rest)
 
     def _message(self, sent: SparseStream, length: int, room: int) -> Tensor:
         """In memory that is kept: an exchange that is through needs it no more."""
         words = HEADER_WORDS + 2 * room
-        if self._kept is None or self._kept.numel() < words:
-            self._kept = torch.empty(words, dtype=torch.int32, device=sent.indices.device)
-        message = self._kept[:words]
+        if self._memory is None or self._memory.numel() < words:
+            self._memory = torch.empty(words, dtype=torch.int32, device=sent.indices.device)
+        message = self._memory[:words]
         message[0].fill_(sent.nnz)
         message[1].fill_(length)
         indices, values = message[HEADER_WORDS:].view(2, room)
         indices[: sent.nnz] = sent.indices
         values[: sent.nnz] = sent.values.view(torch.int32)
         return message
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({"longest": 0, **state})  # old ones do not have it
 
 
 def room_for(entries: int, numel: int) -> int:

@@ -78,7 +78,6 @@ class Levels:
 
     @property
     def world_size(self) -> int:
-        """P, the ranks of all hosts."""
         return self.hosts * self.local_size
 
 
@@ -117,11 +116,7 @@ def encoding(numel: float) -> Work:
 def flat(
     algorithm: str, levels: Levels, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
 ) -> Prediction:
-    """All P ranks select k of n, and exchange as if each were a host.
-
-    Raises:
-        ConfigError: See `Algorithm.cost`.
-    """
+    """All P ranks select k of n, and exchange as if each were a host; see `Algorithm.cost`."""
     whole = cost(algorithm, levels.world_size, numel, k, wire).expected
     leaving, staying = _parted(algorithm, levels, numel, k, wire)
     inside_s = _on_the_way(staying, levels.inside, wire)
@@ -136,11 +131,7 @@ def flat(
 def two_levels(
     algorithm: str, levels: Levels, numel: int, k: int, wire: WireBytes = PLAIN_BYTES
 ) -> Prediction:
-    """Dense sums inside a host, the algorithm between hosts on L shards, a gather inside.
-
-    Raises:
-        ConfigError: See `Algorithm.cost`.
-    """
+    """Dense sums inside a host, the algorithm between hosts on L shards, a gather inside."""
     H, L = levels.hosts, levels.local_size
     shard, share = -(-numel // L), -(-k // L)
     between = cost(algorithm, H, shard, share, wire).expected
@@ -162,10 +153,7 @@ def applied_entries(algorithm: str, ranks: int, numel: int, k: int) -> float:
 def inside_costs(levels: Levels, numel: int, applied: float) -> tuple[Cost, Cost]:
     """What a rank pays inside its host: the dense sum of its shard, and the gather in the end.
 
-    Args:
-        levels: The hosts.
-        numel: n.
-        applied: Entries of a reduced shard.
+    A reduced shard has as many entries as are `applied`.
     """
     others = levels.local_size - 1
     if others == 0:
@@ -233,6 +221,5 @@ def _scaled(cost: Cost, share: float, messages: float) -> Cost:
 
 
 def _difference(whole: Cost, part: Cost) -> Cost:
-    """What is left of the messages."""
     names = ("messages", "in_flight", *RECEIVED)
     return Cost(**{name: getattr(whole, name) - getattr(part, name) for name in names})

@@ -16,7 +16,7 @@ from hvd_sparse.engine.bucketing import BucketPlan, Method, TensorSpec
 from hvd_sparse.engine.lane import DeviceLane
 from hvd_sparse.engine.staging import Stages
 from hvd_sparse.engine.stats import BucketStats, StepStats
-from hvd_sparse.hosts import Hosts, ShardedSum
+from hvd_sparse.hosts import Hosts
 from hvd_sparse.memories import Preconditioned
 from hvd_sparse.streams import SparseStream, Sum
 from hvd_sparse.transports import Transport
@@ -103,7 +103,7 @@ class Bucket:
         self.step_stats = StepStats()
         self.phase = Phase.COLLECTING
         self.taken: SparseStream | None = None
-        self.reduced: Sum | ShardedSum | None = None
+        self.reduced: Sum | None = None
         parts = decoded.split([spec.numel for spec in specs])
         self._views: list[Tensor] = [x.view(s.shape) for x, s in zip(parts, specs, strict=True)]
         self.poisoned = False

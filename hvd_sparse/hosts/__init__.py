@@ -21,14 +21,6 @@ p.grad ◄─ decode all shards ◄───────────────
 """
 
 from hvd_sparse.hosts.hosts import Grid, Hosts, Slot, grid_of
-from hvd_sparse.hosts.inside import InsideHost, ShardedSum, shard_bounds
+from hvd_sparse.hosts.inside import InsideHost, shard_bounds
 
-__all__ = [
-    "Grid",
-    "Hosts",
-    "InsideHost",
-    "ShardedSum",
-    "Slot",
-    "grid_of",
-    "shard_bounds",
-]
+__all__ = ["Grid", "Hosts", "InsideHost", "Slot", "grid_of", "shard_bounds"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hvd_sparse import ops
-from hvd_sparse.streams import CPU, Part, Sum, join, sum_of_parts
+from hvd_sparse.streams import CPU, DenseSum, Part, Sum, join
 from hvd_sparse.transports import Payload, Transport
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.nccl import NcclTransport
@@ -59,23 +59,23 @@ class InsideHost(ABC):
         """
 
     @abstractmethod
-    def gather(self, own: Sum) -> ShardedSum:
+    def gather(self, own: Sum) -> DenseSum:
         """The reduced shards of all ranks, `own` among them; readable until `reduce_scatter`."""
 
     def _message(self, own: Sum) -> Payload:
         """A reduced shard in the shorter form, at most m values long."""
-        part = Part.of(own) if not hasattr(own, "parts") else join(own.parts)
+        part = join(own.parts) if isinstance(own, DenseSum) else Part.of(own)
         if part.indices is not None and PLAIN.is_filled_by(part):
             part = part.to_dense()
-        return PLAIN.encode(part.to(CPU), 0)
+        indices = None if part.indices is None else part.indices + self.shard.start
+        in_bucket = Part(indices, part.values, self.shard.start, self.shard.stop)
+        return PLAIN.encode(in_bucket.to(CPU), 0)
 
-    def _read(self, messages: Sequence[Tensor]) -> ShardedSum:
+    def _read(self, messages: Sequence[Tensor]) -> DenseSum:
         """Decodes the ranks' messages: all ranks read the same bytes, so they get the same bits."""
-        shards = []
-        for message, (start, stop) in zip(messages, pairwise(self.bounds), strict=True):
-            part = PLAIN.decode(message, 0, stop - start)
-            shards.append(sum_of_parts([part], stop - start))
-        return ShardedSum(shards, self.bounds)
+        pairs = zip(messages, pairwise(self.bounds), strict=True)
+        parts = (PLAIN.decode(message, *span) for message, span in pairs)
+        return DenseSum(tuple(parts), self.bounds[-1])
 
 
 class OverTransport(InsideHost):
@@ -93,7 +93,7 @@ class OverTransport(InsideHost):
         return scattered(self._transport, flat, self.bounds, SUMS)
 
     @override
-    def gather(self, own: Sum) -> ShardedSum:
+    def gather(self, own: Sum) -> DenseSum:
         return self._read(self._transport.allgather(self._message(own), channel=STREAMS))
 
 
@@ -148,22 +148,3 @@ def shard_bounds(numel: int, local_size: int) -> list[int]:
     ends = (numel * i // local_size for i in range(local_size))
     aligned = [min(numel, -(-end // SHARD_ALIGNMENT) * SHARD_ALIGNMENT) for end in ends]
     return [*aligned, numel]
-
-
-class ShardedSum:
-    """The sums of all shards of a vector, in order, between their `shard_bounds`."""
-
-    def __init__(self, shards: Sequence[Sum], bounds: Sequence[int]) -> None:
-        self.shards = tuple(shards)
-        self._bounds = tuple(bounds)
-
-    @property
-    def nnz(self) -> int:
-        return sum(shard.nnz for shard in self.shards)
-
-    def isfinite(self) -> bool:
-        return all(shard.isfinite() for shard in self.shards)
-
-    def write(self, out: Tensor, scale: float) -> None:
-        for shard, (start, stop) in zip(self.shards, pairwise(self._bounds), strict=True):
-            shard.write(out[start:stop], scale)

@@ -30,9 +30,9 @@ from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.errors import TransportError, TransportTimeout
-from hvd_sparse.hosts.inside import InsideHost, ShardedSum
+from hvd_sparse.hosts.inside import InsideHost
 from hvd_sparse.ops.pages import ask_for_large_pages
-from hvd_sparse.streams import CPU, Sum
+from hvd_sparse.streams import CPU, DenseSum, Sum
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.point_to_point import PointToPointTransport
@@ -116,7 +116,7 @@ class SharedHost(InsideHost):
         return (start + first, flat[first:last]) if last > first else None
 
     @override
-    def gather(self, own: Sum) -> ShardedSum:
+    def gather(self, own: Sum) -> DenseSum:
         """`InsideHost.gather`; the sums are views of the memory."""
         at = self._streams_at
         mine = self._segments[self._own]
@@ -128,11 +128,9 @@ class SharedHost(InsideHost):
         int64_at(mine, STREAM_BYTES).fill_(at - self._streams_at)
         self._post(STREAM_POSTED)
         self._wait(STREAM_POSTED, "reduced entries")
-        messages = []
-        for segment in self._segments:
-            nbytes = int(int64_at(segment, STREAM_BYTES))
-            messages.append(segment[self._streams_at : self._streams_at + nbytes])
-        return self._read(messages)
+        ends = (self._streams_at + int(int64_at(each, STREAM_BYTES)) for each in self._segments)
+        pairs = zip(self._segments, ends, strict=True)
+        return self._read([segment[self._streams_at : end] for segment, end in pairs])
 
     def _post(self, what: int) -> None:
         ops.post(int64_at(self._segments[self._own], what), self._steps)

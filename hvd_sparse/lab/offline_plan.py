@@ -28,11 +28,11 @@ def candidates_of(rules: Sequence[Rule]) -> dict[MethodId, Method]:
 
 
 def measure_encoding(
-    transport: Transport, methods: Mapping[MethodId, Method], limit_s: float = LIMIT_S
+    transport: Transport, methods: Mapping[MethodId, Method]
 ) -> dict[MethodId, MethodCosts]:
     """Costs of methods alone, without a dense allreduce to compare them with."""
     return {
-        name: measure_method(transport, method, NUMELS, limit_s / len(methods))
+        name: measure_method(transport, method, NUMELS, LIMIT_S / len(methods))
         for name, method in methods.items()
     }
 
@@ -49,11 +49,8 @@ def modelled_on_hosts(
 ) -> Profile:
     """A profile of hosts with several ranks and one network card each, by the cost model.
 
-    Args:
-        place: The world.
-        levels: The hosts, and the links between and inside them.
-        methods: Measured costs of encoding and decoding; their exchanges are not read.
-        hierarchical: Whether hosts reduce in two levels, so that a rank encodes a shard only.
+    Of `methods`, the measured costs of encoding and decoding count, not those of exchanges. If it
+    is `hierarchical`, a rank encodes a shard only.
 
     Raises:
         ConfigError: The cost model has no formula for a method's collective.

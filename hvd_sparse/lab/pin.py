@@ -27,11 +27,8 @@ def pinned(
 ) -> dict[str, Any]:
     """A policy with a plan in the place of its rules with `compress: auto`, as plain data.
 
-    Args:
-        policy: The policy that left tensors to the planner.
-        rules: Its assignment for the model.
-        specs: The model's tensors.
-        placements: The plan: the tensors that it compresses, by name.
+    `rules` is the policy's assignment for the model of these tensors, and the plan has the
+    `placements` of those that it compresses, by name.
 
     Raises:
         ConfigError: The plan uses a method that the tensor's rule does not have.
@@ -45,13 +42,8 @@ def pinned(
     made: list[dict[str, Any]] = []
     for (place, method, bucket), names in buckets.items():
         one_of = "|".join(map(re.escape, names))
-        made.append(
-            {
-                "match": {"name_regex": one_of},
-                "bucket": bucket,
-                **_settings(policy, rules, place, method),
-            }
-        )
+        settings = _settings(policy, rules, place, method)
+        made.append({"match": {"name_regex": one_of}, "bucket": bucket, **settings})
     for written in data["rules"]:
         is_open = written.get("compress") == "auto"
         kept_keys = {key: value for key, value in written.items() if key == "match" or not is_open}

@@ -15,10 +15,7 @@ from hvd_sparse.planner.costs import Profile
 
 
 def load_pyplot(path: Path | str | None = None) -> Any:
-    """Load matplotlib's pyplot for drawing to files.
-
-    Args:
-        path: The plot's file, which is checked here. Its suffix gives the format; none: PNG.
+    """Load matplotlib's pyplot for drawing to a file, whose suffix gives the format; none: PNG.
 
     Raises:
         ConfigError: matplotlib is not installed or does not know the format, or the folder does
@@ -60,11 +57,7 @@ CURVES: tuple[tuple[str, bool, Callable[[SimulatedOutcome], float | None]], ...]
 
 
 def plot_outcomes(outcomes: Sequence[SimulatedOutcome], title: str, path: Path | str) -> None:
-    """Draw time, volume and efficiency over the number of ranks, with one curve per algorithm.
-
-    Raises:
-        ConfigError: As from `load_pyplot`.
-    """
+    """Draw time, volume and efficiency over the number of ranks, with one curve per algorithm."""
     pyplot = load_pyplot(path)
     figure, every = pyplot.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4))
     ranks = sorted({o.world_size for o in outcomes})
@@ -123,11 +116,7 @@ def plot_timelines(
     placements: Mapping[str, Placement],
     path: Path | str,
 ) -> None:
-    """Draw the dense step above the planned one, on the same axis of time.
-
-    Raises:
-        ConfigError: As from `load_pyplot`.
-    """
+    """Draw the dense step above the planned one, on the same axis of time."""
     pyplot = load_pyplot(path)
     figure, every = pyplot.subplots(2, 1, figsize=(9, 5), sharex=True)
     for axes, (title, which) in zip(
@@ -143,13 +132,8 @@ def plot_timelines(
 def _draw(axes: Any, title: str, lanes: dict[str, list[tuple[str, float, float]]]) -> None:
     for place, (_, spans) in enumerate(reversed(lanes.items())):
         for kind, start_s, stop_s in spans:
-            axes.broken_barh(
-                [(1e3 * start_s, 1e3 * (stop_s - start_s))],
-                (place - 0.35, 0.7),
-                color=COLORS[kind],
-                edgecolor="white",
-                linewidth=0.3,
-            )
+            bars, row = [(1e3 * start_s, 1e3 * (stop_s - start_s))], (place - 0.35, 0.7)
+            axes.broken_barh(bars, row, color=COLORS[kind], edgecolor="white", linewidth=0.3)
     end_s = max(stop_s for spans in lanes.values() for *_, stop_s in spans)
     axes.set_yticks(range(len(lanes)), list(reversed(lanes)))
     axes.set_title(f"{title}: {1e3 * end_s:.1f} ms", loc="left", fontsize="medium")

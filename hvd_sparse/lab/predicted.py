@@ -15,13 +15,7 @@ from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, 
 
 @dataclass(frozen=True)
 class Span:
-    """A job's time in a step.
-
-    Attributes:
-        job: The job.
-        start_s: When it begins, from the first gradient on.
-        stop_s: When it is done.
-    """
+    """When a job of a step begins and is done, from the first gradient on."""
 
     job: Job
     start_s: float
@@ -67,12 +61,8 @@ def verdict(
 ) -> Verdict:
     """Equation (1) of Wang et al., "DRAGONN" (ICML '22), with this profile's costs.
 
-    Args:
-        profile: Has the dense costs.
-        costs: The method's.
-        numel: Elements of the tensor.
-        bucket_numel: Those of the bucket that it shares: it then has its share of the fixed costs,
-            and what it saves is its own part of Horovod's fused reduction. None: it is alone.
+    A tensor that shares a bucket of `bucket_numel` elements has its share of the fixed costs, and
+    what it saves is its own part of Horovod's fused reduction.
     """
     if bucket_numel is None:
         encode_s, decode_s = costs.encode.at(numel), costs.decode.at(numel)
@@ -87,10 +77,7 @@ def verdict(
 def modelled(place: Place, link: Link, methods: Mapping[MethodId, MethodCosts]) -> Profile:
     """A profile of a network that is not there, by the cost model.
 
-    Args:
-        place: The world.
-        link: The network.
-        methods: Measured costs of encoding and decoding; their exchanges are not read.
+    Of `methods`, the measured costs of encoding and decoding count, not those of exchanges.
 
     Raises:
         ConfigError: A method's collective has no formula.

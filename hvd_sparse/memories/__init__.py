@@ -73,10 +73,7 @@ class MemoryOptions:
 
     @property
     def momentum_unit(self) -> float:
-        """What the memory's momentum is, in units of that of heavy-ball SGD.
-
-        DGC's form of Nesterov's momentum keeps m times it.
-        """
+        """The memory's momentum over that of heavy-ball SGD: DGC's form of Nesterov's keeps m."""
         is_ahead = self.nesterov and self.momentum_kind == "local"
         return self.momentum if is_ahead and self.momentum > 0 else 1.0
 

@@ -31,13 +31,8 @@ class ErrorFeedback:
       ε = decay ((1 - β) ε + β ε').
 
     β below 1 is ScaleCom's low-pass filter (Chen et al., NeurIPS 2020, algorithm 1), against noise
-    of large learning rates; a decay below 1 is SparseLoCo's, against residuals that are stale.
-
-    Args:
-        numel: n.
-        device: Where the gradients are.
-        low_pass: β, in (0, 1]; 1: nothing is filtered.
-        decay: In (0, 1]; 1: nothing decays.
+    of large learning rates; a decay below 1 is SparseLoCo's, against residuals that are stale. Both
+    are in (0, 1].
 
     Attributes:
         let_go_l1: Σ ‖ε' - what was kept‖₁ over the steps, as far as each counted.
@@ -64,10 +59,8 @@ class ErrorFeedback:
     ) -> Accumulator:
         """Begin a step: residual plus gradients, out of which a selector takes entries.
 
-        Args:
-            gradients: Contiguous tensors that lie side by side over the residual.
-            k: Entries wanted from all ranks' scopes together; n: everything is sent.
-            scope: Where this rank selects, and its share of k; None: everywhere, all of it.
+        The gradients are contiguous, and lie side by side over the residual. k entries are wanted
+        from all ranks' scopes together; n: everything is sent. No scope: everywhere, all of k.
         """
         self._may_roll_back = False
         self._let_go_before = self.let_go_l1
@@ -79,10 +72,7 @@ class ErrorFeedback:
         return Accumulator(self._accumulation(gradients, before), scope)
 
     def take_at(self, indices: Tensor) -> Tensor:
-        """Take the entries at more indices, int32 `(m,)` ascending; returns their values `(m,)`.
-
-        The indices are on the residual's device.
-        """
+        """Take the entries at more indices, int32 `(m,)` ascending, on the residual's device."""
         values = ops.take_at(self.residual, indices)
         self._taken_elsewhere.append(SparseStream(indices, values, self.residual.numel()))
         return values
@@ -90,9 +80,8 @@ class ErrorFeedback:
     def give_back(self, taken: SparseStream, returned: SparseStream) -> None:
         """End a step: keep what was taken, but had no part in what was applied.
 
-        Args:
-            taken: What the selector took out of the step's accumulator.
-            returned: What of it, and of what was taken elsewhere, had no part; all finite.
+        The selector has `taken` entries out of the step's accumulator. What is `returned` of them,
+        and of what was taken elsewhere, had no part; it is finite.
         """
         self._taken, self._returned = taken, returned
         self._add(returned)
@@ -130,8 +119,7 @@ class ErrorFeedback:
     def tensors(self) -> dict[str, Tensor]:
         """The state between steps, by name: float32 tensors `(n,)`.
 
-        `momentum` is this rank's part of the momentum: of any kind of momentum, only the sum over
-        the ranks counts.
+        `momentum` is this rank's part: of any kind of momentum, only the sum over ranks counts.
         """
         return {"residual": self.residual}
 

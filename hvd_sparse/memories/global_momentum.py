@@ -42,18 +42,9 @@ from hvd_sparse.transports import Transport
 
 
 class GlobalMomentum(ErrorFeedback):
-    """ε, which is the `residual`, and s of one bucket.
+    """ε, which is the `residual`, and s of one bucket: `share`, on its device and always finite.
 
-    Args:
-        numel: n.
-        device: Where the gradients are.
-        world_size: P.
-        momentum: m, in (0, 1).
-        nesterov: Whether the momentum is Nesterov's.
-        **fading: See `ErrorFeedback`; m s has entered by then, and is in ε.
-
-    Attributes:
-        share: s, on the residual's device; always finite.
+    `momentum` is m, in (0, 1). Where ε fades, as in `ErrorFeedback`, m s has entered it by then.
     """
 
     def __init__(
@@ -102,14 +93,13 @@ class GlobalMomentum(ErrorFeedback):
         if self._entered is not None:
             entered = self._entered.where(within(self._entered, start, stop))
             self.residual[entered.indices.long()] = entered.values
+
+        def undone(now: SparseStream, then: SparseStream) -> SparseStream:
+            parts = now.where(~within(now, start, stop)), then.where(within(then, start, stop))
+            return sum_of(parts, now.numel)
+
         pairs = zip((self.share, self._last_sum), self._before, strict=True)
-        self.share, self._last_sum = (
-            sum_of(
-                [now.where(~within(now, start, stop)), then.where(within(then, start, stop))],
-                now.numel,
-            )
-            for now, then in pairs
-        )
+        self.share, self._last_sum = (undone(*pair) for pair in pairs)
 
     @override
     def rescale(self, factor: float) -> None:
@@ -145,13 +135,12 @@ class GlobalMomentum(ErrorFeedback):
     @override
     def put_in(self, start: int, parts: Mapping[str, Tensor]) -> None:
         super().put_in(start, parts)
-        indices = parts["momentum"].nonzero().view(-1)
-        part = SparseStream(
-            (indices + start).int(), parts["momentum"][indices], self.residual.numel()
-        )
-        self.share = sum_of([self.share, part], self.residual.numel())
-        last = self._sums_out.pop(start, SparseStream.empty(self.residual.numel()))
-        self._last_sum = sum_of([self._last_sum, last], self.residual.numel())
+        momentum, n = parts["momentum"], self.residual.numel()
+        indices = momentum.nonzero().view(-1)
+        part = SparseStream((indices + start).int(), momentum[indices], n)
+        self.share = sum_of([self.share, part], n)
+        last = self._sums_out.pop(start, SparseStream.empty(n))
+        self._last_sum = sum_of([self._last_sum, last], n)
 
     @override
     def agree(self, transport: Transport) -> None:

@@ -37,12 +37,7 @@ class MomentumCorrection(ErrorFeedback):
 
     The law of `ErrorFeedback` holds for v, with u (Nesterov: u + g) in the place of the gradient.
 
-    Args:
-        numel: n.
-        device: Where the gradients are.
-        momentum: m, in (0, 1).
-        nesterov: Whether the momentum is Nesterov's.
-        **fading: See `ErrorFeedback`; u is left alone.
+    `momentum` is m, in (0, 1). Where v fades, as in `ErrorFeedback`, u is left alone.
 
     Attributes:
         momentum_buffer: u, float32 `(n,)`; masked only when the next step begins, or by `tensors`.

@@ -41,13 +41,9 @@ _making = threading.Lock()
 
 
 def backend(device: torch.device | str = "cpu") -> str:
-    """Which implementation serves tensors on a device.
+    """Which implementation serves tensors on a device, which has its index: `"cuda:0"`.
 
-    Args:
-        device: With its index, as a tensor's is: `"cpu"`, `"cuda:0"`.
-
-    Returns:
-        `"native-avx512"`, `"native-avx2"`, `"native-portable"`, `"cuda"` or `"reference"`.
+    Returns `"native-avx512"`, `"native-avx2"`, `"native-portable"`, `"cuda"` or `"reference"`.
     """
     serving = unchecked(torch.device(device))
     if serving is REFERENCE:

@@ -19,12 +19,8 @@ class Momentum:
     v = v + u; with Nesterov's momentum u = m·(u + g) and v = (v + u) + g. Where v or u becomes
     non-finite, both keep what they held before (0 if that was not finite either).
 
-    Momentum factor masking is not part of it: `take_at(buffer, indices)` does that.
-
-    Attributes:
-        buffer: u, float32 `(n,)`, changed in place by what accumulates.
-        factor: m, in [0, 1); it is rounded to float32.
-        nesterov: Which of the two forms.
+    Momentum factor masking is not part of it: `take_at(buffer, indices)` does that. The buffer, u,
+    is float32 `(n,)`, changed in place by what accumulates; the factor, m, is in [0, 1).
     """
 
     buffer: Tensor
@@ -37,11 +33,8 @@ class Before:
     """What an accumulation was before it: the operation that adds the gradients only reads it.
 
     What the accumulation's own tensors hold then does not matter. So going back takes no copy, and
-    is possible wherever the operation has failed.
-
-    Attributes:
-        residual: float32 `(n,)`, the residual.
-        buffer: float32 `(n,)`, the momentum's buffer; None without momentum.
+    is possible wherever the operation has failed. Both are float32 `(n,)`, and `buffer` is the
+    momentum's, if there is one.
     """
 
     residual: Tensor
@@ -104,12 +97,10 @@ class Accumulation:
 
     @property
     def numel(self) -> int:
-        """Elements of the residual, n."""
         return self.residual.numel()
 
     @property
     def device(self) -> torch.device:
-        """Where all of its tensors are."""
         return self.residual.device
 
     def _check_momentum(self, momentum: Momentum) -> None:

@@ -15,12 +15,7 @@ from hvd_sparse.ops.accumulation import Accumulation
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
-    """The k-th largest magnitude.
-
-    Args:
-        x: float32 `(n,)`.
-        k: Rank in `[1, n]`.
-    """
+    """The k-th largest magnitude of `x`, float32 `(n,)`, for k in `[1, n]`."""
     device = checks.vector("x", x).device
     checks.integer("k", k, 1, x.numel())
     return unchecked(device).kth_magnitude(x, k)
@@ -34,14 +29,8 @@ def sample_accumulator(accumulation: Accumulation, runs: int, run_numel: int, se
     share, and no order within it, such as a layer's width, meets that of the sample. Memory is read
     by the cache line: 8 consecutive elements cost little more than one does.
 
-    Args:
-        accumulation: What would be accumulated; it stays as it is.
-        runs: How many runs, in `[0, n // run_numel]`.
-        run_numel: Consecutive elements of a run, at least 1.
-        seed: Of the places, in [0, 2**64).
-
-    Returns:
-        float32 `(runs · run_numel,)`, in the order of the elements.
+    There are `runs` in `[0, m]`, each of at least one element; the seed is in [0, 2**64). Returns
+    float32 `(runs · run_numel,)`, in the order of the elements.
     """
     checks.integer("run_numel", run_numel, 1, MAX_NUMEL)
     checks.integer("runs", runs, 0, accumulation.numel // run_numel)

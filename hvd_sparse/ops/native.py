@@ -62,12 +62,7 @@ _OK, _BAD_INDEX, _BAD_ARGUMENT = 0, 2, 3
 
 
 class NativeOps:
-    """The library, loaded.
-
-    Args:
-        path: The library.
-        threads: Most threads that a call uses; None: what torch uses (`torch.get_num_threads()`) at
-            the time of the call.
+    """The library, loaded; a call uses so many threads at most, or as many as torch does by then.
 
     Raises:
         OSError: There is no such library, or it was built from another version of the sources.
@@ -94,11 +89,7 @@ class NativeOps:
         return ISA_NAMES[self._functions["isa"]()]
 
     def set_isa(self, name: str) -> None:
-        """Switches to another instruction set, for tests.
-
-        Raises:
-            ValueError: The processor does not have it, or there is none of that name.
-        """
+        """Switches to another instruction set, for tests; ValueError if the processor lacks it."""
         code = ISA_NAMES.index(name) if name in ISA_NAMES else -1
         if self._functions["set_isa"](code) != _OK:
             raise ValueError(f"name must be an instruction set of this processor, got {name!r}")
@@ -165,37 +156,27 @@ class NativeOps:
     # -- estimation --------------------------------------------------------------------------------
 
     def kth_magnitude(self, x: Tensor, k: int) -> float:
-        magnitude = c_float()
-        self._call(
-            "kth_magnitude", x.data_ptr(), x.numel(), k, self._thread_count(), byref(magnitude)
-        )
+        magnitude, threads = c_float(), self._thread_count()
+        self._call("kth_magnitude", *_span(x), k, threads, byref(magnitude))
         return magnitude.value
 
     def sample_accumulator(
         self, accumulation: Accumulation, runs: int, run_numel: int, seed: int
     ) -> Tensor:
         sample = torch.empty(runs * run_numel, dtype=torch.float32, device="cpu")
-        self._call(
-            "sample_accumulator",
-            *(byref(_AccumulationStruct(accumulation)), runs, run_numel, seed),
-            *(self._thread_count(), sample.data_ptr()),
-        )
+        struct, form = _AccumulationStruct(accumulation), (runs, run_numel, seed)
+        threads = self._thread_count()
+        self._call("sample_accumulator", byref(struct), *form, threads, sample.data_ptr())
         return sample
 
     # -- streams -----------------------------------------------------------------------------------
 
     def merge_sum(self, streams: Sequence[Entries], numel: int) -> Entries:
-        table: list[int] = []
-        for stream in streams:
-            table += _entries(*stream)
+        table = [number for stream in streams for number in _entries(*stream)]
         room = _Room(sum(table[2::3]))
-        self._call(
-            "merge_sum",
-            *((c_int64 * len(table))(*table), len(streams), numel, self._thread_count()),
-            *room.arguments,
-            what="the indices of every stream",
-            numel=numel,
-        )
+        merged = (c_int64 * len(table))(*table), len(streams), numel, self._thread_count()
+        what = "the indices of every stream"
+        self._call("merge_sum", *merged, *room.arguments, what=what, numel=numel)
         return room.entries()
 
     def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries:
@@ -209,30 +190,18 @@ class NativeOps:
         return room.entries()
 
     def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
-        self._call(
-            "scatter_add",
-            *(*_span(x), *_entries(indices, values), self._thread_count()),
-            what="indices",
-            numel=x.numel(),
-        )
+        arguments = *_span(x), *_entries(indices, values), self._thread_count()
+        self._call("scatter_add", *arguments, what="indices", numel=x.numel())
 
     def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
-        self._call(
-            "decode",
-            *(out.data_ptr(), DTYPE_CODES[out.dtype], out.numel()),
-            *(*_entries(indices, values), self._thread_count()),
-            what="indices",
-            numel=out.numel(),
-        )
+        into = out.data_ptr(), DTYPE_CODES[out.dtype], out.numel()
+        arguments = *into, *_entries(indices, values), self._thread_count()
+        self._call("decode", *arguments, what="indices", numel=out.numel())
 
     def take_at(self, x: Tensor, indices: Tensor) -> Tensor:
         values = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
-        self._call(
-            "take_at",
-            *(*_span(x), *_span(indices), self._thread_count(), values.data_ptr()),
-            what="indices",
-            numel=x.numel(),
-        )
+        arguments = *_span(x), *_span(indices), self._thread_count(), values.data_ptr()
+        self._call("take_at", *arguments, what="indices", numel=x.numel())
         return values
 
     # -- wire --------------------------------------------------------------------------------------
@@ -241,12 +210,8 @@ class NativeOps:
         nnz, used = indices.numel(), c_int64()
         widths = -(-nnz // GAP_BLOCK)
         code = torch.empty(widths + 4 * nnz, dtype=torch.uint8, device="cpu")
-        self._call(
-            "gap_encode",
-            *(indices.data_ptr(), nnz, start, code.data_ptr(), byref(used)),
-            what=f"indices from {start} on",
-            numel=MAX_NUMEL,
-        )
+        arguments = *_span(indices), start, code.data_ptr(), byref(used)
+        self._call("gap_encode", *arguments, what=f"indices from {start} on", numel=MAX_NUMEL)
         return code[: used.value]
 
     def gap_decode(self, code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
@@ -261,32 +226,24 @@ class NativeOps:
     def qsgd_quantize(self, x: Tensor, bits: int, bucket_numel: int, seed: int) -> Entries:
         codes = torch.empty(-(-x.numel() * bits // 8), dtype=torch.uint8, device="cpu")
         scales = torch.empty(-(-x.numel() // bucket_numel), dtype=torch.float32, device="cpu")
-        self._call(
-            "qsgd_quantize",
-            *(*_span(x), bits, bucket_numel, seed, self._thread_count()),
-            *(codes.data_ptr(), scales.data_ptr()),
-        )
+        form = bits, bucket_numel, seed, self._thread_count()
+        self._call("qsgd_quantize", *_span(x), *form, codes.data_ptr(), scales.data_ptr())
         return codes, scales
 
     def qsgd_dequantize(
         self, codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
     ) -> Tensor:
         x = torch.empty(numel, dtype=torch.float32, device="cpu")
-        self._call(
-            "qsgd_dequantize",
-            *(codes.data_ptr(), scales.data_ptr(), numel, bits, bucket_numel),
-            *(self._thread_count(), x.data_ptr()),
-        )
+        form = numel, bits, bucket_numel, self._thread_count()
+        self._call("qsgd_dequantize", codes.data_ptr(), scales.data_ptr(), *form, x.data_ptr())
         return x
 
     # -- hosts -------------------------------------------------------------------------------------
 
     def sum_vectors(self, out: Tensor, vectors: Sequence[Tensor]) -> None:
         dtype = DTYPE_CODES[vectors[0].dtype]
-        self._call(
-            "sum_vectors",
-            *(*_span(out), _table(vectors), len(vectors), dtype, self._thread_count()),
-        )
+        summed = _table(vectors), len(vectors), dtype
+        self._call("sum_vectors", *_span(out), *summed, self._thread_count())
 
     def post(self, place: Tensor, number: int) -> None:
         self._call("post", place.data_ptr(), number)
@@ -336,11 +293,7 @@ class _AccumulationStruct(Structure):
 
 
 class _Room:
-    """Room for a stream, which a C function fills.
-
-    Attributes:
-        arguments: The C functions' last ones: where indices, values and their number go.
-    """
+    """Room for a stream, which a C function fills: its last `arguments` say where."""
 
     def __init__(self, capacity: int) -> None:
         self.indices = torch.empty(capacity, dtype=torch.int32, device="cpu")
@@ -349,7 +302,6 @@ class _Room:
         self.arguments = (self.indices.data_ptr(), self.values.data_ptr(), byref(self._nnz))
 
     def entries(self) -> Entries:
-        """The entries that were written."""
         nnz = self._nnz.value
         if nnz == self.indices.numel():
             return self.indices, self.values

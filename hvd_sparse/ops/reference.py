@@ -23,12 +23,7 @@ MOST_SCALE_KEY = 0x7F7FFF00
 
 
 class Sums:
-    """The residual plus the gradients; nothing is written back before `move_out`.
-
-    Attributes:
-        acc: The sums, float32 `(n,)`.
-        keys: Their magnitudes as integers.
-    """
+    """The residual plus the gradients, `acc`; nothing is written back before `move_out`."""
 
     def __init__(self, accumulation: Accumulation) -> None:
         self._accumulation = accumulation
@@ -49,12 +44,9 @@ class Sums:
         self.keys = magnitude_keys(self.acc)
 
     def move_out(self, selected: Tensor) -> Entries:
-        """Leaves in the residual what is not selected, and returns what is.
+        """Leaves in the residual what is not selected, by int64 indices, and returns what is.
 
         Where a sum is not finite, the old value stays, be it selected or not.
-
-        Args:
-            selected: int64 indices, ascending.
         """
         values = self.acc[selected]
         spoiled = self.keys >= INFINITE_KEY

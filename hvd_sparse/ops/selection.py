@@ -72,14 +72,8 @@ def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int =
 
     Source: Renggli et al., "SparCML" (SC '19), section 8: k out of every 512 elements.
 
-    Args:
-        accumulation: As for `accumulate_topk`.
-        k: How many entries of each group move, in [1, group_numel]; fewer where fewer are nonzero.
-            Of equal magnitudes the lower indices move.
-        group_numel: Elements in a group, at least 1; the last group may be shorter.
-
-    Returns:
-        `(indices, values)`, a stream.
+    k is in [1, group_numel]. Fewer move where fewer are nonzero, and of equal magnitudes the lower
+    indices. The last group may be shorter. Returns `(indices, values)`, a stream.
     """
     checks.integer("group_numel", group_numel, 1, MAX_NUMEL)
     checks.integer("k", k, 1, group_numel)
@@ -98,15 +92,9 @@ def hash_select(
 
     Source: Wang et al., "DRAGONN" (ICML '22), Algorithm 1, which is `slots_per_bucket=1`.
 
-    Args:
-        accumulation: As for `accumulate_select`.
-        threshold: As for `accumulate_select`.
-        slots: The table's slots, at least 1, a multiple of `slots_per_bucket`; below 2**31.
-        slots_per_bucket: Entries that share a hash, in [1, 255].
-        seed: Of the hash, in [0, 2**64).
-
-    Returns:
-        `(indices, values)`, a stream of at most `slots` finite entries.
+    The table has `slots` below 2**31, a multiple of `slots_per_bucket` in [1, 255]; the seed of the
+    hash is in [0, 2**64). For the rest, see `accumulate_select`. Returns `(indices, values)`, a
+    stream of at most `slots` finite entries.
     """
     checks.threshold(threshold)
     checks.integer("slots_per_bucket", slots_per_bucket, 1, 255)

@@ -26,8 +26,7 @@ def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
 
     Raises:
         TypeError: A tensor has another dtype.
-        ValueError: There is no vector, lengths or types differ, or a tensor is not contiguous or
-            not on the CPU.
+        ValueError: There is no vector, or a tensor of another length, layout or device.
     """
     checks.tensor("out", out, (torch.float32,), CPU)
     if len(vectors) == 0:
@@ -45,9 +44,7 @@ def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
 def post(place: Tensor, number: int) -> None:
     """Writes a number that other processes wait for: with it they see all that was written before.
 
-    Args:
-        place: int64 `(1,)`, in shared memory.
-        number: Larger than what is there.
+    It is larger than what is in the place, int64 `(1,)`, in shared memory.
     """
     checks.tensor("place", place, (torch.int64,), CPU)
     (_dispatch._native or reference).post(place, number)

@@ -20,14 +20,10 @@ from hvd_sparse.ops._dispatch import unchecked
 
 
 def merge_sum(streams: Sequence[Entries], numel: int) -> Entries:
-    """The sum of streams; at one index, values are added in the order of the list.
+    """The sum of at least one stream; at one index, values are added in the order of the list.
 
-    Args:
-        streams: Pairs `(indices, values)`, at least one.
-        numel: Length of the vectors that the streams stand for, below 2**31.
-
-    Returns:
-        `(indices, values)`, one entry per index that occurs.
+    `numel` is the length of the vectors that the streams stand for, below 2**31. Returns
+    `(indices, values)`, one entry per index that occurs.
     """
     if len(streams) == 0:
         raise ValueError("streams must have at least one stream, got none")
@@ -79,14 +75,9 @@ def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 def take_at(x: Tensor, indices: Tensor) -> Tensor:
-    """Moves entries out of a vector: returns `x[indices]`, and leaves zeros there.
+    """Moves entries out of a vector, float32 `(n,)`: returns `x[indices]`, and leaves zeros there.
 
-    Args:
-        x: float32 `(n,)`, changed in place.
-        indices: int32 `(nnz,)`, each at most once.
-
-    Returns:
-        float32 `(nnz,)`.
+    `indices` are int32 `(nnz,)`, each at most once.
     """
     device = checks.vector("x", x).device
     checks.tensor("indices", indices, (torch.int32,), device)

@@ -22,14 +22,9 @@ def gap_encode(indices: Tensor, start: int) -> Tensor:
 
     The gaps, `indices[0] - start` and then each index less its predecessor less one, are packed in
     blocks of 128, each with the width of its largest gap. The code is the blocks' widths, a byte
-    each, then the blocks' bits from the lowest up, each from a new byte on.
+    each, then the blocks' bits from the lowest up, each from a new byte on: uint8 `(bytes,)`.
 
-    Args:
-        indices: int32 `(nnz,)`, strictly ascending from `start` on; refused if not.
-        start: What the first index is counted from, in `[0, 2**31)`.
-
-    Returns:
-        uint8 `(bytes,)`.
+    Indices are int32 `(nnz,)`, strictly ascending from `start` on, in `[0, 2**31)`; refused if not.
     """
     device = checks.device_of(indices)
     checks.tensor("indices", indices, (torch.int32,), device)
@@ -38,16 +33,7 @@ def gap_encode(indices: Tensor, start: int) -> Tensor:
 
 
 def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
-    """Reads what `gap_encode` packed.
-
-    Args:
-        code: uint8 `(bytes,)`, all of them.
-        nnz: How many indices there are.
-        start: As it was packed with.
-        stop: Indices must be below, in `[start, 2**31)`.
-
-    Returns:
-        int32 `(nnz,)`.
+    """Reads what `gap_encode` packed from `start` on: int32 `(nnz,)`, below `stop` < 2**31.
 
     Raises:
         ValueError: The code is not one of `nnz` indices in `[start, stop)`.

@@ -27,16 +27,10 @@ HALVINGS = 30
 
 
 class BisectionTopK(SampledThreshold, Selector):
-    """About `k` entries, cut off by a threshold that bisection finds.
+    """About `k` entries, cut off by a threshold that at most N `halvings` find.
 
-    Args:
-        sample_share: Part of the elements from which candidates are guessed, in (0, 1].
-        tolerance: How far nnz may be from k, as a share of k.
-        halvings: N, most bisections, at least 1.
-        seed: Of the sample's places.
-
-    Attributes:
-        threshold: Magnitude from which entries left in the last step; 0.0 where all of them did.
+    Candidates are guessed from a `sample_share` of the elements, in (0, 1]. The `threshold` is the
+    magnitude from which entries left in the last step; 0.0 where all of them did.
     """
 
     def __init__(

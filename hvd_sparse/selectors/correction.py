@@ -18,12 +18,9 @@ MOST_TIMES_K = 4
 def keep_largest(
     accumulator: Accumulator, stream: SparseStream, k: int
 ) -> tuple[SparseStream, float]:
-    """Put all but the `k` largest entries of a stream back.
+    """Put all but the `k` largest entries of a stream back; returns them, and the k-th magnitude.
 
     O(nnz), since what passed a threshold that is too low holds the top k.
-
-    Returns:
-        The kept entries, and the k-th magnitude.
     """
     rest = ops.Accumulation(stream.values.clone())
     order, values, threshold = ops.accumulate_topk(rest, k)
@@ -38,13 +35,8 @@ def keep_largest(
 def take_more(accumulator: Accumulator, stream: SparseStream, k: int) -> tuple[SparseStream, float]:
     """Take the largest of what is left, until there are `k` entries.
 
-    Args:
-        accumulator: What the stream was taken from.
-        stream: All that reached the threshold, and fewer than k entries.
-        k: Entries wanted.
-
-    Returns:
-        All entries, and the k-th magnitude.
+    The stream has all that reached the threshold, and fewer than k entries. Returns all entries,
+    and the k-th magnitude.
     """
     more, threshold = accumulator.topk(k - stream.nnz)
     return merge([stream, more], stream.numel), threshold
@@ -55,10 +47,7 @@ def hold_back(accumulator: Accumulator, stream: SparseStream, k: int) -> SparseS
 
     A threshold can be too low, and where a rank's gradient overflows, everything is taken that is
     not finite. Of that the k largest do as well: one such entry tells all ranks that the step does
-    not count.
-
-    Returns:
-        The entries to send: the stream itself, as a rule.
+    not count. As a rule the stream itself is returned.
     """
     most = MOST_TIMES_K * k
     return stream if stream.nnz <= most else keep_largest(accumulator, stream, most)[0]

@@ -20,8 +20,7 @@ from hvd_sparse.streams import SparseStream
 class ExactTopK(Selector):
     """The `k` entries of the largest magnitude, ties to the lower index.
 
-    Attributes:
-        threshold: The k-th magnitude of the last step; 0.0 before the first.
+    `threshold` is the k-th magnitude of the last step; 0.0 before the first.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("threshold",)

@@ -18,11 +18,7 @@ from hvd_sparse.streams import SparseStream
 
 
 class GroupedTopK(Selector):
-    """The largest magnitudes of each group, about `k` of them in all.
-
-    Args:
-        group_numel: About how many elements a group has, at least 1.
-    """
+    """The largest magnitudes of each group of about `group_numel` elements, about `k` in all."""
 
     def __init__(self, group_numel: int = 512) -> None:
         self.group_numel = group_numel

@@ -16,11 +16,7 @@ from hvd_sparse.streams import SparseStream
 
 
 class HardThreshold(Selector):
-    """Everything that reaches λ.
-
-    Args:
-        threshold: λ, in units of the gradients (of the scaled loss, where loss scaling is used).
-    """
+    """Everything that reaches λ, in units of the gradients (those of the scaled loss)."""
 
     tolerance = math.inf
 

@@ -16,13 +16,10 @@ The sparse decode of section 4.3 (concatenate P streams, then one scatter-add) i
 Departures:
   * The largest magnitudes win, whatever the order in which entries come: no part of the tensor is
     favoured, and what loses is small.
-  * With `slots_per_bucket` 8 an entry takes any free slot of its bucket. At m = 3l 0.01 to
-    0.06 % of what passes loses its slot, measured at densities 0.01 and 0.001 of 1 and 25 million
-    elements: up to 0.08 % in any tenth of the tensor, 0.35 % in any tenth of the magnitudes. Where
-    exactly l pass, 0.09 % do, and at most 0.8 % in any step, whatever the pattern of the indices:
-    columns, rows, runs and blocks (tests/selectors/test_dragonn.py). The hash is a mixer of two
-    rounds: a single product maps indices at equal distances to clumps. The paper's single slot
-    loses 21 % of l entries that pass at m = 2l, and 11.5 % at m = 4l.
+  * With `slots_per_bucket` 8 an entry takes any free slot of its bucket. At m = 3l under 0.1 % of
+    what passes loses its slot, and at most 0.8 % in any step, whatever the pattern of the indices
+    (tests/selectors/test_dragonn.py); with the paper's single slot, 11.5 % at m = 4l. The hash is a
+    mixer of two rounds: a single product maps indices at equal distances to clumps.
   * m is a multiple of l, not of k. A threshold from a sample lets up to twice k pass, or four times
     where the sample is small and rows differ. l is three standard deviations above that.
 """
@@ -42,13 +39,7 @@ SLOTS_PER_BUCKET = (1, 8)
 
 
 class HashedExtraction(Extraction):
-    """Takes what wins a slot.
-
-    Args:
-        slots_per_entry: m/l, above 0.
-        slots_per_bucket: 1 as in the paper, or 8.
-        seed: Of the hash functions.
-    """
+    """Takes what wins a slot, of m/l `slots_per_entry` in buckets of 1, as in the paper, or 8."""
 
     kept = ("step",)
 

@@ -26,8 +26,7 @@ CANDIDATE_MARGIN = 0.9
 class OnlineThreshold(SampledThreshold, Selector):
     """Candidates: everything in the scope that reaches 0.9 of the ranks' threshold.
 
-    Args:
-        seed: Of the samples that stand in where there is no threshold yet.
+    The `seed` is that of the samples that stand in where there is no threshold yet.
     """
 
     def __init__(self, seed: int = 0) -> None:

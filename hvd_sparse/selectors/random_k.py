@@ -18,11 +18,7 @@ from hvd_sparse.streams import SparseStream
 
 
 class RandomK(Selector):
-    """`k` random entries.
-
-    Args:
-        seed: Of the draws; the same on all ranks.
-    """
+    """`k` random entries; the `seed` is the same on all ranks."""
 
     is_common = True
     kept = ("step",)

@@ -43,12 +43,7 @@ DEVIATIONS = 3.0
 
 
 class SamplingEstimator(Estimator):
-    """Estimates from samples, at other places in each step.
-
-    Args:
-        sample_share: Part of the elements to look at, in (0, 1].
-        seed: Of the sample's places.
-    """
+    """Estimates from samples of a share of the elements, in (0, 1], elsewhere in each step."""
 
     kept = ("step",)
 
@@ -85,15 +80,10 @@ def finite(sample: Tensor) -> Tensor:
 
 
 def deep_threshold(sample: Tensor, numel: int, k: int) -> tuple[float, float]:
-    """The magnitude in a sample that lies some standard deviations below the k-th of all.
+    """The magnitude in a sample that lies some standard deviations below the k-th of all, k > 0.
 
-    Args:
-        sample: Magnitudes, float32 `(R, run)`; they are lost.
-        numel: Elements from which they are.
-        k: Entries wanted of all, at least 1.
-
-    Returns:
-        The threshold, and how many of all elements reach it, plus as many deviations.
+    The sample, float32 `(R, run)`, of so many elements is lost. Returns the threshold, and how many
+    of all elements reach it, plus as many deviations.
     """
     sampled, run_numel = sample.numel(), sample.shape[-1]
     if sampled == 0:

@@ -14,11 +14,7 @@ MASK = (1 << 64) - 1
 
 
 class Stateful:
-    """What goes on from step to step, and so has a part in the state of a training.
-
-    Attributes:
-        kept: The attributes, numbers, that `state_dict` holds.
-    """
+    """What goes on from step to step: numbers, the attributes named in `kept`, in the state."""
 
     kept: ClassVar[tuple[str, ...]] = ()
 
@@ -51,12 +47,8 @@ class Selector(Stateful, ABC):
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:
         """Take about `accumulator.scope.share` of `k` entries out of the accumulator's scope.
 
-        Args:
-            accumulator: What to select from; its gradients are added in any case.
-            k: Number of entries wanted from all ranks' scopes together, in `[0, n]`.
-
-        Returns:
-            The taken entries; non-finite ones are among them wherever they were.
+        k entries are wanted from all ranks' scopes together, in `[0, n]`. Gradients are added in
+        any case, and non-finite entries are taken wherever they were.
         """
 
 

@@ -27,10 +27,9 @@ class Estimator(Stateful, ABC):
 
     @abstractmethod
     def estimate(self, accumulator: Accumulator, k: int) -> tuple[float, float]:
-        """A threshold that about `k` of all the accumulator's entries reach.
+        """A threshold, at least 0, that about `k` of all the accumulator's entries reach.
 
-        Returns:
-            The threshold, at least 0, and how many may be expected to reach it, at most.
+        Returns also how many may be expected to reach it, at most.
         """
 
 

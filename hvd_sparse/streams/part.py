@@ -26,19 +26,13 @@ from hvd_sparse.streams.stream import SparseStream
 class Operation:
     """An associative operation with a neutral element, which absent entries stand for.
 
-    Attributes:
-        name: What it is called; the same on all ranks.
-        combine: Combines two tensors of one shape and type, element by element.
-        neutral: The neutral element for a type: `combine(x, neutral) == x`.
+    Two tensors of one shape and type are combined element by element; a type's neutral element
+    leaves the other one as it is. The `name` is the same on all ranks.
     """
 
     name: str
     combine: Callable[[Tensor, Tensor], Tensor]
     neutral: Callable[[torch.dtype], float]
-
-
-def _zero(dtype: torch.dtype) -> float:
-    return 0
 
 
 def _lowest(dtype: torch.dtype) -> float:
@@ -49,7 +43,7 @@ def _highest(dtype: torch.dtype) -> float:
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-SUM = Operation("sum", torch.add, _zero)
+SUM = Operation("sum", torch.add, lambda dtype: 0)
 MAX = Operation("max", torch.maximum, _lowest)
 MIN = Operation("min", torch.minimum, _highest)
 OPERATIONS = {operation.name: operation for operation in (SUM, MAX, MIN)}
@@ -98,7 +92,6 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """N, the elements that it spans."""
         return self.stop - self.start
 
     @property
@@ -196,7 +189,6 @@ def join(parts: Sequence[Part], operation: Operation = SUM) -> Part:
 
 
 def _merge(parts: Sequence[Part], operation: Operation) -> Part:
-    """Sparse parts to a sparse one."""
     first = parts[0]
     streams = [(part.indices, part.values) for part in parts if part.indices is not None]
     if operation is SUM and first.values.dtype == torch.float32 and first.values.dim() == 1:
@@ -216,11 +208,7 @@ class DenseSum:
     """A sum that came in dense form: adjacent parts that cover it, of which some may be sparse.
 
     It is written as it is, without becoming a stream. It has a stream's attributes; `indices` and
-    `values` cost a pass over the vector, when first asked for.
-
-    Attributes:
-        parts: In order; not to be changed.
-        numel: Length of the vector.
+    `values` cost a pass over the vector, when first asked for. The `parts` are in order.
     """
 
     parts: tuple[Part, ...]
@@ -246,11 +234,9 @@ class DenseSum:
         return join(self.parts).to_stream(self.numel)
 
     def as_stream(self) -> SparseStream:
-        """The same vector as a stream."""
         return self._stream
 
     def isfinite(self) -> bool:
-        """Whether every value is finite."""
         for part in self.parts:
             if part.values.numel():
                 low, high = torch.aminmax(part.values)  # NaN goes through

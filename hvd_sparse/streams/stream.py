@@ -52,9 +52,8 @@ class SparseStream:
     def slice(self, start: int, stop: int) -> SparseStream:
         """Entries number `start` up to `stop`, as views."""
         twin = None if self.twin is None else self.twin.slice(start, stop)
-        return SparseStream(
-            self.indices[start:stop], self.values[start:stop], self.numel, twin=twin
-        )
+        indices, values = self.indices[start:stop], self.values[start:stop]
+        return SparseStream(indices, values, self.numel, twin=twin)
 
     def payload(self) -> tuple[Tensor, Tensor]:
         """The parts of this stream's message."""
@@ -117,22 +116,17 @@ class SparseStream:
         target = torch.device(device)
         if self.twin is not None and self.twin.indices.device.type == target.type:
             return self.twin
-        entries = ops.moved(self.payload(), target)
-        return (
-            self if entries[0] is self.indices else SparseStream(entries[0], entries[1], self.numel)
-        )
+        indices, values = ops.moved(self.payload(), target)
+        return self if indices is self.indices else SparseStream(indices, values, self.numel)
 
     def as_stream(self) -> SparseStream:
         """This stream; a `DenseSum` becomes one."""
         return self
 
     def write(self, out: Tensor, scale: float) -> None:
-        """Write the vector times `scale`.
+        """Write the vector times `scale` over `out`, rounded to nearest even.
 
-        Args:
-            out: float32, float16 or bfloat16 `(numel,)`, on any device, overwritten; products are
-                rounded to nearest even.
-            scale: What each value is multiplied by.
+        `out` is float32, float16 or bfloat16 `(numel,)`, on any device.
         """
         scaled = self.times(scale).to(out.device)
         ops.unchecked(out.device).decode(out, *scaled.payload())
@@ -144,20 +138,14 @@ class SparseStream:
     @staticmethod
     def empty(numel: int) -> SparseStream:
         """A stream without entries."""
-        return SparseStream(
-            torch.empty(0, dtype=torch.int32, device="cpu"),
-            torch.empty(0, dtype=torch.float32, device="cpu"),
-            numel,
-        )
+        indices = torch.empty(0, dtype=torch.int32, device="cpu")
+        return SparseStream(indices, torch.empty(0, dtype=torch.float32, device="cpu"), numel)
 
     @staticmethod
     def concatenate(streams: Sequence[SparseStream], numel: int) -> SparseStream:
         """Streams over disjoint, ascending ranges, one after the other."""
-        return SparseStream(
-            torch.cat([stream.indices for stream in streams]),
-            torch.cat([stream.values for stream in streams]),
-            numel,
-        )
+        indices, values = zip(*(stream.payload() for stream in streams), strict=True)
+        return SparseStream(torch.cat(indices), torch.cat(values), numel)
 
 
 def sum_of(streams: Sequence[SparseStream], numel: int) -> SparseStream:
@@ -182,11 +170,9 @@ def unapplied(
 ) -> SparseStream:
     """What goes back to a rank after an exchange: entries without part in it, and roundings.
 
-    Args:
-        sent: What the rank brought; entries at indices that were applied stay out.
-        lost: What it dropped on the way, or rounding lost in its messages. It counts at indices
-            that were applied; elsewhere the entries go back whole to whoever brought them.
-        applied: The sum.
+    Of what it `sent`, entries at indices that were applied stay out. What it dropped on the way, or
+    rounding lost in its messages, counts there alone; elsewhere the entries go back whole to
+    whoever brought them.
     """
     device = applied.indices.device
     sent, rest = sent.to(device), sum_of(lost, sent.numel)

@@ -392,14 +392,10 @@ def _connect(
 ) -> SupervisedTransport:
     if chosen == "mpi":
         return MpiTransport(world.ranks, timeout_s=timeout_s)
+    place = world.rank, world.size
     if chosen == "horovod":
-        return HorovodTransport(
-            world.rank,
-            world.size,
-            process_set=world.process_set,
-            timeout_s=timeout_s,
-            label=token[:8],
-        )
+        process_set, label = world.process_set, token[:8]
+        return HorovodTransport(*place, process_set=process_set, timeout_s=timeout_s, label=label)
     first, host = hosts[0], hosts[world.rank]
     assert first is not None
     assert host is not None
@@ -407,16 +403,9 @@ def _connect(
         lambda entries: world.allgather_object(entries, "hvd_sparse.addresses", timeout_s)
     )
     if chosen == "nccl":
-        return NcclTransport(
-            world.rank,
-            world.size,
-            meeting,
-            _shared_store(world, first, token, timeout_s),
-            host=host,
-            timeout_s=timeout_s,
-            device=_cuda_device(device),
-        )
-    return GlooTransport(world.rank, world.size, meeting, host=host, timeout_s=timeout_s)
+        store, own = _shared_store(world, first, token, timeout_s), _cuda_device(device)
+        return NcclTransport(*place, meeting, store, host=host, timeout_s=timeout_s, device=own)
+    return GlooTransport(*place, meeting, host=host, timeout_s=timeout_s)
 
 
 def _shared_store(world: HorovodBootstrap, address: str, token: str, timeout_s: float) -> Any:

@@ -52,7 +52,7 @@ def problem_with_mpi(global_rank: int) -> str | None:
 class MpiTransport(PointToPointTransport):
     """One rank of a group of MPI processes; making it is collective over the group.
 
-    `ranks` are the group's in `comm` (COMM_WORLD by default), the same on all of them.
+    `ranks` are the group's in COMM_WORLD, the same on all of them.
 
     Raises:
         ConfigError: This process is not one of `ranks`.
@@ -61,10 +61,10 @@ class MpiTransport(PointToPointTransport):
 
     name = "mpi"
 
-    def __init__(self, ranks: Sequence[int], *, timeout_s: float, comm: Any = None) -> None:
+    def __init__(self, ranks: Sequence[int], *, timeout_s: float) -> None:
         from mpi4py import MPI
 
-        parent = MPI.COMM_WORLD if comm is None else comm
+        parent = MPI.COMM_WORLD
         if parent.Get_rank() not in ranks:
             raise ConfigError(f"rank {parent.Get_rank()} is not one of the ranks {list(ranks)}")
         super().__init__(list(ranks).index(parent.Get_rank()), len(ranks), timeout_s)

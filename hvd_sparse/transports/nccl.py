@@ -349,30 +349,22 @@ class DeviceGroup:
         bytes to send: it is padded with anything. `incoming` is the peer, and a `host_buffer` of as
         many bytes as it sends.
         """
+        dst, message, sent_bytes = outgoing or (0, self._empty(0), 0)
+        src, buffer = incoming or (0, self._empty(0))
         to_peers, from_peers = [0] * self._world_size, [0] * self._world_size
+        to_peers[dst], from_peers[src] = sent_bytes, buffer.numel()
         with torch.cuda.stream(self._up):  # None changes nothing
-            if outgoing is None:
-                sent = self._empty(0)
-            else:
-                dst, message, sent_bytes = outgoing
-                to_peers[dst] = sent_bytes
-                sent = self._empty(sent_bytes)
-                sent[: message.numel()].copy_(message, non_blocking=True)
-            if incoming is None:
-                arrived = self._empty(0)
-            else:
-                src, buffer = incoming
-                from_peers[src] = buffer.numel()
-                arrived = buffer if self._up is None else self._empty(buffer.numel())
+            sent = self._empty(sent_bytes)
+            sent[: message.numel()].copy_(message, non_blocking=True)
+            arrived = buffer if self._up is None else self._empty(buffer.numel())
             work = self.group.alltoall_base(arrived, sent, from_peers, to_peers)
         end = None
         if self._down is not None:
             with torch.cuda.stream(self._down):
                 work.wait()  # of the stream, not of the host
-                if incoming is not None:
-                    incoming[1].copy_(arrived, non_blocking=True)
+                buffer.copy_(arrived, non_blocking=True)
                 end = self._down.record_event()
-        return Transfer(work, end, (sent, arrived, outgoing, incoming))
+        return Transfer(work, end, (sent, arrived, message, buffer))
 
     def all_to_all(
         self, sent: torch.Tensor, to_peers: list[int], from_peers: list[int]

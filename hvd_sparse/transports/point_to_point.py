@@ -52,7 +52,6 @@ class PointToPointTransport(SupervisedTransport):
         self._calls = 0
         self._send_capacity: dict[Way, int] = {}
         self._receive_capacity: dict[Way, int] = {}
-        self._first_tags: dict[int, int] = {}
         # Started and not yet waited for: their buffers must live, and the next receive on the same
         # way needs the size of this one.
         self._open: dict[int, Exchange] = {}
@@ -165,10 +164,7 @@ class PointToPointTransport(SupervisedTransport):
 
     def _tag(self, number: int, capacity: int) -> int:
         places = self.tag_limit >> (framing.CAPACITY_CODE_BITS + 1)
-        first = self._first_tags.get(capacity)
-        if first is None:
-            first = self._first_tags[capacity] = 2 * framing.capacity_code(capacity) * places
-        return first + 2 * (number % places)
+        return 2 * (framing.capacity_code(capacity) * places + number % places)
 
     def _start_receive(self, handle: Exchange, src: int) -> None:
         way = (handle.channel, handle.context.bucket, src)

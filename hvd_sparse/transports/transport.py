@@ -138,14 +138,10 @@ class Transport(ABC):
     def exchange(
         self, payload: Payload | None, dst: int | None, src: int | None, *, channel: str
     ) -> Handle:
-        """Starts to send `payload` to `dst` and to receive from `src`.
+        """Starts to send `payload` to `dst` and to receive from `src`; either may be None.
 
-        Args:
-            payload: What to send; its tensors may be changed as soon as this returns. Ignored
-                without `dst`.
-            dst: Rank to send to, or None. This rank itself may only be both this and `src`.
-            src: Rank to receive from, or None.
-            channel: Purpose of the message, equal at both ends.
+        The payload's tensors may be changed as soon as this returns. This rank itself may only be
+        both ends. The `channel` is equal at both.
 
         Returns:
             A handle that must be waited for. Exchanges on different channels or between different
@@ -209,28 +205,16 @@ class Transport(ABC):
         if P <= DIRECT_ALLGATHER_RANKS:
             return self.all_to_all([payload] * P, channel=channel)
         own = flatten(payload, self._buffers)
-        sizes = [own.numel()]  # of the blocks of ranks r, r + 1, …
-        pieces = [_padded(own)]  # their padded bytes, side by side
-        blocks = [own]
-        distance = 1
-        while distance < P:
+        sizes, blocks = [own.numel()], [_padded(own)]  # of ranks r, r + 1, …
+        while (distance := len(blocks)) < P:
             count = min(distance, P - distance)
             table = torch.tensor(sizes[:count], dtype=torch.int64, device="cpu")
-            body = _first_bytes(pieces, sum(round_up(size) for size in sizes[:count]))
-            message = self.exchange(
-                [table, *body], (r - distance) % P, (r + distance) % P, channel=channel
-            ).received()
-            table_bytes = ALIGNMENT * count
-            new_sizes: list[int] = message[:table_bytes].view(torch.int64).tolist()
-            pieces.append(message[table_bytes:])
-            padded = pieces[-1].split([round_up(size) for size in new_sizes])
-            blocks += [
-                block if block.numel() == size else block[:size]
-                for block, size in zip(padded, new_sizes, strict=True)
-            ]
-            sizes += new_sizes
-            distance *= 2
-        return [blocks[(i - r) % P] for i in range(P)]
+            peers = (r - distance) % P, (r + distance) % P
+            handle = self.exchange([table, *blocks[:count]], *peers, channel=channel)
+            theirs, body = handle.received().tensor_split((table.nbytes,))
+            sizes += theirs.view(torch.int64).tolist()
+            blocks += body.split([round_up(size) for size in sizes[distance:]])
+        return [blocks[(i - r) % P][: sizes[(i - r) % P]] for i in range(P)]
 
     def allgather_on_devices(
         self, sent: torch.Tensor, header_bytes: int
@@ -254,11 +238,8 @@ class Transport(ABC):
         Recursive doubling. Where P is no power of two, the surplus ranks first hand theirs to a
         neighbour, and get the sum from it at the end. Operands are added in the order of the ranks.
 
-        `tensor` is int64, float32 or float64, of the same shape on all ranks.
-
-        Raises:
-            TypeError: The tensor has another type.
-            PlanError: A peer's tensor has another size.
+        `tensor` is int64, float32 or float64, of the same shape on all ranks; TypeError or
+        PlanError where it is not.
         """
         if tensor.dtype not in SUMMABLE:
             raise TypeError(f"allreduce_sum takes {SUMMABLE}, got {tensor.dtype}")
@@ -290,18 +271,13 @@ class Transport(ABC):
             if payload is None:
                 raise TypeError("broadcast needs a payload on its root")
             data = flatten(payload, self._buffers)
-        mask = 1
-        while mask < P:
-            dst = src = None
-            if position < mask and position + mask < P:
-                dst = (self.rank + mask) % P
-            elif mask <= position < 2 * mask:
-                src = (self.rank - mask) % P
-            passed_on = None if dst is None else [_there(data)]
+        for mask in (1 << j for j in range((P - 1).bit_length())):
+            gives = position < mask and position + mask < P
+            dst = (self.rank + mask) % P if gives else None
+            src = (self.rank - mask) % P if mask <= position < 2 * mask else None
+            passed_on = [_there(data)] if gives else None
             arrived = self.exchange(passed_on, dst, src, channel=channel).wait()
-            if arrived is not None:
-                data = arrived
-            mask *= 2
+            data = data if arrived is None else arrived
         return _there(data)
 
     def _to_ring(self, payload: Payload, step: int, channel: str) -> Handle:
@@ -398,14 +374,3 @@ def _there(data: torch.Tensor | None) -> torch.Tensor:
 def _padded(block: torch.Tensor) -> torch.Tensor:
     padding = round_up(block.numel()) - block.numel()
     return torch.nn.functional.pad(block, (0, padding)) if padding else block
-
-
-def _first_bytes(pieces: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:
-    """The first `nbytes` of the concatenation of `pieces`."""
-    taken = []
-    for piece in pieces:
-        if nbytes <= 0:
-            break
-        taken.append(piece[:nbytes])
-        nbytes -= piece.numel()
-    return taken

@@ -18,11 +18,4 @@ from hvd_sparse.wire.compact import WIRES, CompactWire
 from hvd_sparse.wire.messages import Packer, Wire
 from hvd_sparse.wire.plain import PLAIN, PlainWire
 
-__all__ = [
-    "PLAIN",
-    "WIRES",
-    "CompactWire",
-    "Packer",
-    "PlainWire",
-    "Wire",
-]
+__all__ = ["PLAIN", "WIRES", "CompactWire", "Packer", "PlainWire", "Wire"]

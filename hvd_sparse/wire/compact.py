@@ -11,7 +11,7 @@ from typing_extensions import override
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.errors import MessageError
-from hvd_sparse.streams import INDEX_BYTES, Part
+from hvd_sparse.streams import CPU, INDEX_BYTES, Part
 from hvd_sparse.wire.messages import (
     DENSE,
     HEADER_BYTES,
@@ -24,8 +24,6 @@ from hvd_sparse.wire.messages import (
 from hvd_sparse.wire.plain import PLAIN
 from hvd_sparse.wire.values import VALUE_CODECS, ValueCodec, flat_message
 
-CPU = torch.device("cpu")
-"""Where messages are made and read."""
 INDEX_BITS = 31
 """Indices are below 2**31."""
 
@@ -34,12 +32,8 @@ class CompactWire(Wire):
     """A count of entries (int64), then int32 indices and values, or values and gap-coded indices.
 
     A dense part has no indices. Gaps are counted from the part's first element, so they are as
-    short in a region as in the whole vector (`ops.gap_encode`).
-
-    Args:
-        values: Name of a form of values: a key of `VALUE_CODECS`.
-        indices: "int32" or "gap".
-        dense_values: Form of a dense part's values; None for that of the others.
+    short in a region as in the whole vector (`ops.gap_encode`). Forms of `values`, and of a dense
+    part's where it has another, are keys of `VALUE_CODECS`.
     """
 
     def __init__(
@@ -61,12 +55,11 @@ class CompactWire(Wire):
         """Encodes values once and reads them alone; indices are not read again."""
         codec = self._dense_values if part.indices is None else self._values
         values = codec.encode(part.values, seed)
-        if part.indices is None:
-            message: tuple[Tensor, ...] = (header(DENSE), *values)
-        elif self._has_gaps:
+        message: tuple[Tensor, ...] = (header(DENSE), *values)
+        if part.indices is not None and self._has_gaps:
             code = ops.unchecked(CPU).gap_encode(part.indices.contiguous(), part.start)
             message = (header(part.nnz), *values, code)
-        else:
+        elif part.indices is not None:
             message = (header(part.nnz), part.indices.contiguous(), *values)
         if self.is_lossless:
             return message, part

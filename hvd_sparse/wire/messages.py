@@ -26,9 +26,7 @@ SEED_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 class Wire(ABC):
     """A form of messages. Stateless: one serves all ranks and steps.
 
-    Attributes:
-        name: What it is called in settings.
-        is_lossless: Whether every value arrives with the same bits.
+    `name` is that in settings. If it `is_lossless`, every value arrives with the same bits.
     """
 
     name: str
@@ -38,23 +36,15 @@ class Wire(ABC):
     def encode_and_read(self, part: Part, seed: int) -> tuple[tuple[Tensor, ...], Part]:
         """The message of a part, in the form that it has; and the part as its receivers read it.
 
-        Args:
-            part: Sparse or dense.
-            seed: What stochastic rounding depends on, beside a value's place; in `[0, 2**64)`.
+        Stochastic rounding depends on a value's place and the seed, in `[0, 2**64)`.
         """
 
     def encode(self, part: Part, seed: int) -> tuple[Tensor, ...]:
-        """The message alone."""
         return self.encode_and_read(part, seed)[0]
 
     @abstractmethod
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
-        """Read a message.
-
-        Args:
-            message: uint8 `(bytes,)`, 8-byte aligned, as a transport delivers it.
-            start: First element that the part spans.
-            stop: One past the last one.
+        """Read a message, uint8 `(bytes,)`, 8-byte aligned, of the elements `[start, stop)`.
 
         Returns:
             A part with strictly ascending indices in `[start, stop)`, if it has any. It may view
@@ -79,11 +69,7 @@ class Wire(ABC):
         return (indices.contiguous(),)
 
     def decode_indices(self, message: Tensor, numel: int) -> Tensor:
-        """Read the message of indices alone: int32, strictly ascending in `[0, numel)`.
-
-        Raises:
-            MessageError: The message is not that of such indices.
-        """
+        """Read the message of such indices; MessageError if it is none of theirs."""
         if message.numel() % INDEX_BYTES:
             raise MessageError(
                 f"a message of wire {self.name!r} with indices must have a multiple of "
@@ -100,13 +86,8 @@ class Packer:
     Messages are on the host. A part may be packed from any device; what is read lands on one.
 
     The rule that conserves mass: whoever encodes goes on with what the receivers will read, and
-    keeps the difference. Where several ranks encode the same part, one of them keeps it.
-
-    Args:
-        wire: The form of the messages.
-        rank: This rank.
-        step: Number of the exchange; it seeds stochastic rounding.
-        device: Where parts are summed.
+    keeps the difference. Where several ranks encode the same part, one of them keeps it. The number
+    of the exchange, `step`, seeds stochastic rounding; parts are summed on the `device`.
     """
 
     def __init__(self, wire: Wire, rank: int, step: int, device: torch.device = CPU) -> None:
@@ -124,15 +105,10 @@ class Packer:
         return part.to_dense(operation)
 
     def pack(self, part: Part, author: int | None = None) -> tuple[tuple[Tensor, ...], Part]:
-        """Encode a part.
+        """The message of a part, and the part as its receivers will read it, not landed.
 
-        Args:
-            part: What to send.
-            author: The rank that keeps the difference, where several encode the same part after
-                the same number of messages; None for this rank.
-
-        Returns:
-            The message, and the part as its receivers will read it, not landed.
+        The `author` keeps the difference, where several ranks encode the same part after the same
+        number of messages; None: this rank.
         """
         author = self.rank if author is None else author
         place = (self.step, author, self._messages)
@@ -169,11 +145,7 @@ def header(count: int) -> Tensor:
 
 
 def entry_count(wire: str, message: Tensor, start: int, stop: int) -> int:
-    """What the header says: a number of entries that `[start, stop)` has room for, or `DENSE`.
-
-    Raises:
-        MessageError: It says something else, or there is none.
-    """
+    """What the header says: a number of entries that `[start, stop)` has room for, or `DENSE`."""
     if message.numel() < HEADER_BYTES:
         raise MessageError(
             f"a message of wire {wire!r} must have at least {HEADER_BYTES} bytes, "
@@ -188,11 +160,7 @@ def entry_count(wire: str, message: Tensor, start: int, stop: int) -> int:
 
 
 def check_bytes(wire: str, what: str, body: Tensor, expected: int) -> None:
-    """Checks the length of what follows a header.
-
-    Raises:
-        MessageError: It has another length.
-    """
+    """Raises `MessageError` where what follows a header has another length."""
     if body.numel() != expected:
         raise MessageError(
             f"a message of wire {wire!r} with {what} must have {expected} bytes after its header, "
@@ -201,11 +169,7 @@ def check_bytes(wire: str, what: str, body: Tensor, expected: int) -> None:
 
 
 def check_ascending(wire: str, indices: Tensor, start: int, stop: int) -> None:
-    """Checks int32 indices `(nnz,)`, in one pass.
-
-    Raises:
-        MessageError: They do not ascend strictly, or leave `[start, stop)`.
-    """
+    """Raises `MessageError` where int32 indices leave `[start, stop)` or do not ascend strictly."""
     if indices.numel() == 0:
         return
     places = indices.numpy()  # torch would share this small work among threads

@@ -24,9 +24,7 @@ from hvd_sparse.wire.messages import (
 class PlainWire(Wire):
     """A count of entries (int64), values, and int32 indices unless the part is dense.
 
-    Args:
-        dtype: The values' type, of 4 or 8 bytes.
-        block: Shape of what one index stands for.
+    Values are of 4 or 8 bytes; one index stands for a `block` of them, of this shape.
     """
 
     name = "float32"

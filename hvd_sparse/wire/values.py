@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys
+from hvd_sparse.streams import CPU
 
-CPU = torch.device("cpu")
 SCALE_BYTES = 4
 TOP = 15
 """Exponent that the largest of 16-bit values is brought to: float16 ends at 2**16."""
@@ -25,11 +25,7 @@ MOST_SHIFT = 126
 
 
 class ValueCodec(ABC):
-    """Encodes values, in the order of their entries.
-
-    Attributes:
-        is_lossless: Whether every value arrives with the same bits.
-    """
+    """Encodes values, in the order of their entries."""
 
     is_lossless = False
 
@@ -79,10 +75,7 @@ class HalfValues(ValueCodec):
     """16 bits per value, rounded to nearest, behind one power of two for all.
 
     The power brings the largest finite magnitude near the top of float16's range, which spans 40
-    powers of two: gradients may be anywhere.
-
-    Attributes:
-        dtype: float16 or bfloat16.
+    powers of two: gradients may be anywhere. The `dtype` is float16 or bfloat16.
     """
 
     dtype: torch.dtype
@@ -126,11 +119,7 @@ def _exponent(values: Tensor) -> int:
 class QsgdValues(ValueCodec):
     """A few bits per value and a scale per bucket, rounded stochastically without bias.
 
-    Source: Alistarh et al., "QSGD" (NIPS 2017); see `ops.qsgd_quantize`.
-
-    Attributes:
-        bits: 2, 4 or 8.
-        bucket_numel: Values that share a scale, 512 or 1024.
+    Source: Alistarh et al., "QSGD" (NIPS 2017); see `ops.qsgd_quantize` for bits and buckets.
     """
 
     bits: int

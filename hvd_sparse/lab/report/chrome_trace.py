@@ -39,12 +39,7 @@ ROUNDING_US = 2.0
 
 
 def chrome_trace(recording: Recording, timeline: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """The trace in the Trace Event Format, which Chrome and Perfetto read.
-
-    Args:
-        recording: The run to draw.
-        timeline: Events of Horovod's timeline, or None.
-    """
+    """The trace of a run, and of Horovod's timeline, in the Trace Event Format."""
     start_us = ours_us = recording.run["start_unix_s"] * 1e6
     events: list[dict[str, Any]] = []
     if timeline is not None:
@@ -81,10 +76,9 @@ def chrome_trace(recording: Recording, timeline: list[dict[str, Any]] | None) ->
 
 
 def number_rows(phases: Sequence[dict[str, Any]]) -> list[str]:
-    """Replace each phase's row name by a row number, so that no two overlap on a row.
+    """Replaces each phase's row name by a row number, so that no two overlap on a row.
 
-    Returns:
-        The rows' names, in the order of their numbers.
+    Returns the rows' names, in the order of their numbers.
     """
     last: dict[tuple[str, int], dict[str, Any]] = {}
     for phase in sorted(phases, key=lambda event: event["ts"]):
@@ -132,11 +126,7 @@ def read_timeline(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def timeline_start_us(timeline: list[dict[str, Any]]) -> float:
-    """The start of Horovod's timeline, in microseconds since 1970.
-
-    Raises:
-        ConfigError: The timeline does not have it.
-    """
+    """The start of Horovod's timeline, in microseconds since 1970; ConfigError without one."""
     for event in timeline:
         arguments = event.get("args")
         started = arguments.get(START_KEY) if isinstance(arguments, dict) else None

@@ -24,7 +24,6 @@ GREY = "#6b7280"
 MOST_CURVES = len(COLOURS)
 FEW_POINTS = 40
 """A curve with fewer points shows each of them by a marker."""
-MOST_LEGEND_COLUMNS = 2
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "font.family": "sans-serif",
@@ -44,12 +43,7 @@ STYLE: dict[Any, Any] = {
 
 
 def svg(name: str, draw: Callable[..., None], *data: Any) -> str:
-    """A figure as an `<svg>` element.
-
-    Args:
-        name: Makes the identifiers in the figure unique on a page.
-        draw: Called with matplotlib's axes and the data.
-        *data: What to draw.
+    """What `draw(axes, *data)` draws, as an `<svg>` element; its `name` is unique on a page.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -94,8 +88,7 @@ def sent_bytes(axes: Any, curves: Curves) -> None:
     if np.nansum(dense):
         axes.plot(at, dense, color=GREY, linestyle="--", label="dense ring allreduce")
     is_log = bool(np.nansum(sent))
-    if is_log:
-        axes.set_yscale("log")
+    axes.set_yscale("log" if is_log else "linear")
     _finish(axes, "MB per step and rank", legend=True, from_zero=not is_log)
 
 
@@ -152,22 +145,12 @@ def ranks(axes: Any, recording: Recording) -> None:
 def stairs(curves: Curves, *columns: Floats) -> tuple[Floats, list[Floats]]:
     """Means as stairs: each spans its steps, with holes where no step was recorded.
 
-    Returns:
-        The steps at the corners, and every column's values there.
+    Returns the steps at the corners, and every column's values there.
     """
-    at: list[float] = []
-    values: list[list[float]] = [[] for _ in columns]
-    last = None
-    for i, (start, stop) in enumerate(zip(curves.start, curves.step, strict=True)):
-        if last is not None and start > last:
-            at.append(start)
-            for column in values:
-                column.append(np.nan)
-        at += [start, stop]
-        for column, source in zip(values, columns, strict=True):
-            column += [source[i], source[i]]
-        last = stop
-    return np.array(at), [np.array(column) for column in values]
+    at = np.column_stack((curves.start, curves.step)).ravel()
+    holes = 2 * np.flatnonzero(curves.start[1:] > curves.step[:-1]) + 2
+    values = [np.insert(np.repeat(column, 2), holes, np.nan) for column in columns]
+    return np.insert(at, holes, at[holes]), values
 
 
 def _finish(
@@ -190,6 +173,4 @@ def _finish(
     if from_zero:
         axes.set_ylim(bottom=0)
     if legend:
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=MOST_LEGEND_COLUMNS, fontsize=8
-        )
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, fontsize=8)

@@ -18,14 +18,7 @@ SHOWN = ("wait_s", "bytes_sent", "nnz_applied", "nnz_wanted")
 
 
 class Follower:
-    """Reads the lines that are added to a file of recordings.
-
-    Args:
-        path: The file. One that does not exist yet is taken for an empty file.
-
-    Attributes:
-        path: The file's name, as text.
-    """
+    """Reads the lines that are added to a file of recordings, which need not exist yet."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)

@@ -27,13 +27,8 @@ from hvd_sparse.recording.recorder import VERSION
 class Recording:
     """The lines of one run, by kind, in the order in which they were written.
 
-    Attributes:
-        run: The first line.
-        plans: The plans; each holds its own `steps` and `residuals`.
-        ranks: Comparisons of the ranks.
-        trials: What planners tried and chose.
-        torn_lines: How many lines were cut off, by a kill or a full disk, while this was the last
-            run of the file.
+    `run` is the first line, and `torn_lines` counts those that were cut off, by a kill or a full
+    disk, while this was the last run of the file.
     """
 
     run: dict[str, Any]
@@ -49,14 +44,7 @@ class Recording:
 
 @dataclass
 class Plan:
-    """A plan, and the lines written under it.
-
-    Attributes:
-        step: Steps done before it.
-        buckets: Their descriptions.
-        steps: Sums over steps, one list entry per bucket.
-        residuals: Residual norms.
-    """
+    """A plan, the number of steps done before it, and the lines written under it."""
 
     step: int
     buckets: list[dict[str, Any]]
@@ -84,11 +72,7 @@ def read_runs(path: str | os.PathLike[str]) -> list[Recording]:
 
 
 def chosen_run(runs: list[Recording], number: int | None) -> Recording:
-    """Choose a run by its number, from 1; None: the last one.
-
-    Raises:
-        ConfigError: There is no such run.
-    """
+    """The run of a number, from 1; None: the last one. ConfigError if there is no such run."""
     if number is None:
         return runs[-1]
     if not 1 <= number <= len(runs):
@@ -106,14 +90,9 @@ def spans_of(recording: Recording) -> Iterator[tuple[Plan, dict[str, Any], int, 
 
 
 class Reader:
-    """Assembles runs from lines.
+    """Assembles runs, by their ids, from lines; `path` is the file's name, for messages.
 
-    Args:
-        path: The file's name, for messages.
-
-    Attributes:
-        runs: By their ids.
-        refusal: The error to report if the file turns out to hold no run.
+    `refusal` is the error to report if the file turns out to hold no run.
     """
 
     def __init__(self, path: str) -> None:
@@ -267,14 +246,10 @@ def holds(adapter: TypeAdapter[Any], value: Any) -> bool:
 
 
 def check_line(line: Any, place: str) -> dict[str, Any]:
-    """Check a line and return it.
-
-    Args:
-        line: What was read.
-        place: File and line, for the message.
+    """Checks what was read at a place, and returns it.
 
     Raises:
-        ConfigError: The line is invalid; the message names the key and the value.
+        ConfigError: The line is invalid; the message names the place, the key and the value.
     """
     kind = line.get("kind") if isinstance(line, dict) else None
     if not isinstance(kind, str) or kind not in LINES:

@@ -49,11 +49,7 @@ PHASES = ("accumulate_select_s", "exchange_s", "decode_s", "wait_s")
 
 
 def report_page(runs: Sequence[Recording], recording: Recording) -> str:
-    """The whole page.
-
-    Args:
-        runs: All runs of the file.
-        recording: The run to show.
+    """The whole page of one of a file's runs.
 
     Raises:
         ConfigError: The recording holds no step.
@@ -119,14 +115,12 @@ def heading(recording: Recording) -> str:
         f"transport {run['transport']}; hvd_sparse {run['hvd_sparse']}, torch {run['torch']}; "
         f"begun {begun(recording)}. Compressed by {'; '.join(kinds(plan)) or 'nothing: all dense'}."
     )
-    warning = (
-        f'<p class="warn">{recording.torn_lines} line(s) of the recording are cut off and left '
-        "out.</p>"
-        if recording.torn_lines
-        else ""
-    )
     first, figures = map(escape, summary(recording))
-    return f"<h1>{first}</h1>\n<p>{figures}</p>\n<p>{escape(facts)}</p>{warning}"
+    parts = [f"<h1>{first}</h1>\n<p>{figures}</p>\n<p>{escape(facts)}</p>"]
+    if recording.torn_lines:
+        told = f"{recording.torn_lines} line(s) of the recording are cut off and left out."
+        parts.append(f'<p class="warn">{told}</p>')
+    return "".join(parts)
 
 
 def begun(recording: Recording, after_s: float = 0.0) -> str:
@@ -255,18 +249,13 @@ def plans_section(recording: Recording) -> str:
     for plan, following in pairwise([*recording.plans, None]):
         if plan is None or (following is not None and following.step == plan.step):
             continue  # replaced before a step was taken by it
-        last = steps_end(recording) if following is None else following.step
+        last = recording.steps[-1]["step"] if following is None else following.step
         numel = sum(bucket["numel"] for bucket in plan.buckets)
         words = "; ".join(kinds(plan)) or "all dense"
         steps = f"{plan.step + 1:,}–{last:,}" if last > plan.step else "none yet"
         rows.append((steps, len(plan.buckets), f"{numel:,}", words))
     columns = {"steps": "", "buckets": "", "elements": "", "compressed by": "text"}
     return section("Plans", f"{len(rows)} in this run.", table(columns, rows))
-
-
-def steps_end(recording: Recording) -> int:
-    """Number of the last recorded step."""
-    return int(recording.steps[-1]["step"]) if recording.steps else 0
 
 
 def bucket_tables(plan: Plan) -> list[str]:
@@ -347,12 +336,7 @@ def section(title: str, text: str, body: str) -> str:
 
 
 def table(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> str:
-    """A table that scrolls by itself where it is too wide for the page.
-
-    Args:
-        columns: Titles, and the CSS class of each column's cells.
-        rows: The cells.
-    """
+    """A table that scrolls by itself where it is too wide; `columns`: titles, and cells' class."""
     shown = [tagged("th", columns, columns), *(tagged("td", cells, columns) for cells in rows)]
     return f'<div class="wide"><table>{"".join(shown)}</table></div>'
 

@@ -29,13 +29,9 @@ MOSTLY = 2 / 3
 class Curves:
     """Means per step over stretches of a run, buckets added up.
 
-    Attributes:
-        start: Steps done before each stretch.
-        step: Last step of each stretch.
-        step_s: Seconds from step to step.
-        dense_bytes: What a ring allreduce of the same tensors would send. NaN where all tensors
-            were dense, because nothing is known about Horovod's bytes.
-        figures: By name, as in `StepStats`; bytes and messages are NaN in the same places.
+    A stretch begins after step `start` and ends with `step`. `dense_bytes` is what a ring allreduce
+    of the same tensors would send. It is NaN where all tensors were dense, because nothing is known
+    about Horovod's bytes; so are bytes and messages among the `figures`, named as in `StepStats`.
     """
 
     start: Floats
@@ -124,16 +120,10 @@ def bucket_curve(plan: Plan, name: str, bucket: int) -> tuple[list[float], list[
 def with_holes(steps: list[float], values: list[float]) -> tuple[list[float], list[float]]:
     """The same points, with a NaN in every gap that is much longer than its neighbours."""
     gaps = np.diff(steps)
-    shown: tuple[list[float], list[float]] = ([], [])
-    for i, (step, value) in enumerate(zip(steps, values, strict=True)):
-        if i > 0:
-            beside = [gaps[j] for j in (i - 2, i) if 0 <= j < len(gaps)]
-            if beside and gaps[i - 1] > LONG_GAP * max(beside):
-                shown[0].append(step)
-                shown[1].append(np.nan)
-        shown[0].append(step)
-        shown[1].append(value)
-    return shown
+    beside = np.fmax(np.r_[np.nan, gaps[:-1]], np.r_[gaps[1:], np.nan])
+    holes = np.flatnonzero(gaps > LONG_GAP * beside) + 1
+    at = np.insert(steps, holes, np.take(steps, holes))
+    return at.tolist(), np.insert(values, holes, np.nan).tolist()
 
 
 def collectives(plan: Plan, buckets: Sequence[int] | None = None) -> list[str]:

@@ -62,13 +62,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Departure:
-    """The times of a message on its way.
-
-    Attributes:
-        head_s: When its first byte can reach the receiver's card.
-        tail_s: When its last byte can reach the receiver's card.
-        sent_s: When the sender's card is done with it.
-    """
+    """When a message's first and last byte can reach a card, and the sender's card is done."""
 
     head_s: float
     tail_s: float
@@ -76,16 +70,7 @@ class Departure:
 
 
 class VirtualClock:
-    """The virtual times of one rank: of its processor, and of its card in both directions.
-
-    Args:
-        network: The network.
-        rank: The rank.
-        start_s: The processor's first time.
-
-    Attributes:
-        now_s: The processor's time.
-    """
+    """The virtual times of one rank: `now_s`, its processor's, and its card's both ways."""
 
     def __init__(self, network: Network, rank: int, start_s: float = 0.0) -> None:
         self.now_s = start_s
@@ -105,7 +90,6 @@ class VirtualClock:
         return Departure(head_s, self._sending_until_s + alpha_s - gap_s, self._sending_until_s)
 
     def receive(self, departure: Departure, nbytes: float, src: int) -> None:
-        """Wait until a message has arrived."""
         _, beta, gap_s = self._network.between(src, self._rank)
         here_s = self._take_card(departure.head_s, (gap_s + nbytes * beta) * self._slowness)
         self.wait_until(max(here_s, departure.tail_s))

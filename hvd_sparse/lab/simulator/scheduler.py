@@ -27,14 +27,10 @@ def first_come(count: int) -> int:
 
 
 class Scheduler:
-    """Runs P ranks in turns.
+    """Runs P ranks in turns; all methods except `run` are called by the rank whose turn it is.
 
-    All methods except `run` are called by the rank whose turn it is.
-
-    Args:
-        world_size: P.
-        pick: Gets the number of ranks that can continue, and returns the index of the next one.
-            Index 0 has waited longest.
+    `pick` gets the number of ranks that can continue, and returns the index of the next one. Index
+    0 has waited longest.
     """
 
     def __init__(self, world_size: int, pick: Pick = first_come) -> None:
@@ -47,11 +43,7 @@ class Scheduler:
             turn.acquire()
 
     def wait(self, rank: int, reason: str) -> None:
-        """Let the other ranks run until one of them calls `wake` for this rank.
-
-        Raises:
-            PeerLostError: Another rank failed.
-        """
+        """Let the other ranks run until one of them wakes this one; PeerLostError if one fails."""
         self._waiting[rank] = reason
         self._hand_over()
         self._turns[rank].acquire()
@@ -73,10 +65,7 @@ class Scheduler:
             self._ready.clear()
 
     def run(self, fn: Callable[[int], Result]) -> list[Result]:
-        """Run `fn(rank)` on every rank; may be called once.
-
-        Returns:
-            The ranks' results, in the order of the ranks.
+        """Run `fn(rank)` on every rank, once; returns their results in the order of the ranks.
 
         Raises:
             BaseException: What the first rank to fail raised.

@@ -46,21 +46,16 @@ def run_simulated(
     network: Network,
     *,
     stretch: float = 1.0,
-    pick: Pick = first_come,
 ) -> list[Result]:
     """Run `fn(transport)` once per rank of a simulated network; see `SimulatedWorld`."""
-    return SimulatedWorld(world_size, network, stretch, pick).run(fn)
+    return SimulatedWorld(world_size, network, stretch).run(fn)
 
 
 class SimulatedWorld:
     """P ranks of a simulated network.
 
-    Args:
-        world_size: P.
-        network: Connects the ranks.
-        stretch: How many bytes a byte of a vector stands for, at least 1.
-        pick: See `Scheduler`. It does not change the results.
-        control_bytes: By channel, the bytes of each rank's payload that are not stretched.
+    A byte of a vector stands for `stretch` bytes, at least 1, but for the first `control_bytes` of
+    each rank's payload, by channel. `pick` does not change the results; see `Scheduler`.
     """
 
     def __init__(
@@ -78,23 +73,16 @@ class SimulatedWorld:
         self.transports = [SimulatedTransport(self, rank) for rank in range(world_size)]
 
     def run(self, fn: Callable[[SimulatedTransport], Result]) -> list[Result]:
-        """Run `fn(transport)` on every rank, once; returns the results in order.
-
-        Raises:
-            BaseException: What the first rank to fail raised.
-        """
+        """Run `fn(transport)` on every rank, once; returns the results in order, or raises."""
         return self.scheduler.run(lambda rank: fn(self.transports[rank]))
 
 
 class SimulatedTransport(Transport):
     """One rank of a `SimulatedWorld`, connected to all of its ranks or to a group of them.
 
-    Args:
-        world: The world.
-        number: The rank's number in the world.
-        members: The ranks of the group, in order; None: all.
-        kind: Tells apart the groups that have this rank in common. Each group counts its own
-            calls, because another group may make more of them.
+    `number` is the rank's in the world, and `members` are the ranks of the group, in order; None:
+    all. `kind` tells apart the groups that have this rank in common. Each counts its own calls,
+    because another group may make more of them.
 
     Attributes:
         clock: The rank's virtual time. Assigning a new clock begins a measurement.
@@ -255,11 +243,7 @@ class _Message(NamedTuple):
 
 
 class SimulatedExchange(Handle):
-    """A message that was sent, one that is awaited, or both.
-
-    Args:
-        finish: Waits for both, and returns the received message's content.
-    """
+    """A message that was sent, one that is awaited, or both; `finish` waits for them."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self.content = cache(finish)

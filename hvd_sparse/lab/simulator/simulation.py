@@ -138,7 +138,7 @@ def simulate(
     Args:
         algorithm: One of `ALGORITHMS`.
         world_size: P, at least 1.
-        workload: What every rank brings.
+        workload: The sizes, and the work, of what every rank brings.
         network: Connects the ranks.
         streams: The entries that every rank brings.
         steps: At least 1; with 2, Ok-Topk is measured between exact thresholds. An algorithm
@@ -221,18 +221,10 @@ def simulate_all(
 ) -> list[SimulatedOutcome]:
     """Simulate every algorithm on every world; the results have their parallel efficiency.
 
-    Args:
-        algorithms: Some of `ALGORITHMS`.
-        world_sizes: Numbers of ranks.
-        workload: As for `simulate`, as are `network`, `streams`, `steps` and `stretch`.
-        network: Connects the ranks.
-        streams: The entries that every rank brings.
-        steps: Steps of each simulation.
-        stretch: The factor by which vectors are shortened.
-        jobs: How many simulations run at a time, each in a process. None: one per core where a
-            world is large, else one, in this process. It does not change the results.
-        progress: Called with a line after each simulation.
-        hierarchical: False for the flat form, True for two levels; or both.
+    The arguments are as for `simulate`; `hierarchical` is False for the flat form, True for two
+    levels, or both. So many `jobs` run at a time, each in a process. None: one per core where a
+    world is large, else one, in this process. It does not change the results. `progress` is called
+    with a line after each simulation.
     """
     if jobs is None:
         jobs = (os.cpu_count() or 1) if max(world_sizes, default=0) >= LARGE_WORLD else 1
@@ -278,11 +270,7 @@ def automatic_stretch(
 ) -> float:
     """The smallest stretch with which everything that the ranks receive fits into memory.
 
-    Args:
-        algorithm: Its name.
-        world_size: P.
-        workload: What every rank brings.
-        shards: L in two levels, where the gather inside a host counts, too; else 1.
+    `shards` is L in two levels, where the gather inside a host counts, too; else 1.
     """
     ranks, numel, k = world_size // shards, workload.numel // shards, workload.k // shards
     words = cost(algorithm, ranks, numel, k).expected.words
@@ -294,14 +282,8 @@ def automatic_stretch(
 class SimulatedRank:
     """What one rank does in a step: it exchanges the share of it that it has in its host.
 
-    Args:
-        transport: Connects all ranks of the world.
-        entry: The algorithm.
-        numel: n.
-        k: Entries of the whole vector.
-        wire: The form of the messages.
-        streams: The entries that every rank brings.
-        shards: Ranks of a host that share the vector, in two levels; else 1.
+    `k` of `numel` are entries of the whole vector, and `shards` ranks of a host share it: in two
+    levels; else 1.
     """
 
     def __init__(
@@ -325,14 +307,9 @@ class SimulatedRank:
         self.collective = entry.collective(across, self.numel, self.k, wire=wire)
 
     def take_step(self, step: int, *, encodes: bool) -> tuple[int, int]:
-        """Take a step.
+        """Take a step; returns the entries of this rank's share of the sum, and its checksum.
 
-        Args:
-            step: Its number.
-            encodes: Whether selecting the entries takes time.
-
-        Returns:
-            Entries of this rank's share of the sum; a checksum of the whole sum.
+        If it `encodes`, selecting the entries takes time. The checksum is of the whole sum.
         """
         rank, ranks = self.transport.rank, self.transport.world_size
         if self.shards > 1:
@@ -378,7 +355,6 @@ class _Step:
 
 
 def _by_host(values: list[float], local_size: int) -> list[float]:
-    """Sums over the ranks of each host."""
     return [sum(values[i : i + local_size]) for i in range(0, len(values), local_size)]
 
 

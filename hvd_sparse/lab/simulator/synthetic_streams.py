@@ -53,12 +53,8 @@ class SyntheticStreams:
         shared = generator(self.seed, step, 0)
         own = generator(self.seed, step, 1 + rank)
         room = min(numel, max(k, round(self.region * numel)))
-        common = self._draw(
-            shared,
-            room,
-            round(self.overlap * k),
-            torch.empty(0, dtype=torch.float32, device="cpu").long(),
-        )
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+        common = self._draw(shared, room, round(self.overlap * k), nothing)
         indices = self._draw(own, room, k, common)
         values = torch.randn(indices.numel(), generator=own, dtype=torch.float32, device="cpu")
         values *= values.abs()
@@ -71,9 +67,8 @@ class SyntheticStreams:
         if 4 * count > room:  # crowded: rank all of them instead of trying
             weight = torch.rand(room, generator=generator, dtype=torch.float64, device="cpu")
             if self.skew:
-                weight *= torch.linspace(1, 1e-9, room, dtype=torch.float64, device="cpu").pow(
-                    self.skew
-                )
+                falling = torch.linspace(1, 1e-9, room, dtype=torch.float64, device="cpu")
+                weight *= falling.pow(self.skew)
             weight[taken] = 2.0
             return weight.topk(count).indices.sort().values
         while (missing := count - indices.numel()) > 0:

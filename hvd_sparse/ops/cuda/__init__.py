@@ -36,8 +36,4 @@ __all__ = ["AddressTable", "Argument", "CompileError", "CudaOps", "CupyLauncher"
 
 
 class CudaOps(CudaSelection, CudaStreams, CudaWire):
-    """All of them, one base class for each family.
-
-    Args:
-        launcher: Starts the kernels: `CupyLauncher(device)`.
-    """
+    """All of them, one base class for each family; started by `CupyLauncher(device)`."""

@@ -26,12 +26,7 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class AddressTable:
-    """Rows of integers on the device, each of which begins with the address of another tensor.
-
-    Attributes:
-        rows: int64, contiguous, on the device.
-        tensors: What the addresses refer to, row by row; fewer where a row has none.
-    """
+    """Rows of int64 on the device, each of which begins with the address of one of the tensors."""
 
     rows: Tensor
     tensors: Sequence[Tensor]
@@ -53,11 +48,7 @@ class CompileError(RuntimeError):
 
 
 class CupyLauncher:
-    """Kernels on one device, compiled when they are first used.
-
-    Args:
-        device: The device.
-        options: What the compiler is told beside the language.
+    """Kernels on one device, compiled when they are first used, with these options.
 
     Raises:
         ImportError: CuPy is not installed.

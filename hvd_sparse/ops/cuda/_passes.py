@@ -18,11 +18,7 @@ HEADER_WORDS = 8
 
 
 class KernelFamily:
-    """A family of operations on CUDA tensors; the launcher makes them run.
-
-    Args:
-        launcher: Starts the kernels.
-    """
+    """A family of operations on CUDA tensors; the launcher makes them run."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launch = launcher.launch
@@ -62,11 +58,8 @@ class AccumulationInputs:
         if momentum is not None and table.tensors:  # without gradients u stands still
             buffer = None if kept is None else kept.buffer
             self.buffer_before = momentum.buffer if buffer is None else buffer
-            self.momentum = (
-                momentum.buffer,
-                np.float32(momentum.factor),
-                np.int32(momentum.nesterov),
-            )
+            form = np.float32(momentum.factor), np.int32(momentum.nesterov)
+            self.momentum = (momentum.buffer, *form)
         self.written: tuple[Argument, ...] = (accumulation.residual, *self.momentum, *self.table)
         self.whole: tuple[Argument, ...] = (self.before, self.buffer_before, *self.written)
 
@@ -87,23 +80,15 @@ def thread_blocks(count: int) -> int:
 
 
 def empty_stream(capacity: int, device: torch.device) -> Entries:
-    """Room for a stream."""
-    return (
-        torch.empty(capacity, dtype=torch.int32, device=device),
-        torch.empty(capacity, dtype=torch.float32, device=device),
-    )
+    indices = torch.empty(capacity, dtype=torch.int32, device=device)
+    return indices, torch.empty_like(indices, dtype=torch.float32)
 
 
 class OrderedPass:
     """One launch that compacts in order, into room for a guessed number of entries.
 
-    What does not fit is left as it was, from some tile on, and a second launch takes it.
-
-    Attributes:
-        header: See `Header` in csrc/cuda/compact.cuh.
-        indices: Room for `capacity` indices.
-        values: Room for as many values.
-        capacity: Room for how many entries.
+    What does not fit is left as it was, from some tile on, and a second launch takes it. For the
+    `header`, see csrc/cuda/compact.cuh.
     """
 
     def __init__(
@@ -118,21 +103,13 @@ class OrderedPass:
 
     def outputs(self) -> tuple[Argument, ...]:
         """The kernels' last arguments, from `first_tile` on."""
-        return (
-            np.int64(self.first_tile),
-            np.uint64(self.capacity),
-            self.header,
-            self.indices,
-            self.values,
-        )
+        first, room = np.int64(self.first_tile), np.uint64(self.capacity)
+        return first, room, self.header, self.indices, self.values
 
     def finish(self, launch: Callable[[OrderedPass], None]) -> Entries:
-        """All entries, after a second launch if there are more than there was room for.
+        """All entries; waits for their number.
 
-        Waits for their number.
-
-        Args:
-            launch: Starts a pass that finds the same entries.
+        If there are more than there was room for, `launch` starts a second pass, which finds them.
         """
         total, stopped, written = self._workspace.read(self.header[1:4])
         if not stopped:
@@ -147,5 +124,4 @@ class OrderedPass:
         )
 
     def entries(self, count: int) -> Entries:
-        """The first `count` entries."""
         return self.indices[:count], self.values[:count]

@@ -40,10 +40,7 @@ _dtype_of = attrgetter("dtype")
 class Workspace:
     """Shared by all threads that call the operations of a device.
 
-    Attributes:
-        tables: How many tables were made.
-        blocks: How many blocks were zeroed.
-        reads: How often the host has waited.
+    It counts the tables that it made, the blocks that it zeroed, and the host's waits (`reads`).
     """
 
     def __init__(self) -> None:
@@ -57,15 +54,10 @@ class Workspace:
     def segments(
         self, gradients: Sequence[Tensor], numel: int, device: torch.device
     ) -> tuple[AddressTable, int, int]:
-        """The table of gradients that lie side by side over `numel` elements.
+        """The table of gradients that lie side by side over `numel` elements of a device.
 
-        Args:
-            gradients: Contiguous, on the device; none of them: there is nothing to add.
-            numel: Their elements, all together.
-            device: Theirs.
-
-        Returns:
-            The table, its rows and the number of tiles. Empty gradients have no row.
+        Without gradients there is nothing to add. Returns the table, its rows and the number of
+        tiles. Empty gradients have no row.
         """
         numels = tuple(map(Tensor.numel, gradients))
         if 0 in numels:
@@ -104,13 +96,9 @@ class Workspace:
         return block[used : used + words]
 
     def read(self, *parts: Tensor) -> list[int]:
-        """Waits for what was launched on the current stream.
+        """Waits for what was launched on the current stream; returns the parts' words.
 
-        Args:
-            parts: int64, on one device, `MOST_READ` words at most.
-
-        Returns:
-            Their words, one after the other.
+        The parts are int64, on one device, of `MOST_READ` words at most.
 
         Raises:
             ValueError: A kernel that has run by then was given an index out of range.
@@ -163,7 +151,6 @@ class Workspace:
 
 
 def tile_count(numel: int) -> int:
-    """Tiles of `numel` elements."""
     return -(-numel // TILE)
 
 

@@ -33,7 +33,6 @@ class CudaEstimation(KernelFamily):
         return self._sample(inputs, runs, run_numel, seed)
 
     def _sample(self, inputs: AccumulationInputs, runs: int, run_numel: int, seed: int) -> Tensor:
-        """Starts sampling."""
         device, samples = inputs.before.device, runs * run_numel
         magnitudes = torch.empty(samples, device=device, dtype=torch.float32)
         places = np.int64(inputs.before.numel() // run_numel)
@@ -45,15 +44,11 @@ class CudaEstimation(KernelFamily):
         return magnitudes
 
     def _descend(self, x: Tensor, k: int, passed: Tensor | None = None) -> Tensor:
-        """Starts a radix descent to the k-th largest key of `x`.
+        """Starts a radix descent to the k-th largest key of `x`, k > 0.
 
-        Args:
-            x: float32 `(n,)`, or room for what a pass leaves.
-            k: Rank, from 1 on.
-            passed: Header of that pass; if it does not leave k entries, the key is 0.
-
-        Returns:
-            The `Descent` (csrc/cuda/topk.cu), int64 `(DESCENT_WORDS,)`, on the device.
+        `x` is float32 `(n,)`, or room for what a pass leaves; if by the header of that, `passed`,
+        it does not leave k entries, the key is 0. Returns the `Descent` (csrc/cuda/topk.cu), int64
+        `(DESCENT_WORDS,)`, on the device.
         """
         descent = self._workspace.zeros(DESCENT_WORDS, x.device)
         for digit in range(DIGITS):

@@ -176,10 +176,9 @@ class CudaSelection(CudaEstimation):
         self._launch(kernel, step.tiles, *accumulated, *selected, *step.outputs())
 
     def _sampled_pivot(self, inputs: AccumulationInputs, k: int) -> Tensor | None:
-        """A key that probably lets k entries pass, and not many more; it stays on the device.
+        """The place, on the device, of a key that probably lets k entries pass, and few more.
 
-        Returns:
-            Its place, or None where everything that is not zero has to be looked at.
+        None where everything that is not zero has to be looked at.
         """
         numel = inputs.before.numel()
         if numel <= 8 * LEAST_SAMPLE:
@@ -203,13 +202,8 @@ class CudaSelection(CudaEstimation):
     ) -> tuple[Entries, Tensor]:
         """The k largest candidates, and their descent; the others move back into the residual.
 
-        Args:
-            residual: What they came from.
-            indices: The candidates', or room for them.
-            values: Theirs.
-            k: How many to take, at most as many as there are.
-            passed: Header of the pass that leaves the candidates; if they are fewer than k or not
-                all there, nothing happens.
+        There may only be room for candidates yet: `passed` is the header of the pass that leaves
+        them. If they are fewer than k or not all there, nothing happens.
         """
         descent = self._descend(values, k, passed)
         header = self._header(tile_count(values.numel()), residual.device)
