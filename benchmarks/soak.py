@@ -186,13 +186,13 @@ class Soak:
         spoils = self._chance.choice([*own]), self._chance.choice(["inf", "-inf", "nan"])
         spoilers = self._chance.sample(range(RANKS), self._chance.choice([1, RANKS]))
         chosen = self._chance.randrange(RANKS)
-        before, within = ({name: FAULTS[name] for name in faults if name in f} for f in PLACES)
+        before, within = ([FAULTS[name] for name in f if name in faults] for f in PLACES)
         if "busy" in faults and hvd.rank() == chosen:
             time.sleep(BUSY_S)
         if "starve" in faults and hvd.rank() == (chosen + 1) % RANKS:
             time.sleep(STARVE_S)  # the chosen one waits, and asks
         if hvd.rank() == chosen:
-            for fault in before.values():
+            for fault in before:
                 fault(self.compression)
         self._optimizer.zero_grad()
         loss = torch.zeros(())
@@ -203,7 +203,7 @@ class Soak:
             loss = loss + (p * factor).sum()
         self.scaler.scale(loss).backward()
         if hvd.rank() == chosen:
-            for fault in within.values():
+            for fault in within:
                 fault(self.compression)
         self._optimizer.synchronize()
         with self._optimizer.skip_synchronize():
@@ -307,7 +307,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     **{"fork": fork, "look": look},
 }
 PLACES = (("hold", "strangers", "starve"), ("fork", "look"))
-"""Before a step, and while it is under way."""
+"""Before a step, and while it is under way; in this order, as strangers take descriptors."""
 
 
 def fail(number: int, _: object) -> None:

@@ -102,6 +102,7 @@ LINES: list[dict[str, Any]] = [
             "steps": 1,
             "at_s": step / 10,
             "seconds": 0.1,
+            "faults": 7,
             "collective": ["C"],
             "threshold": [0.5],
             "imbalance": [0.0],
@@ -123,13 +124,15 @@ RUN = LINES[0]
 PLAN = {**LINES[1], "buckets": [{**BUCKET, "compressor": "topk", "wire": "float32"}]}
 
 
-def steps(last: int, count: int, step_s: float = 0.2, nbytes: int = 100) -> dict[str, Any]:
+def steps(
+    last: int, count: int, step_s: float = 0.2, nbytes: int = 100, faults: int = 0
+) -> dict[str, Any]:
     figures = {name: [0] for name in FIGURES} | {"bytes_sent": [count * nbytes]}
     figures |= {"wait_s": [count * step_s / 4], "nnz_applied": [20 * count]}
     figures |= {"nnz_wanted": [10 * count]}
     more = {"collective": ["oktopk"], "threshold": [0.5], "imbalance": [0.0], "spans": [{}]}
     at = {"step": last, "steps": count, "at_s": last * step_s, "seconds": count * step_s}
-    return {"kind": "steps", "id": "x", **at, **figures, **more}
+    return {"kind": "steps", "id": "x", "faults": count * faults, **at, **figures, **more}
 
 
 def ranks(*exchange_s: float) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def missing_toolkit(torch: str, environ: Mapping[str, str], default: Path) -> st
     """
     nvcc = shutil.which("nvcc", path=environ.get("PATH", os.defpath))
     named = environ.get("HOROVOD_CUDA_HOME") or environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    home = Path(named) if named else Path(nvcc).parents[1] if nvcc else default
+    home = Path(named) if named else home_of(nvcc) if nvcc else default
     if "+cu" not in torch or not home.exists():
         return ""
     headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]
@@ -133,6 +133,14 @@ def missing_toolkit(torch: str, environ: Mapping[str, str], default: Path) -> st
         "for CPUs (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu "
         f"HVD_SPARSE_TORCH={torch.partition('+')[0]}+cpu)"
     )
+
+
+def home_of(nvcc: str) -> Path:
+    """The toolkit of an `nvcc`, which may be a link or a script: it tells where it runs."""
+    command = [nvcc, "-v", "--dryrun", "none.cu"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    found = re.search(r"^#\$ _HERE_=(.+)$", told, re.MULTILINE)
+    return Path(found[1]).parent if found else Path(nvcc).resolve().parents[1]
 
 
 def torch_suits(venv: Path, environ: Mapping[str, str]) -> bool:

@@ -12,7 +12,14 @@ from hvd_sparse.files import write_text
 from hvd_sparse.lab.report.chrome_trace import chrome_trace, read_timeline
 from hvd_sparse.lab.report.log import chosen_run, read_runs
 from hvd_sparse.lab.report.page import other_compressions, report_page
-from hvd_sparse.lab.report.summary import bucket_means, last_plan, slowest_rank, steps_of
+from hvd_sparse.lab.report.summary import (
+    bucket_means,
+    faults_in_words,
+    faults_of,
+    last_plan,
+    slowest_rank,
+    steps_of,
+)
 
 
 def add_recording_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +65,7 @@ def run_report(options: argparse.Namespace) -> Output:
         "buckets": len(plan.buckets),
         "means_per_step": {name: float(v.sum()) for name, v in bucket_means(plan).items()},
         "slowest_rank": slowest_rank(recording),
+        "faults_per_step": faults_of(recording.steps),
     }
     notes = [f"run {runs.index(recording) + 1} of {len(runs)}"] if len(runs) > 1 else []
     if others := other_compressions(runs, recording):
@@ -66,7 +74,8 @@ def run_report(options: argparse.Namespace) -> Output:
     if recording.torn_lines:
         notes.append(f"{recording.torn_lines} line(s) are cut off")
     note = f" ({', '.join(notes)})" if notes else ""
-    return Output(report, f"{output}: {report['steps']} steps{note}")
+    faults = f"page faults: {faults_in_words(faults_of(recording.steps))}"
+    return Output(report, f"{output}: {report['steps']} steps{note}\n{faults}")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from hvd_sparse.cli.report import add_recording_arguments
 from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.lab.report.follow import Follower, Present, present
 from hvd_sparse.lab.report.log import Recording, chosen_run
+from hvd_sparse.lab.report.summary import faults_in_words
 from hvd_sparse.tables import nbytes
 
 BAR_CHARACTERS = 30
@@ -105,7 +106,8 @@ def panel(shown: Present | None, title: str) -> Any:
         sent = f"{nbytes(shown.sent_bytes)} per step{less if shown.sent_bytes else ''}"
         density = f"{shown.density:.3g} applied, {shown.wanted:.3g} wanted"
         facts += [("sent", sent), ("density", f"{density}, target {shown.target:.3g}")]
-    facts.append(("plan", "; ".join(shown.plan) or "all dense"))
+    facts += [("page faults", faults_in_words(shown.faults))]
+    facts += [("plan", "; ".join(shown.plan) or "all dense")]
     rows = [grid(facts)]
     if len(shown.exchange_ms) > 1:
         rows += [Text(), ranks(shown)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import secrets
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice
@@ -29,7 +32,9 @@ from hvd_sparse.engine.state import EngineState, l1_of
 from hvd_sparse.errors import CheckpointError, ConfigError, warn
 from hvd_sparse.files import replacing
 
-FORMAT, VERSION = "hvd_sparse checkpoint", 1
+FORMAT, VERSION = "hvd_sparse checkpoint", 2
+READ_VERSIONS = (1, VERSION)
+"""The first one stored all tensors whole."""
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"step-\d+-[0-9a-f]{16}-rank-\d+-of-\d+\.pt")
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.(pt|json)")
@@ -243,13 +248,31 @@ def _write_state(path: Path, state: EngineState) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = state.as_dict()
     for kind, tensors in state.by_kind().items():
-        data[kind] = {name: tensor.cpu() for name, tensor in tensors.items()}
+        data[kind] = {name: _packed(tensor.cpu()) for name, tensor in tensors.items()}
     file = io.BytesIO()
     torch.save(data, file)
     content = file.getvalue()
     _write(path, content)
     l1 = l1_of(state.residual.values())
     return {"name": path.name, "nbytes": len(content), "sha256": _checksum(content), "l1": l1}
+
+
+def _packed(tensor: Tensor) -> Tensor | dict[str, Tensor]:
+    """A tensor by its bits that are not zero, where that is smaller; -0.0 is kept."""
+    flat = tensor.flatten().numpy()
+    indices = np.flatnonzero(flat.view(np.int32))
+    if 2 * len(indices) >= len(flat) or len(flat) >= 2**31:
+        return tensor
+    kept = {"indices": indices.astype(np.int32), "values": flat[indices]}
+    return {name: torch.from_numpy(part) for name, part in kept.items()}
+
+
+def _unpacked(stored: Any, shape: Sequence[int]) -> Any:
+    if not isinstance(stored, Mapping):
+        return stored
+    flat = np.zeros(math.prod(shape), np.float32)
+    flat[stored["indices"].numpy()] = stored["values"].numpy()
+    return torch.from_numpy(flat).reshape(tuple(shape))
 
 
 def _read_state(folder: Path, file: Mapping[str, Any], manifest: Mapping[str, Any]) -> EngineState:
@@ -259,7 +282,11 @@ def _read_state(folder: Path, file: Mapping[str, Any], manifest: Mapping[str, An
         raise ConfigError(f"{name}: must have {file['nbytes']} bytes, got {len(content)}")
     if _checksum(content) != file["sha256"]:
         raise ConfigError(f"{name}: the checksum is another one: the file was changed")
-    state = EngineState.from_dict(torch.load(io.BytesIO(content), weights_only=True))
+    data = torch.load(io.BytesIO(content), weights_only=True)
+    for kind in ("residual", "momentum"):
+        shapes = manifest["shapes"]
+        data[kind] = {key: _unpacked(part, shapes.get(key, ())) for key, part in data[kind].items()}
+    state = EngineState.from_dict(data)
     for key in ("step", "world_size"):
         if getattr(state, key) != manifest[key]:
             raise ConfigError(f"{name}: {key} must be {manifest[key]}, got {getattr(state, key)}")
@@ -287,7 +314,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         found = manifest["format"], manifest["version"]
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{MANIFEST} is no manifest of a checkpoint") from None
-    if found != (FORMAT, VERSION):
+    if found not in [(FORMAT, version) for version in READ_VERSIONS]:
         raise ConfigError(f"{MANIFEST}: must be {FORMAT!r} of version {VERSION}, got {found}")
     if document.get("sha256") != _checksum(_canonical(manifest)) or manifest.keys() != KEYS:
         raise ConfigError(f"{MANIFEST}: the checksum is another one: the file was changed")

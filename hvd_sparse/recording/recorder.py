@@ -6,7 +6,7 @@ A recording is a file of JSON lines. Each line has the `id` of its run and a `ki
 |---|---|---|
 | `run` | first | format version, rank, world, transport, host, process, start in Unix seconds |
 | `plan` | at every new plan | the buckets: names, numel, k, type, compressor, wire, and so on |
-| `steps` | as often as the budget allows | sums over `steps` steps, one list entry per bucket |
+| `steps` | as often as the budget allows | sums over `steps` steps, by bucket; page faults |
 | `residual` | one bucket in turn, as the budget allows | its residual's Euclidean norm |
 | `ranks` | every 64 steps | seconds per phase on every rank, sums over `steps` steps |
 | `trial` | when a planner has decided | the plans that it tried, what they took, the chosen one |
@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import secrets
 import socket
 import time
@@ -205,7 +206,7 @@ class Recorder(Leaving, Observer):
         self.close()
         self._transport = weakref.ref(transport)
         self._rank = transport.rank
-        self._start, self._last_s = perf_counter(), 0.0
+        self._start, self._last_s, self._faults = perf_counter(), 0.0, page_faults()
         self._due = {kind: Thinning(self._step) for kind in ("steps", "residual", "ranks")}
         self._count_anew(())
         if self._budgets is None:
@@ -253,7 +254,7 @@ class Recorder(Leaving, Observer):
                 self._write_steps()
 
     def _write_steps(self) -> None:
-        buckets, now_s = self._buckets, perf_counter() - self._start
+        buckets, now_s, faults = self._buckets, perf_counter() - self._start, page_faults()
         totals = {name: [getattr(b.stats, name) for b in buckets] for name in FIGURES}
         sums = {
             name: rounded(new - old for new, old in zip(column, self._totals[name], strict=True))
@@ -266,6 +267,7 @@ class Recorder(Leaving, Observer):
             "steps": steps,
             "at_s": round(now_s, 6),
             "seconds": round(now_s - self._last_s, 6),
+            "faults": faults - self._faults,
             **sums,
             "collective": [b.stats.collective for b in buckets],
             "threshold": [finite_or_none(b.stats.threshold) for b in buckets],
@@ -273,7 +275,7 @@ class Recorder(Leaving, Observer):
             "spans": [self._spans_of_last_step(b) for b in buckets],
         }
         # Set before writing, so that a failure is not repeated at the end of the run.
-        self._totals, self._counted, self._last_s = totals, self._step, now_s
+        self._totals, self._counted, self._last_s, self._faults = totals, self._step, now_s, faults
         self._write(line)
         self._to_tensorboard(line, buckets)
         self._due["steps"].wrote(self._step, 1 + len(buckets))
@@ -399,6 +401,11 @@ class Thinning:
         """Count the entries of a line that was written after this step."""
         self._last_step = step
         self._entries += entries
+
+
+def page_faults() -> int:
+    """Pages that this process has touched for the first time since the system gave them to it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def check_path(path: Any) -> str:

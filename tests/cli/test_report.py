@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvd_sparse.cli.main import FAILED, main
-from tests.recordings import LINES, text_of
+from tests.recordings import LINES, PLAN, RUN, page_of, steps, text_of
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(tmp_path / "none.jsonl")]) == FAILED
     assert capsys.readouterr().err.startswith("hvd-sparse report: [Errno 2] No such file")
+
+
+MEND = "Start the job by `hvd-sparse tuned`, or with MALLOC_MMAP_THRESHOLD_="
+
+
+def test_page_faults_are_told_and_what_ends_them_where_they_are_many(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """The first steps touch everything for the first time: they do not count."""
+    path = tmp_path / "run.jsonl"
+    for faults, shown in ((45_786, f"45,786 per step: memory {MEND}"), (5_000, "5,000 per step")):
+        lines = [steps(1, 1, faults=10**7), *(steps(n, 1, faults=faults) for n in (2, 3, 4))]
+        path.write_text(text_of(RUN, PLAN, *lines))
+        page = page_of(path)
+        told = capsys.readouterr().out
+        for text in (told, page):
+            assert f"age faults: {shown.split(' memory')[0]}" in text
+            assert (MEND in text) == (MEND in shown)
+        assert ('<p class="warn">Page faults' in page) == (MEND in shown)
+        assert main(["top", str(path)]) == 0
+        words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert f"page faults {shown.split(' memory')[0]}" in words
+        assert (MEND in words) == (MEND in shown)
+        assert main(["report", str(path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["faults_per_step"] == faults
+    for line in lines:
+        del line["faults"]  # as an earlier release has written it
+    path.write_text(text_of(RUN, PLAN, *lines))
+    assert main(["report", str(path)]) == 0
+    assert capsys.readouterr().out.endswith("page faults: not recorded\n")
 
 
 @pytest.mark.parametrize(("command", "name"), [("report", "run.html"), ("trace", "run.trace.json")])

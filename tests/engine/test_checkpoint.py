@@ -382,7 +382,7 @@ MANIFEST_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "manifest.json").write_text(
             json.dumps({"manifest": {"format": "x", "version": 1}})
         ),
-        r"must be 'hvd_sparse checkpoint' of version 1, got \('x', 1\)",
+        r"must be 'hvd_sparse checkpoint' of version 2, got \('x', 1\)",
     ),
 }
 
@@ -462,3 +462,38 @@ def test_another_model_is_refused_or_counted(folder: Path) -> None:
             load(transport, folder, "x")
 
     on_ranks(2, action)
+
+
+@pytest.mark.parametrize("nonzero", [0, 1, 4_999, 5_000, 10_000])
+def test_only_what_is_not_zero_is_stored_where_that_is_smaller(
+    tmp_path: Path, nonzero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    residual = torch.zeros(100, 100)
+    residual.view(-1)[torch.randperm(10_000)[:nonzero]] = torch.randn(nonzero)
+    if nonzero:
+        residual.view(-1)[residual.view(-1).nonzero()[0]] = -0.0
+    state = EngineState(residual={"a": residual, "b": torch.tensor(1.5)}, step=3)
+
+    def alone(mine: Any) -> list[Any]:
+        return [mine]
+
+    def loaded() -> Tensor:
+        tensor: Tensor = load_checkpoint(tmp_path, 0, 1, alone).state["residual"]["a"]
+        return tensor
+
+    save_checkpoint(tmp_path, state.as_dict, 0, 1, alone)
+    assert torch.equal(loaded().view(torch.int32), residual.view(torch.int32))
+    (file,) = tmp_path.glob("*.pt")
+    assert file.stat().st_size < 8 * min(nonzero, 5_000) + 5_000
+    # As the first version stored it, which is still read.
+    monkeypatch.setattr(module, "_packed", lambda tensor: tensor)
+    monkeypatch.setattr(module, "VERSION", 1)
+    save_checkpoint(tmp_path, state.as_dict, 0, 1, alone)
+    assert torch.equal(loaded().view(torch.int32), residual.view(torch.int32))
+
+
+def test_packed_entries_that_do_not_fit_are_refused() -> None:
+    for indices in ([2], [-3]):
+        stored = {"indices": torch.tensor(indices).int(), "values": torch.ones(1)}
+        with pytest.raises(IndexError):
+            module._unpacked(stored, (2,))

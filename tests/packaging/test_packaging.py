@@ -389,6 +389,26 @@ def test_a_lone_nvcc_is_named_before_anything_is_built(tmp_path: Path) -> None:
     assert not bootstrap.missing_toolkit("2.13.0+cu130", environ, tmp_path / "none")
 
 
+def test_an_nvcc_that_is_a_link_or_a_script_leads_to_its_toolkit(tmp_path: Path) -> None:
+    toolkit, places = tmp_path / "cuda", tmp_path / "bin"
+    (toolkit / "include").mkdir(parents=True)
+    (toolkit / "include" / "cuda_runtime.h").touch()
+    environ = tools_in(places)
+    tools_in(toolkit / "bin", "nvcc")
+    for told in ("", f'echo "#$ _HERE_={toolkit}/bin" >&2\n'):
+        nvcc = places / "nvcc"
+        if told:
+            nvcc.unlink()
+            nvcc.write_text(f"#!/bin/sh\n{told}")
+            nvcc.chmod(0o755)
+        else:
+            nvcc.symlink_to(toolkit / "bin" / "nvcc")
+        assert not bootstrap.missing_toolkit("2.13.0+cu130", environ, tmp_path / "none")
+    (toolkit / "include" / "cuda_runtime.h").unlink()
+    told = bootstrap.missing_toolkit("2.13.0+cu130", environ, tmp_path / "none")
+    assert f"{toolkit} has no include/" in told
+
+
 def test_builds_of_one_torch_version_differ(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     (packages / "torch-2.13.0.dist-info").mkdir(parents=True)

@@ -49,6 +49,8 @@ def test_what_is_recorded_adds_up(tmp_path: Path) -> None:
     assert plan.residuals
     assert {r["bucket"] for r in plan.residuals} <= {0, 1, 2}
     assert all(r["norm"] > 0 for r in plan.residuals)
+    assert all(line["faults"] >= 0 for line in plan.steps)
+    assert sum(line["faults"] for line in plan.steps) > 0
     spans = plan.steps[-1]["spans"][0]
     assert set(spans) == {"stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s"}
     start_s, seconds = spans["accumulate_select_s"]

@@ -10,7 +10,14 @@ import numpy as np
 
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.report.log import Reader, Recording
-from hvd_sparse.lab.report.summary import dense_bytes, kinds, rank_ms, slowest_rank, steps_of
+from hvd_sparse.lab.report.summary import (
+    dense_bytes,
+    faults_of,
+    kinds,
+    rank_ms,
+    slowest_rank,
+    steps_of,
+)
 
 RECENT_STEPS = 100
 """The present is a mean over the last lines, of this many steps at most, or over the last line."""
@@ -79,6 +86,7 @@ class Present:
         target: Density wanted after the warm-up.
         exchange_ms: Milliseconds per step in exchanges, by rank, in the last comparison.
         slowest_rank: The rank that the others wait for; None: no rank is clearly slow.
+        faults: Page faults per step of the recorded process; None where they are not recorded.
         plan: How the tensors are compressed, in words; empty where all are dense.
         at_s: When the last line was written, in seconds since the start of the run.
     """
@@ -93,6 +101,7 @@ class Present:
     target: float
     exchange_ms: tuple[float, ...]
     slowest_rank: int | None
+    faults: float | None
     plan: tuple[str, ...]
     at_s: float
 
@@ -123,6 +132,7 @@ def present(recording: Recording) -> Present | None:
         target=sum(bucket["k"] for bucket in plan.buckets) / numel,
         exchange_ms=tuple(map(float, exchange_ms)),
         slowest_rank=slowest_rank(recording),
+        faults=faults_of(lines),
         plan=tuple(kinds(plan)),
         at_s=lines[0]["at_s"],
     )

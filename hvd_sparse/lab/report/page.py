@@ -18,6 +18,9 @@ from hvd_sparse.lab.report.summary import (
     collectives,
     curves,
     dense_bytes,
+    faults_in_words,
+    faults_of,
+    is_many,
     kinds,
     last_plan,
     rank_ms,
@@ -45,6 +48,7 @@ BUCKET_CURVES = {
         "1 means that the partitions are balanced.",
     ),
 }
+WARN = ' class="warn"'
 PHASES = ("accumulate_select_s", "exchange_s", "decode_s", "wait_s")
 
 
@@ -115,12 +119,15 @@ def heading(recording: Recording) -> str:
         f"transport {run['transport']}; hvd_sparse {run['hvd_sparse']}, torch {run['torch']}; "
         f"begun {begun(recording)}. Compressed by {'; '.join(kinds(plan)) or 'nothing: all dense'}."
     )
-    first, figures = map(escape, summary(recording))
-    parts = [f"<h1>{first}</h1>\n<p>{figures}</p>\n<p>{escape(facts)}</p>"]
+    first, figures = summary(recording)
+    faults = faults_of(recording.steps)
+    told = [("", figures), ("", facts)]
+    told += [(WARN if is_many(faults) else "", f"Page faults: {faults_in_words(faults)}.")]
     if recording.torn_lines:
-        told = f"{recording.torn_lines} line(s) of the recording are cut off and left out."
-        parts.append(f'<p class="warn">{told}</p>')
-    return "".join(parts)
+        torn = f"{recording.torn_lines} line(s) of the recording are cut off and left out."
+        told += [(WARN, torn)]
+    shown = (f"<p{kind}>{escape(text)}</p>" for kind, text in told)
+    return "\n".join([f"<h1>{escape(first)}</h1>", *shown])
 
 
 def begun(recording: Recording, after_s: float = 0.0) -> str:

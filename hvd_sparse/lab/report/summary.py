@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ LONG_GAP = 4
 """A curve has a hole where two points are this many times further apart than their neighbours."""
 CLEARLY_LESS = 0.8
 """The slowest rank spends less time in exchanges than this share of the others' median."""
+MANY_FAULTS = 5_000
+"""Page faults in a step, of 4 KiB each, that are worth a word: some 10 ms."""
 MOSTLY = 2 / 3
 """Share of the comparisons in which the slowest rank must have spent the least time."""
 
@@ -88,6 +90,29 @@ def steps_of(recording: Recording) -> int:
     first: int = recording.plans[0].step if recording.plans else 0
     last: int = recording.steps[-1]["step"] if recording.steps else first
     return max(0, last - first)
+
+
+def faults_of(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Page faults per step: the median, as the first steps touch everything for the first time."""
+    known = [line["faults"] / line["steps"] for line in lines if line["faults"] is not None]
+    return float(np.median(known)) if known else None
+
+
+def is_many(faults: float | None) -> bool:
+    return faults is not None and faults > MANY_FAULTS
+
+
+def faults_in_words(faults: float | None) -> str:
+    """Page faults per step, and where they are many, what causes and what ends them."""
+    if faults is None:
+        return "not recorded"
+    if not is_many(faults):
+        return f"{faults:,.0f} per step"
+    return (
+        f"{faults:,.0f} per step: memory goes back to the system when it is freed, and each step "
+        "pays for new pages. Start the job by `hvd-sparse tuned`, or with "
+        "MALLOC_MMAP_THRESHOLD_=4294967296 and MALLOC_TRIM_THRESHOLD_=17179869184"
+    )
 
 
 def bucket_means(plan: Plan) -> dict[str, Floats]:
