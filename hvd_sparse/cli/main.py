@@ -72,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (HvdSparseError, OSError) as error:
-        print(f"hvd-sparse {command.name}: {error}", file=sys.stderr)
+        told = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            told = f"{error.filename}: {error.strerror}"
+        print(f"hvd-sparse {command.name}: {told}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(f"hvd-sparse {command.name}: interrupted", file=sys.stderr)

@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -64,7 +64,12 @@ class Traffic:
 
     def since(self, earlier: Traffic) -> Traffic:
         """The counts since `earlier`, a snapshot of these counters."""
-        return Traffic(*(n - m for n, m in zip(astuple(self), astuple(earlier), strict=True)))
+        return Traffic(
+            self.messages_sent - earlier.messages_sent,
+            self.bytes_sent - earlier.bytes_sent,
+            self.messages_received - earlier.messages_received,
+            self.bytes_received - earlier.bytes_received,
+        )
 
 
 class Handle(ABC):

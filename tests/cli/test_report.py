@@ -12,9 +12,16 @@ from hvd_sparse.cli.main import FAILED, main
 from tests.recordings import LINES, PLAN, RUN, page_of, steps, text_of
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path, capsys: Any) -> None:
-    assert main(["report", str(tmp_path / "none.jsonl")]) == FAILED
-    assert capsys.readouterr().err.startswith("hvd-sparse report: [Errno 2] No such file")
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_a_missing_file_and_a_folder_are_told_by_name(
+    tmp_path: Path, capsys: Any, command: str
+) -> None:
+    for path, why in (
+        (tmp_path / "none.jsonl", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
+        assert main([command, str(path)]) == FAILED
+        assert capsys.readouterr().err == f"hvd-sparse {command}: {path}: {why}\n"
 
 
 MEND = "Start the job by `hvd-sparse tuned`, or with MALLOC_MMAP_THRESHOLD_="
