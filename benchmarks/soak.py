@@ -419,6 +419,7 @@ def launched(*options: object, limit_s: float | None = None) -> int | None:
         everyone = psutil.Process(process.pid).children(recursive=True) if _lives(process) else []
         for each in everyone:
             with suppress(psutil.Error):
+                print("still there:", each.pid, each.status(), *each.cmdline(), flush=True)
                 each.kill()
         process.kill()
         process.wait()
