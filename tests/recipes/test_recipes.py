@@ -96,7 +96,7 @@ rule = {"compress": "auto", "compressor": "topk"}
 methods = load_policy({"version": 1, "rules": [rule]}).rules[0].methods
 by_parcel = [m for m in methods if "collective=parcel" in m.description]
 assert len(by_parcel) == 1
-costs = run_ranks(2, lambda t: measure_encoding(t, {"one": by_parcel[0]}, 0.1))
+costs = run_ranks(2, lambda t: measure_encoding(t, {"one": by_parcel[0]}))
 assert costs[0]["one"].collective == "parcel"
 assert main(["simulate", "--ranks", "2", "--algorithms", "parcel", "--numel", "1000"]) == 0
 """,
