@@ -93,7 +93,7 @@ class ProcessEnd:
         return ended
 
     def _disown(self) -> None:
-        if not self._open:
+        if not self._open and "horovod.torch.mpi_ops" not in sys.modules:
             return
         for reference in self._open.keyrefs():
             leaving = reference()
