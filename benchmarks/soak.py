@@ -171,8 +171,8 @@ class Soak:
     def _faults_of(self, step: int) -> list[str]:
         by_chance = [n for n, apart in self.between.items() if self._chance.random() * apart < 1]
         names = sorted({*by_chance, *filter(None, [self._first.get(step)])})
-        if "reconnect" in names and "busy" in names:  # ranks connect within timeout_s
-            names.remove("busy")
+        if "reconnect" in names:  # ranks connect within timeout_s, and each needs descriptors
+            names = [name for name in names if name not in ("busy", "starve")]
         self.faults.update(names)
         return names
 
