@@ -16,6 +16,7 @@ Names of ways:
 | `topk:oktopk@0.01/float16+gap` | the same with a collective and a wire |
 | `sparse_adamw@0.01` | `hvd_sparse.sparse_adamw`, with or without a collective and a wire |
 | `oktopk@0.01,hierarchical` | the same in two levels: inside the hosts, and between them |
+| `topk@0.01,ddp` | any of ours as DDP's communication hook |
 
 Our ways also exchange the sparse gradients of embeddings; Horovod's optimizer gathers them.
 """
@@ -45,7 +46,7 @@ from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import Planner
 
 dist: Any = torch.distributed  # its type hints leave out what is used here
-NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?(,hierarchical)?")
+NAME = re.compile(r"([a-z0-9_-]+)(?::(\w+))?(?:@([\d.e-]+))?(?:/([\w+]+))?(,hierarchical)?(,ddp)?")
 UNAVERAGED = ("alone", "in-step")
 SPARSE_ADAMW = "sparse_adamw"
 ONE_BUCKET_MB = 100_000
@@ -111,8 +112,8 @@ class Way:
 
         Of ours, which note when their exchanges begin; of exchanges that wait for peers, too.
         """
-        if self.compression is None:
-            return None
+        if self.compression is None or isinstance(self.module, DistributedDataParallel):
+            return None  # DDP's backward ends with its exchanges
         buckets = self.compression.stats().buckets
         spans = [(b.starts["exchange_s"], b.history[-1].exchange_s) for b in buckets if b.history]
         return share_before(self.backward_end_s, spans)
@@ -168,6 +169,8 @@ def check_names(names: Sequence[str]) -> str:
             return f"a density must follow {name!r}, as in {name}@0.01"
         if match[5] and not (is_ours(name) and has_levels()):
             return f"{name!r} has no two levels"
+        if match[6] and not is_ours(name):
+            return f"{name!r} is no compression of ours for DDP"
     return ""
 
 
@@ -190,7 +193,7 @@ def make_way(
     """
     match = NAME.fullmatch(name)
     assert match is not None, name
-    base, collective, density, wire, levels = match.groups()
+    base, collective, density, wire, levels, by_ddp = match.groups()
     # The same names for all ways, as in a job that has one of them: Horovod's ranks tell each other
     # of every name that they have seen, a thousand times a second.
     named = list(model.named_parameters())
@@ -223,7 +226,12 @@ def make_way(
         compression = getattr(hvd_sparse.Compression, base)(named, **options, **whole)
     if any(getattr(module, "sparse", False) for module in model.modules()):
         compression.exchange_embeddings(named)
-    way = through_horovod(name, model, named, optimizer, compression)
+    if by_ddp:
+        module = DistributedDataParallel(model)
+        hvd_sparse.ddp.register(module, compression)
+        way = Way(name, module, optimizer)
+    else:
+        way = through_horovod(name, model, named, optimizer, compression)
     way.first_error, way.warmup_steps = None, SPARSE_WARMUP_STEPS
     way.compression = compression
     return way

@@ -1,5 +1,6 @@
 """Gradient sparsification for Horovod: `hvd.DistributedOptimizer(compression=…)`."""
 
+from hvd_sparse import ddp
 from hvd_sparse._version import __version__
 from hvd_sparse.compression import Compression, dgc_sgd, sparse_adamw
 from hvd_sparse.errors import (
@@ -37,6 +38,7 @@ __all__ = [
     "TransportTimeout",
     "UnsupportedError",
     "__version__",
+    "ddp",
     "dgc_sgd",
     "sparse_adamw",
     "sparse_allgather",

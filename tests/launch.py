@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import psutil
 
-Controller = Literal["gloo", "mpi"]
+Controller = Literal["gloo", "mpi", "torchrun"]
+"""Of Horovod's ranks the first two; `torchrun` starts ranks without Horovod."""
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TESTS = REPOSITORY / "tests"
@@ -184,7 +185,10 @@ def launch_command(
     prefix: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> list[str]:
-    """The command line that `horovodrun` above runs."""
+    """The command line that `horovodrun` above runs, or `torchrun` with the same arguments."""
+    if controller == "torchrun":
+        start = [*prefix, sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*start, f"--nproc-per-node={np}", *options, *python_command(script, *args)[1:]]
     command = [*prefix, *HOROVODRUN, f"--{controller}"]
     command += ["-np", str(np), "-H", hosts or f"localhost:{np}", *options]
     if controller == "gloo":

@@ -13,16 +13,17 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from multiprocessing.connection import Client
+from typing import Any
 
-import horovod.torch as hvd
+import torch
 
 from tests.lean import start_lean
 from tests.ranks import Done, Scenario
 
-ALL_BUT_RANK_0: list[hvd.ProcessSet] = []
+ALL_BUT_RANK_0: list[Any] = []
 """Made with the world. With dynamic sets Horovod's threads starve each other on a lock."""
 
 
@@ -51,17 +52,33 @@ def done(scenario: Scenario) -> Done:
     return Done(said.getvalue(), result, error)
 
 
-def serve(address: str) -> None:
+def start_horovod() -> tuple[int, Callable[[], None]]:
+    """This rank, and what ends its world."""
+    import horovod.torch as hvd
+
     start_lean()
     size = int(os.environ.get("HOROVOD_SIZE") or os.environ["OMPI_COMM_WORLD_SIZE"])
     ALL_BUT_RANK_0.extend([hvd.ProcessSet(range(1, size))] if size > 1 else [])
     hvd.init(process_sets=ALL_BUT_RANK_0)
+    return hvd.rank(), hvd.shutdown
+
+
+def start_torch() -> tuple[int, Callable[[], None]]:
+    """The same under torchrun, where Horovod cannot be imported."""
+    sys.modules["horovod"] = None  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    return torch.distributed.get_rank(), torch.distributed.destroy_process_group
+
+
+def serve(address: str) -> None:
+    rank, end = start_torch() if "TORCHELASTIC_RUN_ID" in os.environ else start_horovod()
     faulthandler.register(signal.SIGUSR1)
     with Client(address, "AF_UNIX") as tests:
-        tests.send((hvd.rank(), os.getpid()))
+        tests.send((rank, os.getpid()))
         while (scenario := tests.recv()) is not None:
             tests.send(done(scenario))
-    hvd.shutdown()
+    end()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ SEARCHED_FRAMES = 8
 SAMPLED_TENSORS, SAMPLED_ENTRIES = 4, 64
 """What is looked at to see whether a script changes gradients, or an optimizer goes back."""
 
+LOOKED_AT = 4096
+"""Elements that are looked at first to see whether a gradient is not all zeros."""
+
 
 class Caller(NamedTuple):
     """Who hands a tensor to a compression.
@@ -143,7 +146,13 @@ class Entry:
 
 def any_of(gradient: Tensor) -> Tensor:
     """Whether a gradient is not all zeros, bool (); torch does not count changes of `.data`."""
-    return (gradient._values() if gradient.is_sparse else gradient).any()
+    values = gradient._values() if gradient.is_sparse else gradient
+    stride = values.numel() // LOOKED_AT
+    if stride > 1 and values.device.type == "cpu" and values.is_contiguous():
+        some = values.view(-1)[::stride].any()
+        if some:  # as a rule; all of 15 million take 17 ms
+            return some
+    return values.any()
 
 
 class Parameters:

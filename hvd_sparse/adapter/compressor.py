@@ -1,18 +1,21 @@
-"""Horovod's `Compressor` interface in front of an engine."""
+"""A compression: Horovod's `Compressor` interface, and its user's, in front of an engine."""
 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.adapter.binding import Parameters, caller_of
+from hvd_sparse.adapter.ddp_door import DdpDoor, Distributed
 from hvd_sparse.adapter.door import Door
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover, left_dense, refuse_momenta
@@ -69,16 +72,17 @@ class SparseCompressor:
     def _start(self) -> None:
         self._engine = Engine(self._whole(self.method), self.observer)
         self._session = Session(self._engine, *self._run)
-        self._door: Door | None = None
+        self._door: Door | DdpDoor | None = None
         self._loaded_unit: float | None = None
         self._loaded_strictly: bool | None = None
-        try:
-            import horovod.torch.elastic  # noqa: F401
-        except ImportError:
-            return  # without Horovod there is no elastic state to serve
-        from hvd_sparse.adapter.elastic import register
+        self._serve_elastic_states()
 
-        register(SparseCompressor)
+    def _serve_elastic_states(self) -> None:
+        """Once a script has imported Horovod: without it, there are none."""
+        if "horovod.torch.elastic" in sys.modules:
+            from hvd_sparse.adapter.elastic import register
+
+            register(SparseCompressor)
 
     # -- Horovod's interface -----------------------------------------------------------------------
 
@@ -256,7 +260,7 @@ class SparseCompressor:
             if plan is not None:
                 planner.load_state_dict(plan)
             self._session.agree_again()  # momenta are where the state's plan had them
-        if self._door is not None:
+        if self._door is not None and self._door.rewinds is not None:
             self._door.rewinds.forgive()  # it is not to be dropped with the optimizer's
 
     def _shapes(self) -> dict[str, tuple[int, ...]] | None:
@@ -278,8 +282,7 @@ class SparseCompressor:
 
     def _process_set(self, given: Any) -> Any:
         """That of the optimizer, or what is given before the first step; None: all ranks."""
-        optimizer = self._bound()
-        return given if optimizer is None else optimizer.process_set
+        return given if self._door is None or self._bound() is None else self._door.group
 
     def reassign(self, method: Assignment) -> None:
         """Compress otherwise from the next step on, without losing a residual.
@@ -419,13 +422,14 @@ class SparseCompressor:
             ConfigError: The compression serves another optimizer.
             UnsupportedError: Its gradients cannot be exchanged sparsely.
         """
-        if self._door is not None and self._bound() is optimizer:
+        if isinstance(self._door, Door) and self._door.optimizer is optimizer:
             return self._door
-        if self._bound() is not None:
+        if isinstance(self._door, DdpDoor) or self._bound() is not None:
             raise ConfigError(
                 "a compression serves one optimizer, but a second hvd.DistributedOptimizer uses "
                 "this one: make one compression for each"
             )
+        self._serve_elastic_states()
         import horovod.torch as hvd
 
         # Horovod has another optimizer class for Adasum, without an `op`.
@@ -435,30 +439,66 @@ class SparseCompressor:
                 "sparse_as_dense must be False with exchange_embeddings, got True: leave one of "
                 "them out"
             )
+        named = [(name, p) for p, name in optimizer._parameter_names.items()]
+        parameters = self._take_names(named, f"the optimizer's {len(named)} parameters")
+        engine, session, below = self._engine, self._session, self._dense_below
+        door = Door(optimizer, parameters, engine, session, below)
+        ClippedMomenta(optimizer)
+        self._open(door)
+        return door
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Become the communication hook of a model; see `hvd_sparse.ddp.register`."""
+        if self._door is not None:
+            raise ConfigError("a compression serves one model or optimizer: make one for each")
+        trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
+        parameters = self._take_names(trained, f"the model's {len(trained)} parameters")
+        framework = Distributed(model.process_group)
+        self._session.framework = framework
+        engine, session, below = self._engine, self._session, self._dense_below
+        door = DdpDoor(model, self, parameters, engine, session, below)
+        framework.bootstrap(model.process_group)  # or it says what is missing
+        for hook, _ in model._comm_hooks:
+            raise ConfigError(
+                "a model takes one communication hook, and this one has "
+                f"{getattr(hook, '__qualname__', hook)} already"
+            )
+        model.register_comm_hook(self, lambda _, bucket: door.take(bucket))
+        self._open(door)
+
+    def _take_names(self, named: Sequence[tuple[str, Parameter]], whose: str) -> Parameters:
+        """Names were given with the compression, or are those of what it serves."""
         if self._parameters is None:
-            named = [(name, p) for p, name in optimizer._parameter_names.items()]
             self._parameters = Parameters(named)
             if self._loaded_strictly is not None:
                 self._load(self._state(), strict=self._loaded_strictly)
-        elif not any(p in self._parameters for p in optimizer._parameter_names):
+        elif not any(p in self._parameters for _, p in named):
             raise ConfigError(
-                "named_parameters of the compression must be those of the optimizer, got none of "
-                f"its {len(optimizer._parameter_names)} parameters"
+                f"named_parameters of the compression must be those of {whose}, got none of them"
             )
-        engine, session, below = self._engine, self._session, self._dense_below
-        self._door = Door(optimizer, self._parameters, engine, session, below)
-        self._door.fates.unit = self._loaded_unit
-        alive, by_name = weakref.ref(optimizer), dict(self._parameters)
-        engine.exponents_of = lambda name: (
-            getattr(alive(), "state", {}).get(by_name[name], {}).get("exponent")
-        )
-        sparse = self._parameters.sparse()
-        session.handing = lambda after: Handover(alive(), engine, after, sparse, below)
-        ClippedMomenta(optimizer)
+        return self._parameters
+
+    def _open(self, door: Door | DdpDoor) -> None:
+        """Gradients come by this door from now on."""
+        assert self._parameters is not None
+        self._door, door.fates.unit = door, self._loaded_unit
+        engine, below, alive = self._engine, self._dense_below, weakref.ref(door)
+        by_name, sparse = dict(self._parameters), self._parameters.sparse()
+
+        def exponents_of(name: str) -> Tensor | None:
+            there = alive()
+            return None if there is None else there.exponents_of(by_name[name])
+
+        def handing(after: Assignment) -> Handover:
+            there = alive()
+            if there is None or there.optimizer is None:
+                return Handover(None, engine, after, (), 0)
+            return Handover(there.optimizer, engine, after, sparse, below, there.scale())
+
+        engine.exponents_of, self._session.handing = exponents_of, handing
         dense = self._left_dense()
         if sum(map(len, dense.values())) == len(self._parameters):
             warn(f"nothing is compressed: all tensors are dense ({'; '.join(dense)})")
-        return self._door
 
 
 def clipped_dense_method(clip_norm: float) -> Method:

@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import types
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -32,19 +29,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from hvd_sparse.adapter.binding import (
-    SAMPLED_ENTRIES,
-    SAMPLED_TENSORS,
-    SPARSE_DTYPES,
-    Entry,
-    Parameters,
-)
+from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, Parameters
+from hvd_sparse.adapter.entrance import Entrance
 from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
-from hvd_sparse.adapter.handover import refuse_momenta
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
-from hvd_sparse.adapter.session import Session, as_horovod_error, horovod_error
-from hvd_sparse.engine import Engine, TensorSpec, WithDense
-from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError, warn
+from hvd_sparse.adapter.session import Session
+from hvd_sparse.engine import Engine, WithDense
+from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.optim import SparseAdamW
 from hvd_sparse.transports import horovod_handles
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
@@ -63,9 +54,6 @@ SLEPT_SHARE, LONGEST_SLEEP_S = 0.1, 2e-3
 """As Pauses has them, but longer: every look wakes this thread on a core that Horovod's may need. A
 dense step of a small transformer, 2 ranks on 2 cores, takes 0.94 of plain Horovod's time with these
 (3 launches: 0.93 to 0.94), and took 1.06 to 1.13 with sleeps of a fifth."""
-
-CAUSE_S, CAUSE_INTERVAL_S = 1.0, 0.01
-"""How long after Horovod, which names no rank, an exchange may still say what it has failed by."""
 
 SINGLE, GROUPED, SPARSE = "single", "grouped", "sparse"
 """How Horovod's own method has begun to reduce a gradient before there was a door."""
@@ -89,7 +77,7 @@ class Handles(dict[Any, Any]):
         self._end()
 
 
-class Door:
+class Door(Entrance):
     """One Horovod optimizer's gradients on their way to the engine or to Horovod, and back.
 
     Args:
@@ -121,27 +109,18 @@ class Door:
         self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for p, n in labels.items()}
         for entry in self._entries.values():
             entry.handle = functools.partial(self._result, entry), None
-        self.fates = Fates(optimizer, self._entries, engine.corrects_momentum)
-        self.rewinds = Rewinds(optimizer)
+        fates = Fates(self._entries, engine.corrects_momentum)
+        optimizer.register_step_pre_hook(fates.before_step)
+        super().__init__(parameters, engine, session, dense_below, fates, Rewinds(optimizer))
         self._optimizer = weakref.ref(optimizer)
-        self._parameters, self._engine, self._session = parameters, engine, session
-        self._dense_below = dense_below
-        self._momenta: list[tuple[Any, Any]] = []
         self._needing: list[bool] = []
         self._op: Any = None
-        self._warned: set[str] = set()
         self._begun: list[tuple[str, str, int]] = []
         self._pulse: int | None
         self._results: Mapping[str, Tensor]
         self._pulse_name = f"hvd_sparse.step.{crc32(repr(sorted(labels.values())).encode()):08x}"
-        self._thread = threading.get_ident()
         self._open_nothing()
-        for p, label in labels.items():
-            if p not in parameters and p.requires_grad:
-                self._warn_once(
-                    f"the gradient of {label!r}, of shape {tuple(p.shape)}, belongs to none "
-                    f"of the {len(parameters)} named_parameters: it is reduced densely"
-                )
+        self._warn_of_strangers(self._entries.values())
         optimizer._groups = None  # they are for fusion in Horovod, which gets no tensors
         optimizer._allreduce_grad_async = self.hand_in
         optimizer.synchronize = self.synchronize
@@ -149,14 +128,15 @@ class Door:
         optimizer.register_load_state_dict_post_hook(weakly(self.give_up))
 
     @property
+    @override
     def optimizer(self) -> Any:
         """Horovod's; None once it is gone."""
         return self._optimizer()
 
     @property
-    def unit(self) -> float:
-        """The loss scale that the gradients are in units of; 1 where there is none."""
-        return 1.0 if self.fates.unit is None else self.fates.unit
+    @override
+    def group(self) -> Any:
+        return self.optimizer.process_set
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -228,20 +208,13 @@ class Door:
                 self._pass_on(entry, gradient)
         return entry.handle
 
+    @override
     def _open_step(self) -> None:
         """The step's first gradient is there, or `synchronize` was called without one."""
         optimizer = self.optimizer
-        self.fates.refuse_closures(optimizer)
+        self.fates.refuse_closures(reduces_before=optimizer._should_synchronize)
         self._follow_groups(optimizer)
-        self.settle()
-        if self.rewinds.seen():
-            self._drop_residuals()
-        self._session.raise_failure()  # Horovod, which has ended, too, would name nobody
-        self._holds_back = not self._session.is_current() or self._session.begin_step()
-        if not self._holds_back:
-            self._engine.scale = self._scale()
-            self._engine.begin_step()
-        self._is_open = True
+        super()._open_step()
 
     def _beat(self, *, brings_new: bool) -> None:
         """Begin the step's pulse."""
@@ -266,95 +239,18 @@ class Door:
         if needing != self._needing:
             refuse_unregistered(optimizer)
             self._needing = needing
-        momenta = [(group.get("momentum"), group.get("betas")) for group in groups]
-        if momenta != self._momenta:
-            assignment = self._engine.assignment
-            refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
-            self._momenta = momenta
+        self._follow_momenta(optimizer)
 
-    def settle(self, call: str | None = None) -> None:
-        """See what became of the last step's results; the residuals follow the loss scale.
-
-        Args:
-            call: The user's; None: the next step begins.
-        """
-        undone = self.fates.settle(call)
-        if self._is_open:  # it has failed: nothing of it was given back
-            undone.update(self._handed)
-        self._engine.settle(counts=True, undone={e.name for e in undone if e.name is not None})
-        factor = self.fates.rescaling()
-        if factor != 1.0:
-            self._engine.rescale(factor)
-        self._engine.unit = self.unit
-
-    def check_between_steps(self, call: str) -> None:
-        """Refuse a call between `backward()` and `synchronize()`.
-
-        Raises:
-            ConfigError: It is one.
-        """
-        elsewhere = threading.get_ident() != self._thread
-        is_within = self._is_open or (elsewhere and not self.fates.is_settled)  # or soon applied
-        if is_within and self._engine.error is None:
-            raise ConfigError(f"{call} must be called between steps, got a call within one")
-
-    def give_up(self, *_: object) -> None:
-        """Let go of a step that has failed, or that Horovod forgets as it loads a state."""
-        if self._is_open:
-            self.settle("load_state_dict()")
-            self._close_step()
-            if self._session.embeddings is not None:
-                self._session.embeddings.give_up()
-
-    def _drop_residuals(self) -> None:
-        lost = self._engine.forget([name for name, _ in self._parameters])
-        if lost:
-            warn(
-                "dropped the residuals, since optimizer.load_state_dict() went back to another "
-                "state than that of the last step (load the compression's own state, too, where "
-                f"it was saved): L1 norm {lost:g}"
-            )
-
+    @override
     def _pass_on(self, entry: Entry, gradient: Tensor) -> None:
-        """Give a gradient to the engine, to the embeddings' exchange, or to Horovod."""
-        engine, planning, name = self._engine, self._session.planning, entry.name
         if gradient.is_sparse:
             if not self.optimizer.sparse_as_dense:
                 self._pass_on_sparse(entry, gradient)
                 return
             gradient = gradient.to_dense()
-        if name is None:
-            self._reduce_densely(entry, gradient)
-            return
-        if planning is not None:
-            planning.arrived(name)
-        spec, is_frozen = entry.spec_of(gradient), not entry.parameter.requires_grad
-        if engine.awaits(spec) or self._is_sparse(spec, gradient):
-            values = gradient
-            if is_frozen:  # Horovod reduces it all the same
-                values = gradient.data.zero_()
-            elif self._is_changed_in_place():
-                values = gradient.data  # with a count of changes of its own
-            engine.submit(spec, values, frozen=is_frozen)
-            entry.is_followed = True
-            return
-        holds = (planning is not None and planning.holds) or is_frozen
-        leftover = None if holds else engine.residuals.leftover(name)
-        if leftover is not None:
-            gradient = with_leftover(spec, gradient, leftover, engine)
-            entry.is_followed = True
-        self._reduce_densely(entry, gradient)
+        self._pass_on_dense(entry, gradient)
 
-    def _is_sparse(self, spec: TensorSpec, gradient: Tensor) -> bool:
-        if not is_large(gradient, self._engine, self._dense_below) or not self._engine.takes(spec):
-            return False
-        if not self._engine.expects(spec.name):
-            self._warn_once(
-                f"{spec.name!r} had no gradient in the first step: it is reduced densely"
-            )
-            return False
-        return True
-
+    @override
     def _reduce_densely(self, entry: Entry, gradient: Tensor) -> None:
         """Let Horovod reduce a gradient: contiguous, and not bfloat16, which it does not take."""
         import horovod.torch as hvd
@@ -377,13 +273,10 @@ class Door:
         embeddings, p = self._session.embeddings, entry.parameter
         if embeddings is not None and embeddings.takes(p):
             embeddings.hand_in(p, gradient)
-            entry.reduced = as_horovod_error()(lambda: embeddings.result(p, self._scale()))
+            entry.reduced = self._session.errors()(lambda: embeddings.result(p, self.scale()))
         else:
             entry.reduced, _ = self.optimizer._sparse_allreduce_grad_async(p, entry.label)
-        # Without a gradient in the first step it had a dense one: it is in the plan.
-        if entry.name is not None and self._engine.planned and self._engine.expects(entry.name):
-            zeros = torch.zeros_like(p, requires_grad=False)
-            self._engine.submit(entry.spec_of(zeros), zeros, frozen=True)
+        self._pass_on_zeros(entry)
 
     def _allreduce(self, tensor: Tensor, name: str | None) -> int:
         """Horovod's, as its own optimizer would call it: in place."""
@@ -401,7 +294,8 @@ class Door:
         )
         return handle
 
-    def _scale(self) -> float:
+    @override
+    def scale(self) -> float:
         """What Horovod multiplies sums over the ranks by: for an average, in two steps maybe."""
         import horovod.torch as hvd
 
@@ -430,7 +324,7 @@ class Door:
                 result = call(*arguments, **keywords)
             finally:
                 alive.fates.left_step()
-            alive.rewinds.stepped()
+            alive.stepped()
             alive._engine.let_go()  # the optimizer has read the results in the gradients' place
             return result
 
@@ -494,22 +388,6 @@ class Door:
             if exchanged is not None:
                 self._results = self._engine.results(exchanged)
 
-    @contextmanager
-    def _first_cause(self) -> Iterator[None]:
-        """Where Horovod has failed, which names no rank, the exchange may know why."""
-        from horovod.common.exceptions import HorovodInternalError
-
-        try:
-            yield
-        except TransportError as error:
-            raise horovod_error(error) from error
-        except HorovodInternalError:
-            until = time.monotonic() + CAUSE_S
-            while time.monotonic() < until:
-                self._session.raise_failure()
-                time.sleep(CAUSE_INTERVAL_S)
-            raise
-
     def _end_step(self) -> None:
         """The reduced gradients are in their places."""
         self.fates.give([entry for entry in self._handed if entry.is_followed])
@@ -517,22 +395,12 @@ class Door:
             self._session.planning.returned()
         self._close_step()
 
-    def _meet(self) -> None:
-        """All ranks are in this step's `synchronize`: what they have to agree on is agreed on."""
-        optimizer, session = self.optimizer, self._session
-        session.arrivals = [entry.name for entry in self._handed if entry.name is not None]
-        if session.is_current():
-            session.meet()
-        else:
-            session.connect(optimizer, self._parameters, self._device())
-            self._warn_where_forgotten()
-            self._begin_what_others_have_begun()
-        self._engine.scale, self._engine.unit = self._scale(), self.unit
-        self._engine.begin_step()
-        self._holds_back = False
-        for entry in self._handed:
-            if entry.reduced is None and entry.gradient is not None:
-                self._pass_on(entry, entry.gradient)
+    @override
+    def _connect(self) -> None:
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        self._session.connect(self.group, trained, self._parameters, self._device())
+        self._warn_where_forgotten()
+        self._begin_what_others_have_begun()
 
     def _begin_what_others_have_begun(self) -> None:
         """Horovod's own methods have taken the gradients that came before a door: here or there."""
@@ -607,7 +475,7 @@ class Door:
         theirs = self._session.gather_objects(mine, "kept")
         if any(None in each or each != theirs[0] for each in theirs):
             return False
-        factor = self._scale() * len(theirs)
+        factor = self.scale() * len(theirs)
         for gradient in gradients if factor != 1.0 else ():
             gradient.mul_(factor)
         return True
@@ -636,6 +504,7 @@ class Door:
             self._engine.fail(error)
             raise error
 
+    @override
     def _is_changed_in_place(self) -> bool:
         """Whether the engine changes gradients: by clipping, or by the units of `SparseAdamW`."""
         clips = isinstance(self._engine.assignment, WithDense)
@@ -683,11 +552,6 @@ class Door:
             gradient = torch.empty_like(parameter)
         return gradient.copy_(result)  # an optimizer reads both in the order of their memory
 
-    def _device(self) -> torch.device | None:
-        """Where the gradients are that the engine exchanges; None where there are none."""
-        large = (p for _, p in self._parameters if is_large(p, self._engine, self._dense_below))
-        return next((p.device for p in large), None)
-
     def _warn_where_forgotten(self) -> None:
         from hvd_sparse.adapter.elastic import is_forgotten
 
@@ -697,47 +561,14 @@ class Door:
                 "repeated steps bring again: pass TorchState(..., compression=compression)"
             )
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
-
-    def _close_step(self) -> None:
-        for entry in self._handed:
-            entry.gradient, entry.reduced, entry.is_followed = None, None, False
-        self._open_nothing()
-
+    @override
     def _open_nothing(self) -> None:
-        self._handed: list[Entry] = []
+        super()._open_nothing()
         self._samples: list[tuple[Entry, Tensor]] = []
         self._handles: list[int] = []  # Horovod's, of dense gradients
         self._others: list[int] = []
         self._pulse, self._results = None, {}
-        self._is_open = self._holds_back = self._is_reduced = False
-
-
-def is_large(tensor: Tensor, engine: Engine, dense_below: int) -> bool:
-    """Whether a tensor's type and size allow for a sparse exchange."""
-    least = 1 if isinstance(engine.assignment, WithDense) else max(1, dense_below)
-    return tensor.dtype in SPARSE_DTYPES and tensor.numel() >= least
-
-
-def with_leftover(spec: TensorSpec, gradient: Tensor, leftover: Tensor, engine: Engine) -> Tensor:
-    """A dense gradient, and with it some of what was not sent while it was exchanged sparsely.
-
-    Raises:
-        ConfigError: What was not sent has another shape.
-    """
-    if leftover.shape != gradient.shape:
-        raise ConfigError(
-            f"residual of {spec.name!r}: shape must be {tuple(gradient.shape)}, "
-            f"got {tuple(leftover.shape)}"
-        )
-    released = engine.residuals.release(spec.name, gradient)
-    assert released is not None
-    together = released.to(gradient.device) + gradient  # float32, or 64
-    # What a rank with nothing left hands to Horovod, too.
-    return together.half() if gradient.dtype == torch.float16 else together
+        self._is_reduced = False
 
 
 def _sample(gradient: Tensor) -> Tensor:

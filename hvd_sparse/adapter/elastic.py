@@ -25,7 +25,6 @@ import torch
 from horovod.common.elastic import State, notification_manager
 from horovod.torch.elastic import state as horovod_state
 
-from hvd_sparse.adapter.session import as_horovod_error
 from hvd_sparse.engine.state import EngineState
 
 logger = logging.getLogger("hvd_sparse")
@@ -125,7 +124,7 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
         from hvd_sparse.transports.connect import HorovodBootstrap
 
         world = HorovodBootstrap()
-        with as_horovod_error():
+        with self.value._session.errors():
             everyone = world.allgather_object((self._syncs, self._standing()), SYNC, math.inf)
         standings: list[Standing] = [standing for _, standing in everyone]
         mine, target = standings[world.rank], standings[0]

@@ -31,13 +31,13 @@ PATIENCE_STEPS = 3
 
 
 class Fates:
-    """Follows the gradients that one of Horovod's optimizers was given back.
+    """Follows the reduced gradients that an optimizer or a model was given back.
 
     Args:
-        optimizer: Horovod's.
         entries: Its parameters by their `id`.
         corrects_momentum: Whether the last gradient of a parameter of this name came out of
             momentum correction.
+        giver: The user's call that gives reduced gradients back.
 
     Attributes:
         unit: The loss scale that residuals are multiplied by; None while no scaler is known.
@@ -45,12 +45,11 @@ class Fates:
 
     def __init__(
         self,
-        optimizer: Any,
         entries: Mapping[int, Entry],
         corrects_momentum: Callable[[str | None], bool] = lambda _: False,
+        giver: str = "optimizer.synchronize()",
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._entries, self._corrects_momentum = entries, corrects_momentum
+        self._entries, self._corrects_momentum, self._giver = entries, corrects_momentum, giver
         self._given: dict[int, Entry] = {}
         self._undone: set[Entry] = set()
         self._taken_back: dict[int, Entry] = {}
@@ -58,10 +57,9 @@ class Fates:
         self._idle_steps: int | None = 0  # None: an optimizer has stepped
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self.unit: float | None = None
-        self._in_step = False
+        self._stepping: weakref.ref[Any] | None = None
         self._to_apply: set[int] = set()
         self._reductions_inside: int | None = None  # a step with a closure, which has begun
-        optimizer.register_step_pre_hook(self._before_step)
         hook = register_optimizer_step_post_hook(weakly(self._after_step))
         weakref.finalize(self, hook.remove).atexit = False
 
@@ -74,10 +72,14 @@ class Fates:
             if is_idle:
                 entry.weights_version = p._version
             self._given[id(p)] = entry
-        if self._in_step:
+        if self._stepping is not None:
             self._to_apply.update(self._given)
         else:
             self._watch()
+
+    def drop(self, entries: Iterable[Entry]) -> None:
+        """The reduced gradients of these went nowhere."""
+        self._undone.update(entries)
 
     def settle(self, call: str | None = None) -> set[Entry]:
         """Which of them have gone back since this was last asked, or go back now.
@@ -127,15 +129,21 @@ class Fates:
         return not self._given
 
     def left_step(self) -> None:
-        """Horovod's `step` has ended, maybe by an error."""
-        self._in_step, self._reductions_inside = False, None
+        """The optimizer's `step` has ended, maybe by an error."""
+        self._stepping = self._reductions_inside = None
         self._to_apply.clear()
         self._watch()
 
-    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+    def left_failed_step(self) -> None:
+        """A backward pass begins: within a step there is none without a closure."""
+        if self._stepping is not None and self._reductions_inside is None:
+            self.left_step()
+
+    def before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         """Pre-step hook; runs for Horovod's `step`, and again for the wrapped one."""
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
-        self._in_step, self._reductions_inside = True, None if closure is None else 0
+        self._stepping = weakref.ref(optimizer)
+        self._reductions_inside = None if closure is None else 0
         self._to_apply |= self._found_in(optimizer)
 
     def _found_in(self, optimizer: Any) -> set[int]:
@@ -164,8 +172,11 @@ class Fates:
         left = any(e.parameter.grad is not None and any_of(e.parameter.grad) for e in others)
         return left or not (others or self._undone)
 
-    def refuse_closures(self, optimizer: Any) -> None:
+    def refuse_closures(self, *, reduces_before: bool) -> None:
         """A reduction begins: in a step with a closure only one that the closure waits for.
+
+        Args:
+            reduces_before: Whether a step reduces gradients before it calls its closure.
 
         Raises:
             UnsupportedError: The optimizer would apply what is not reduced, or reduce twice.
@@ -173,7 +184,7 @@ class Fates:
         if self._reductions_inside is None:
             return
         self._reductions_inside += 1
-        if optimizer._should_synchronize:
+        if reduces_before:
             raise UnsupportedError(
                 "optimizer.step(closure) would apply gradients that are not reduced, since Horovod "
                 "synchronizes before it calls the closure: call optimizer.synchronize() at the end "
@@ -218,10 +229,11 @@ class Fates:
         Raises:
             ConfigError: It has applied what was taken back.
         """
-        applied = self._to_apply if self._in_step else self._found_in(optimizer)
-        if optimizer is self._optimizer():
+        stepping = self._stepping
+        applied = self._found_in(optimizer) if stepping is None else self._to_apply
+        if stepping is not None and stepping() is optimizer:
             self._look_for_scaler(optimizer)
-            self._in_step, self._reductions_inside, self._to_apply = False, None, set()
+            self._stepping, self._reductions_inside, self._to_apply = None, None, set()
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
         if not applied or (isinstance(found_inf, Tensor) and bool(found_inf)):
             return
@@ -246,7 +258,7 @@ class Fates:
         self._taken_back.clear()
         raise ConfigError(
             f"{self._call} must be called between steps, got a call after "
-            "optimizer.synchronize(), whose results were applied only then"
+            f"{self._giver}, whose results were applied only then"
         )
 
     def _look_for_scaler(self, optimizer: Any) -> None:
@@ -331,13 +343,16 @@ def _is_zero(rate: Any) -> bool:
     return rate is not None and float(rate) == 0
 
 
-def weakly(method: Callable[[Any], None], *bound: Any) -> Callable[..., None]:
-    """A hook that does not keep the method's object alive; `bound` goes before its arguments."""
+def weakly(method: Callable[..., None], *bound: Any, takes: int = 1) -> Callable[..., None]:
+    """A hook that does not keep the method's object alive.
+
+    The method gets the first `takes` of `bound` and the hook's arguments.
+    """
     reference = weakref.WeakMethod(method)
 
     def hook(*arguments: Any) -> None:
         alive = reference()
         if alive is not None:
-            alive((*bound, *arguments)[0])
+            alive(*(*bound, *arguments)[:takes])
 
     return hook

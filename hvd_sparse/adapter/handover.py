@@ -34,6 +34,7 @@ class Handover:
         after: The engine's assignment to be.
         named: Parameters of types that the engine can reduce.
         dense_below: Tensors of fewer elements are dense.
+        scale: What the optimizer sees, in units of the sums over the ranks.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class Handover:
         after: Assignment,
         named: Sequence[tuple[str, Parameter]],
         dense_below: int,
+        scale: float = 1.0,
     ) -> None:
-        self._optimizer, self._engine = optimizer, engine
+        self._optimizer, self._engine, self._scale = optimizer, engine, scale
         self._out: list[tuple[str, Parameter]] = []
         self._in: list[tuple[str, Parameter]] = []
         if not isinstance(optimizer, MomentumCorrectedSGD):
@@ -73,14 +75,9 @@ class Handover:
             unit: The loss scale that gradients are in units of.
             world_size: P.
         """
-        import horovod.torch as hvd
-
         if not self.moves:
             return
-        scale = self._engine.scale  # what the optimizer sees, in units of the sums over the ranks
-        if scale is None:  # nothing has been reduced yet
-            scale = 1.0 / world_size if self._optimizer.op == hvd.Average else 1.0
-        scale /= unit
+        scale = self._scale / unit
         shapes = {name: tuple(parameter.shape) for name, parameter in self._out}
         for (_, parameter), total in zip(
             self._out, self._engine.take_momentum(shapes), strict=True

@@ -1,4 +1,4 @@
-"""A planner beside a training: measures through Horovod, times steps, and counts them."""
+"""A planner beside a training: measures, times steps, and counts them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from hvd_sparse.adapter.binding import spec_of
@@ -18,20 +17,6 @@ from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.planner.measure import clock_of
 from hvd_sparse.planner.trial import TIMED_STEPS
-from hvd_sparse.transports.horovod_handles import outcome_of
-
-
-def horovods_allreduce(process_set: Any) -> Any:
-    """Horovod's dense allreduce, in place, under names of its own."""
-    import horovod.torch as hvd
-
-    def allreduce(tensor: Tensor) -> object:
-        name = f"hvd_sparse.planner.{tensor.numel()}"
-        return outcome_of(
-            hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=process_set)
-        )
-
-    return allreduce
 
 
 def planned_memory(assignment: Assignment, name: str, parameter: Parameter) -> MemoryOptions | None:

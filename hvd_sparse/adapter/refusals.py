@@ -101,10 +101,10 @@ def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryO
 class ClippedMomenta:
     """Refuses to clip what the compression has applied momentum to: it is a sum of momenta.
 
-    A pre-step hook of Horovod's optimizer. Clipped gradients have one norm in step after step.
+    A pre-step hook of an optimizer. Clipped gradients have one norm in step after step.
 
     Args:
-        optimizer: Horovod's.
+        optimizer: Horovod's, or one of a model's.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -112,8 +112,9 @@ class ClippedMomenta:
         self._hook = optimizer.register_step_pre_hook(self)
 
     def __call__(self, optimizer: Any, *_: object) -> None:
-        if optimizer._should_synchronize or not optimizer._synchronized:
-            return  # no script has synchronized before this step
+        is_reduced = getattr(optimizer, "_synchronized", True)
+        if getattr(optimizer, "_should_synchronize", False) or not is_reduced:
+            return  # no script has had the gradients before this step
         corrects = getattr(optimizer._compression, "corrects_momentum", None)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if corrects is not None and any(map(corrects, parameters)):
@@ -124,7 +125,7 @@ class ClippedMomenta:
             self._hook.remove()
         if len(last) == EQUAL_NORMS and 0 < max(last) < (1 + NORM_TOLERANCE) * min(last):
             raise ConfigError(
-                f"gradients are clipped to a norm of {last[-1]:.3g} after synchronize(), where the "
-                "compression has made sums of momenta of them: give it clip_norm, which clips "
+                f"gradients are clipped to a norm of {last[-1]:.3g} after they were reduced, where "
+                "the compression has made sums of momenta of them: give it clip_norm, which clips "
                 "before, in the place of clip_grad_norm_()"
             )

@@ -1,16 +1,18 @@
-"""One compression's part in Horovod's world: connection, agreement, plan and scale."""
+"""One compression's part in a framework's world: connection, agreement, plan and scale."""
 
 from __future__ import annotations
 
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import Parameters
@@ -18,7 +20,7 @@ from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
 from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels
-from hvd_sparse.adapter.planning import Planning, horovods_allreduce
+from hvd_sparse.adapter.planning import Planning
 from hvd_sparse.cores import bind
 from hvd_sparse.engine import Assignment, Engine, TensorSpec
 from hvd_sparse.engine.checkpoint import Gather
@@ -27,15 +29,80 @@ from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
+from hvd_sparse.transports.connect import Bootstrap, HorovodBootstrap, create_transport
+from hvd_sparse.transports.horovod_handles import outcome_of
 from hvd_sparse.transports.transport import gather_json, start_thread
 
 logger = logging.getLogger("hvd_sparse")
 T = TypeVar("T")
 
 
+class Framework(Protocol):
+    """Who starts the ranks and reduces what is dense: Horovod, or torch.distributed."""
+
+    def bootstrap(self, group: Any) -> Bootstrap:
+        """The ranks of a process set or a process group; None: all there are."""
+        ...
+
+    def world(self) -> object:
+        """An object that is another one whenever the framework has been started anew."""
+        ...
+
+    def slot(self, timeout_s: float) -> Slot:
+        """Where this rank is."""
+        ...
+
+    def allreduce_of(self, group: Any) -> Callable[[Tensor], object]:
+        """A dense allreduce over a group, in place, under names of its own."""
+        ...
+
+    def failures(self) -> type[Exception]:
+        """What its own operations fail by, without a word of which rank is gone."""
+        ...
+
+    def error(self, error: TransportError) -> Exception:
+        """What a script that uses the framework recovers from, where a peer is lost."""
+        ...
+
+
+class Horovod:
+    """Horovod, as its own scripts start it."""
+
+    def bootstrap(self, group: Any) -> HorovodBootstrap:
+        return HorovodBootstrap(group)
+
+    def world(self) -> object:
+        from horovod.torch import mpi_ops
+
+        return mpi_ops._handle_map  # a new hvd.init() makes a new one
+
+    def slot(self, timeout_s: float) -> Slot:
+        import horovod.torch as hvd
+
+        return Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+
+    def allreduce_of(self, group: Any) -> Callable[[Tensor], object]:
+        import horovod.torch as hvd
+
+        def allreduce(tensor: Tensor) -> object:
+            name = f"hvd_sparse.planner.{tensor.numel()}"
+            handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=group)
+            return outcome_of(handle)
+
+        return allreduce
+
+    def failures(self) -> type[Exception]:
+        from horovod.common.exceptions import HorovodInternalError
+
+        failures: type[Exception] = HorovodInternalError
+        return failures
+
+    def error(self, error: TransportError) -> Exception:
+        return self.failures()(f"hvd_sparse: {error}")
+
+
 class Session(Leaving):
-    """Connects an engine to the other ranks, and again whenever Horovod is started anew.
+    """Connects an engine to the other ranks, and again whenever they are started anew.
 
     Args:
         engine: Reduces what is compressed.
@@ -45,6 +112,7 @@ class Session(Leaving):
         hierarchical: Whether to exchange on two levels, inside hosts and between them.
 
     Attributes:
+        framework: To be set before the first step where it is not Horovod.
         lock: Held while a step opens, and by what may not be called within one.
         embeddings: Reduces the gradients of sparse embeddings, or None.
         planning: The planner beside the training, where the engine's assignment is a planner's.
@@ -60,6 +128,7 @@ class Session(Leaving):
         busy_timeout_s: float | None = None,
         hierarchical: Hierarchical = False,
     ) -> None:
+        self.framework: Framework = Horovod()
         self.lock = threading.RLock()
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
@@ -74,52 +143,65 @@ class Session(Leaving):
         self._must_agree = self._compares = False
         self._connecting = False
         self._world: object | None = None
-        self._mpi_ops: Any = None
-        self._process_set: Any = None
+        self._slot: Slot
+        self._group: Any = None
         self._parameters: Parameters
         self._transport: Transport
 
     def is_current(self) -> bool:
-        """Whether Horovod is still the one that the transport was built beside."""
-        # A new hvd.init() makes a new map.
-        return self._world is not None and self._world is self._mpi_ops._handle_map
+        """Whether the world is still the one that the transport was built beside."""
+        return self._world is not None and self._world is self.framework.world()
 
-    def connect(self, optimizer: Any, parameters: Parameters, device: torch.device | None) -> None:
-        """Join the world that Horovod is in; all ranks of the process set do so together.
+    def connect(
+        self,
+        group: Any,
+        updated: Iterable[Parameter],
+        parameters: Parameters,
+        device: torch.device | None,
+    ) -> None:
+        """Join the world that the framework is in; all ranks of a group do so together.
 
         Args:
-            optimizer: Horovod's, whose process set is the world.
-            parameters: Those that have names; the optimizer's are among them.
+            group: A process set or a process group: the world.
+            updated: What the script trains.
+            parameters: Those that have names; what is trained is among them.
             device: Where the gradients are that the engine exchanges; None where there are none.
 
         Raises:
-            ConfigError: Horovod is not initialised, or ranks want transports that cannot be.
+            ConfigError: There is no world, or ranks want transports that cannot be.
             PlanError: Ranks have different assignments.
             HorovodInternalError: The ranks could not be connected.
         """
-        from horovod.torch import mpi_ops
-
-        world = HorovodBootstrap(optimizer.process_set)
-
-        def connected(at: torch.device | None) -> Transport:
-            name, timeout_s, busy_timeout_s = self._carrier
-            return create_transport(name, world, timeout_s, at, busy_timeout_s=busy_timeout_s)
-
+        name, timeout_s, busy_timeout_s = self._carrier
         self._connecting = True
         PROCESS_END.add(self)
-        bind(mpi_ops.local_rank(), mpi_ops.local_size())  # before there are more threads
-        with as_horovod_error():
+        with self.errors():
+            world, self._group = self.framework.bootstrap(group), group
+
+            def connected(at: torch.device | None) -> Transport:
+                return create_transport(name, world, timeout_s, at, busy_timeout_s=busy_timeout_s)
+
+            self._slot = self.framework.slot(timeout_s)
+            bind(self._slot.local_rank, self._slot.local_size)  # before there are more threads
             self._transport = connected(device)
             self._engine.connect(self._transport)
             if self.embeddings is not None:
                 self.embeddings.connect(connected(None))
-            self._process_set, self._parameters = world.process_set, parameters
+            self._parameters = parameters
             self._agree()
-        updated = {p for group in optimizer.param_groups for p in group["params"]}
-        self._divergence = Divergence((name, p) for name, p in parameters if p in updated)
+        trained = set(updated)
+        self._divergence = Divergence((name, p) for name, p in parameters if p in trained)
         self._connecting = False
-        self._mpi_ops, self._world = mpi_ops, mpi_ops._handle_map
+        self._world = self.framework.world()
         logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """A lost peer is an error that scripts of the framework recover from."""
+        try:
+            yield
+        except TransportError as error:
+            raise self.framework.error(error) from error
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""
@@ -127,7 +209,7 @@ class Session(Leaving):
         if planner is not None and self.is_current():
             engine.reassign(engine.assignment)  # what is planned is given up, as ever
             try:
-                with as_horovod_error():
+                with self.errors():
                     self._agree(planner)  # which decides first: momenta go straight where it says
             except BaseException:
                 engine.reassign(planner)  # for the next connection
@@ -136,7 +218,7 @@ class Session(Leaving):
         handover = self.handing(assignment)
         engine.reassign(assignment)
         if self.is_current():
-            with as_horovod_error():
+            with self.errors():
                 self._agree()
                 self._carry_out(handover)
         elif handover.moves and planner is None:  # the next step's connection agrees
@@ -159,7 +241,7 @@ class Session(Leaving):
 
     def meet(self) -> None:
         """Agree on what is due: on the plan, and on whether the ranks' weights are alike."""
-        with as_horovod_error():
+        with self.errors():
             if self._must_agree:
                 self._agree()
             elif self.planning is not None and self.planning.is_due:
@@ -175,20 +257,20 @@ class Session(Leaving):
         """
         transport = self._transport
         sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        with as_horovod_error():
+        with self.errors():
             messages = interruptibly(
                 lambda: transport.allgather((sent,), channel=channel), transport.abort
             )
         return [pickle.loads(message.numpy().tobytes()) for message in messages]
 
-    def gathering(self, process_set: Any, call: str) -> tuple[HorovodBootstrap, Gather]:
-        """The ranks of a process set, or all of Horovod's, and how they gather objects."""
-        world = HorovodBootstrap(process_set)
+    def gathering(self, group: Any, call: str) -> tuple[Bootstrap, Gather]:
+        """The ranks of a group, or all there are, and how they gather objects."""
+        world = self.framework.bootstrap(group)
 
         def gather(mine: Any) -> list[Any]:
             if self.is_current():  # it names who fails
                 return self.gather_objects(mine, "checkpoint")
-            with as_horovod_error():
+            with self.errors():
                 try:
                     return world.allgather_object(mine, "hvd_sparse.checkpoint", self._timeout_s)
                 except TransportTimeout:
@@ -208,7 +290,7 @@ class Session(Leaving):
         """
         error = self._engine.error
         if error is not None and self.is_current():
-            with as_horovod_error():
+            with self.errors():
                 raise error
 
     @override
@@ -229,8 +311,6 @@ class Session(Leaving):
         Args:
             new: A planner that the engine does not have yet; None: its own, if it has one.
         """
-        import horovod.torch as hvd
-
         self.planning, self._must_agree = None, False
         engine, specs = self._engine, self._parameters.sparse_specs()
         planner = new or planner_of(engine.assignment)
@@ -238,16 +318,15 @@ class Session(Leaving):
             engine.agree()
         else:
             device = next((p.device for _, p in self._parameters), torch.device("cpu"))
-            world = World(self._transport, horovods_allreduce(self._process_set), device)
+            world = World(self._transport, self.framework.allreduce_of(self._group), device)
             ordered = self._specs_as_they_come()
             self.planning = Planning(planner, engine, self._change_to, ordered, world)
             before, planner.before = planner.before, None
             if before is not None and new is None:  # rank 0, or its state, had momenta so
                 engine.assignment = before
             self._change_to(planner.current)
-        slot = Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
         engine.hosts = agree_on_levels(
-            self._hierarchical, slot, engine.assignment, specs, self._transport
+            self._hierarchical, self._slot, engine.assignment, specs, self._transport
         )
 
     def _specs_as_they_come(self) -> list[TensorSpec]:
@@ -304,20 +383,3 @@ def interruptibly(call: Callable[[], T], abort: Callable[[BaseException], None])
         raise
     finally:
         thread.join()
-
-
-@contextmanager
-def as_horovod_error() -> Iterator[None]:
-    """A lost peer is an error that `hvd.elastic` recovers from."""
-    try:
-        yield
-    except TransportError as error:
-        raise horovod_error(error) from error
-
-
-def horovod_error(error: TransportError) -> Exception:
-    """The same error as Horovod's own, which `hvd.elastic` recovers from."""
-    from horovod.common.exceptions import HorovodInternalError
-
-    internal_error: Exception = HorovodInternalError(f"hvd_sparse: {error}")
-    return internal_error

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> Output | None:
         import horovod.torch as hvd
     except ImportError as error:
         raise ConfigError(f"horovod.torch cannot be imported: {error}") from error
-    from hvd_sparse.adapter.planning import horovods_allreduce
+    from hvd_sparse.adapter.session import Horovod
     from hvd_sparse.transports.connect import HorovodBootstrap
 
     hvd.init()
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> Output | None:
     transport = create_transport(options.transport, world, 60.0, device)
     if hvd.rank() == 0:
         print(f"measuring {len(methods)} methods for {options.limit:g} s …", file=sys.stderr)
-    allreduce = horovods_allreduce(hvd.global_process_set)
+    allreduce = Horovod().allreduce_of(hvd.global_process_set)
     place = meet(transport, device)
     profile = measure_profile(transport, allreduce, methods, place, options.limit, device)
     transport.close()

@@ -1,4 +1,4 @@
-"""How the ranks of a Horovod world connect: `create_transport` tells the story, from the top.
+"""How the ranks of a world connect: `create_transport` tells the story, from the top.
 
 What the ranks decide is a pure function of what all of them told, so all choose alike, or all
 raise. Where one rank cannot do its part, all are told why (`together`).
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,7 +62,7 @@ logger = logging.getLogger("hvd_sparse")
 
 def create_transport(
     name: str,
-    world: HorovodBootstrap,
+    world: Bootstrap,
     timeout_s: float,
     device: torch.device | None = None,
     *,
@@ -112,6 +112,37 @@ def create_transport(
     return made[0]
 
 
+class Bootstrap(Protocol):
+    """The ranks of a world before they have a transport: `size` of them, of which this is `rank`.
+
+    `ranks` has MPI's rank of each. `mpi_enabled`: MPI started the processes. `process_set`:
+    Horovod's, or None.
+    """
+
+    rank: int
+    size: int
+    ranks: list[int]
+    mpi_enabled: bool
+    process_set: Any
+
+    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
+        """Every rank's object, by rank; collective.
+
+        Raises:
+            TransportTimeout: Not all ranks came in time.
+        """
+        ...
+
+
+def nobody_came(world: Bootstrap, name: str, timeout_s: float) -> TransportTimeout:
+    """The error where not all ranks came to connect."""
+    return TransportTimeout(
+        f"rank {world.rank} has waited {timeout_s:g} s for the other {world.size - 1} ranks "
+        f"to connect ({name}), and not all have come: each rank must give its optimizer a "
+        "compression of hvd_sparse, and reach its first step within timeout_s of the others"
+    )
+
+
 class HorovodBootstrap:
     """The ranks of one of Horovod's process sets (by default all), before they have a transport.
 
@@ -159,11 +190,7 @@ class HorovodBootstrap:
         ]
         deadline = time.monotonic() + timeout_s
         if not wait_for(gathering, lambda: time.monotonic() >= deadline):
-            raise TransportTimeout(
-                f"rank {self.rank} has waited {timeout_s:g} s for the other {self.size - 1} ranks "
-                f"to connect ({name}), and not all have come: each rank must give its optimizer a "
-                "compression of hvd_sparse, and reach its first step within timeout_s of the others"
-            )
+            raise nobody_came(self, name, timeout_s)
         sizes, joined = map(outcome_of, gathering)
         return [pickle.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
 
@@ -171,7 +198,7 @@ class HorovodBootstrap:
 # -- what the ranks agree on -----------------------------------------------------------------------
 
 
-def greet(world: HorovodBootstrap, obj: Any, timeout_s: float) -> list[Any]:
+def greet(world: Bootstrap, obj: Any, timeout_s: float) -> list[Any]:
     """Every rank's object, once all ranks are known to run the same release; collective.
 
     The greeting is a tuple of plain values, sent before anything else, so that any two releases
@@ -218,7 +245,7 @@ class Capability:
 
 
 def describe_capability(
-    name: str, world: HorovodBootstrap, device: torch.device | None = None
+    name: str, world: Bootstrap, device: torch.device | None = None
 ) -> Capability:
     requested, source = name, "transport"
     if name == "auto" and os.environ.get(VARIABLE):
@@ -227,6 +254,8 @@ def describe_capability(
     mpi_problem: str | None = "the processes were not started by MPI (horovodrun --mpi)"
     if world.mpi_enabled:
         mpi_problem = problem_with_mpi(world.ranks[world.rank])
+    if requested == "horovod" and world.process_set is None:
+        raise ConfigError(f"{source} 'horovod' is for optimizers of Horovod's")
     nccl_problem: str | None = "it was not asked for"
     if requested == "nccl":
         nccl_problem = problem_with_nccl()
@@ -306,7 +335,7 @@ def _addresses_for(chosen: str, reports: Sequence[HostReport]) -> Sequence[str |
 
 
 def _share(
-    world: HorovodBootstrap, hosts: Sequence[str | None], timeout_s: float, undo: ExitStack
+    world: Bootstrap, hosts: Sequence[str | None], timeout_s: float, undo: ExitStack
 ) -> tuple[str, dict[int, Line]]:
     """A common token, and lines to the other ranks; none in a world of one or without addresses.
 
@@ -343,7 +372,7 @@ def _share(
 
 
 def together(
-    world: HorovodBootstrap,
+    world: Bootstrap,
     name: str,
     timeout_s: float,
     part: Callable[[], Any],
@@ -384,7 +413,7 @@ def together(
 
 def _connect(
     chosen: str,
-    world: HorovodBootstrap,
+    world: Bootstrap,
     timeout_s: float,
     device: torch.device | None,
     hosts: Sequence[str | None],
@@ -408,7 +437,7 @@ def _connect(
     return GlooTransport(*place, meeting, host=host, timeout_s=timeout_s)
 
 
-def _shared_store(world: HorovodBootstrap, address: str, token: str, timeout_s: float) -> Any:
+def _shared_store(world: Bootstrap, address: str, token: str, timeout_s: float) -> Any:
     """A store that rank 0 serves at its address; without the token, no key is found in it."""
     stores: list[Any] = []
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hvd_sparse.adapter.binding import any_of
 from hvd_sparse.adapter.fate import Fates
 
 
@@ -24,12 +25,23 @@ def step(scaler: torch.amp.GradScaler, parameter: nn.Parameter, optimizer: Liste
     scaler.update()
 
 
+@pytest.mark.parametrize("where", [None, 0, 4097, 99_999])
+@pytest.mark.parametrize("shape", [(100_000,), (250, 400)])
+def test_one_element_is_seen_wherever_it_is(shape: tuple[int, ...], where: int | None) -> None:
+    gradient = torch.zeros(shape)
+    if where is not None:
+        gradient.view(-1)[where] = 1e-30
+    assert bool(any_of(gradient)) is (where is not None)
+    assert bool(any_of(gradient.t() if gradient.dim() == 2 else gradient)) is (where is not None)
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_residuals_follow_a_new_loss_scaler(keep: bool) -> None:
     """As one that is made in each epoch; the earlier one may be there still."""
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = Listened([parameter], lr=0.1)
-    fate = Fates(optimizer, {})
+    fate = Fates({})
+    optimizer.register_step_pre_hook(fate.before_step)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     factors = []
     for _ in range(3):

@@ -1,14 +1,15 @@
 """Run under horovodrun: the Python blocks of every page, in order, in one namespace per page.
 
 A namespace begins with what a training script has: `model`, `optimizer`, `loader` and `loss_of`. A
-block that makes a `DistributedOptimizer` gets new ones, and two steps are trained with what it
-made. Policies of the page are written to policy.yaml where they stand.
+block that makes a `DistributedOptimizer`, or a hook for DDP, gets new ones, and two steps are
+trained with what it made. Policies of the page are written to policy.yaml where they stand.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.adapter import SparseCompressor
 
@@ -30,6 +32,9 @@ def make():
 """
 """The module `models` of the pages, and the model that they begin with."""
 
+MAKES_ONE = re.compile(r"DistributedOptimizer\(|ddp\.register\(")
+"""What is in a block after which two steps are trained."""
+
 
 def given() -> dict[str, Any]:
     torch.manual_seed(0)
@@ -39,6 +44,8 @@ def given() -> dict[str, Any]:
     loader = [(torch.randn(8, 128), torch.randint(20, (8,))) for _ in range(3)]
     return {
         "model": model,
+        "module": model,
+        "DistributedDataParallel": DistributedDataParallel,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
         "loader": loader,
         "loss_of": nn.functional.cross_entropy,
@@ -71,7 +78,7 @@ def run_page(blocks: list[dict[str, Any]]) -> None:
                 Path("policy.yaml").write_text(block["text"])
             hvd.barrier()
             continue
-        makes_one = "DistributedOptimizer(" in block["text"]
+        makes_one = bool(MAKES_ONE.search(block["text"]))
         if makes_one:
             close(names)
             names.update(given())
@@ -90,6 +97,9 @@ def run_page(blocks: list[dict[str, Any]]) -> None:
 def main() -> None:
     listing = Path(sys.argv[1])
     hvd.init()
+    torch.distributed.init_process_group(
+        "gloo", f"file://{listing.parent}/store", rank=hvd.rank(), world_size=hvd.size()
+    )
     for page, blocks in json.loads(listing.read_text()).items():
         os.chdir(listing.parent / page)
         run_page(blocks)

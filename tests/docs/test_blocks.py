@@ -7,7 +7,7 @@
 | sh: hvd-sparse check, plan, report, trace, validate | runs, beside the files of its page |
 | sh: hvd-sparse simulate, profile | its arguments are parsed: they take minutes, or need ranks |
 | sh: python -m | the module's own parser reads the arguments: these take minutes |
-| sh: horovodrun | its options exist, and what it starts is checked by the rules here |
+| sh: horovodrun, torchrun | its options exist, and what it starts is checked by the rules here |
 | sh: python FILE | the file is here, or is `train.py`, which stands for the reader's |
 | sh: make | the targets and variables stand in the Makefile |
 | sh: pip, apt-get | each package is one that pyproject.toml, the set-up or CI names |
@@ -173,6 +173,9 @@ def test_commands(
                 parse_module(words, monkeypatch)
             case ["python", *_]:
                 check_file(words)
+            case ["torchrun", "--nproc-per-node", count, file, *_]:
+                assert count.isdigit()
+                check_file(["python", file])
             case ["horovodrun", *_]:
                 check_launch(words, check)
             case ["pip" | "apt-get", "install", *_]:

@@ -11,7 +11,8 @@ import pytest
 import hvd_sparse
 from tests.docs.pages import ROOT
 
-NAMED = {getattr(hvd_sparse, name).__module__ for name in hvd_sparse.__all__ if name[0] != "_"}
+PUBLIC = [getattr(hvd_sparse, name) for name in hvd_sparse.__all__ if name[0] != "_"]
+NAMED = {getattr(found, "__module__", found.__name__) for found in PUBLIC}
 FACE = {
     *NAMED,
     "hvd_sparse.adapter.compressor",

@@ -1,0 +1,383 @@
+"""The way in and out for torch's DistributedDataParallel: what is known of it stands here.
+
+DDP hands each bucket of gradients to a hook, in one order on all ranks, and waits for the hooks'
+futures at the end of the backward pass. Within a pass:
+  1. A bucket's gradients go to the engine, which exchanges them beside the rest of the pass.
+  2. In the last bucket's hook the ranks meet where that is due, and all results are waited for.
+  3. Once DDP has put them into their places, it is known which parameters got theirs: one that no
+     rank has used keeps its gradient, and what was sent of it goes back.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed import distributed_c10d
+from torch.futures import Future
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from hvd_sparse.adapter.binding import Entry, Parameters
+from hvd_sparse.adapter.entrance import Entrance
+from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
+from hvd_sparse.adapter.refusals import ClippedMomenta
+from hvd_sparse.adapter.session import Session
+from hvd_sparse.engine import Engine, WithDense
+from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
+from hvd_sparse.hosts import Slot
+from hvd_sparse.leaving import keep_forever
+from hvd_sparse.optim import SparseAdamW
+from hvd_sparse.transports.connect import nobody_came
+from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
+from hvd_sparse.transports.meeting import describe_host
+
+LOOK_S = 0.05
+"""From one look for a failure to the next, while exchanges are waited for."""
+
+AGENT_VARIABLE = "GROUP_RANK"
+"""Where torchrun says which of its agents has started a rank: each is a host."""
+
+
+CALLS: Counter[tuple[str, str]] = Counter()
+"""How often the ranks of a group have met under a name: a store keeps what it was told."""
+
+
+class GroupBootstrap:
+    """The ranks of a process group, which meet in its store.
+
+    Raises:
+        ConfigError: There is no process group, this process is not in it, or it has no store.
+    """
+
+    process_set: Any = None
+    mpi_enabled = False
+
+    def __init__(self, group: Any) -> None:
+        if not dist.is_initialized():
+            raise ConfigError("init_process_group() must come before the first backward pass")
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ConfigError(f"rank {dist.get_rank()} is not in the model's process group")
+        self.ranks = list(range(self.size))
+        world: Any = group or dist.group.WORLD
+        store: Any = distributed_c10d._get_process_group_store(world)
+        if store is None:
+            raise ConfigError(f"the process group ({dist.get_backend(group)}) has no store")
+        self._store = distributed_c10d.PrefixStore("hvd_sparse", store)
+        self._name: str = world.group_name
+
+    def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
+        """Every rank's object, by rank; collective.
+
+        Raises:
+            TransportTimeout: Not all ranks came in time.
+            TransportError: The store is gone, with the process that has served it.
+        """
+        CALLS[self._name, name] += 1
+        keys = [f"{name}/{CALLS[self._name, name]}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], pickle.dumps(obj))  # type: ignore[arg-type]
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+            return [pickle.loads(self._store.get(key)) for key in keys]
+        except dist.DistStoreError:
+            raise nobody_came(self, name, timeout_s) from None
+        except RuntimeError as error:
+            raise TransportError(f"the process group's store cannot be reached: {error}") from None
+
+
+class Distributed:
+    """torch.distributed, as a script for DDP starts it."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._met: tuple[object, GroupBootstrap] | None = None
+
+    def bootstrap(self, group: Any) -> GroupBootstrap:
+        world = self.world()
+        if self._met is None or self._met[0] is not world:
+            self._met = world, GroupBootstrap(group or self._group)
+        return self._met[1]
+
+    def world(self) -> object:
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def slot(self, timeout_s: float) -> Slot:
+        world = self.bootstrap(self._group)
+        host = f"{describe_host().host}/{os.environ.get(AGENT_VARIABLE, '')}"
+        hosts = world.allgather_object(host, "slot", timeout_s)
+        local_rank = hosts[: world.rank].count(host)
+        # The hosts that have a rank in this place, too.
+        peers = [h for h, count in Counter(hosts).items() if count > local_rank]
+        return Slot(local_rank, hosts.count(host), peers.index(host), len(peers))
+
+    def allreduce_of(self, group: Any) -> Callable[[Tensor], object]:
+        return lambda tensor: dist.all_reduce(tensor, group=group)
+
+    def failures(self) -> type[Exception]:
+        return RuntimeError
+
+    def error(self, error: TransportError) -> Exception:
+        return error
+
+
+class DdpDoor(Entrance):
+    """One model's gradients on their way to the engine or to its process group, and back.
+
+    Args:
+        model: Is not kept alive.
+        compression: What its optimizers are to ask; is not kept alive.
+        parameters: Those of the compression.
+        engine: Reduces what is compressed.
+        session: Connects the ranks.
+        dense_below: Tensors of fewer elements are reduced by the process group, as one.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        compression: object,
+        parameters: Parameters,
+        engine: Engine,
+        session: Session,
+        dense_below: int,
+    ) -> None:
+        self._entries: dict[int, Entry] = {}
+        fates = Fates(self._entries, engine.corrects_momentum, "backward()")
+        super().__init__(parameters, engine, session, dense_below, fates, None)
+        self._model, self._compression = weakref.ref(model), weakref.ref(compression)
+        self._names = {p: name for name, p in model.module.named_parameters()}
+        self._group = model.process_group
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._futures: list[tuple[Future[Any], Tensor]] = []
+        self._dense: list[tuple[Entry, Tensor]] = []
+        self._before: list[tuple[Tensor | None, int]] = []
+        hook = register_optimizer_step_pre_hook(weakly(self._before_step, takes=3))
+        weakref.finalize(self, hook.remove).atexit = False
+
+    @property
+    @override
+    def optimizer(self) -> Any:
+        """The first that has stepped; None before, and once it is gone."""
+        return next((o for each in self._optimizers if (o := each()) is not None), None)
+
+    @property
+    @override
+    def group(self) -> Any:
+        return self._group
+
+    @override
+    def scale(self) -> float:
+        """DDP gives averages."""
+        return 1.0 / dist.get_world_size(self._group)
+
+    @override
+    def exponents_of(self, parameter: Parameter) -> Tensor | None:
+        states = (getattr(each(), "state", {}).get(parameter, {}) for each in self._optimizers)
+        return next((state["exponent"] for state in states if "exponent" in state), None)
+
+    # -- in ----------------------------------------------------------------------------------------
+
+    def take(self, bucket: Any) -> Future[Tensor]:
+        """DDP's communication hook: take a bucket; with the last one, reduce all of them."""
+        buffer = bucket.buffer()
+        devices = [buffer.device] if buffer.device.type != "cpu" else None
+        future: Future[Tensor] = Future(devices=devices)
+        with self._session.lock:
+            if bucket.index() == 0:
+                self.give_up()  # a pass that has failed
+                self._open_step()
+            self._futures.append((future, buffer))
+            gradients = [buffer] if buffer.is_sparse else bucket.gradients()
+            for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+                self._hand_in(parameter, gradient)
+        if bucket.is_last():
+            self._reduce()
+            # DDP's own call at the end of the pass is queued after this one.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._end_step))
+        return future
+
+    @override
+    def _open_step(self) -> None:
+        model = self._model()
+        if model is not None and model._join_config.enable:
+            raise UnsupportedError(
+                "model.join() cannot be used: sparse gradients are averaged over all ranks"
+            )
+        self.fates.left_failed_step()
+        self.fates.refuse_closures(reduces_before=False)
+        super()._open_step()
+
+    def _hand_in(self, parameter: Parameter, gradient: Tensor) -> None:
+        entry = self._entries.get(id(parameter))
+        if entry is None:
+            name = self._parameters.name_of(parameter)
+            entry = Entry(parameter, self._names.get(parameter, "one that came later"), name)
+            self._entries[id(parameter)] = entry
+            self._warn_of_strangers([entry])
+        entry.gradient, own = gradient, parameter.grad
+        self._handed.append(entry)
+        self._before.append((own, 0 if own is None else own._version))
+        if not self._holds_back:
+            self._pass_on(entry, gradient)
+
+    @override
+    def _connect(self) -> None:
+        trained = [entry.parameter for entry in self._handed]
+        self._session.connect(self._group, trained, self._parameters, self._device())
+
+    @override
+    def _pass_on(self, entry: Entry, gradient: Tensor) -> None:
+        embeddings, parameter = self._session.embeddings, entry.parameter
+        if not gradient.is_sparse:
+            self._pass_on_dense(entry, gradient)
+            return
+        if embeddings is not None and embeddings.takes(parameter):
+            embeddings.hand_in(parameter, gradient)
+            entry.reduced = lambda: embeddings.result(parameter, self.scale())
+        else:
+            self._reduce_densely(entry, gradient)
+        self._pass_on_zeros(entry)
+
+    @override
+    def _reduce_densely(self, entry: Entry, gradient: Tensor) -> None:
+        self._dense.append((entry, gradient))
+        entry.reduced = lambda: gradient  # a sparse one is reduced in place
+
+    @override
+    def _is_changed_in_place(self) -> bool:
+        return isinstance(self._engine.assignment, WithDense) or isinstance(
+            self.optimizer, SparseAdamW
+        )
+
+    # -- out ---------------------------------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        """All gradients are there: wait until they are reduced, and put them into the buckets."""
+        session, engine = self._session, self._engine
+        session.raise_failure()
+        if self._holds_back:
+            self._meet()
+        with self._first_cause():
+            engine.plan()
+            if session.embeddings is not None:
+                session.embeddings.launch()
+            finish_dense = self._begin_dense()
+            try:
+                while not engine.wait(LOOK_S):
+                    session.raise_failure()
+                exchanged = next((e.name for e in self._handed if e.reduced is None), None)
+                results: Mapping[Any, Tensor] = {}
+                if exchanged is not None:
+                    results = engine.results(exchanged)
+                finish_dense()
+            except BaseException:
+                keep_forever(self._group)  # its end would wait for what is under way
+                raise
+            for entry in self._handed:
+                result = results[entry.name] if entry.reduced is None else entry.reduced()
+                assert entry.gradient is not None
+                if not result.is_sparse:
+                    entry.gradient.copy_(result)
+                elif result is not entry.gradient:  # a bucket of its own
+                    self._futures = [
+                        (future, result if buffer is entry.gradient else buffer)
+                        for future, buffer in self._futures
+                    ]
+        for future, buffer in self._futures:
+            future.set_result(buffer)
+
+    def _begin_dense(self) -> Callable[[], None]:
+        """Begin to reduce what is dense, one tensor for each type; returns what waits for it."""
+        dense, self._dense = self._dense, []
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Entry, Tensor]]] = {}
+        whole: list[tuple[Tensor, list[tuple[Entry, Tensor]]]] = []
+        for entry, gradient in dense:
+            if gradient.is_sparse:
+                whole.append((gradient, []))
+                continue
+            sent = gradient.float() if gradient.dtype == torch.bfloat16 else gradient
+            kinds.setdefault((sent.dtype, sent.device), []).append((entry, sent))
+        whole += [(torch.cat([g.flatten() for _, g in each]), each) for each in kinds.values()]
+        works = [dist.all_reduce(t, group=self._group, async_op=True) for t, _ in whole]
+
+        def finish() -> None:
+            pauses = Pauses(SPIN_S)
+            for work, (tensor, parts) in zip(works, whole, strict=True):
+                while not work.is_completed():
+                    if pauses.pause():
+                        self._session.raise_failure()
+                work.wait()
+                tensor.mul_(self.scale())
+                begin = 0
+                for entry, gradient in parts:
+                    end = begin + gradient.numel()
+                    entry.reduced = tensor[begin:end].view(gradient.shape).detach
+                    begin = end
+                    if entry.is_followed and entry.name is not None:
+                        self._engine.residuals.flushed(entry.name)
+
+        return finish
+
+    def _end_step(self) -> None:
+        """DDP has put the reduced gradients into their places, or has left what was there."""
+        followed = [
+            (entry, self._has_its_result(entry, *before))
+            for entry, before in zip(self._handed, self._before, strict=True)
+            if entry.is_followed
+        ]
+        self.fates.give(entry for entry, has in followed if has)
+        self.fates.drop(entry for entry, has in followed if not has)
+        if self._session.planning is not None:
+            self._session.planning.returned()
+        self._close_step()
+        self._engine.let_go()
+
+    def _has_its_result(self, entry: Entry, before: Tensor | None, version: int) -> bool:
+        own, result = entry.parameter.grad, entry.gradient
+        if own is None or result is None:
+            return False
+        in_bucket = own.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+        return in_bucket or own is not before or own._version != version
+
+    @override
+    def _open_nothing(self) -> None:
+        super()._open_nothing()
+        self._futures, self._dense, self._before = [], [], []
+
+    # -- optimizers --------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        """Pre-step hook of every optimizer: those that have parameters of the model are met here.
+
+        Raises:
+            ConfigError: Momentum would be applied a second time, or another one.
+        """
+        if not any(p in self._names for g in optimizer.param_groups for p in g["params"]):
+            return
+        self._thread = threading.get_ident()
+        if not any(each() is optimizer for each in self._optimizers):
+            self._meet_optimizer(optimizer)
+        self._follow_momenta(optimizer)
+        self.fates.before_step(optimizer, arguments, keywords)
+
+    def _meet_optimizer(self, optimizer: Any) -> None:
+        self._optimizers.append(weakref.ref(optimizer))
+        optimizer._compression = self._compression()
+        ClippedMomenta(optimizer)
+        if self.rewinds is None:
+            self.rewinds = Rewinds(optimizer)
+            optimizer.register_step_post_hook(weakly(self.stepped))

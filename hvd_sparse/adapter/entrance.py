@@ -1,0 +1,290 @@
+"""What the doors share: how a step opens, where its gradients go, and how it is settled."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvd_sparse.adapter.binding import SPARSE_DTYPES, Entry, Parameters
+from hvd_sparse.adapter.fate import Fates, Rewinds
+from hvd_sparse.adapter.handover import refuse_momenta
+from hvd_sparse.adapter.session import Session
+from hvd_sparse.engine import Engine, TensorSpec, WithDense
+from hvd_sparse.errors import ConfigError, TransportError, warn
+
+CAUSE_S, CAUSE_INTERVAL_S = 1.0, 0.01
+"""How long after the framework, which names no rank, an exchange may say what it has failed by."""
+
+
+class Entrance:
+    """The gradients of one optimizer or model on their way to the engine, and back.
+
+    Args:
+        parameters: Those of the compression.
+        engine: Reduces what is compressed.
+        session: Connects the ranks.
+        dense_below: Tensors of fewer elements are reduced by the framework.
+        fates: Follows what was given back.
+        rewinds: Sees that the optimizer's state was loaded; None: there is no optimizer yet.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        engine: Engine,
+        session: Session,
+        dense_below: int,
+        fates: Fates,
+        rewinds: Rewinds | None,
+    ) -> None:
+        self._parameters, self._engine, self._session = parameters, engine, session
+        self._dense_below = dense_below
+        self.fates, self.rewinds = fates, rewinds
+        self._warned: set[str] = set()
+        self._momenta: dict[int, list[tuple[Any, Any]]] = {}
+        self._thread = threading.get_ident()
+        self._handed: list[Entry] = []
+        self._is_open = self._holds_back = False
+
+    @property
+    def optimizer(self) -> Any:
+        """What the gradients are for; None while it is not known, and once it is gone."""
+        raise NotImplementedError
+
+    @property
+    def group(self) -> Any:
+        """The process set or process group of the ranks."""
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> float:
+        """The loss scale that the gradients are in units of; 1 where there is none."""
+        return 1.0 if self.fates.unit is None else self.fates.unit
+
+    def scale(self) -> float:
+        """What the framework multiplies sums over the ranks by."""
+        raise NotImplementedError
+
+    def exponents_of(self, parameter: Parameter) -> Tensor | None:
+        """What `SparseAdamW` has for a parameter; None for any other optimizer."""
+        found: Tensor | None = (
+            getattr(self.optimizer, "state", {}).get(parameter, {}).get("exponent")
+        )
+        return found
+
+    def settle(self, call: str | None = None) -> None:
+        """See what became of the last step's results; the residuals follow the loss scale.
+
+        Args:
+            call: The user's; None: the next step begins.
+        """
+        undone = self.fates.settle(call)
+        if self._is_open:  # it has failed: nothing of it was given back
+            undone.update(self._handed)
+        self._engine.settle(counts=True, undone={e.name for e in undone if e.name is not None})
+        factor = self.fates.rescaling()
+        if factor != 1.0:
+            self._engine.rescale(factor)
+        self._engine.unit = self.unit
+
+    def check_between_steps(self, call: str) -> None:
+        """Refuse a call between `backward()` and the step that applies its gradients.
+
+        Raises:
+            ConfigError: It is one.
+        """
+        elsewhere = threading.get_ident() != self._thread
+        is_within = self._is_open or (elsewhere and not self.fates.is_settled)  # or soon applied
+        if is_within and self._engine.error is None:
+            raise ConfigError(f"{call} must be called between steps, got a call within one")
+
+    def give_up(self, *_: object) -> None:
+        """Let go of a step that has failed, or that the framework forgets."""
+        if self._is_open:
+            self.settle("load_state_dict()")
+            self._close_step()
+            if self._session.embeddings is not None:
+                self._session.embeddings.give_up()
+
+    def _open_step(self) -> None:
+        """The step's first gradient is there, or none has come at its end."""
+        self.settle()
+        if self.rewinds is not None and self.rewinds.seen():
+            self._drop_residuals()
+        self._session.raise_failure()  # the framework, which has ended, too, would name nobody
+        self._holds_back = not self._session.is_current() or self._session.begin_step()
+        if not self._holds_back:
+            self._engine.scale = self.scale()
+            self._engine.begin_step()
+        self._is_open = True
+
+    def _follow_momenta(self, optimizer: Any) -> None:
+        """Momenta may have changed since an optimizer's last step.
+
+        Raises:
+            ConfigError: Momentum would be applied a second time, or another one.
+        """
+        momenta = [(group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
+        if momenta != self._momenta.get(id(optimizer)):
+            assignment = self._engine.assignment
+            refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
+            self._momenta[id(optimizer)] = momenta
+
+    def stepped(self, *_: object) -> None:
+        """The optimizer has done a step."""
+        if self.rewinds is not None:
+            self.rewinds.stepped()
+
+    def _drop_residuals(self) -> None:
+        lost = self._engine.forget([name for name, _ in self._parameters])
+        if lost:
+            warn(
+                "dropped the residuals, since optimizer.load_state_dict() went back to another "
+                "state than that of the last step (load the compression's own state, too, where "
+                f"it was saved): L1 norm {lost:g}"
+            )
+
+    def _meet(self) -> None:
+        """All ranks are at the end of this step: what they have to agree on is agreed on."""
+        session = self._session
+        session.arrivals = [entry.name for entry in self._handed if entry.name is not None]
+        if session.is_current():
+            session.meet()
+        else:
+            self._connect()
+        self._engine.scale, self._engine.unit = self.scale(), self.unit
+        self._engine.begin_step()
+        self._holds_back = False
+        for entry in self._handed:
+            if entry.reduced is None and entry.gradient is not None:
+                self._pass_on(entry, entry.gradient)
+
+    def _connect(self) -> None:
+        raise NotImplementedError
+
+    def _pass_on(self, entry: Entry, gradient: Tensor) -> None:
+        """Give a gradient to the engine, to the embeddings' exchange, or to the framework."""
+        raise NotImplementedError
+
+    def _reduce_densely(self, entry: Entry, gradient: Tensor) -> None:
+        """Let the framework reduce a gradient."""
+        raise NotImplementedError
+
+    def _pass_on_dense(self, entry: Entry, gradient: Tensor) -> None:
+        """The same for a gradient that is no sparse tensor."""
+        engine, planning, name = self._engine, self._session.planning, entry.name
+        if name is None:
+            self._reduce_densely(entry, gradient)
+            return
+        if planning is not None:
+            planning.arrived(name)
+        spec, is_frozen = entry.spec_of(gradient), not entry.parameter.requires_grad
+        if engine.awaits(spec) or self._is_sparse(spec, gradient):
+            values = gradient
+            if is_frozen:  # it is reduced all the same
+                values = gradient.data.zero_()
+            elif self._is_changed_in_place():
+                values = gradient.data  # with a count of changes of its own
+            engine.submit(spec, values, frozen=is_frozen)
+            entry.is_followed = True
+            return
+        holds = (planning is not None and planning.holds) or is_frozen
+        leftover = None if holds else engine.residuals.leftover(name)
+        if leftover is not None:
+            gradient = with_leftover(spec, gradient, leftover, engine)
+            entry.is_followed = True
+        self._reduce_densely(entry, gradient)
+
+    def _pass_on_zeros(self, entry: Entry) -> None:
+        """A tensor of the plan has a sparse gradient now: without any, it had a dense one first."""
+        if entry.name is not None and self._engine.planned and self._engine.expects(entry.name):
+            zeros = torch.zeros_like(entry.parameter, requires_grad=False)
+            self._engine.submit(entry.spec_of(zeros), zeros, frozen=True)
+
+    def _is_sparse(self, spec: TensorSpec, gradient: Tensor) -> bool:
+        if not is_large(gradient, self._engine, self._dense_below) or not self._engine.takes(spec):
+            return False
+        if not self._engine.expects(spec.name):
+            self._warn_once(
+                f"{spec.name!r} had no gradient in the first step: it is reduced densely"
+            )
+            return False
+        return True
+
+    def _is_changed_in_place(self) -> bool:
+        """Whether the engine changes gradients."""
+        raise NotImplementedError
+
+    def _device(self) -> torch.device | None:
+        """Where the gradients are that the engine exchanges; None where there are none."""
+        large = (p for _, p in self._parameters if is_large(p, self._engine, self._dense_below))
+        return next((p.device for p in large), None)
+
+    def _warn_of_strangers(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            if entry.name is None and entry.parameter.requires_grad:
+                self._warn_once(
+                    f"the gradient of {entry.label!r}, of shape {tuple(entry.parameter.shape)}, "
+                    f"belongs to none of the {len(self._parameters)} named_parameters: it is "
+                    "reduced densely"
+                )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
+
+    @contextmanager
+    def _first_cause(self) -> Iterator[None]:
+        """Where the framework has failed, which names no rank, the exchange may know why."""
+        try:
+            yield
+        except TransportError as error:
+            raise self._session.framework.error(error) from error
+        except self._session.framework.failures():
+            until = time.monotonic() + CAUSE_S
+            while time.monotonic() < until:
+                self._session.raise_failure()
+                time.sleep(CAUSE_INTERVAL_S)
+            raise
+
+    def _close_step(self) -> None:
+        for entry in self._handed:
+            entry.gradient, entry.reduced, entry.is_followed = None, None, False
+        self._open_nothing()
+
+    def _open_nothing(self) -> None:
+        self._handed = []
+        self._is_open = self._holds_back = False
+
+
+def is_large(tensor: Tensor, engine: Engine, dense_below: int) -> bool:
+    """Whether a tensor's type and size allow for a sparse exchange."""
+    least = 1 if isinstance(engine.assignment, WithDense) else max(1, dense_below)
+    return tensor.dtype in SPARSE_DTYPES and tensor.numel() >= least
+
+
+def with_leftover(spec: TensorSpec, gradient: Tensor, leftover: Tensor, engine: Engine) -> Tensor:
+    """A dense gradient, and with it some of what was not sent while it was exchanged sparsely.
+
+    Raises:
+        ConfigError: What was not sent has another shape.
+    """
+    if leftover.shape != gradient.shape:
+        raise ConfigError(
+            f"residual of {spec.name!r}: shape must be {tuple(gradient.shape)}, "
+            f"got {tuple(leftover.shape)}"
+        )
+    released = engine.residuals.release(spec.name, gradient)
+    assert released is not None
+    together = released.to(gradient.device) + gradient  # float32, or 64
+    # What a rank with nothing left hands over, too.
+    return together.half() if gradient.dtype == torch.float16 else together

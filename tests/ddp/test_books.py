@@ -1,0 +1,103 @@
+"""Under DDP, too, what is delivered and what waits is what plain DDP delivers, in whole numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ddp.training import NEVER, SHAPES, Books
+from tests.ranks import Ranks, World, with_ranks
+
+STEPS = 8
+PLAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "buckets": {"bucket_cap_mb": 0.01},
+}
+UNUSED: dict[str, dict[str, Any]] = {
+    "unused": {"find_unused_parameters": True},
+    "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "unused, buckets": {"find_unused_parameters": True, "bucket_cap_mb": 0.01},
+}
+
+
+HABITS = ("plain", "accumulates", "skips", "loses one", "zeroes")
+
+
+def keep_books(options: dict[str, Any]) -> None:
+    for habit in HABITS:
+        if habit != "accumulates" or "static_graph" not in options:  # which DDP itself refuses
+            keep_book(habit, options)
+
+
+def keep_book(habit: str, options: dict[str, Any]) -> None:
+    finds_unused = "find_unused_parameters" in options
+    shapes = {**SHAPES, **NEVER} if finds_unused else SHAPES
+    books = Books(0.02, shapes, **options)
+    for step in range(STEPS):
+        rank = torch.distributed.get_rank()
+        without = ["never"]
+        if finds_unused and (step % 2 or (rank and step % 4)):
+            without.append("sometimes")  # on no rank, or on some
+        dropped = step % 3 == 1
+        if habit == "accumulates":
+            with books.model.no_sync():
+                books.backward(*without)
+        if habit == "skips" and dropped:
+            books.backward(*without, counts=False)
+            books.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        elif habit == "loses one" and dropped:
+            gradients = books.draw(*without)
+            books.model(gradients).backward()
+            books.module.values["b"].grad = None
+            for name in gradients.keys() - {"b"}:
+                books.expected[name] += gradients[name]
+            books.step()
+        else:
+            books.backward(*without)
+            books.step(set_to_none=habit != "zeroes")
+    books.check()
+
+
+@pytest.mark.parametrize("options", [*PLAIN, *UNUSED])
+@with_ranks(World(2, "torchrun"))
+def test_nothing_is_lost(ranks: Ranks, options: str) -> None:
+    ranks.run(keep_books, {**PLAIN, **UNUSED}[options])
+
+
+@with_ranks(World(3, "torchrun"))
+def test_nothing_is_lost_of_three(ranks: Ranks) -> None:
+    ranks.run(keep_books, UNUSED["unused, buckets"])
+
+
+def step_twice() -> None:
+    """A gradient that stays in its place is input once more."""
+    books = Books(0.02)
+    for step in range(STEPS):
+        books.backward()
+        books.optimizer.step()
+        if step % 3 == 1 and step < STEPS - 1:
+            for name, p in books.module.values.items():
+                assert p.grad is not None
+                books.expected[name] += p.grad
+        else:
+            books.optimizer.zero_grad()
+    books.check()
+
+
+def freeze_in_training() -> None:
+    books = Books(0.05, find_unused_parameters=True)
+    for step in range(STEPS):
+        books.module.values["b"].requires_grad_(step not in (3, 4))
+        books.backward()
+        books.step()
+    books.check()
+
+
+@pytest.mark.parametrize("scenario", [step_twice, freeze_in_training])
+@with_ranks(World(2, "torchrun"))
+def test_habits(ranks: Ranks, scenario: Any) -> None:
+    ranks.run(scenario)

@@ -1,0 +1,323 @@
+"""Trainings under DDP, beside plain DDP, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import hvd_sparse
+from hvd_sparse import Compression
+from hvd_sparse.adapter import SparseCompressor
+from tests.ddp.training import batch, trained
+from tests.ranks import Ranks, World, with_ranks
+
+STEPS = 6
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = STEPS, first: int = 0) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        model(batch(step, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().float() for p in module.parameters()])
+
+
+def assert_alike_on_all_ranks(module: nn.Module) -> None:
+    mine = weights(module)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    assert all(torch.equal(mine, each) for each in theirs)
+
+
+def trained_weights(compression: SparseCompressor | None, **options: Any) -> Tensor:
+    with trained(compression, **options) as (model, module):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        assert_alike_on_all_ranks(module)
+        return weights(module)
+
+
+def equal_plain_ddp(options: dict[str, Any]) -> None:
+    made = Compression.topk(density=1.0, dense_below=100, timeout_s=30)
+    assert torch.equal(trained_weights(made, **options), trained_weights(None, **options))
+    assert "horovod.torch" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}], ids=str
+)
+@with_ranks(World(2, "torchrun"))
+def test_density_one_is_plain_ddp(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks.run(equal_plain_ddp, options)
+
+
+def every_constructor() -> None:
+    for name in ("oktopk", "dgc", "dragonn", "exdyna", "clt_k", "sidco", "gaussiank", "randomk"):
+        options = {"momentum": 0.0} if name == "dgc" else {}
+        made = getattr(Compression, name)(density=0.05, dense_below=100, timeout_s=30, **options)
+        trained_weights(made)
+        assert made.stats().steps == STEPS, name
+
+
+def other_types(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        made = Compression.topk(density=1.0, dense_below=100, timeout_s=30)
+        assert torch.allclose(trained_weights(made), trained_weights(None), rtol=2e-2, atol=1e-2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def two_levels() -> None:
+    made = Compression.topk(density=1.0, dense_below=100, timeout_s=30, hierarchical=True)
+    found = trained_weights(made)
+    assert torch.allclose(found, trained_weights(None), rtol=1e-5, atol=1e-6)
+
+
+def planned() -> None:
+    made = Compression.from_policy(
+        {
+            "version": 1,
+            "rules": [{"match": {"ndim": 2}, "compressor": "topk", "compress": "auto"}],
+            "plan_cache": "none",
+        }
+    )
+    trained_weights(made)
+
+
+def a_subgroup() -> None:
+    alone = dist.new_group([0])
+    if dist.get_rank() == 0:
+        made = Compression.topk(density=1.0, dense_below=100)
+        with trained(made, process_group=alone) as (model, _):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    dist.barrier()
+
+
+def momentum_corrected() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    plain = copy.deepcopy(module)
+    optimizer, made = hvd_sparse.dgc_sgd(
+        module.named_parameters(), lr=0.1, density=1.0, dense_below=100, timeout_s=30
+    )
+    model = DistributedDataParallel(module)
+    hvd_sparse.ddp.register(model, made)
+    train(model, optimizer)
+    made.close()
+    model = DistributedDataParallel(plain)
+    train(model, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    assert torch.allclose(weights(module), weights(plain), rtol=1e-4, atol=1e-5)
+
+
+def adamw() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    plain = copy.deepcopy(module)
+    named = list(module.named_parameters())
+    optimizer, made = hvd_sparse.sparse_adamw(
+        named, lr=1e-2, betas=(0.0, 0.999), density=1.0, dense_below=100, timeout_s=30
+    )
+    model = DistributedDataParallel(module)
+    hvd_sparse.ddp.register(model, made)
+    train(model, optimizer)
+    made.close()
+    model = DistributedDataParallel(plain)
+    train(model, torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.0, 0.999)))
+    assert torch.allclose(weights(module), weights(plain), rtol=1e-4, atol=1e-5)
+    assert all("exponent" in optimizer.state[p] for p in module.parameters())
+
+
+def a_scaler_skips() -> None:
+    """Its inf throws a step away: nothing of it moves, and residuals follow the scale."""
+    found = []
+    for density in (1.0, None):
+        made = None if density is None else Compression.topk(density=density, dense_below=100)
+        with trained(made) as (model, module):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss = model(batch(step)).square().mean()
+                scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            found.append(weights(module))
+            if made is not None:
+                assert made.stats().skipped_steps == 1
+    assert torch.equal(*found)
+
+
+def continues_from_a_checkpoint(folder: str) -> None:
+    def made() -> SparseCompressor:
+        return Compression.topk(density=0.05, dense_below=100, timeout_s=30)
+
+    whole = made()
+    with trained(whole) as (model, module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        train(model, optimizer, 3)
+        whole.save_checkpoint(folder)
+        kept = copy.deepcopy(module.state_dict())
+        train(model, optimizer, 3, first=3)
+        expected = weights(module)
+    again = made()
+    with trained(again) as (model, module):
+        module.load_state_dict(kept)
+        again.load_checkpoint(folder)
+        train(model, torch.optim.SGD(module.parameters(), lr=0.1), 3, first=3)
+        assert torch.equal(weights(module), expected)
+
+
+def sparse_embeddings(exchanged: bool) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(50, 32, sparse=True), nn.Linear(32, 40))
+
+    found = []
+    for made in (Compression.topk(density=1.0, dense_below=100, timeout_s=30), None):
+        torch.manual_seed(0)
+        module = make()
+        if made is not None and exchanged:
+            made.exchange_embeddings(module.named_parameters())
+        model = DistributedDataParallel(module)
+        if made is not None:
+            hvd_sparse.ddp.register(model, made)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            words = torch.arange(12).view(3, 4) * (dist.get_rank() + 1) + step
+            model(words).square().mean().backward()
+            optimizer.step()
+        found.append(weights(module))
+    assert torch.allclose(*found, rtol=1e-5, atol=1e-6)
+
+
+def compiled() -> None:
+    """Modules with a name of the compiler's in front of theirs."""
+    with trained(Compression.topk(density=0.05, dense_below=100)) as (model, module):
+        train(torch.compile(model, backend="eager"), torch.optim.SGD(module.parameters(), lr=0.1))
+        assert_alike_on_all_ranks(module)
+
+
+def a_step_with_a_closure() -> None:
+    with trained(Compression.topk(density=1.0, dense_below=100)) as (model, module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(STEPS):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(batch(step)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        with trained(None) as (model, plain):
+            train(model, torch.optim.SGD(plain.parameters(), lr=0.1))
+        assert torch.equal(weights(module), weights(plain))
+
+
+SCENARIOS: dict[str, tuple[Any, ...]] = {
+    "every constructor": (every_constructor,),
+    "bfloat16": (other_types, torch.bfloat16),
+    "float16": (other_types, torch.float16),
+    "float64": (other_types, torch.float64),
+    "two levels": (two_levels,),
+    "planned": (planned,),
+    "a subgroup": (a_subgroup,),
+    "dgc_sgd": (momentum_corrected,),
+    "sparse_adamw": (adamw,),
+    "a scaler skips": (a_scaler_skips,),
+    "embeddings, gathered": (sparse_embeddings, False),
+    "embeddings, exchanged": (sparse_embeddings, True),
+    "compiled": (compiled,),
+    "a closure": (a_step_with_a_closure,),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@with_ranks(World(2, "torchrun"))
+def test_what_the_first_door_has(ranks: Ranks, name: str) -> None:
+    ranks.run(*SCENARIOS[name])
+
+
+@with_ranks(World(2, "torchrun"))
+def test_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(continues_from_a_checkpoint, str(tmp_path / "checkpoint"))
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def register_badly() -> None:
+    module = nn.Linear(32, 64)
+    with pytest.raises(hvd_sparse.ConfigError, match="DistributedDataParallel, got a Linear"):
+        hvd_sparse.ddp.register(module, Compression.topk())  # type: ignore[arg-type]
+    model = DistributedDataParallel(module)
+    with pytest.raises(hvd_sparse.ConfigError, match="must be one of hvd_sparse"):
+        hvd_sparse.ddp.register(model, "topk")  # type: ignore[arg-type]
+    made = hvd_sparse.ddp.register(model, Compression.topk)
+    with pytest.raises(hvd_sparse.ConfigError, match=r"one communication hook, .* already"):
+        hvd_sparse.ddp.register(model, Compression.topk())
+    other = DistributedDataParallel(nn.Linear(3, 3))
+    with pytest.raises(hvd_sparse.ConfigError, match="serves one model"):
+        hvd_sparse.ddp.register(other, made)
+    other.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(hvd_sparse.ConfigError, match="fp16_compress_hook already"):
+        hvd_sparse.ddp.register(other, Compression.topk())
+    named = list(nn.Linear(3, 3).named_parameters())
+    with pytest.raises(hvd_sparse.ConfigError, match="must be those of the model's 2 parameters"):
+        hvd_sparse.ddp.register(DistributedDataParallel(nn.Linear(3, 3)), Compression.topk(named))
+
+
+def train_badly() -> None:
+    with trained(Compression.topk(dense_below=100)) as (model, module):
+        optimizer = torch.optim.LBFGS(module.parameters())
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(batch(0)).square().mean()
+            loss.backward()
+            return float(loss.detach())
+
+        with pytest.raises(hvd_sparse.UnsupportedError, match="called its closure more than once"):
+            optimizer.step(closure)
+    with trained(Compression.topk(dense_below=100)) as (model, _):  # noqa: SIM117
+        with model.join(), pytest.raises(hvd_sparse.UnsupportedError, match=r"model\.join"):
+            model(batch(0)).sum().backward()
+    made = Compression.topk(dense_below=100)
+    with trained(made) as (model, module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        train(model, optimizer, 2)
+        model(batch(0)).sum().backward()
+        made.state_dict()
+        with pytest.raises(hvd_sparse.ConfigError, match=r"state_dict.* between steps.*backward"):
+            optimizer.step()
+    with trained(Compression.dgc(dense_below=100)) as (model, module):  # noqa: SIM117
+        with pytest.raises(hvd_sparse.ConfigError, match="momentum a second time"):
+            train(model, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    with warnings.catch_warnings(record=True) as caught, trained(Compression.topk()) as (model, m):
+        warnings.simplefilter("always")
+        train(model, torch.optim.AdamW(m.parameters(), lr=0.1))
+    assert any("sparse_adamw" in str(each.message) for each in caught)
+    with pytest.raises(hvd_sparse.TransportError, match="'horovod' is for optimizers of Horovod"):
+        trained_weights(Compression.topk(dense_below=100, transport="horovod"))
+
+
+@pytest.mark.parametrize("scenario", [register_badly, train_badly])
+@with_ranks(World(2, "torchrun"))
+def test_refused(ranks: Ranks, scenario: Any) -> None:
+    ranks.run(scenario)

@@ -1,0 +1,118 @@
+"""A model whose gradients a test gives it as whole numbers, under DDP, and its books."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hvd_sparse
+from hvd_sparse.adapter import SparseCompressor
+
+SHAPES = {"a": (64, 40), "b": (64, 64), "c": (5, 64), "bias": (64,), "sometimes": (64, 64)}
+NEVER = {"never": (40, 50)}
+
+
+class Given(nn.Module):
+    """Its loss is the sum of parameters times gradients."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.values = nn.ParameterDict(
+            {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
+        )
+
+    def forward(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        terms = [(self.values[name] * gradient).sum() for name, gradient in gradients.items()]
+        return torch.stack(terms).sum()
+
+
+class Books:
+    """What plain DDP would have delivered, beside what has been delivered and what waits.
+
+    Args:
+        density: Of `Compression.topk`.
+        shapes: Of the parameters, by name.
+        dtype: Of the parameters.
+        options: Of DDP.
+    """
+
+    def __init__(
+        self,
+        density: float,
+        shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        self.module = Given(shapes, dtype)
+        self.model = DistributedDataParallel(self.module, **options)
+        made = hvd_sparse.Compression.topk(density=density, dense_below=100, timeout_s=30.0)
+        self.compression = hvd_sparse.ddp.register(self.model, made)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
+        self.expected = {
+            name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()
+        }
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def draw(self, *without: str) -> dict[str, Tensor]:
+        """Whole numbers that their mean over the ranks leaves whole."""
+        return {
+            name: torch.randint(-8, 9, p.shape, generator=self._generator).to(p)
+            * dist.get_world_size()
+            for name, p in self.module.values.items()
+            if name not in without and p.requires_grad
+        }
+
+    def backward(self, *without: str, counts: bool = True) -> None:
+        """One pass; its gradients are to be delivered, or not."""
+        gradients = self.draw(*without)
+        self.model(gradients).backward()
+        for name, gradient in gradients.items() if counts else ():
+            self.expected[name] += gradient
+
+    def step(self, *, set_to_none: bool = True) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def check(self) -> None:
+        """What was delivered and what waits is what plain DDP would have delivered."""
+        held = self.compression.state_dict()["residual"]
+        for name, expected in self.expected.items():
+            waits = held.get(f"values.{name}", torch.zeros(1)).double()
+            waits = waits.expand(expected.shape) if waits.numel() == 1 else waits.view_as(expected)
+            sums = torch.stack([expected, waits])
+            dist.all_reduce(sums)
+            due, waiting = sums / dist.get_world_size()
+            delivered = -self.module.values[name].detach().double()
+            assert torch.equal(due, delivered + waiting), name
+        self.compression.close()
+
+
+@contextmanager
+def trained(
+    compression: SparseCompressor | None, make: Any = None, seed: int = 0, **options: Any
+) -> Iterator[tuple[DistributedDataParallel, nn.Module]]:
+    """A small net under DDP, and its module; None: plain DDP."""
+    torch.manual_seed(seed)
+    module = (
+        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+        if make is None
+        else make()
+    )
+    model = DistributedDataParallel(module, **options)
+    if compression is not None:
+        hvd_sparse.ddp.register(model, compression)
+    yield model, module
+    if compression is not None:
+        compression.close()
+
+
+def batch(step: int, features: int = 32, dtype: torch.dtype = torch.float32) -> Tensor:
+    """This rank's."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(16, features, generator=generator).to(dtype)
