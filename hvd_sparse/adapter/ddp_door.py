@@ -50,6 +50,8 @@ LOOK_S = 0.05
 AGENT_VARIABLE = "GROUP_RANK"
 """Where torchrun says which of its agents has started a rank: each is a host."""
 
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+"""Where it says how often it has started the ranks anew; its store may outlive them."""
 
 CALLS: Counter[tuple[str, str]] = Counter()
 """How often the ranks of a group have met under a name: a store keeps what it was told."""
@@ -76,7 +78,8 @@ class GroupBootstrap:
         store: Any = distributed_c10d._get_process_group_store(world)
         if store is None:
             raise ConfigError(f"the process group ({dist.get_backend(group)}) has no store")
-        self._store = distributed_c10d.PrefixStore("hvd_sparse", store)
+        restart = os.environ.get(RESTART_VARIABLE, "0")
+        self._store = distributed_c10d.PrefixStore(f"hvd_sparse/{restart}", store)
         self._name: str = world.group_name
 
     def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import hvd_sparse
 from tests.ddp.training import batch, trained
-from tests.launch import Launch, launch_environment
+from tests.launch import Launch, horovodrun, launch_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.launches]
 
@@ -95,6 +96,26 @@ def test_a_peer_says_which_rank_it_was() -> None:
                 raise AssertionError(*last)
             if fault == "stop":
                 other.process.kill()
+
+
+def test_torchrun_restarts_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    ends = []
+    for dies in (False, True):
+        folder = tmp_path / str(dies)
+        folder.mkdir()
+        if dies:
+            (folder / "dies").touch()
+        horovodrun(
+            2,
+            "ddp/restarting.py",
+            folder,
+            controller="torchrun",
+            options=["--max-restarts=1", "--monitor-interval=0.1"],
+            env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # or torch itself meets old addresses
+        )
+        ends.append(torch.load(folder / "end.pt", weights_only=True))
+    for name, tensor in ends[0].items():
+        assert torch.equal(tensor, ends[1][name]), name
 
 
 if __name__ == "__main__":
