@@ -88,7 +88,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def group_of(file: Path) -> str:
-    """A group for each file, but one for all that have ranks, and one for what builds kernels."""
+    """A group for each file, but one for all that have ranks, one for those of DDP, and one for
+    what builds kernels."""
+    if file.parent.name == "ddp":  # by torchrun, beside the others: nothing there is timed closely
+        return "ddp"
     if LAUNCHING.search(file.read_text()):
         return "ranks"
     return "cuda" if file.parent.name == "cuda" else str(file)

@@ -87,15 +87,15 @@ def train(method: str, label: str) -> Tensor:
     return torch.cat([p.detach() for p in parameters])
 
 
-def train_under(name: str) -> None:
-    for method in METHODS:
-        expected = train(method, f"{name}.before")
+def train_under_defaults(method: str) -> None:
+    expected = train(method, "before")
+    for name in ("float64", "float16", "bfloat16", "meta"):
         with default(name):
-            found = train(method, f"{name}.under")
-        assert torch.equal(found, expected), method
+            found = train(method, name)
+        assert torch.equal(found, expected), name
 
 
 @with_ranks(World(2))
-@pytest.mark.parametrize("name", ["float64", "float16", "bfloat16", "meta"])
-def test_training_under_another_default(ranks: Ranks, name: str) -> None:
-    ranks.run(train_under, name)
+@pytest.mark.parametrize("method", METHODS)
+def test_training_under_another_default(ranks: Ranks, method: str) -> None:
+    ranks.run(train_under_defaults, method)

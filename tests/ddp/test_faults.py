@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -92,30 +93,24 @@ def test_a_peer_says_which_rank_it_was() -> None:
             last = [line for line in said.splitlines() if "hvd_sparse.errors" in line][-1:]
             assert status != 0, fault
             assert last, survivor.error(fault)
-            with pytest.raises(AssertionError, match=FAULTS[fault]):
-                raise AssertionError(*last)
+            assert re.search(FAULTS[fault], last[0]), last
             if fault == "stop":
                 other.process.kill()
 
 
 def test_torchrun_restarts_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    ends = []
-    for dies in (False, True):
-        folder = tmp_path / str(dies)
-        folder.mkdir()
-        if dies:
-            (folder / "dies").touch()
-        horovodrun(
-            2,
-            "ddp/restarting.py",
-            folder,
-            controller="torchrun",
-            options=["--max-restarts=1", "--monitor-interval=0.1"],
-            env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # or torch itself meets old addresses
-        )
-        ends.append(torch.load(folder / "end.pt", weights_only=True))
+    done = horovodrun(
+        2,
+        "ddp/restarting.py",
+        tmp_path,
+        controller="torchrun",
+        options=["--max-restarts=1", "--monitor-interval=0.1"],
+        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # or torch itself meets old addresses
+    )
+    ends = [torch.load(tmp_path / f"{time}.pt", weights_only=True) for time in ("first", "again")]
     for name, tensor in ends[0].items():
         assert torch.equal(tensor, ends[1][name]), name
+    assert "PeerLostError: rank 0 lost the connection to rank 1" in done.stderr
 
 
 if __name__ == "__main__":
