@@ -451,18 +451,18 @@ class SparseCompressor:
         """Become the communication hook of a model; see `hvd_sparse.ddp.register`."""
         if self._door is not None:
             raise ConfigError("a compression serves one model or optimizer: make one for each")
-        trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
-        parameters = self._take_names(trained, f"the model's {len(trained)} parameters")
-        framework = Distributed(model.process_group)
-        self._session.framework = framework
-        engine, session, below = self._engine, self._session, self._dense_below
-        door = DdpDoor(model, self, parameters, engine, session, below)
-        framework.bootstrap(model.process_group)  # or it says what is missing
         for hook, _ in model._comm_hooks:
             raise ConfigError(
                 "a model takes one communication hook, and this one has "
                 f"{getattr(hook, '__qualname__', hook)} already"
             )
+        framework = Distributed(model.process_group)
+        framework.bootstrap(model.process_group)  # or it says what is missing
+        trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
+        parameters = self._take_names(trained, f"the model's {len(trained)} parameters")
+        engine, session, below = self._engine, self._session, self._dense_below
+        session.framework = framework
+        door = DdpDoor(model, self, parameters, engine, session, below)
         model.register_comm_hook(self, lambda _, bucket: door.take(bucket))
         self._open(door)
 

@@ -99,7 +99,7 @@ def test_a_peer_says_which_rank_it_was() -> None:
 
 
 def test_torchrun_restarts_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    done = horovodrun(
+    horovodrun(
         2,
         "ddp/restarting.py",
         tmp_path,
@@ -110,7 +110,6 @@ def test_torchrun_restarts_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     ends = [torch.load(tmp_path / f"{time}.pt", weights_only=True) for time in ("first", "again")]
     for name, tensor in ends[0].items():
         assert torch.equal(tensor, ends[1][name]), name
-    assert "PeerLostError: rank 0 lost the connection to rank 1" in done.stderr
 
 
 if __name__ == "__main__":

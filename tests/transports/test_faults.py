@@ -209,7 +209,11 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.launches, pytest.mark.slow]
 
 @pytest.mark.parametrize(
     ("name", "controller"),
-    [("gloo", "gloo"), ("mpi", "mpi"), pytest.param("horovod", "gloo", marks=rest)],
+    [
+        ("gloo", "gloo"),
+        pytest.param("mpi", "mpi", marks=rest),
+        pytest.param("horovod", "gloo", marks=rest),
+    ],
 )
 def test_faults(name: str, controller: Controller) -> None:
     # MPI says that the processes ended without it, which they mean to.

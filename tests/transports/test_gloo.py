@@ -25,7 +25,7 @@ from tests.transports.test_connect import ThreadBootstrap, over_gloo
 
 pytestmark = pytest.mark.timeout(120)
 
-ROUNDS = int(os.environ.get("HVD_SPARSE_ABORTS", "20"))
+ROUNDS = int(os.environ.get("HVD_SPARSE_ABORTS", "10"))
 """`make faults` runs 2,000."""
 
 END_S = 10.0
