@@ -49,7 +49,7 @@ fuzz: setup ## what came over a wire under libFuzzer, FUZZ_SECONDS in all (needs
 faults: setup ## every fault in every phase of a training, on real ranks
 	@HVD_SPARSE_FAULTS=all HVD_SPARSE_ABORTS=2000 $(bin)/python -m pytest -s tests/faults \
 	tests/transports/test_faults.py tests/transports/test_gloo.py tests/transports/test_processes.py \
-	tests/adapter/test_exit.py $(PYTEST_ARGS)
+	tests/adapter/test_exit.py tests/benchmarks/test_drivers.py $(PYTEST_ARGS)
 
 soak: setup ## train for SOAK_STEPS steps, or rounds for HOURS, on 4 ranks among faults; books, memory, ends
 	@mkdir -p build/bench

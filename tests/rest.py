@@ -1,4 +1,4 @@
-"""What only `make faults` runs: the same over again, on other transports or in other phases."""
+"""What only `make faults` runs: the same again, on other transports, in other phases, or mixed."""
 
 from __future__ import annotations
 

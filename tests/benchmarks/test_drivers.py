@@ -13,6 +13,7 @@ import pytest
 from benchmarks import training
 from benchmarks.report import Row, comparison, promises, write_report
 from tests.launch import REPOSITORY, launch_environment, run_in_group
+from tests.rest import rest
 
 LIMIT_S = 240
 
@@ -133,6 +134,7 @@ def test_steps_of_training(tmp_path: Path) -> None:
     assert (tmp_path / "plot-loopback-2ranks.png").stat().st_size > 0
 
 
+@rest
 @pytest.mark.launches
 def test_ways_in_launches_of_their_own(tmp_path: Path) -> None:
     """Their rows are those of one launch; a thread's share is a part of the processor's time."""

@@ -10,13 +10,14 @@ import pytest
 
 from benchmarks.soak import RANKS, STEPS_BETWEEN
 from tests.launch import launch_environment, run_in_group
+from tests.rest import rest
 
 STEPS = 240
 
 GROWTH = 0.05
 """Of memory: the statistics have a history of 1,024 steps, which is filling still."""
 
-pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [rest, pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_training_goes_on_among_faults(tmp_path: Path) -> None:
