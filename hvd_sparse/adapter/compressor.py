@@ -260,7 +260,7 @@ class SparseCompressor:
             if plan is not None:
                 planner.load_state_dict(plan)
             self._session.agree_again()  # momenta are where the state's plan had them
-        if self._door is not None and self._door.rewinds is not None:
+        if self._door is not None:
             self._door.rewinds.forgive()  # it is not to be dropped with the optimizer's
 
     def _shapes(self) -> dict[str, tuple[int, ...]] | None:

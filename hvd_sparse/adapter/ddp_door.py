@@ -15,9 +15,10 @@ import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,14 +33,13 @@ from typing_extensions import override
 
 from hvd_sparse.adapter.binding import Entry, Parameters
 from hvd_sparse.adapter.entrance import Entrance
-from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
+from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
-from hvd_sparse.engine import Engine, WithDense
+from hvd_sparse.engine import Engine
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import keep_forever
-from hvd_sparse.optim import SparseAdamW
 from hvd_sparse.transports.connect import nobody_came
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 from hvd_sparse.transports.meeting import describe_host
@@ -106,13 +106,9 @@ class Distributed:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._met: tuple[object, GroupBootstrap] | None = None
 
     def bootstrap(self, group: Any) -> GroupBootstrap:
-        world = self.world()
-        if self._met is None or self._met[0] is not world:
-            self._met = world, GroupBootstrap(group or self._group)
-        return self._met[1]
+        return GroupBootstrap(group or self._group)
 
     def world(self) -> object:
         return dist.group.WORLD if dist.is_initialized() else None
@@ -136,6 +132,14 @@ class Distributed:
         return error
 
 
+class Dense(NamedTuple):
+    """What the process group reduces: `work` ends it, in place; `parts` lie in `tensor`."""
+
+    work: Any
+    tensor: Tensor
+    parts: list[tuple[Entry, Tensor]]
+
+
 class DdpDoor(Entrance):
     """One model's gradients on their way to the engine or to its process group, and back.
 
@@ -157,11 +161,11 @@ class DdpDoor(Entrance):
         session: Session,
         dense_below: int,
     ) -> None:
-        self._entries: dict[int, Entry] = {}
+        named = model.module.named_parameters()
+        self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for n, p in named}
         fates = Fates(self._entries, engine.corrects_momentum, "backward()")
-        super().__init__(parameters, engine, session, dense_below, fates, None)
+        super().__init__(parameters, engine, session, dense_below, fates)
         self._model, self._compression = weakref.ref(model), weakref.ref(compression)
-        self._names = {p: name for name, p in model.module.named_parameters()}
         self._group = model.process_group
         self._optimizers: list[weakref.ref[Any]] = []
         self._futures: list[tuple[Future[Any], Tensor]] = []
@@ -225,12 +229,7 @@ class DdpDoor(Entrance):
         super()._open_step()
 
     def _hand_in(self, parameter: Parameter, gradient: Tensor) -> None:
-        entry = self._entries.get(id(parameter))
-        if entry is None:
-            name = self._parameters.name_of(parameter)
-            entry = Entry(parameter, self._names.get(parameter, "one that came later"), name)
-            self._entries[id(parameter)] = entry
-            self._warn_of_strangers([entry])
+        entry = self._entries[id(parameter)]
         entry.gradient, own = gradient, parameter.grad
         self._handed.append(entry)
         self._before.append((own, 0 if own is None else own._version))
@@ -239,6 +238,7 @@ class DdpDoor(Entrance):
 
     @override
     def _connect(self) -> None:
+        self._warn_of_strangers(self._handed)
         trained = [entry.parameter for entry in self._handed]
         self._session.connect(self._group, trained, self._parameters, self._device())
 
@@ -260,12 +260,6 @@ class DdpDoor(Entrance):
         self._dense.append((entry, gradient))
         entry.reduced = lambda: gradient  # a sparse one is reduced in place
 
-    @override
-    def _is_changed_in_place(self) -> bool:
-        return isinstance(self._engine.assignment, WithDense) or isinstance(
-            self.optimizer, SparseAdamW
-        )
-
     # -- out ---------------------------------------------------------------------------------------
 
     def _reduce(self) -> None:
@@ -278,7 +272,7 @@ class DdpDoor(Entrance):
             engine.plan()
             if session.embeddings is not None:
                 session.embeddings.launch()
-            finish_dense = self._begin_dense()
+            begun = self._begin_dense()
             try:
                 while not engine.wait(LOOK_S):
                     session.raise_failure()
@@ -286,7 +280,7 @@ class DdpDoor(Entrance):
                 results: Mapping[Any, Tensor] = {}
                 if exchanged is not None:
                     results = engine.results(exchanged)
-                finish_dense()
+                self._finish_dense(begun)
             except BaseException:
                 keep_forever(self._group)  # its end would wait for what is under way
                 raise
@@ -303,8 +297,8 @@ class DdpDoor(Entrance):
         for future, buffer in self._futures:
             future.set_result(buffer)
 
-    def _begin_dense(self) -> Callable[[], None]:
-        """Begin to reduce what is dense, one tensor for each type; returns what waits for it."""
+    def _begin_dense(self) -> list[Dense]:
+        """Begin to reduce what is dense: one tensor for each type, and each sparse tensor."""
         dense, self._dense = self._dense, []
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Entry, Tensor]]] = {}
         whole: list[tuple[Tensor, list[tuple[Entry, Tensor]]]] = []
@@ -315,25 +309,24 @@ class DdpDoor(Entrance):
             sent = gradient.float() if gradient.dtype == torch.bfloat16 else gradient
             kinds.setdefault((sent.dtype, sent.device), []).append((entry, sent))
         whole += [(torch.cat([g.flatten() for _, g in each]), each) for each in kinds.values()]
-        works = [dist.all_reduce(t, group=self._group, async_op=True) for t, _ in whole]
+        return [
+            Dense(dist.all_reduce(tensor, group=self._group, async_op=True), tensor, parts)
+            for tensor, parts in whole
+        ]
 
-        def finish() -> None:
-            pauses = Pauses(SPIN_S)
-            for work, (tensor, parts) in zip(works, whole, strict=True):
-                while not work.is_completed():
-                    if pauses.pause():
-                        self._session.raise_failure()
-                work.wait()
-                tensor.mul_(self.scale())
-                begin = 0
-                for entry, gradient in parts:
-                    end = begin + gradient.numel()
-                    entry.reduced = tensor[begin:end].view(gradient.shape).detach
-                    begin = end
-                    if entry.is_followed and entry.name is not None:
-                        self._engine.residuals.flushed(entry.name)
-
-        return finish
+    def _finish_dense(self, begun: Iterable[Dense]) -> None:
+        pauses = Pauses(SPIN_S)
+        for work, tensor, parts in begun:
+            while not work.is_completed():
+                if pauses.pause():
+                    self._session.raise_failure()
+            work.wait()
+            tensor.mul_(self.scale())
+            values = tensor.split([gradient.numel() for _, gradient in parts]) if parts else ()
+            for (entry, gradient), value in zip(parts, values, strict=True):
+                entry.reduced = partial(value.view, gradient.shape)
+                if entry.is_followed and entry.name is not None:
+                    self._engine.residuals.flushed(entry.name)
 
     def _end_step(self) -> None:
         """DDP has put the reduced gradients into their places, or has left what was there."""
@@ -353,8 +346,9 @@ class DdpDoor(Entrance):
         own, result = entry.parameter.grad, entry.gradient
         if own is None or result is None:
             return False
-        in_bucket = own.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
-        return in_bucket or own is not before or own._version != version
+        if own is not before or own._version != version:
+            return True
+        return own.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
 
     @override
     def _open_nothing(self) -> None:
@@ -369,7 +363,7 @@ class DdpDoor(Entrance):
         Raises:
             ConfigError: Momentum would be applied a second time, or another one.
         """
-        if not any(p in self._names for g in optimizer.param_groups for p in g["params"]):
+        if not any(id(p) in self._entries for g in optimizer.param_groups for p in g["params"]):
             return
         self._thread = threading.get_ident()
         if not any(each() is optimizer for each in self._optimizers):
@@ -381,6 +375,6 @@ class DdpDoor(Entrance):
         self._optimizers.append(weakref.ref(optimizer))
         optimizer._compression = self._compression()
         ClippedMomenta(optimizer)
-        if self.rewinds is None:
-            self.rewinds = Rewinds(optimizer)
-            optimizer.register_step_post_hook(weakly(self.stepped))
+        if len(self._optimizers) == 1:
+            self.rewinds.follow(optimizer)
+            optimizer.register_step_post_hook(weakly(self.rewinds.stepped))

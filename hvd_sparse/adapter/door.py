@@ -31,12 +31,11 @@ from typing_extensions import override
 
 from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, Parameters
 from hvd_sparse.adapter.entrance import Entrance
-from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
+from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session
-from hvd_sparse.engine import Engine, WithDense
+from hvd_sparse.engine import Engine
 from hvd_sparse.errors import UnsupportedError
-from hvd_sparse.optim import SparseAdamW
 from hvd_sparse.transports import horovod_handles
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 
@@ -111,7 +110,8 @@ class Door(Entrance):
             entry.handle = functools.partial(self._result, entry), None
         fates = Fates(self._entries, engine.corrects_momentum)
         optimizer.register_step_pre_hook(fates.before_step)
-        super().__init__(parameters, engine, session, dense_below, fates, Rewinds(optimizer))
+        super().__init__(parameters, engine, session, dense_below, fates)
+        self.rewinds.follow(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._needing: list[bool] = []
         self._op: Any = None
@@ -324,7 +324,7 @@ class Door(Entrance):
                 result = call(*arguments, **keywords)
             finally:
                 alive.fates.left_step()
-            alive.stepped()
+            alive.rewinds.stepped()
             alive._engine.let_go()  # the optimizer has read the results in the gradients' place
             return result
 
@@ -503,12 +503,6 @@ class Door(Entrance):
             )
             self._engine.fail(error)
             raise error
-
-    @override
-    def _is_changed_in_place(self) -> bool:
-        """Whether the engine changes gradients: by clipping, or by the units of `SparseAdamW`."""
-        clips = isinstance(self._engine.assignment, WithDense)
-        return clips or isinstance(self.optimizer, SparseAdamW)
 
     def _has_other_bits(self, entry: Entry, bits: Tensor) -> bool:
         """A loss scaler changes gradients without a count; Horovod reduces its own in place."""

@@ -19,6 +19,7 @@ from hvd_sparse.adapter.handover import refuse_momenta
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, warn
+from hvd_sparse.optim import SparseAdamW
 
 CAUSE_S, CAUSE_INTERVAL_S = 1.0, 0.01
 """How long after the framework, which names no rank, an exchange may say what it has failed by."""
@@ -33,7 +34,9 @@ class Entrance:
         session: Connects the ranks.
         dense_below: Tensors of fewer elements are reduced by the framework.
         fates: Follows what was given back.
-        rewinds: Sees that the optimizer's state was loaded; None: there is no optimizer yet.
+
+    Attributes:
+        rewinds: Sees that the optimizer's state was loaded.
     """
 
     def __init__(
@@ -43,11 +46,10 @@ class Entrance:
         session: Session,
         dense_below: int,
         fates: Fates,
-        rewinds: Rewinds | None,
     ) -> None:
         self._parameters, self._engine, self._session = parameters, engine, session
         self._dense_below = dense_below
-        self.fates, self.rewinds = fates, rewinds
+        self.fates, self.rewinds = fates, Rewinds()
         self._warned: set[str] = set()
         self._momenta: dict[int, list[tuple[Any, Any]]] = {}
         self._thread = threading.get_ident()
@@ -117,7 +119,7 @@ class Entrance:
     def _open_step(self) -> None:
         """The step's first gradient is there, or none has come at its end."""
         self.settle()
-        if self.rewinds is not None and self.rewinds.seen():
+        if self.rewinds.seen():
             self._drop_residuals()
         self._session.raise_failure()  # the framework, which has ended, too, would name nobody
         self._holds_back = not self._session.is_current() or self._session.begin_step()
@@ -137,11 +139,6 @@ class Entrance:
             assignment = self._engine.assignment
             refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
             self._momenta[id(optimizer)] = momenta
-
-    def stepped(self, *_: object) -> None:
-        """The optimizer has done a step."""
-        if self.rewinds is not None:
-            self.rewinds.stepped()
 
     def _drop_residuals(self) -> None:
         lost = self._engine.forget([name for name, _ in self._parameters])
@@ -220,8 +217,9 @@ class Entrance:
         return True
 
     def _is_changed_in_place(self) -> bool:
-        """Whether the engine changes gradients."""
-        raise NotImplementedError
+        """Whether the engine changes gradients: by clipping, or by the units of `SparseAdamW`."""
+        clips = isinstance(self._engine.assignment, WithDense)
+        return clips or isinstance(self.optimizer, SparseAdamW)
 
     def _device(self) -> torch.device | None:
         """Where the gradients are that the engine exchanges; None where there are none."""

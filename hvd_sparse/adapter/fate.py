@@ -299,17 +299,18 @@ class Rewinds:
     """Sees that an optimizer goes back, by `load_state_dict`, to what it was before.
 
     Its weights then are others than the last step has left: a sample of the largest tensors tells.
-
-    Args:
-        optimizer: Horovod's.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self) -> None:
+        self._sampled: list[Tensor] = []
+        self._is_loaded = False
+        self._left: list[Tensor] | None = None
+
+    def follow(self, optimizer: Any) -> None:
+        """Look at this optimizer from now on."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         moving = [p for p in parameters if p.requires_grad and p.numel()]
         self._sampled = sorted(moving, key=torch.numel)[-SAMPLED_TENSORS:]
-        self._is_loaded = False
-        self._left: list[Tensor] | None = None
         optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
 
     def seen(self) -> bool:
@@ -324,7 +325,7 @@ class Rewinds:
         """The compression's own state goes along: before or after the optimizer's."""
         self._is_loaded, self._left = False, None
 
-    def stepped(self) -> None:
+    def stepped(self, *_: object) -> None:
         """The optimizer has done a step."""
         self._left = self._sample()
 

@@ -21,10 +21,10 @@ NEVER = {"never": (40, 50)}
 class Given(nn.Module):
     """Its loss is the sum of parameters times gradients."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
         self.values = nn.ParameterDict(
-            {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
+            {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
         )
 
     def forward(self, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -38,7 +38,6 @@ class Books:
     Args:
         density: Of `Compression.topk`.
         shapes: Of the parameters, by name.
-        dtype: Of the parameters.
         options: Of DDP.
     """
 
@@ -46,10 +45,9 @@ class Books:
         self,
         density: float,
         shapes: Mapping[str, tuple[int, ...]] = SHAPES,
-        dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
-        self.module = Given(shapes, dtype)
+        self.module = Given(shapes)
         self.model = DistributedDataParallel(self.module, **options)
         made = hvd_sparse.Compression.topk(density=density, dense_below=100, timeout_s=30.0)
         self.compression = hvd_sparse.ddp.register(self.model, made)
@@ -95,14 +93,12 @@ class Books:
 
 @contextmanager
 def trained(
-    compression: SparseCompressor | None, make: Any = None, seed: int = 0, **options: Any
+    compression: SparseCompressor | None, **options: Any
 ) -> Iterator[tuple[DistributedDataParallel, nn.Module]]:
     """A small net under DDP, and its module; None: plain DDP."""
-    torch.manual_seed(seed)
-    module = (
-        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-        if make is None
-        else make()
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
     )
     model = DistributedDataParallel(module, **options)
     if compression is not None:
@@ -112,7 +108,7 @@ def trained(
         compression.close()
 
 
-def batch(step: int, features: int = 32, dtype: torch.dtype = torch.float32) -> Tensor:
+def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """This rank's."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(16, features, generator=generator).to(dtype)
+    return torch.randn(16, 32, generator=generator).to(dtype)
