@@ -28,6 +28,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -58,7 +59,7 @@ SLOWEST = "horovod-fp16"
 """Left out where 4 spinning workers share 2 cores and a link: its steps take 8 s there."""
 PLAIN_DENSE = ("horovod", "gloo")
 DENSITIES = ("0.001", "0.01")
-WIRES = ("float32", "float32+gap", "float16+gap")
+WIRES = ("float32", "float32+gap", "float16+gap", "auto")
 CASES = ("buckets", "vgg16", "bert-base", "wires", "tensors-200", "tensors-800", "tiny")
 LEAST_FACTORS = {  # over the faster of plain Horovod and torch's gloo, for Ok-Topk by default
     ("loopback", 2, "0.001"): 2.6,
@@ -72,7 +73,10 @@ LEAST_FACTORS = {  # over the faster of plain Horovod and torch's gloo, for Ok-T
 }
 MOST_FOR_FOUR_BUCKETS = 1.1
 MOST_FOR_SMALL_TENSORS = 1.5
-LEAST_FOR_HALF_WIRE = {"1gbit": 1.0, "100mbit": 1.8}
+LEAST_FOR_WIRES = {
+    "float16+gap": {"1gbit": 1.0, "100mbit": 1.8},
+    "auto": {"10gbit": 0.97, "1gbit": 0.97, "100mbit": 0.97},
+}
 
 
 def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job]:
@@ -203,10 +207,10 @@ def bucket_rows(case: str, way: str, results: list[Found]) -> Iterator[Row]:
 
 
 def wire_rows(case: str, place: str, results: list[Found]) -> Iterator[Row]:
-    """`float16+gap` compared with `float32`."""
-    goal = LEAST_FOR_HALF_WIRE.get(place)
-    for density in DENSITIES:
-        plain, short = (f"oktopk@{density}/{wire}" for wire in ("float32", "float16+gap"))
+    """Shorter wires compared with `float32`."""
+    for density, wire in product(DENSITIES, LEAST_FOR_WIRES):
+        goal = LEAST_FOR_WIRES[wire].get(place)
+        plain, short = (f"oktopk@{density}/{each}" for each in ("float32", wire))
         factor = Spread.of(
             results,
             lambda r, p=plain, s=short: reduced_s(r, p) / reduced_s(r, s),  # type: ignore[misc]

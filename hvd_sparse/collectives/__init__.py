@@ -5,15 +5,15 @@ rank's entries that took no part in it. `take_at(indices) -> values` is for coll
 ranks' accumulators at the union of indices (`IndexUnion`: ExDyna, CLT-k).
 
 `registry.py` has one entry for each algorithm: name, class, cost, what others must know of it.
-`automatic.py` chooses among them by the cost model and a measured link, `two_levels.py` predicts
-what they cost where ranks share a host's network card. Collectives tell their transport what they
-compute (`transport.worked`), by which the simulator's clock moves.
+`automatic.py` chooses among them, and between lossless wires, by the cost model and a measured
+link; `two_levels.py` predicts what they cost where ranks share a host's network card. Collectives
+tell their transport what they compute (`transport.worked`), by which the simulator's clock moves.
 
 Collectives work on the host. One with a `device` also takes streams there, and leaves the sum
 there: `TopkAllgather` does, on a transport between devices and with the plain wire.
 """
 
-from hvd_sparse.collectives.automatic import AutomaticCollective
+from hvd_sparse.collectives.automatic import AutomaticCollective, lossless_wire
 from hvd_sparse.collectives.collective import Collective, Reduction
 from hvd_sparse.collectives.dense_allreduce import DenseAllreduce
 from hvd_sparse.collectives.exdyna import ExDyna
@@ -43,4 +43,5 @@ __all__ = [
     "SsarRecursiveDouble",
     "SsarSplitAllgather",
     "TopkAllgather",
+    "lossless_wire",
 ]

@@ -1,4 +1,4 @@
-"""The choice of a collective by size, density, world and link, from the cost model."""
+"""The choice of a collective, and of a wire, by size, density, world and link."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hvd_sparse.accumulator import Scope
 from hvd_sparse.checks import check_choice
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, cheapest
-from hvd_sparse.cost_model import ORDINARY_LINK, Link, Pace
+from hvd_sparse.cost_model import ORDINARY_LINK, PLAIN_BYTES, Link, Pace
 from hvd_sparse.streams import ENTRY_BYTES, DenseSum, Part, SparseStream
 from hvd_sparse.topology import MESSAGES_IN_FLIGHT
 from hvd_sparse.transports import Transport
-from hvd_sparse.wire import PLAIN, Wire
+from hvd_sparse.wire import PLAIN, WIRES, Wire
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -34,6 +34,9 @@ LARGE_BYTES = 1 << 20
 ENTRIES, VALUES = 1 << 14, 1 << 18
 """What work is measured on."""
 TOKEN_BYTES = 16
+GAPS = WIRES["float32+gap"]
+LEAST_SAVED_S = 250e-6
+"""By how much gaps must shorten an exchange: their calls take some of it, whatever their number."""
 
 _links: dict[tuple[bytes, ...], Link] = {}
 """What this process has measured, by transport and the processes of all ranks. It outlives the
@@ -138,6 +141,20 @@ def cheapest_algorithm(
     """
     P, link = transport.world_size, link_of(transport)
     return cheapest(algorithms, P, numel, k, link, wire.expected_bytes(numel, k))
+
+
+def lossless_wire(transport: Transport, numel: int, k: int) -> Wire:
+    """`float32+gap` where shorter indices save more time than coding takes; otherwise `float32`.
+
+    Collective, as `cheapest_algorithm`; the same on every rank. Both wires carry the same bits, so
+    the choice changes the time of a step alone. An entry is taken to be coded and read in the time
+    in which it is merged.
+    """
+    if transport.world_size == 1 or transport.device is not None:  # gaps are coded on the host
+        return PLAIN
+    link, plain, gaps = link_of(transport), PLAIN_BYTES, GAPS.expected_bytes(numel, k)
+    saved_s = (plain.index_bytes - gaps.index_bytes) * link.beta_s_per_byte
+    return GAPS if k * (saved_s - link.computing.merged_entries) > LEAST_SAVED_S else PLAIN
 
 
 def link_of(transport: Transport) -> Link:

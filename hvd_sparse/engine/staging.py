@@ -7,17 +7,18 @@ of entries k has its own choice: the bucket's collective if it sends no more tha
 that apply all selected entries. A collective that sums all ranks' accumulators at common indices is
 then replaced by the sum of the whole accumulators.
 
-The choice depends only on P, n, k and the wire, so all ranks make the same one.
+The choice depends only on P, n, k and the wire, so all ranks make the same one. Lossless wires make
+the same one, too: which of them is taken changes no bit of a sum.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.collectives import Collective, IndexUnion
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, Algorithm, name_of
-from hvd_sparse.cost_model import WireBytes
+from hvd_sparse.cost_model import INDEX_BYTES, WireBytes
 from hvd_sparse.selectors import Selector
 from hvd_sparse.selectors.correction import MOST_TIMES_K
 from hvd_sparse.streams import SparseStream
@@ -75,7 +76,7 @@ class Stages:
         algorithm = BY_NAME.get(own_name)
         if P == 1 or algorithm is None:
             return Stage(own, own_name, k, self._takes_all)
-        wire = own.wire.expected_bytes(n, k)
+        wire = self._wire(k)
         most = self._most(k)
         if bytes_of(algorithm, P, n, most, wire) <= 2 * n * (P - 1) / P * wire.dense_value_bytes:
             return Stage(own, own_name, k)
@@ -90,22 +91,29 @@ class Stages:
     def _cheapest(self, k: int) -> str:
         """The collective that sends the fewest bytes, and among equals the fewest messages."""
         own, P, n = self._own, self._own.transport.world_size, self._own.numel
-        wire = own.wire.expected_bytes(n, k)
+        wire = self._wire(k)
 
         def cost(name: str) -> tuple[float, float]:
             expected = BY_NAME[name].cost(P, n, k, wire).expected
             return expected.nbytes(wire), expected.messages
 
-        names = (("dense",) if own.wire is PLAIN else ()) + LOSSLESS_CANDIDATES
+        names = (("dense",) if own.wire.is_lossless else ()) + LOSSLESS_CANDIDATES
         return min(names, key=cost)
 
     def _other(self, name: str) -> Collective:
         if name not in self._others:
             own = self._own
             self._others[name] = BY_NAME[name].collective(
-                own.transport, own.numel, own.k, wire=own.wire
+                *(own.transport, own.numel, own.k),
+                wire=PLAIN if name == "dense" else own.wire,
             )
         return self._others[name]
+
+    def _wire(self, k: int) -> WireBytes:
+        """What is expected of the wire; of a lossless one, with whole indices."""
+        wire = self._own.wire
+        expected = wire.expected_bytes(self._own.numel, k)
+        return replace(expected, index_bytes=INDEX_BYTES) if wire.is_lossless else expected
 
 
 def bytes_of(algorithm: Algorithm, P: int, n: int, k: int, wire: WireBytes) -> float:

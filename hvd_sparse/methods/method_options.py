@@ -27,13 +27,14 @@ from hvd_sparse.checks import (
     option,
     optional,
 )
-from hvd_sparse.collectives import AutomaticCollective, Collective
+from hvd_sparse.collectives import AutomaticCollective, Collective, lossless_wire
 from hvd_sparse.collectives.registry import BY_NAME, CHOOSABLE, SELECTABLE
 from hvd_sparse.engine import Method
 from hvd_sparse.engine.bucketing import WARMUP_KINDS, Warmup
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MOMENTUM_KINDS, MemoryOptions
 from hvd_sparse.selectors import Selector
+from hvd_sparse.transports import Transport
 from hvd_sparse.wire import WIRES
 
 CollectiveFactory = Callable[..., Collective]
@@ -137,11 +138,12 @@ class MethodOptions(ABC):
         count(1),
     )
     wire: str = option(
-        "float32",
+        AUTOMATIC,
         'Form of the values on the wire: "float32", "float16", "bfloat16", "qsgd8", "qsgd4" or '
         '"qsgd2", and "+gap" for bit-packed indices, as in "float16+gap". "float32, dense qsgd4" '
-        "rounds only sums that have become dense. What rounding loses stays in the residual.",
-        choice(WIRES),
+        "rounds only sums that have become dense. What rounding loses stays in the residual. "
+        '"auto": "float32+gap" where the link is so slow that it saves time, otherwise "float32".',
+        choice((AUTOMATIC, *WIRES)),
     )
 
     def __post_init__(self) -> None:
@@ -183,7 +185,7 @@ class MethodOptions(ABC):
             self.density,
             self.bucket_numel,
             self.selector,
-            partial(self.collective_factory(), wire=WIRES[self.wire]),
+            self._on_its_wire,
             self.name,
             memory,
             warmup,
@@ -191,6 +193,10 @@ class MethodOptions(ABC):
             tuple(options.items()),
             max(self.bucket_numel, LEAST_CUT_NUMEL),
         )
+
+    def _on_its_wire(self, transport: Transport, numel: int, k: int) -> Collective:
+        wire = WIRES.get(self.wire) or lossless_wire(transport, numel, k)
+        return self.collective_factory()(transport, numel, k, wire=wire)
 
     def summary(self) -> str:
         """The name, the density, and every other option that is not at its default."""

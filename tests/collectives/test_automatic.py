@@ -16,6 +16,7 @@ from hvd_sparse.collectives.automatic import (
     AutomaticCollective,
     cheapest_algorithm,
     link_of,
+    lossless_wire,
     measure_link,
 )
 from hvd_sparse.collectives.registry import (
@@ -25,7 +26,7 @@ from hvd_sparse.collectives.registry import (
     LOSSLESS_CANDIDATES,
     name_of,
 )
-from hvd_sparse.cost_model import KINDS, ORDINARY_LINK, Link
+from hvd_sparse.cost_model import KINDS, ORDINARY_LINK, Link, Pace
 from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.simulator import Network, SyntheticStreams, Workload, run_simulated, simulate
@@ -34,6 +35,7 @@ from hvd_sparse.topology import MESSAGES_IN_FLIGHT, allgather_messages
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, CompactWire, Wire
 
+SLOW_MERGE = Pace(merged_entries=1e-7)
 DENSE_BY_QSGD = CompactWire("float32", "gap", dense_values="qsgd2")
 
 
@@ -179,6 +181,7 @@ def test_the_choice_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
     """In the log, in `stats()`, in the recording and in the state; there a restart finds it."""
     caplog.set_level("INFO", "hvd_sparse")
     spec = TensorSpec("weight", (2000,), "torch.float32")
+    method = hvd_sparse.Compression.topk(density=0.1, wire="float32").method
 
     def step(transport: Transport, engine: Engine) -> tuple[str, dict[str, Any]]:
         engine.connect(transport)
@@ -191,13 +194,13 @@ def test_the_choice_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
     def train(transport: Transport) -> tuple[str, dict[str, Any]]:
         transport.link = Link(1e-3, 1e-12)
         recorder = Recorder(tmp_path / "run.jsonl")
-        told = step(transport, Engine(hvd_sparse.Compression.topk(density=0.1).method, recorder))
+        told = step(transport, Engine(method, recorder))
         recorder.close()
         return told
 
     def restart(transport: Transport) -> str:
         transport.link = Link(1e-9, 1e-6)
-        engine = Engine(hvd_sparse.Compression.topk(density=0.1).method)
+        engine = Engine(method)
         engine.load_state_dict(told[transport.rank][1])
         return step(transport, engine)[0]
 
@@ -224,6 +227,68 @@ def test_the_wire_counts(k: int, wire: Wire, expected: str) -> None:
         return cheapest_algorithm(transport, 1_000_000, k, wire=wire)
 
     assert run_ranks(8, choose) == [expected] * 8
+
+
+@pytest.mark.parametrize(
+    ("world_size", "k", "link", "expected"),
+    [
+        (2, 40_000, Link(1e-4, 8e-9), "float32+gap"),  # 1 Gb/s
+        (4, 40_000, Link(1e-4, 8e-9, 1e-9, pace=SLOW_MERGE), "float32"),
+        (4, 400, Link(1e-4, 8e-9), "float32"),  # too few to pay for the calls
+        (4, 4_000, Link(1e-4, 8e-8), "float32+gap"),  # 100 Mb/s
+        (4, 40_000, Link(1e-5, 2e-10), "float32"),
+        (1, 40_000, Link(1e-4, 8e-8), "float32"),
+    ],
+)
+def test_gaps_are_taken_where_they_save_time(
+    world_size: int, k: int, link: Link, expected: str
+) -> None:
+    options = {"topk": {"collective": "auto"}, "oktopk": {}, "exdyna": {}}
+    methods = [getattr(hvd_sparse.Compression, name)(**options[name]).method for name in options]
+
+    def choose(transport: Transport) -> list[str]:
+        transport.link = link
+        return [method.collective(transport, 4_000_000, k).wire.name for method in methods]
+
+    assert run_ranks(world_size, choose) == [[expected] * len(methods)] * world_size
+
+
+def test_a_transport_between_devices_codes_no_gaps() -> None:
+    def choose(transport: Transport) -> str:
+        transport.link, transport.device = Link(1e-4, 8e-8), torch.device("cuda")
+        return lossless_wire(transport, 4_000_000, 40_000).name
+
+    assert run_ranks(2, choose) == ["float32"] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("name", ["topk", "oktopk", "exdyna"])
+def test_lossless_wires_train_the_same_bits(name: str, world_size: int) -> None:
+    """In the dense steps and the warm-up, too: with indices and with gaps."""
+    spec = TensorSpec("weight", (5000,), "torch.float32")
+
+    def train(wire: str) -> list[torch.Tensor]:
+        make = getattr(hvd_sparse.Compression, name)
+        method = make(density=0.01, wire=wire, dense_steps=1, warmup_steps=4).method
+
+        def worker(transport: Transport) -> torch.Tensor:
+            transport.link = ORDINARY_LINK
+            engine = Engine(method)
+            engine.connect(transport)
+            engine.scale = 1.0
+            draws = torch.Generator().manual_seed(transport.rank)
+            found = []
+            for _ in range(7):
+                engine.submit(spec, torch.randn(5000, generator=draws))
+                found.append(engine.result("weight").clone())
+                engine.settle(True)
+            engine.disconnect()
+            return torch.cat(found)
+
+        return run_ranks(world_size, worker)
+
+    for whole, gaps in zip(train("float32"), train("float32+gap"), strict=True):
+        assert torch.equal(whole.view(torch.int32), gaps.view(torch.int32))
 
 
 def test_every_candidate_has_a_formula() -> None:

@@ -231,7 +231,7 @@ def test_a_gradient_of_another_type_is_refused_until_all_reassign() -> None:
     ("change", "told"),
     [
         ({"density": 0.02}, "rank 0 density=0.01, rank 1 density=0.02"),
-        ({"wire": "float16", "momentum": 0.9}, "rank 0 wire=float32 momentum=0.0, rank 1 wire"),
+        ({"wire": "float16", "momentum": 0.9}, "rank 0 wire=auto momentum=0.0, rank 1 wire"),
     ],
 )
 def test_an_error_tells_only_what_differs(change: dict[str, Any], told: str) -> None:
