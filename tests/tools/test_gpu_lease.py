@@ -16,7 +16,7 @@ import torch
 from hvd_sparse.ops.cuda import Argument
 from hvd_sparse.ops.cuda import launch_selection as selection
 from tests.cuda.shim_launcher import FAMILIES, Shim, ShimLauncher
-from tools.gpu_lease import phases, timing, variants
+from tools.gpu_lease import phases, timing, two_processes, variants
 from tools.gpu_lease.__main__ import ARCHIVE, launch, main
 from tools.gpu_lease.compiled import Resources, build, loads_of, resources_of
 from tools.gpu_lease.counters import kernels_of
@@ -96,6 +96,15 @@ def test_the_tests_for_a_device_are_found_in_a_bare_environment(bare: dict[str, 
     places = [f"tests/{place}" for place in PLACES]
     done = run_bare(bare, "pytest", "--collect-only", "-q", *places)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+def test_two_processes_train_where_horovod_is_not(tmp_path: Path) -> None:
+    two_processes.run(Results(tmp_path, "two_processes"), "cpu", ("none", "oktopk", "missing"))
+    *trained, failed = read(tmp_path)
+    assert [(row["name"], row["ok"]) for row in trained] == [("none", True), ("oktopk", True)]
+    assert not failed["ok"]
+    assert "has no attribute 'missing'" in failed["error"]
 
 
 def test_every_kernel_is_compared_with_the_reference(
