@@ -28,6 +28,8 @@ LAUNCHING = re.compile(
     re.MULTILINE,
 )
 """What files import whose tests have ranks. Such files had better hold nothing else."""
+LOOSE = {"benchmarks", "ddp", "docs", "examples"}
+"""Folders whose ranks run beside those of others: nothing there is timed closely."""
 
 SLOW_S = 10.0
 """About what a test must take to be marked as slow."""
@@ -88,10 +90,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def group_of(file: Path) -> str:
-    """A group for each file, but one for all that have ranks, one for those of DDP, and one for
-    what builds kernels."""
-    if file.parent.name == "ddp":  # by torchrun, beside the others: nothing there is timed closely
-        return "ddp"
+    """A group for each file, but two for those that have ranks, and one for what builds kernels."""
+    if file.parent.name in LOOSE:
+        return "loose ranks"
     if LAUNCHING.search(file.read_text()):
         return "ranks"
     return "cuda" if file.parent.name == "cuda" else str(file)

@@ -89,10 +89,10 @@ def train(method: str, label: str) -> Tensor:
 
 def train_under_defaults(method: str) -> None:
     expected = train(method, "before")
-    for name in ("float64", "float16", "bfloat16", "meta"):
-        with default(name):
-            found = train(method, name)
-        assert torch.equal(found, expected), name
+    for dtype, device in (("float64", "meta"), ("bfloat16", "cpu")):
+        with default(dtype), default(device):
+            found = train(method, dtype)
+        assert torch.equal(found, expected), (dtype, device)
 
 
 @with_ranks(World(2))

@@ -320,6 +320,7 @@ def report(folder: Path) -> None:
         print(f"{len(world['hosts'])} workers from step {world['step']}: {since:.1f} s after")
 
 
+@rest
 def test_two_deaths_in_a_row_and_a_worker_that_joins(tmp_path: Path) -> None:
     """The second one dies while the survivors reconnect; the one that joins dies in a commit."""
     events = [

@@ -223,20 +223,14 @@ def report(text: str) -> None:
 pytestmark = pytest.mark.timeout(240)
 
 WORLDS = [1, 2, 3, 4, 7]
-TRANSPORTS: list[tuple[str, Controller]] = [
-    ("gloo", "gloo"),
-    ("gloo", "mpi"),
-    ("mpi", "mpi"),
-    ("horovod", "gloo"),
-    ("horovod", "mpi"),
+LAUNCHED = [
+    *(("gloo", "gloo"), ("mpi", "mpi"), ("horovod", "gloo")),
+    *(pytest.param(name, "mpi", marks=rest) for name in ("gloo", "horovod")),
 ]
-ONE_EACH = [("gloo", "gloo"), ("mpi", "mpi"), ("horovod", "gloo")]
-LAUNCHED = [case if case in ONE_EACH else pytest.param(*case, marks=rest) for case in TRANSPORTS]
-"""Where each case is a launch."""
-
-UNDER_GLOO, UNDER_MPI = (
-    pytest.mark.parametrize("name", [name for name, under in TRANSPORTS if under == controller])
-    for controller in ("gloo", "mpi")
+"""Transports and Horovod's controllers."""
+UNDER_GLOO = pytest.mark.parametrize("name", ["gloo", "horovod"])
+UNDER_MPI = pytest.mark.parametrize(
+    "name", ["mpi", *(pytest.param(name, marks=rest) for name in ("gloo", "horovod"))]
 )
 
 
