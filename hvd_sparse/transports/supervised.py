@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -161,11 +162,12 @@ class SupervisedTransport(Leaving, Transport):
         """Kind and words of the first failure; None without one. An orderly end is none."""
         return None if self.failure is None or not self._cause[0] else self._cause
 
-    def told(self, peer: int, cause: tuple[str, str]) -> HvdSparseError:
+    def told(self, peer: int, cause: Iterable[object]) -> HvdSparseError:
         """Fails because a peer failed; returns the first failure."""
-        kind, words = cause
+        kind, words = map(str, cause)  # it came over the network
         error_type = PlanError if kind == "plan" else PeerLostError
-        return self.fail(error_type(f"rank {self.rank}: rank {peer} gave up: {words}"), cause)
+        told = error_type(f"rank {self.rank}: rank {peer} gave up: {words}")
+        return self.fail(told, (kind, words))
 
     def raise_first(self, error: HvdSparseError, peer: int | None, story: str) -> NoReturn:
         """Raises what failed first: `error`, or its cause, here or at the peer it concerns.

@@ -161,13 +161,12 @@ class Watch:
         if transport is None:
             return
         if "tell" in message:
-            kind, cause = message["tell"]
-            transport.told(peer, (kind, cause))
+            transport.told(peer, message["tell"])
         elif "ask" in message:
             self._lines[peer].send(self._answer(transport, message["ask"]))
         else:
             if message["failure"]:
-                transport.told(peer, tuple(message["failure"]))
+                transport.told(peer, message["failure"])
             asked = self._asked.pop(peer, None)
             if peer in self._silent_s:
                 self._silent_s[peer] = 0.0

@@ -208,6 +208,20 @@ def test_nonsense_ends_its_line_and_nothing_else(nonsense: bytes) -> None:
     over_gloo(3, rank, timeout_s=20.0)
 
 
+@pytest.mark.parametrize("told", [b'{"tell": [1, {"a": 2}]}', b'{"tell": ["plan", null]}'])
+def test_a_cause_that_is_no_text_ends_the_waits_too(told: bytes) -> None:
+    meet = threading.Barrier(2, timeout=20.0)
+
+    def rank(t: Transport) -> None:
+        if t.rank == 0:
+            assert "rank 0: rank 1 gave up: " in str(error_of(t, 1))
+        else:
+            watch_of(t)._lines[0].connection.sendall(told + b"\n")
+        meet.wait()
+
+    over_gloo(2, rank, timeout_s=3.0)
+
+
 def test_a_rank_without_descriptors_waits_and_answers() -> None:
     """A busy peer is asked, and asks, while none can be opened."""
 
