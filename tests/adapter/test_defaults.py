@@ -44,12 +44,9 @@ def test_a_tensor_is_made_with_a_type_and_a_device(path: Path) -> None:
 
 
 @contextmanager
-def default(name: str) -> Iterator[None]:
-    dtype = getattr(torch, name, None)
-    if dtype is None:
-        torch.set_default_device(name)
-    else:
-        torch.set_default_dtype(dtype)
+def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
     try:
         yield
     finally:
@@ -89,9 +86,9 @@ def train(method: str, label: str) -> Tensor:
 
 def train_under_defaults(method: str) -> None:
     expected = train(method, "before")
-    for dtype, device in (("float64", "meta"), ("bfloat16", "cpu")):
-        with default(dtype), default(device):
-            found = train(method, dtype)
+    for dtype, device in ((torch.float64, "meta"), (torch.bfloat16, "cpu")):
+        with defaults(dtype, device):
+            found = train(method, device)
         assert torch.equal(found, expected), (dtype, device)
 
 
