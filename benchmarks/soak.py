@@ -453,7 +453,9 @@ def run_for_hours(args: argparse.Namespace) -> int:
             survived.update(summary.get("faults", {}))
             survived.update(steps=summary.get("steps", 0), checks=summary.get("checks", 0))
 
-            status = launched(*common, "--deadly", fault, limit_s=300.0)
+            # While a rank is busy nobody waits for one that is stopped, and so nobody gives it up.
+            without = ["--without", "busy", *args.without]
+            status = launched(*common, *without, "--deadly", fault, limit_s=300.0)
             failed_at = folder / "failed_at"
             since = float(failed_at.read_text()) if failed_at.exists() else math.nan
             seconds = time.time() - since - (HANDLER_S if fault == "handler" else 0.0)
