@@ -38,7 +38,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import horovod.torch as hvd
 import psutil
@@ -157,11 +157,11 @@ class Soak:
     def end_sometime(self, fault: str) -> None:
         """Any rank, at any time of the first steps."""
         rank, after_s = self._chance.randrange(RANKS), self._chance.uniform(0.0, 6.0)
-        failed_at = self.folder / "failed_at"
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, fail)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
         if hvd.rank() == rank:
+            failed_at = (self.folder / "failed_at").open("w")  # there may be no descriptor then
             timer = threading.Timer(after_s, end_by, (fault, failed_at))
             timer.daemon = True
             timer.start()
@@ -317,9 +317,9 @@ def fail(number: int, _: object) -> None:
     raise ValueError("a failure of the script's own")
 
 
-def end_by(fault: str, failed_at: Path) -> None:
+def end_by(fault: str, failed_at: TextIO) -> None:
     """End this process, at any moment of a step."""
-    failed_at.write_text(str(time.time()))
+    print(time.time(), file=failed_at, flush=True)
     os.kill(os.getpid(), DEADLY[fault])
 
 
@@ -457,7 +457,7 @@ def run_for_hours(args: argparse.Namespace) -> int:
             without = ["--without", "busy", *args.without]
             status = launched(*common, *without, "--deadly", fault, limit_s=300.0)
             failed_at = folder / "failed_at"
-            since = float(failed_at.read_text()) if failed_at.exists() else math.nan
+            since = float((failed_at.exists() and failed_at.read_text()) or math.nan)
             seconds = time.time() - since - (HANDLER_S if fault == "handler" else 0.0)
             ends.setdefault(fault, []).append(seconds)
             if status in (0, None) or not seconds < END_S:

@@ -106,6 +106,7 @@ class Entry:
         version: Torch's count of its changes, as of then.
         reduced: Brings the reduced gradient; None: the engine does.
         is_followed: Whether the reduced gradient has something of the residual in it.
+        has_alias: Whether the engine has another tensor of the gradient's memory.
         given: The object in `p.grad` that was given back, while nobody knows what became of it.
         held: Whether it was not all zeros, bool (); None: no script has had it yet.
         weights_version: That of the parameter's.
@@ -115,6 +116,7 @@ class Entry:
 
     __slots__ = (
         *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
+        "has_alias",
         *("given", "held", "weights_version", "is_watched", "handle", "_spec"),
     )
 
@@ -125,7 +127,7 @@ class Entry:
         self.given: Tensor | None = None
         self.held: Tensor | None = None
         self.version = self.weights_version = 0
-        self.is_followed = self.is_watched = False
+        self.is_followed = self.is_watched = self.has_alias = False
         self.handle: tuple[Callable[[], Tensor], None]
         self._spec: tuple[torch.Size, torch.dtype, TensorSpec] | None = None
 

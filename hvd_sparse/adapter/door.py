@@ -35,7 +35,7 @@ from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Engine
-from hvd_sparse.errors import UnsupportedError
+from hvd_sparse.errors import ConfigError, UnsupportedError
 from hvd_sparse.transports import horovod_handles
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 
@@ -118,7 +118,8 @@ class Door(Entrance):
         self._begun: list[tuple[str, str, int]] = []
         self._pulse: int | None
         self._results: Mapping[str, Tensor]
-        self._pulse_name = f"hvd_sparse.step.{crc32(repr(sorted(labels.values())).encode()):08x}"
+        own = sorted(labels[p] for g in optimizer.param_groups for p in g["params"] if p in labels)
+        self._pulse_name = f"hvd_sparse.step.{crc32(repr(own).encode()):08x}"
         self._open_nothing()
         self._warn_of_strangers(self._entries.values())
         optimizer._groups = None  # they are for fusion in Horovod, which gets no tensors
@@ -202,7 +203,8 @@ class Door(Entrance):
                 gradient = parameter.grad = torch.zeros_like(parameter)
             entry.gradient, entry.version = gradient, gradient._version
             self._handed.append(entry)
-            if len(self._samples) < SAMPLED_TENSORS and not gradient.is_sparse:
+            few = len(self._samples) < SAMPLED_TENSORS
+            if not gradient.is_sparse and (few or is_part(gradient)):
                 self._samples.append((entry, _sample(gradient)))
             if not self._holds_back:
                 self._pass_on(entry, gradient)
@@ -362,11 +364,22 @@ class Door(Entrance):
         optimizer._synchronized = True
 
     def _put_back(self, entry: Entry) -> None:
-        """A parameter's reduced gradient becomes its gradient: the same object, as with Horovod."""
+        """A parameter's reduced gradient becomes its gradient: the same object, as with Horovod.
+
+        Raises:
+            ConfigError: The gradient is gone.
+        """
         gradient, result = entry.parameter.grad, self._result(entry)
-        assert gradient is not None
+        if gradient is None:
+            raise ConfigError(
+                f"the gradient of {entry.label!r} is gone: zero_grad() must not come between "
+                "backward() and step()"
+            )
         if not result.is_sparse and not gradient.is_sparse:
-            gradient.set_(result)  # type: ignore[call-overload]
+            if is_shared(gradient, 1 + entry.has_alias):  # whoever else has its memory finds the result there
+                gradient.copy_(result)
+            else:
+                gradient.set_(result)  # type: ignore[call-overload]
         elif gradient.is_sparse:
             gradient.zero_().add_(result if result.is_sparse else result.to_sparse())
         else:
@@ -491,6 +504,7 @@ class Door(Entrance):
             for entry in self._handed
             if (gradient := entry.gradient) is not None
             and gradient._version != entry.version
+            and not is_part(gradient)  # parts count the changes of each other, too
             and entry.parameter.grad is gradient
         ]
         if not self._is_changed_in_place():
@@ -563,6 +577,20 @@ class Door(Entrance):
         self._others: list[int] = []
         self._pulse, self._results = None, {}
         self._is_reduced = False
+
+
+def is_shared(gradient: Tensor, ours: int) -> bool:
+    """Whether others than `ours` have a gradient's memory, too."""
+    storage = gradient.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)  # `storage` is one of them
+    return uses > 1 + ours or is_part(gradient)
+
+
+def is_part(gradient: Tensor) -> bool:
+    """Whether a gradient's memory is a part of a larger one."""
+    if gradient.is_sparse:
+        return False
+    return gradient.untyped_storage().nbytes() > gradient.numel() * gradient.itemsize
 
 
 def _sample(gradient: Tensor) -> Tensor:

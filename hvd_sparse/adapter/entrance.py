@@ -191,7 +191,7 @@ class Entrance:
             elif self._is_changed_in_place():
                 values = gradient.data  # with a count of changes of its own
             engine.submit(spec, values, frozen=is_frozen)
-            entry.is_followed = True
+            entry.is_followed, entry.has_alias = True, values is not gradient
             return
         holds = (planning is not None and planning.holds) or is_frozen
         leftover = None if holds else engine.residuals.leftover(name)
@@ -256,7 +256,8 @@ class Entrance:
 
     def _close_step(self) -> None:
         for entry in self._handed:
-            entry.gradient, entry.reduced, entry.is_followed = None, None, False
+            entry.gradient, entry.reduced = None, None
+            entry.is_followed = entry.has_alias = False
         self._open_nothing()
 
     def _open_nothing(self) -> None:
