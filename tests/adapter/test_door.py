@@ -541,6 +541,44 @@ def copy_gradients(training: Training) -> None:
 
 
 @script
+def reach_gradients_by_another_name(training: Training) -> None:
+    """In a buffer of the script's own, which it sets to zero, or by a list of their data."""
+    sizes = [p.numel() for p in training.parameters]
+    for is_data in (False, True):
+        flat = torch.zeros(sum(sizes))
+        for p, part in zip(training.parameters, flat.split(sizes), strict=True):
+            p.grad = part.data if is_data else part
+        for _ in range(2):
+            flat.zero_()
+            training.backward()
+            before = [p.grad.data for p in training.parameters]
+            training.optimizer.synchronize()
+            assert all(map(torch.equal, before, (p.grad for p in training.parameters)))
+            assert torch.equal(torch.cat(before), flat)
+            with training.optimizer.skip_synchronize():
+                training.optimizer.step()
+    training.step()
+    training.zero()
+    training.backward()
+    before = [p.grad.detach() for p in training.parameters]
+    training.optimizer.synchronize()
+    assert all(map(torch.equal, before, (p.grad for p in training.parameters)))
+    with training.optimizer.skip_synchronize():
+        training.optimizer.step()
+
+
+@script
+def concatenate_parameters(training: Training) -> None:
+    """Their gradients are parts of one, which count each other's changes."""
+    for step in range(4):
+        gradient = torch.arange(-3.0, 3.0).repeat(sum(p.numel() for p in training.parameters))
+        gradient = gradient.roll(step + hvd.rank())[: gradient.numel() // 6]
+        (torch.cat(training.parameters) * gradient).sum().backward()
+        training.optimizer.step()
+        training.inner.zero_grad(set_to_none=step % 2 == 1)
+
+
+@script
 def zero_the_data(training: Training) -> None:
     """As scripts did before torch 1.0; torch does not count it as a change."""
     training.step(2)
@@ -757,6 +795,32 @@ def change_gradients_too_early() -> None:
                 nn.utils.clip_grad_norm_(training.parameters, 1.0)
                 training.optimizer.step()
             training.close()
+
+
+def name_those_of_another_optimizer() -> None:
+    """Two optimizers over one model, each with the names of all its parameters."""
+    ends = []
+    for density in (None, 1.0):
+        torch.manual_seed(3)
+        model = nn.Linear(40, 30)
+        named = [(f"both.{density}.{name}", p) for name, p in model.named_parameters()]
+        optimizers: list[Any] = []
+        for p in model.parameters():
+            compression: Any = hvd.Compression.none
+            if density is not None:
+                compression = Compression.topk(named, density=density, dense_below=0)
+            sgd = torch.optim.SGD([p], lr=0.1)
+            optimizers.append(
+                hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression)
+            )
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(torch.full((4, 40), 1.0 + hvd.rank())).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*ends)
 
 
 def name_in_another_order() -> None:
@@ -983,6 +1047,7 @@ def test_a_checkpoint_of_one_rank_is_told_by_its_name() -> None:
 FUNCTIONS = (
     change_momentum,
     change_gradients_too_early,
+    name_those_of_another_optimizer,
     name_in_another_order,
     name_twice,
     let_a_tensor_wait,
