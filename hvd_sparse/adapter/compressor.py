@@ -360,6 +360,10 @@ class SparseCompressor:
         method = None if name is None else self._engine.method_of(name)
         return method is not None and method.memory.preconditioned
 
+    def has(self, parameter: Parameter) -> bool:
+        """Whether a parameter is one of `named_parameters`."""
+        return self._parameters is not None and parameter in self._parameters
+
     def applied(self) -> None:
         """Tell that this script has applied by hand what `optimizer.synchronize()` gave back.
 
@@ -451,7 +455,11 @@ class SparseCompressor:
         """Become the communication hook of a model; see `hvd_sparse.ddp.register`."""
         if self._door is not None:
             raise ConfigError("a compression serves one model or optimizer: make one for each")
-        for hook, _ in model._comm_hooks:
+        hooks: list[tuple[Any, Any]] = [*model._comm_hooks]
+        for hook, state in hooks:
+            if hook is exchange and not state.serves(model):  # that of which the model is a copy
+                model._comm_hooks.remove((hook, state))
+                continue
             raise ConfigError(
                 "a model takes one communication hook, and this one has "
                 f"{getattr(hook, '__qualname__', hook)} already"
@@ -463,8 +471,12 @@ class SparseCompressor:
         engine, session, below = self._engine, self._session, self._dense_below
         session.framework = framework
         door = DdpDoor(model, self, parameters, engine, session, below)
-        model.register_comm_hook(self, lambda _, bucket: door.take(bucket))
+        model.register_comm_hook(self, exchange)
         self._open(door)
+
+    def serves(self, model: DistributedDataParallel) -> bool:
+        """Whether this reduces the model's gradients."""
+        return isinstance(self._door, DdpDoor) and self._door.serves(model)
 
     def _take_names(self, named: Sequence[tuple[str, Parameter]], whose: str) -> Parameters:
         """Names were given with the compression, or are those of what it serves."""
@@ -499,6 +511,11 @@ class SparseCompressor:
         dense = self._left_dense()
         if sum(map(len, dense.values())) == len(self._parameters):
             warn(f"nothing is compressed: all tensors are dense ({'; '.join(dense)})")
+
+
+def exchange(compression, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotations in text
+    """DDP's communication hook, which a copy of the model keeps by name."""
+    return compression._door.take(bucket)
 
 
 def clipped_dense_method(clip_norm: float) -> Method:

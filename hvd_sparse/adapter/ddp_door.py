@@ -140,6 +140,34 @@ class Dense(NamedTuple):
     parts: list[tuple[Entry, Tensor]]
 
 
+class Compressions:
+    """Of all models that an optimizer has parameters of; a parameter's newest one answers."""
+
+    def __init__(self) -> None:
+        self._all: list[Callable[[], Any]] = []
+
+    def add(self, compression: Callable[[], Any]) -> None:
+        self._all.insert(0, compression)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the optimizer asks nobody."""
+        return Compressions, ()
+
+    def _of(self, parameter: Parameter) -> Any:
+        alive = filter(None, (each() for each in self._all))
+        return next((each for each in alive if each.has(parameter)), None)
+
+    def corrects_momentum(self, parameter: Parameter) -> bool:
+        """See `SparseCompressor.corrects_momentum`."""
+        found = self._of(parameter)
+        return found is not None and found.corrects_momentum(parameter)
+
+    def preconditions(self, parameter: Parameter) -> bool:
+        """See `SparseCompressor.preconditions`."""
+        found = self._of(parameter)
+        return found is not None and found.preconditions(parameter)
+
+
 class DdpDoor(Entrance):
     """One model's gradients on their way to the engine or to its process group, and back.
 
@@ -207,8 +235,10 @@ class DdpDoor(Entrance):
                 self.give_up()  # a pass that has failed
                 self._open_step()
             self._futures.append((future, buffer))
-            gradients = [buffer] if buffer.is_sparse else bucket.gradients()
-            for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+            parameters, gradients = bucket.parameters(), bucket.gradients()
+            if buffer.is_sparse or parameters[0].is_complex():  # torch names half of a complex one
+                parameters, gradients = parameters[:1], [buffer]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._hand_in(parameter, gradient)
         if bucket.is_last():
             self._reduce()
@@ -245,6 +275,9 @@ class DdpDoor(Entrance):
     @override
     def _pass_on(self, entry: Entry, gradient: Tensor) -> None:
         embeddings, parameter = self._session.embeddings, entry.parameter
+        if parameter.is_complex():
+            self._reduce_densely(entry, gradient)
+            return
         if not gradient.is_sparse:
             self._pass_on_dense(entry, gradient)
             return
@@ -297,6 +330,10 @@ class DdpDoor(Entrance):
         for future, buffer in self._futures:
             future.set_result(buffer)
 
+    def serves(self, model: DistributedDataParallel) -> bool:
+        """Whether this is the model's, and not that of which it is a copy."""
+        return self._model() is model
+
     def _begin_dense(self) -> list[Dense]:
         """Begin to reduce what is dense: one tensor for each type, and each sparse tensor."""
         dense, self._dense = self._dense, []
@@ -306,7 +343,7 @@ class DdpDoor(Entrance):
             if gradient.is_sparse:
                 whole.append((gradient, []))
                 continue
-            sent = gradient.float() if gradient.dtype == torch.bfloat16 else gradient
+            sent = gradient.float() if gradient.itemsize == 2 else gradient  # a sum is larger
             kinds.setdefault((sent.dtype, sent.device), []).append((entry, sent))
         whole += [(torch.cat([g.flatten() for _, g in each]), each) for each in kinds.values()]
         return [
@@ -373,8 +410,10 @@ class DdpDoor(Entrance):
 
     def _meet_optimizer(self, optimizer: Any) -> None:
         self._optimizers.append(weakref.ref(optimizer))
-        optimizer._compression = self._compression()
-        ClippedMomenta(optimizer)
+        if not isinstance(getattr(optimizer, "_compression", None), Compressions):
+            optimizer._compression = Compressions()
+            ClippedMomenta(optimizer)
+        optimizer._compression.add(self._compression)
         if len(self._optimizers) == 1:
             self.rewinds.follow(optimizer)
             optimizer.register_step_post_hook(weakly(self.rewinds.stepped))

@@ -148,7 +148,8 @@ class Fates:
 
     def _found_in(self, optimizer: Any) -> set[int]:
         """What a step is about to apply: what was given back, or was made of it, and is not 0."""
-        unknown = (self._given.keys() | self._taken_back.keys()) - self._to_apply
+        keys = (self._given.keys() | self._taken_back.keys()) - self._to_apply
+        unknown = {key for key in keys if self._entries[key].given is not None}
         if not unknown:
             return set()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -169,7 +170,8 @@ class Fates:
             return False
         # The others tell whether it has been zeroed with them.
         others = [each for each in self._given.values() if not each.was_zero]
-        left = any(e.parameter.grad is not None and any_of(e.parameter.grad) for e in others)
+        known = [e.parameter.grad for e in others if e.given is not None]
+        left = any(gradient is not None and any_of(gradient) for gradient in known)
         return left or not (others or self._undone)
 
     def refuse_closures(self, *, reduces_before: bool) -> None:
@@ -192,8 +194,9 @@ class Fates:
             )
         if self._reductions_inside > 1:
             raise UnsupportedError(
-                "optimizer.step(closure) called its closure more than once, as LBFGS does: one "
-                "step cannot send parts of two gradients; use an optimizer that calls it once"
+                "optimizer.step(closure) called its closure more than once, as LBFGS does, or it "
+                "has two backward passes: one step cannot send parts of two gradients; use an "
+                "optimizer that calls it once, and pass back once, or accumulate under no_sync()"
             )
 
     def rescaling(self) -> float:
@@ -218,9 +221,10 @@ class Fates:
                 weakref.finalize(self, hook.remove).atexit = False
 
     def _look(self, key: int) -> None:
-        if key in self._given and not self._is_there(self._entries[key]):
-            self._undone.add(self._given.pop(key))
-        if key in self._taken_back and not self._is_there(self._entries[key]):
+        entry = self._entries[key]
+        if key in self._given:  # by another object, maybe, as a copy of it
+            entry.given = entry.parameter.grad if self._is_there(entry) else None
+        if key in self._taken_back and not self._is_there(entry):
             del self._taken_back[key]
 
     def _after_step(self, optimizer: Any) -> None:
@@ -252,7 +256,9 @@ class Fates:
 
     def _leaves_traces(self, optimizer: Any, entry: Entry) -> bool:
         """Whether a step of rate 0 has changed something: a state or a momentum."""
-        return bool(optimizer.state.get(entry.parameter)) or self._corrects_momentum(entry.name)
+        whole = getattr(optimizer, "optim", None)  # a ZeroRedundancyOptimizer's, of its own share
+        state = optimizer.state.get(entry.parameter) or getattr(whole, "state", None)
+        return bool(state) or self._corrects_momentum(entry.name)
 
     def _refuse_late(self) -> None:
         self._taken_back.clear()

@@ -24,12 +24,12 @@ UNUSED: dict[str, dict[str, Any]] = {
 }
 
 
-HABITS = ("plain", "accumulates", "skips", "loses one", "zeroes", "keeps")
+HABITS = ("plain", "accumulates", "skips", "loses one", "zeroes", "keeps", "accumulates reduced")
 
 
 def keep_books(options: dict[str, Any]) -> None:
     for habit in HABITS:
-        if habit == "keeps" and torch.distributed.get_world_size() != 2:
+        if habit in ("keeps", "accumulates reduced") and torch.distributed.get_world_size() != 2:
             continue  # a mean of three is no whole number of the next pass
         if habit != "accumulates" or "static_graph" not in options:  # which DDP itself refuses
             keep_book(habit, options)
@@ -48,6 +48,10 @@ def keep_book(habit: str, options: dict[str, Any]) -> None:
         if habit == "accumulates":
             with books.model.no_sync():
                 books.backward(*without)
+        if habit == "accumulates reduced":
+            books.backward(*without)
+            for p in books.module.values.values() if dropped else ():
+                p.grad = None if p.grad is None else p.grad.clone()
         if habit == "skips" and dropped:
             books.backward(*without, counts=False)
             books.optimizer.zero_grad(set_to_none=step % 2 == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import sys
 import warnings
 from pathlib import Path
@@ -230,7 +231,109 @@ def a_step_with_a_closure() -> None:
         assert torch.equal(weights(module), weights(plain))
 
 
+class Products(nn.Module):
+    """Sums of its parameters, times a number."""
+
+    def __init__(self, *parameters: Tensor) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(parameters)
+
+    def forward(self, x: float) -> Tensor:
+        products = [p * x for p in self.values]
+        return torch.stack([(y.abs() if y.is_complex() else y).sum() for y in products]).sum()
+
+
+def complex_numbers() -> None:
+    found = []
+    for made in (Compression.topk(density=1.0, dense_below=10), None):
+        torch.manual_seed(0)
+        module = Products(torch.randn(6, 4, dtype=torch.complex64), torch.randn(40))
+        model = DistributedDataParallel(module)
+        if made is not None:
+            hvd_sparse.ddp.register(model, made)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(1.0 + step + dist.get_rank()).backward()
+            optimizer.step()
+        found.append(torch.view_as_real(module.values[0].detach()))
+    assert torch.equal(*found)
+
+
+def large_halves() -> None:
+    """The sum of the ranks has no float16, but their mean has one."""
+    module = Products(torch.zeros(20, dtype=torch.float16))
+    model = DistributedDataParallel(module)
+    made = hvd_sparse.ddp.register(model, Compression.topk())
+    model(40_000.0).backward()
+    assert module.values[0].grad.eq(40_000).all()
+    made.close()
+
+
+def two_models_of_one_optimizer() -> None:
+    """Each asks its own compression whether a momentum was applied already."""
+    makers: dict[str, Any] = {
+        "dgc_sgd": (hvd_sparse.MomentumCorrectedSGD, {"momentum": 0.9, "momentum_kind": "local"}),
+        "adamw": (hvd_sparse.SparseAdamW, {"preconditioned": True}),
+    }
+    for make, arguments in makers.values():
+        found = []
+        for is_shared in (False, True):
+            torch.manual_seed(0)
+            modules = [nn.Linear(32, 64), nn.Linear(64, 40)]
+            models = [DistributedDataParallel(module) for module in modules]
+            for model in models:
+                made = Compression.topk(density=1.0, dense_below=100, **arguments)
+                hvd_sparse.ddp.register(model, made)
+            own = [list(module.parameters()) for module in modules]
+            optimizers = [make(p, lr=0.01) for p in ([[*own[0], *own[1]]] if is_shared else own)]
+            for step in range(STEPS):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                models[1](models[0](batch(step))).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            found.append(torch.cat([weights(module) for module in modules]))
+            copy.deepcopy(optimizers[0])
+        assert torch.equal(*found)
+
+
+def a_copy_of_a_model() -> None:
+    """It is torch's copy: without a hook, until it gets one of its own."""
+    with trained(Compression.topk(density=0.05, dense_below=100)) as (model, module):
+        train(model, torch.optim.SGD(module.parameters(), lr=0.1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it has none of the residuals
+            copied = copy.deepcopy(model)
+            torch.save(model, io.BytesIO())
+        made = hvd_sparse.ddp.register(copied, Compression.topk(density=0.05, dense_below=100))
+        train(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
+        assert made.stats().totals.bytes_sent
+        assert_alike_on_all_ranks(copied.module)
+        made.close()
+
+
+def weights_moved_by_hand() -> None:
+    with (
+        trained(Compression.topk(density=0.05, dense_below=100)) as (model, module),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for step in range(5):
+            model(batch(step)).square().mean().backward()
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.sub_(0.1 * p.grad)
+                    p.grad = None
+    assert any("compression.applied()" in str(each.message) for each in caught)
+
+
 SCENARIOS: dict[str, tuple[Any, ...]] = {
+    "complex": (complex_numbers,),
+    "large halves": (large_halves,),
+    "two models": (two_models_of_one_optimizer,),
+    "a copy": (a_copy_of_a_model,),
+    "by hand": (weights_moved_by_hand,),
     "every constructor": (every_constructor,),
     "bfloat16": (other_types, torch.bfloat16),
     "float16": (other_types, torch.float16),
