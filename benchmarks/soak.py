@@ -217,6 +217,8 @@ class Soak:
 
     def _between_steps(self, faults: list[str]) -> None:
         method, density = self._chance.choice([*METHODS]), self._chance.choice([0.01, 0.02, 0.05])
+        if {"reconnect", "save"} & {*faults}:
+            await_faults()
         if "load" in faults:
             file = io.BytesIO()
             torch.save(self.compression.state_dict(), file)
@@ -323,11 +325,16 @@ def end_by(fault: str, failed_at: TextIO) -> None:
     os.kill(os.getpid(), DEADLY[fault])
 
 
-def resources() -> dict[str, int]:
-    """Memory, descriptors and threads of this process, once its faults are over."""
+def await_faults() -> None:
+    """Wait until this process has its descriptors again."""
     for thread in threading.enumerate():
         if thread.name == "fault":
             thread.join()
+
+
+def resources() -> dict[str, int]:
+    """Memory, descriptors and threads of this process, once its faults are over."""
+    await_faults()
     return {
         "resident": psutil.Process().memory_info().rss,
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
