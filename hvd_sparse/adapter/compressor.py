@@ -23,7 +23,7 @@ from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.refusals import ClippedMomenta, refuse_operation
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.checks import check_above, check_choice
-from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, with_dense
+from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, WithDense, with_dense
 from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
 from hvd_sparse.errors import ConfigError, warn
 from hvd_sparse.functional.communicator import ALGORITHMS
@@ -76,6 +76,14 @@ class SparseCompressor:
         self._loaded_unit: float | None = None
         self._loaded_strictly: bool | None = None
         self._serve_elastic_states()
+        self._warn_where_alone()
+
+    def _warn_where_alone(self) -> None:
+        """Horovod hands one worker's gradients to nobody."""
+        hvd: Any = sys.modules.get("horovod.torch")
+        clips = isinstance(self._engine.assignment, WithDense)
+        if clips and hvd is not None and hvd.is_initialized() and hvd.size() == 1:
+            warn("one worker alone exchanges nothing: clip_norm does not clip; use clip_grad_norm_")
 
     def _serve_elastic_states(self) -> None:
         """Once a script has imported Horovod: without it, there are none."""
