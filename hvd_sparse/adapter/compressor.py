@@ -521,7 +521,8 @@ class SparseCompressor:
             warn(f"nothing is compressed: all tensors are dense ({'; '.join(dense)})")
 
 
-def exchange(compression, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotations in text
+# Torch refuses annotations that are text, as all in this file are.
+def exchange(compression, bucket):  # type: ignore[no-untyped-def]
     """DDP's communication hook, which a copy of the model keeps by name."""
     return compression._door.take(bucket)
 

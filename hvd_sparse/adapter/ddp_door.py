@@ -141,7 +141,7 @@ class Dense(NamedTuple):
 
 
 class Compressions:
-    """Of all models that an optimizer has parameters of; a parameter's newest one answers."""
+    """Those of an optimizer's models, asked as one: the newest that has the parameter answers."""
 
     def __init__(self) -> None:
         self._all: list[Callable[[], Any]] = []

@@ -376,9 +376,7 @@ class Door(Entrance):
                 "backward() and step()"
             )
         if not result.is_sparse and not gradient.is_sparse:
-            if is_shared(
-                gradient, 1 + entry.has_alias
-            ):  # whoever else has its memory finds the result there
+            if is_shared(gradient, 1 + entry.has_alias):  # others find the result there, too
                 gradient.copy_(result)
             else:
                 gradient.set_(result)  # type: ignore[call-overload]
