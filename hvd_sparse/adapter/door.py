@@ -583,7 +583,7 @@ def is_shared(gradient: Tensor, ours: int) -> bool:
     """Whether others than `ours` have a gradient's memory, too."""
     storage = gradient.untyped_storage()
     uses: int = torch._C._storage_Use_Count(storage._cdata)  # `storage` is one of them
-    return uses > 1 + ours or is_part(gradient)
+    return uses > 1 + ours
 
 
 def is_part(gradient: Tensor) -> bool:
