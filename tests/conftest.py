@@ -28,7 +28,7 @@ LAUNCHING = re.compile(
     re.MULTILINE,
 )
 """What files import whose tests have ranks. Such files had better hold nothing else."""
-LOOSE = {"benchmarks", "ddp", "docs", "examples"}
+LOOSE = {"benchmarks", "cli", "ddp", "docs", "examples", "tests"}
 """Folders whose ranks run beside those of others: nothing there is timed closely."""
 
 SLOW_S = 10.0
@@ -91,10 +91,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def group_of(file: Path) -> str:
     """A group for each file, but two for those that have ranks, and one for what builds kernels."""
-    if file.parent.name in LOOSE:
-        return "loose ranks"
     if LAUNCHING.search(file.read_text()):
-        return "ranks"
+        return "loose ranks" if file.parent.name in LOOSE else "ranks"
     return "cuda" if file.parent.name == "cuda" else str(file)
 
 
