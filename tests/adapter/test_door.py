@@ -797,6 +797,17 @@ def change_gradients_too_early() -> None:
             training.close()
 
 
+def lose_gradients() -> None:
+    training = Training(DENSITY)
+    training.step()
+    training.zero()
+    training.backward()
+    training.zero()
+    with pytest.raises(ConfigError, match=r"the gradient of 'door\.\d+\.\d' is gone: zero_grad"):
+        training.optimizer.step()
+    training.close()
+
+
 def name_those_of_another_optimizer() -> None:
     """Two optimizers over one model, each with the names of all its parameters."""
     ends = []
@@ -1047,6 +1058,7 @@ def test_a_checkpoint_of_one_rank_is_told_by_its_name() -> None:
 FUNCTIONS = (
     change_momentum,
     change_gradients_too_early,
+    lose_gradients,
     name_those_of_another_optimizer,
     name_in_another_order,
     name_twice,
@@ -1064,6 +1076,21 @@ FUNCTIONS = (
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_habits(ranks: Ranks, function: Callable[[], None]) -> None:
     ranks.run(function)
+
+
+def clip_alone() -> None:
+    for clip_norm, words in ((1.0, ["clip_norm does not clip"]), (None, [])):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Compression.topk(density=DENSITY, clip_norm=clip_norm)
+        told = [str(each.message) for each in caught]
+        assert len(told) == len(words)
+        assert all(word in text for word, text in zip(words, told, strict=True))
+
+
+@with_ranks(World(1))
+def test_one_worker_is_told_that_nothing_is_clipped(ranks: Ranks) -> None:
+    ranks.run(clip_alone)
 
 
 @with_ranks(World(2))

@@ -6,6 +6,7 @@ import copy
 import io
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,27 @@ def a_copy_of_a_model() -> None:
         made.close()
 
 
+def a_sharded_optimizer_warms_up() -> None:
+    """Its first step has rate 0, and a state for the share of this rank alone."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: its import warns
+
+    found = []
+    for make in (
+        torch.optim.Adam,
+        partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam),
+    ):
+        made = Compression.topk(density=0.05, dense_below=100)
+        with trained(made) as (model, module):
+            optimizer: Any = make(module.parameters(), lr=0.0, betas=(0.0, 0.999))
+            train(model, optimizer, 1)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01
+            train(model, optimizer, 3, first=1)
+            held = made.state_dict()["residual"]
+            found.append(torch.cat([weights(module), *(r.flatten() for r in held.values())]))
+    assert torch.equal(*found)
+
+
 def weights_moved_by_hand() -> None:
     with (
         trained(Compression.topk(density=0.05, dense_below=100)) as (model, module),
@@ -334,6 +356,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "two models": (two_models_of_one_optimizer,),
     "a copy": (a_copy_of_a_model,),
     "by hand": (weights_moved_by_hand,),
+    "a sharded optimizer": (a_sharded_optimizer_warms_up,),
     "every constructor": (every_constructor,),
     "bfloat16": (other_types, torch.bfloat16),
     "float16": (other_types, torch.float16),
