@@ -3,7 +3,7 @@
 DDP hands each bucket of gradients to a hook, in one order on all ranks, and waits for the hooks'
 futures at the end of the backward pass. Within a pass:
   1. A bucket's gradients go to the engine, which exchanges them beside the rest of the pass.
-  2. In the last bucket's hook the ranks meet where that is due, and all results are waited for.
+  2. Once all of the pass has run, the ranks meet where that is due, and wait for all results.
   3. Once DDP has put them into their places, it is known which parameters got theirs: one that no
      rank has used keeps its gradient, and what was sent of it goes back.
 """
@@ -226,7 +226,7 @@ class DdpDoor(Entrance):
     # -- in ----------------------------------------------------------------------------------------
 
     def take(self, bucket: Any) -> Future[Tensor]:
-        """DDP's communication hook: take a bucket; with the last one, reduce all of them."""
+        """DDP's communication hook: take a bucket; all are reduced at the end of the pass."""
         buffer = bucket.buffer()
         devices = [buffer.device] if buffer.device.type != "cpu" else None
         future: Future[Tensor] = Future(devices=devices)
@@ -241,10 +241,7 @@ class DdpDoor(Entrance):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._hand_in(parameter, gradient)
         if bucket.is_last():
-            self._reduce()
-            # DDP's own call at the end of the pass is queued after this one.
-            queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._end_step))
+            Variable._execution_engine.queue_callback(self._end_pass)
         return future
 
     @override
@@ -294,6 +291,11 @@ class DdpDoor(Entrance):
         entry.reduced = lambda: gradient  # a sparse one is reduced in place
 
     # -- out ---------------------------------------------------------------------------------------
+
+    def _end_pass(self) -> None:
+        """The whole pass has run. DDP's own call at its end comes next, then the step's."""
+        self._reduce()
+        Variable._execution_engine.queue_callback(self._end_step)
 
     def _reduce(self) -> None:
         """All gradients are there: wait until they are reduced, and put them into the buckets."""

@@ -335,6 +335,39 @@ def a_sharded_optimizer_warms_up() -> None:
     assert torch.equal(*found)
 
 
+class Talks(torch.autograd.Function):
+    """It communicates in its backward pass, in a group of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (mine,) = gradients
+        dist.all_reduce(mine, group=ctx.group)
+        return mine, None
+
+
+def the_script_communicates_in_backward() -> None:
+    """One rank does so before its last bucket comes, the other one after it."""
+    group, found = dist.new_group(), []
+    for made in (Compression.topk(density=1.0, dense_below=100, timeout_s=8), None):
+        with trained(made) as (model, module):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                x = torch.ones(4, requires_grad=True)
+                first = Talks.apply(x, group) if dist.get_rank() else None
+                loss = model(batch(step)).square().mean()
+                ((Talks.apply(x, group) if first is None else first).sum() + loss).backward()
+                assert x.grad is not None and x.grad.tolist() == [2.0] * 4
+                optimizer.step()
+            found.append(weights(module))
+    assert torch.equal(*found)
+
+
 def weights_moved_by_hand() -> None:
     with (
         trained(Compression.topk(density=0.05, dense_below=100)) as (model, module),
@@ -371,6 +404,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "embeddings, exchanged": (sparse_embeddings, True),
     "compiled": (compiled,),
     "a closure": (a_step_with_a_closure,),
+    "communicates": (the_script_communicates_in_backward,),
 }
 
 
