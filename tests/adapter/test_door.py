@@ -665,7 +665,7 @@ def pass_back_in_threads(training: Training) -> None:
         training.optimizer.step()
 
 
-@with_ranks(World(2), World(2, "mpi"), World(3))
+@with_ranks(World(2, "mpi"), World(3))
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_books_balance(ranks: Ranks, name: str) -> None:
     ranks.run(balance, name)

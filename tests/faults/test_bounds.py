@@ -19,6 +19,7 @@ from hvd_sparse.transports import connect
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.transports.gloo import take_nothing
 from tests.launch import REPOSITORY, horovodrun
+from tests.rest import rest
 from tests.transports.pairs import PairWorld, borrowed, run_pair
 
 T, B = 3.0, 7.0
@@ -183,6 +184,7 @@ def test_bounds_over_gloo(last: str) -> None:
     check("gloo", faults, run_pair(in_a_pair, *faults, limit_s=150)[0])
 
 
+@rest
 def test_bounds_under_mpi() -> None:
     faults = [
         fault for fault in FAULTS if promised(fault, "MPI") is not None and fault != DROPPED

@@ -235,9 +235,19 @@ UNDER_MPI = pytest.mark.parametrize(
 
 
 @with_ranks(*(World(P) for P in WORLDS))
-@UNDER_GLOO
-def test_conformance(ranks: Ranks, name: str) -> None:
-    ranks.run(conformance, name, timeout=200.0)
+def test_conformance(ranks: Ranks) -> None:
+    ranks.run(conformance, "gloo", timeout=200.0)
+
+
+@with_ranks(*(World(P) for P in WORLDS[:-2]))
+def test_conformance_of_horovods(ranks: Ranks) -> None:
+    ranks.run(conformance, "horovod", timeout=200.0)
+
+
+@rest
+@with_ranks(*(World(P) for P in WORLDS[-2:]))
+def test_conformance_of_horovods_on_many_ranks(ranks: Ranks) -> None:
+    ranks.run(conformance, "horovod", timeout=200.0)
 
 
 @with_ranks(*(World(P, "mpi") for P in WORLDS[:-1]))
@@ -246,6 +256,7 @@ def test_conformance_under_mpi(ranks: Ranks, name: str) -> None:
     ranks.run(conformance, name, timeout=200.0)
 
 
+@rest
 @with_ranks(World(WORLDS[-1], "mpi"))
 def test_conformance_of_mpi_on_many_ranks(ranks: Ranks) -> None:
     ranks.run(conformance, "mpi", timeout=200.0)
