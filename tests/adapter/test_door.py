@@ -1,7 +1,6 @@
 """Whatever plain Horovod trains means the same with a compression: scripts as people write them.
 
-Gradients are even whole numbers and the rate is 1, so that books balance to the last bit: what was
-applied and what waits is what plain Horovod applies.
+Those that know nothing of Horovod stand in `tests/scripts.py`.
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 import hvd_sparse
 from hvd_sparse import Compression, ConfigError, UnsupportedError
+from tests import scripts
 from tests.launch import horovodrun
 from tests.ranks import Ranks, World, with_ranks
+from tests.scripts import DENSITY, NUMEL, Script
 
-NUMEL = 3000
-DENSITY = 0.02
-made = 0
-
-Script = Callable[["Training"], None]
-SCRIPTS: dict[str, Script] = {}
+SCRIPTS = dict(scripts.SCRIPTS)
 
 
 def script(function: Script) -> Script:
@@ -39,8 +36,8 @@ def script(function: Script) -> Script:
     return function
 
 
-class Training:
-    """Two tensors for the engine and a small one, by plain Horovod or with a compression."""
+class Training(scripts.Training):
+    """By Horovod."""
 
     def __init__(
         self,
@@ -49,170 +46,28 @@ class Training:
         is_grouped: bool = False,
         **arguments: Any,
     ) -> None:
-        global made  # noqa: PLW0603  # each training names its tensors
-        made += 1
-        self.parameters = [nn.Parameter(torch.zeros(n)) for n in (NUMEL, 2 * NUMEL, 10)]
-        self.named = [(f"door.{made}.{i}", p) for i, p in enumerate(self.parameters)]
-        self.compression: Any = hvd.Compression.none
-        if density is not None:
-            options = {"dense_below": 100, "bucket_numel": 2 * NUMEL, "timeout_s": 20.0}
-            self.compression = Compression.topk(
-                self.named, density=density, **{**options, **arguments}
-            )
+        super().__init__(density, **arguments)
+        self.rank, self.size = hvd.rank(), hvd.size()
         self.inner = make(self.parameters, lr=1.0)
-        self.optimizer: Any = hvd.DistributedOptimizer(
+        self.optimizer = hvd.DistributedOptimizer(
             self.inner,
             named_parameters=self.named,
-            compression=self.compression,
+            compression=self.compression or hvd.Compression.none,
             groups=[self.parameters[:2]] if is_grouped else None,
         )
-        self.at = 0
 
-    def backward(self, among: tuple[int, ...] = (0, 1, 2), scale: float = 1.0) -> None:
-        """New gradients, which differ between ranks, of some of the tensors."""
-        generator = torch.Generator().manual_seed(1000 * self.at + hvd.rank())
-        self.at += 1
-        loss = torch.zeros(())
-        for i, p in enumerate(self.parameters):
-            gradient = 2.0 * scale * torch.randint(-9, 10, p.shape, generator=generator)
-            if i in among:
-                loss = loss + (p * gradient).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+    @override
+    def reduce(self) -> None:
+        self.optimizer.synchronize()
 
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.zero()
-            self.backward()
+    @override
+    def apply(self) -> None:
+        with self.optimizer.skip_synchronize():
             self.optimizer.step()
 
-    def zero(self) -> None:
-        for p in self.parameters:
-            p.grad = None
-
-    def moved(self) -> Tensor:
-        """What the weights moved by, and what waits on all ranks, in units of the average."""
-        moved = torch.cat([p.detach().flatten() for p in self.parameters]).double()
-        if isinstance(self.compression, hvd_sparse.adapter.SparseCompressor):
-            held = self.compression.state_dict()["residual"]
-            residuals = [held.get(name, torch.zeros(p.shape)).flatten() for name, p in self.named]
-            waiting = torch.cat(residuals).double()
-            moved -= hvd.allreduce(waiting, op=hvd.Average, name=f"door.{made}.waiting")
-        return moved
-
-    def close(self) -> None:
-        if self.compression is not hvd.Compression.none:
-            self.compression.close()
-
-
-def balance(name: str) -> None:
-    """A script ends with the same books, at a low density and bit for bit at density 1."""
-    torch.manual_seed(0)
-    ends = []
-    for density in (None, DENSITY, 1.0):
-        training = Training(density)
-        SCRIPTS[name](training)
-        assert torch.cat([p.detach() for p in training.parameters]).any()
-        ends.append(training.moved())
-        training.close()
-    rounding = 0.0 if hvd.size() == 2 else 1e-4  # thirds are no binary numbers
-    for end in ends[1:]:
-        torch.testing.assert_close(end, ends[0], rtol=0.0, atol=rounding)
-
-
-@script
-def accumulate_reduced(training: Training) -> None:
-    """Two passes, reduced one by one, before each step."""
-    for _ in range(3):
-        training.zero()
-        for _ in range(2):
-            training.backward()
-            training.optimizer.synchronize()
-        with training.optimizer.skip_synchronize():
-            training.optimizer.step()
-
-
-@script
-def throw_away_before_the_first_step(training: Training) -> None:
-    for in_place in (False, True):
-        training.backward()
-        training.optimizer.synchronize()
-        for p in training.parameters if in_place else ():
-            p.grad.zero_()
-        if not in_place:
-            training.zero()
-    training.zero()
-    training.step(3)
-
-
-@script
-def throw_away_in_the_middle(training: Training) -> None:
-    """As a GAN discards what the other loss has left."""
-    training.step(2)
-    for in_place in (False, True, True):
-        training.backward()
-        training.optimizer.synchronize()
-        for p in training.parameters:
-            if in_place:
-                p.grad.zero_()
-            else:
-                p.grad = None
-    training.backward()
-    training.optimizer.step()
-    training.step(2)
-
-
-@script
-def throw_away_one_tensor(training: Training) -> None:
-    training.step(2)
-    for _ in range(2):
-        training.zero()
-        training.backward()
-        training.optimizer.synchronize()
-        training.parameters[0].grad = None
-        with training.optimizer.skip_synchronize():
-            training.optimizer.step()
-    training.step(2)
-
-
-@script
-def step_at_rate_0(training: Training) -> None:
-    group = training.optimizer.param_groups[0]
-    for rate in (0.0, 1.0, 0.0, 0.0, 1.0):
-        group["lr"] = rate
-        training.step()
-
-
-@script
-def look_ahead_of_the_step(training: Training) -> None:
-    """As SAM: a first gradient moves the weights, and a second one is applied where they were."""
-    training.step(1)
-    for _ in range(3):
-        training.zero()
-        training.backward()
-        training.optimizer.synchronize()
-        before = [p.detach().clone() for p in training.parameters]
-        with torch.no_grad():
-            for p in training.parameters:
-                p.add_(p.grad)
-        training.zero()
-        training.backward()
-        training.optimizer.synchronize()
-        with torch.no_grad():
-            for p, old in zip(training.parameters, before, strict=True):
-                p.copy_(old)
-        with training.optimizer.skip_synchronize():
-            training.optimizer.step()
-
-
-@script
-def step_by_the_optimizer_inside(training: Training) -> None:
-    """What is wrapped shares its groups, and may be stepped by a method of its own."""
-    inner = torch.optim.SGD(training.parameters, lr=1.0)
-    for _ in range(4):
-        training.zero()
-        training.backward()
-        training.optimizer.synchronize()
-        inner.step()
+    @override
+    def mean(self, tensor: Tensor) -> Tensor:
+        return hvd.allreduce(tensor, op=hvd.Average, name=f"{self.prefix}.mean")
 
 
 @script
@@ -232,16 +87,7 @@ def come_without_a_backward_pass(training: Training) -> None:
             training.backward()
         else:
             training.at += 1
-        hvd.allreduce(torch.ones(1), name=f"door.{made}.loss.{step}")
-        training.optimizer.step()
-
-
-@script
-def leave_tensors_out(training: Training) -> None:
-    """Other tensors on each rank, as with heads that a batch does not use."""
-    for step in range(5):
-        training.zero()
-        training.backward(among=((0, 2), (1,), (0, 1, 2))[(step + hvd.rank()) % 3])
+        hvd.allreduce(torch.ones(1), name=f"{training.prefix}.loss.{step}")
         training.optimizer.step()
 
 
@@ -256,7 +102,7 @@ def sum_inside_backward(training: Training) -> None:
 
         @staticmethod
         def backward(context: Any, gradient: Tensor) -> Tensor:
-            hvd.allreduce(torch.ones(1), name=f"door.{made}.inside")
+            hvd.allreduce(torch.ones(1), name=f"{training.prefix}.inside")
             return gradient
 
     for step in range(3):
@@ -266,7 +112,7 @@ def sum_inside_backward(training: Training) -> None:
         if hvd.rank() == 0 or step % 2:
             loss = loss + (Summed.apply(first) * 4.0).sum()
         else:
-            hvd.allreduce(torch.ones(1), name=f"door.{made}.inside")
+            hvd.allreduce(torch.ones(1), name=f"{training.prefix}.inside")
         loss.backward()  # type: ignore[no-untyped-call]
         training.optimizer.step()
 
@@ -278,20 +124,6 @@ def broadcast_after_a_skipped_step(training: Training) -> None:
     training.backward()
     training.optimizer.synchronize()  # a loss scaler would skip the step that follows
     hvd.broadcast_optimizer_state(training.optimizer, 0)
-    training.step(2)
-
-
-@script
-def zero_before_the_step(training: Training) -> None:
-    training.step(2)
-    for _ in range(2):
-        training.zero()
-        training.backward()
-        training.optimizer.synchronize()
-        training.parameters[0].grad.zero_()
-        training.parameters[1].grad.mul_(1.0)
-        with training.optimizer.skip_synchronize():
-            training.optimizer.step()
     training.step(2)
 
 
@@ -316,22 +148,9 @@ def synchronize_first_without_a_backward_pass(training: Training) -> None:
             else:
                 training.at += 1
             training.optimizer.synchronize()
-        hvd.allreduce(torch.ones(1), name=f"door.{made}.between.{step}")
+        hvd.allreduce(torch.ones(1), name=f"{training.prefix}.between.{step}")
         with training.optimizer.skip_synchronize():
             training.optimizer.step()
-
-
-@script
-def freeze_and_synchronize(training: Training) -> None:
-    training.parameters[1].requires_grad_(False)
-    for _ in range(2):
-        training.zero()
-        training.backward(among=(0, 2))
-        training.optimizer.synchronize()
-        with training.optimizer.skip_synchronize():
-            training.optimizer.step()
-    training.parameters[1].requires_grad_(True)
-    training.step(2)
 
 
 @script
@@ -346,37 +165,6 @@ def end_an_epoch_with_fewer_passes(training: Training) -> None:
 
 
 @script
-def keep_gradients_and_set_them_to_zero(training: Training) -> None:
-    for zeros in (1, 2, 1, 1):
-        training.backward()
-        training.optimizer.step()
-        for _ in range(zeros):
-            training.inner.zero_grad(set_to_none=False)
-
-
-@script
-def freeze_in_mid_run(training: Training) -> None:
-    for step in range(6):
-        frozen = step in (2, 3)
-        training.parameters[1].requires_grad_(not frozen)
-        training.zero()
-        training.backward(among=(0, 2) if frozen else (0, 1, 2))
-        training.optimizer.step()
-
-
-@script
-def zero_between_synchronize_and_step(training: Training) -> None:
-    training.step(2)
-    for set_to_none in (True, False):
-        training.backward()
-        training.optimizer.synchronize()
-        training.inner.zero_grad(set_to_none=set_to_none)
-        with training.optimizer.skip_synchronize():
-            training.optimizer.step()
-    training.step(2)
-
-
-@script
 def give_gradients_by_hand(training: Training) -> None:
     """As `torch.func.grad` does: no backward pass brings them, in some steps equal ones."""
     for step in range(4):
@@ -384,50 +172,6 @@ def give_gradients_by_hand(training: Training) -> None:
         for p in training.parameters:
             p.grad = 2.0 * torch.randint(-9, 10, p.shape, generator=generator)
         training.optimizer.step()
-
-
-@script
-def replace_gradients(training: Training) -> None:
-    """A new object in `p.grad`, before and after the reduction."""
-    for _ in range(3):
-        training.zero()
-        training.backward()
-        training.optimizer.synchronize()
-        for p in training.parameters:
-            p.grad = 2.0 * p.grad
-        training.zero()
-        training.backward()
-        training.optimizer.step()
-
-
-@script
-def fail_in_a_step(training: Training) -> None:
-    """An error of the optimizer's, after which the script drops the gradients and goes on."""
-    training.step(1)
-    for set_to_none in (False, True, False):
-        training.backward()
-        training.optimizer.param_groups[0]["params"].append(None)
-        with pytest.raises(AttributeError):
-            training.optimizer.step()
-        training.optimizer.param_groups[0]["params"].pop()
-        training.inner.zero_grad(set_to_none=set_to_none)
-        training.backward()
-        training.optimizer.synchronize()
-        with training.optimizer.skip_synchronize():
-            training.optimizer.step()
-        training.zero()
-
-
-@script
-def schedule_from_the_second_step_on(training: Training) -> None:
-    """Schedulers replace `optimizer.step`, before it is bound or later."""
-    first = torch.optim.lr_scheduler.ConstantLR(training.optimizer, 1.0)
-    training.step(2)
-    second = torch.optim.lr_scheduler.StepLR(training.optimizer, 2, gamma=1.0)
-    for _ in range(4):
-        training.step(1)
-        first.step()
-        second.step()
 
 
 @script
@@ -484,63 +228,6 @@ def broadcast_in_mid_run(training: Training) -> None:
 
 
 @script
-def use_a_parameter_in_two_optimizers(training: Training) -> None:
-    """One of Horovod's, and one of this process alone, which decays the weights."""
-    decay = torch.optim.SGD(training.parameters[:2], lr=1.0)
-    for step in range(4):
-        training.zero()
-        training.backward()
-        training.optimizer.step()
-        for p in training.parameters[:2]:
-            p.grad = torch.full_like(p, 2.0 * step)
-        decay.step()
-
-
-@script
-def swap_averaged_weights(training: Training) -> None:
-    """Weights are exchanged for an evaluation, in which the optimizer's own state is loaded."""
-    for _ in range(3):
-        training.step(2)
-        kept = [p.detach().clone() for p in training.parameters]
-        with torch.no_grad():
-            for p in training.parameters:
-                p.zero_()
-            for p, old in zip(training.parameters, kept, strict=True):
-                p.copy_(old)
-        training.optimizer.load_state_dict(training.optimizer.state_dict())
-
-
-@script
-def update_by_hand(training: Training) -> None:
-    for _ in range(4):
-        training.backward()
-        training.optimizer.synchronize()
-        with torch.no_grad():
-            for p in training.parameters:
-                p.sub_(p.grad)
-                p.grad.zero_()
-        if training.compression is not hvd.Compression.none:
-            training.compression.applied()
-
-
-@script
-def copy_gradients(training: Training) -> None:
-    """Between `synchronize` and `step`, between two passes, or kept aside for a while."""
-    for step in range(4):
-        training.zero()
-        for _ in range(2):
-            training.backward()
-            training.optimizer.synchronize()
-            copies = [p.grad.detach().clone() for p in training.parameters]
-            if step % 2:
-                training.zero()
-            for p, gradient in zip(training.parameters, copies, strict=True):
-                p.grad = gradient
-        with training.optimizer.skip_synchronize():
-            training.optimizer.step()
-
-
-@script
 def reach_gradients_by_another_name(training: Training) -> None:
     """In a buffer of the script's own, which it sets to zero, or by a list of their data."""
     sizes = [p.numel() for p in training.parameters]
@@ -576,41 +263,6 @@ def concatenate_parameters(training: Training) -> None:
         (torch.cat(training.parameters) * gradient).sum().backward()
         training.optimizer.step()
         training.inner.zero_grad(set_to_none=step % 2 == 1)
-
-
-@script
-def zero_the_data(training: Training) -> None:
-    """As scripts did before torch 1.0; torch does not count it as a change."""
-    training.step(2)
-    for steps in (False, True, False):
-        training.zero()
-        training.backward()
-        training.optimizer.synchronize()
-        for p in training.parameters[: 1 if steps else 3]:
-            p.grad.data.zero_()
-        if steps:
-            with training.optimizer.skip_synchronize():
-                training.optimizer.step()
-    training.backward()
-    training.optimizer.step()
-
-
-@script
-def zero_in_a_hook_of_the_step(training: Training) -> None:
-    """Hooks of an optimizer run before those of all optimizers."""
-    for set_to_none in (True, False):
-        hook = training.optimizer.register_step_post_hook(
-            lambda *_, is_none=set_to_none: training.inner.zero_grad(set_to_none=is_none)
-        )
-        for synchronizes in (True, False):
-            training.backward()
-            if synchronizes:
-                training.optimizer.synchronize()
-                with training.optimizer.skip_synchronize():
-                    training.optimizer.step()
-            else:
-                training.optimizer.step()
-        hook.remove()
 
 
 @script
@@ -663,6 +315,10 @@ def pass_back_in_threads(training: Training) -> None:
         for thread in threads:
             thread.join()
         training.optimizer.step()
+
+
+def balance(name: str) -> None:
+    scripts.balance(SCRIPTS[name], Training)
 
 
 @with_ranks(World(2, "mpi"), World(3))
@@ -803,7 +459,7 @@ def lose_gradients() -> None:
     training.zero()
     training.backward()
     training.zero()
-    with pytest.raises(ConfigError, match=r"the gradient of 'door\.\d+\.\d' is gone: zero_grad"):
+    with pytest.raises(ConfigError, match=r"the gradient of 'scripts\.\d+\.\d' is gone: zero_grad"):
         training.optimizer.step()
     training.close()
 
@@ -839,8 +495,8 @@ def name_in_another_order() -> None:
     torch.manual_seed(2)
     tables = [nn.Embedding(20, 3, sparse=True) for _ in range(2)]
     layer = nn.Linear(6, 40)
-    named = [(f"order.{made}.{i}", table.weight) for i, table in enumerate(tables)]
-    named += [(f"order.{made}.{name}", p) for name, p in layer.named_parameters()]
+    named = [(f"order.{i}", table.weight) for i, table in enumerate(tables)]
+    named += [(f"order.{name}", p) for name, p in layer.named_parameters()]
     mine = named if hvd.rank() == 0 else named[::-1]
     compression = Compression.topk(mine, density=1.0, dense_below=0, timeout_s=20.0)
     compression.exchange_embeddings(mine)
