@@ -113,21 +113,25 @@ def torch_build(venv: Path) -> str:
     return installed(venv, "torch")
 
 
-def missing_toolkit(torch: str, environ: Mapping[str, str], default: Path) -> str:
-    """Why Horovod cannot be built for this torch, in one line, or nothing.
+def cuda_home(torch: str, environ: Mapping[str, str], default: Path) -> dict[str, str]:
+    """What tells a build of Horovod for this torch where its CUDA toolkit is, if it needs one.
 
-    Horovod asks for the whole CUDA toolkit where torch is a build for CUDA and finds a CUDA home,
-    be it a lone `nvcc`, and then ends deep inside CMake.
+    Horovod asks for the whole toolkit where torch is a build for CUDA and finds a CUDA home, be it
+    a lone `nvcc`, and then ends deep inside CMake. torch and CMake take the folder above that of
+    `nvcc` for it, be that a link or a script.
+
+    Raises:
+        SetupError: The toolkit is not whole.
     """
     nvcc = shutil.which("nvcc", path=environ.get("PATH", os.defpath))
     named = environ.get("HOROVOD_CUDA_HOME") or environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     home = Path(named) if named else home_of(nvcc) if nvcc else default
     if "+cu" not in torch or not home.exists():
-        return ""
+        return {}
     headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]
     if headers:
-        return ""
-    return (
+        return {"CUDA_HOME": str(home), "CUDAToolkit_ROOT": str(home)}
+    raise SetupError(
         f"torch {torch} is a build for CUDA, and {home} has no include/cuda_runtime.h, which "
         "Horovod needs: set CUDA_HOME and HOROVOD_CUDA_HOME to a whole toolkit, or take torch "
         "for CPUs (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu "
@@ -362,8 +366,6 @@ class Setup:
         entry = cache_root(self.environ) / key
         with locked(entry.with_name(key + ".lock"), f"another build of {key}"):
             if not any(entry.glob("*.whl")):
-                if problem := missing_toolkit(torch, self.environ, Path("/usr/local/cuda")):
-                    raise SetupError(problem)
                 self.build_horovod(torch, entry)
             wheel = next(entry.glob("*.whl"))
             doing = f"Installing Horovod {HOROVOD} from {entry}"
@@ -376,6 +378,7 @@ class Setup:
         build strips CXXFLAGS and takes no CMake arguments, so a wrapper around the compiler, whose
         last -std wins, is the way that patches nothing. Build isolation would hide torch.
         """
+        cuda = cuda_home(torch, self.environ, Path("/usr/local/cuda"))
         with tempfile.TemporaryDirectory(prefix=".building-", dir=entry.parent) as directory:
             work = Path(directory)
             wrapper, wheels = work / "c++20", work / "wheels"
@@ -406,7 +409,7 @@ class Setup:
                 HOROVOD_WITHOUT_TENSORFLOW="1",
                 HOROVOD_WITHOUT_MXNET="1",
                 HOROVOD_WITH_GLOO="1",
-                **{"HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI": "1"},
+                **{"HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI": "1", **cuda},
             )
             wheels.rename(entry)
 

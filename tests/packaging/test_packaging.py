@@ -377,16 +377,15 @@ def test_an_mpicc_that_comes_during_a_setup_is_for_the_next_one(
 
 def test_a_lone_nvcc_is_named_before_anything_is_built(tmp_path: Path) -> None:
     environ = tools_in(tmp_path / "bin", "nvcc")
-    told = bootstrap.missing_toolkit("2.13.0+cu130", environ, tmp_path / "none")
-    assert told.startswith(
-        f"torch 2.13.0+cu130 is a build for CUDA, and {tmp_path} has no include/"
-    )
-    assert "HVD_SPARSE_TORCH=2.13.0+cpu" in told
-    assert not bootstrap.missing_toolkit("2.13.0+cpu", environ, tmp_path / "none")
-    assert not bootstrap.missing_toolkit("2.13.0+cu130", {"PATH": ""}, tmp_path / "none")
+    lacks = f"^torch 2.13.0.cu130 is a build for CUDA, and {tmp_path} has no include/.*2.13.0.cpu"
+    with pytest.raises(bootstrap.SetupError, match=lacks):
+        bootstrap.cuda_home("2.13.0+cu130", environ, tmp_path / "none")
+    assert bootstrap.cuda_home("2.13.0+cpu", environ, tmp_path / "none") == {}
+    assert bootstrap.cuda_home("2.13.0+cu130", {"PATH": ""}, tmp_path / "none") == {}
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_runtime.h").touch()
-    assert not bootstrap.missing_toolkit("2.13.0+cu130", environ, tmp_path / "none")
+    found = bootstrap.cuda_home("2.13.0+cu130", environ, tmp_path / "none")
+    assert found == {"CUDA_HOME": str(tmp_path), "CUDAToolkit_ROOT": str(tmp_path)}
 
 
 def test_an_nvcc_that_is_a_link_or_a_script_leads_to_its_toolkit(tmp_path: Path) -> None:
@@ -403,10 +402,11 @@ def test_an_nvcc_that_is_a_link_or_a_script_leads_to_its_toolkit(tmp_path: Path)
             nvcc.chmod(0o755)
         else:
             nvcc.symlink_to(toolkit / "bin" / "nvcc")
-        assert not bootstrap.missing_toolkit("2.13.0+cu130", environ, tmp_path / "none")
+        found = bootstrap.cuda_home("2.13.0+cu130", environ, tmp_path / "none")
+        assert found["CUDA_HOME"] == found["CUDAToolkit_ROOT"] == str(toolkit)
     (toolkit / "include" / "cuda_runtime.h").unlink()
-    told = bootstrap.missing_toolkit("2.13.0+cu130", environ, tmp_path / "none")
-    assert f"{toolkit} has no include/" in told
+    with pytest.raises(bootstrap.SetupError, match=f"{toolkit} has no include/"):
+        bootstrap.cuda_home("2.13.0+cu130", environ, tmp_path / "none")
 
 
 def test_builds_of_one_torch_version_differ(tmp_path: Path) -> None:
