@@ -480,13 +480,13 @@ def write(
     found: list[str],
 ) -> None:
     """The figures so far."""
-    case = f"{RANKS} ranks, faults survived"
+    case = f"{RANKS} ranks"
     rows = [Row(case, name, count, "times") for name, count in survived.items()]
     rows.append(Row(case, "complaints", len(found), "times", goal=0, met=not found))
     for fault, seconds in ends.items():
         spread = Spread.of(seconds, float)
         late = [each for each in seconds if not each < END_S]
-        case = f"{RANKS} ranks, one ends all, timeout_s {TIMEOUT_S:g}"
+        case = f"{RANKS} ranks, timeout_s {TIMEOUT_S:g}"
         goal = {"goal": f"at most {END_S:g} s", "met": not late}
         rows.append(row_of(case, f"{fault}, until the launcher has ended", spread, "s", **goal))
     print(table(rows), *found, sep="\n", flush=True)

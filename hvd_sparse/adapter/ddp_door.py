@@ -241,7 +241,10 @@ class DdpDoor(Entrance):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._hand_in(parameter, gradient)
         if bucket.is_last():
-            Variable._execution_engine.queue_callback(self._end_pass)
+            if torch._C._current_autograd_node() is None:  # a static graph's first pass is over
+                self._end_pass()
+            else:
+                Variable._execution_engine.queue_callback(self._end_pass)
         return future
 
     @override
