@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
+from hvd_sparse.errors import UnsupportedError
+
 
 class MomentumCorrectedSGD(torch.optim.Optimizer):
     """Momentum SGD that leaves the momentum of compressed gradients to the compression.
@@ -42,7 +44,7 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
                 allowed = "in [0, 1)" if name == "momentum" else "at least 0"
                 raise ValueError(f"{name} must be {allowed}, got {value}")
         given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, given)
+        super().__init__(params, {**given, "dampening": 0.0})  # torch.optim.SGD asks for it
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -150,6 +152,11 @@ class SparseAdamW(torch.optim.AdamW):
     ) -> None:
         """Update some parameters of a group; without a `beta1` there are no momenta."""
         gradients = [p.grad for p in parameters if p.grad is not None]
+        if any(g.is_sparse for g in gradients):
+            raise UnsupportedError(
+                "SparseAdamW does not take sparse gradients, as torch's AdamW does not: give their "
+                "parameters to torch.optim.SparseAdam"
+            )
         states = [self._state_of(p, group, beta1) for p in parameters]
         averages = [its["exp_avg"] for its in states if beta1 is not None]
         if beta1 is None:  # with β1 = 0 torch writes the gradient over itself

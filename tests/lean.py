@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,12 @@ def start_lean() -> None:
     compiler.graph_break = lambda: None
     torch._dynamo = sys.modules["torch._dynamo"] = compiler
     gc.freeze()
+
+
+def bring_compiler() -> None:
+    """Called before something is compiled."""
+    del torch._dynamo, sys.modules["torch._dynamo"]
+    import_module("torch._dynamo")
 
 
 def _as_it_is(function: Callable[..., Any], *options: object, **more: object) -> Callable[..., Any]:

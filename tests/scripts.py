@@ -183,6 +183,18 @@ def step_at_rate_0(training: Training) -> None:
 
 
 @script
+def keep_gradients_at_rate_0(training: Training) -> None:
+    """The next pass adds to what a step of rate 0 has left."""
+    group = training.optimizer.param_groups[0]
+    for _ in range(2):
+        training.zero()
+        for rate in (0.0, 1.0):
+            group["lr"] = rate
+            training.backward()
+            training.optimizer.step()
+
+
+@script
 def look_ahead_of_the_step(training: Training) -> None:
     """As SAM: a first gradient moves the weights, and a second one is applied where they were."""
     training.step(1)

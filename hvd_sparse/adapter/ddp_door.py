@@ -53,9 +53,6 @@ AGENT_VARIABLE = "GROUP_RANK"
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 """Where it says how often it has started the ranks anew; its store may outlive them."""
 
-CALLS: Counter[tuple[str, str]] = Counter()
-"""How often the ranks of a group have met under a name: a store keeps what it was told."""
-
 
 class GroupBootstrap:
     """The ranks of a process group, which meet in its store.
@@ -80,7 +77,6 @@ class GroupBootstrap:
             raise ConfigError(f"the process group ({dist.get_backend(group)}) has no store")
         restart = os.environ.get(RESTART_VARIABLE, "0")
         self._store = distributed_c10d.PrefixStore(f"hvd_sparse/{restart}", store)
-        self._name: str = world.group_name
 
     def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
         """Every rank's object, by rank; collective.
@@ -89,9 +85,10 @@ class GroupBootstrap:
             TransportTimeout: Not all ranks came in time.
             TransportError: The store is gone, with the process that has served it.
         """
-        CALLS[self._name, name] += 1
-        keys = [f"{name}/{CALLS[self._name, name]}/{rank}" for rank in range(self.size)]
         try:
+            # A store keeps what it was told, and has what others have told it before.
+            count = self._store.add(f"{name}/{self.rank}", 1)
+            keys = [f"{name}/{count}/{rank}" for rank in range(self.size)]
             self._store.set(keys[self.rank], pickle.dumps(obj))  # type: ignore[arg-type]
             self._store.wait(keys, timedelta(seconds=timeout_s))
             return [pickle.loads(self._store.get(key)) for key in keys]

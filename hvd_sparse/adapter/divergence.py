@@ -62,8 +62,8 @@ class Divergence:
         return (
             f"rank {rank} has other weights than rank 0 in {self._parameters[place][0]!r} and "
             f"{len([r for r, _ in differs if r == rank]) - 1} more tensors before step "
-            f"{self._step - 1}: broadcast them with hvd.broadcast_parameters, or go back to a "
-            "checkpoint; ranks that train on will not become equal again"
+            f"{self._step - 1}: broadcast rank 0's weights, or go back to a checkpoint; ranks that "
+            "train on will not become equal again"
         )
 
 

@@ -124,7 +124,7 @@ class Door(Entrance):
         self._warn_of_strangers(self._entries.values())
         optimizer._groups = None  # they are for fusion in Horovod, which gets no tensors
         optimizer._allreduce_grad_async = self.hand_in
-        optimizer.synchronize = self.synchronize
+        optimizer.synchronize = torch.compiler.disable(self.synchronize)
         optimizer.step = self._followed_step(optimizer)
         optimizer.register_load_state_dict_post_hook(weakly(self.give_up))
 
@@ -171,9 +171,14 @@ class Door(Entrance):
     def meet_early(self) -> None:
         """Meet before Horovod waits: its `synchronize` began before there was a door."""
         self._hand_in_the_rest()
-        optimizer = self.optimizer
-        optimizer._handles = Handles(optimizer._handles, self._end_early)
+        self._end_with_horovod()
         self._meet()
+
+    def _end_with_horovod(self) -> None:
+        """Horovod's own `synchronize` is under way: where it ends, the step does."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer._handles, Handles):
+            optimizer._handles = Handles(optimizer._handles, self._end_early)
 
     def _end_early(self) -> None:
         """Horovod's `synchronize` has put the gradients into their places."""
@@ -332,6 +337,7 @@ class Door(Entrance):
 
         return types.MethodType(step, optimizer)
 
+    @torch.inference_mode(mode=False)  # in which no tensor that is made could be changed later
     def synchronize(self) -> None:
         """Give all gradients back, reduced, in the place of Horovod's `synchronize`."""
         self._thread = threading.get_ident()
@@ -418,6 +424,7 @@ class Door(Entrance):
     def _begin_what_others_have_begun(self) -> None:
         """Horovod's own methods have taken the gradients that came before a door: here or there."""
         import horovod.torch as hvd
+        from horovod.torch import mpi_ops
 
         optimizer = self.optimizer
         mine, self._begun = self._begun, []
@@ -437,7 +444,7 @@ class Door(Entrance):
                 entry = by_label[label]
                 entry.reduced, _ = optimizer._sparse_allreduce_grad_async(entry.parameter, label)
         for handle, _ in optimizer._handles.values():
-            if isinstance(handle, int):  # this rank's first gradients
+            if handle in mpi_ops._handle_map:  # this rank's first gradients, not yet waited for
                 self._others.append(handle)
 
     def _nobody_brings_new(self) -> bool:
@@ -546,6 +553,7 @@ class Door(Entrance):
     def _result(self, entry: Entry) -> Tensor:
         """A parameter's reduced gradient."""
         if not self._is_reduced:  # Horovod's `synchronize` began before there was a door
+            self._end_with_horovod()
             self._reduce()
         parameter, gradient = entry.parameter, entry.parameter.grad
         if entry.reduced is not None:

@@ -246,12 +246,11 @@ class Fates:
             for p in group["params"]:
                 if id(p) not in applied:
                     continue
-                entry = self._given.pop(id(p), None)
+                entry = self._given.get(id(p))
                 if entry is None and id(p) in self._taken_back:
                     self._refuse_late()
-                elif entry is not None and is_still and not self._leaves_traces(optimizer, entry):
-                    self._undone.add(entry)
-                elif entry is not None:
+                elif entry is not None and (not is_still or self._leaves_traces(optimizer, entry)):
+                    del self._given[id(p)]
                     entry.given, self._idle_steps = None, None
 
     def _leaves_traces(self, optimizer: Any, entry: Entry) -> bool:

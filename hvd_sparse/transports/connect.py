@@ -138,8 +138,8 @@ def nobody_came(world: Bootstrap, name: str, timeout_s: float) -> TransportTimeo
     """The error where not all ranks came to connect."""
     return TransportTimeout(
         f"rank {world.rank} has waited {timeout_s:g} s for the other {world.size - 1} ranks "
-        f"to connect ({name}), and not all have come: each rank must give its optimizer a "
-        "compression of hvd_sparse, and reach its first step within timeout_s of the others"
+        f"to connect ({name}), and not all have come: each rank needs a compression of hvd_sparse, "
+        "and must reach its first step within timeout_s of the others"
     )
 
 

@@ -118,6 +118,24 @@ def test_adams_momentum_after_error_feedback_is_warned_of(make: Any, told: bool)
             refuse_momenta(optimizer, parameters, preconditioned, 1024)
 
 
+def test_sparse_gradients_are_refused_as_by_torch() -> None:
+    table = nn.Embedding(8, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(hvd_sparse.UnsupportedError, match="does not take sparse gradients"):
+        SparseAdamW(table.parameters()).step()
+
+
+def test_the_other_optimizers_state_is_one_of_torchs_sgd() -> None:
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = hvd_sparse.MomentumCorrectedSGD([p], lr=0.1, momentum=0.9)
+    optimizer.step()
+    sgd = torch.optim.SGD([p], lr=0.1)
+    sgd.load_state_dict(optimizer.state_dict())
+    sgd.step()
+    torch.testing.assert_close(p.detach(), torch.full((3,), 1 - 0.1 - 0.19))
+
+
 def test_arguments() -> None:
     model = nn.Linear(40, 40)
     optimizer, compression = hvd_sparse.sparse_adamw(

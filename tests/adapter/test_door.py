@@ -25,6 +25,7 @@ import hvd_sparse
 from hvd_sparse import Compression, ConfigError, UnsupportedError
 from tests import scripts
 from tests.launch import horovodrun
+from tests.lean import bring_compiler
 from tests.ranks import Ranks, World, with_ranks
 from tests.scripts import DENSITY, NUMEL, Script
 
@@ -293,6 +294,26 @@ def fail_in_a_backward_pass(training: Training) -> None:
                 training.optimizer.synchronize()
                 training.zero()
                 training.backward()
+            training.optimizer.step()
+
+
+@script
+def hold_a_method(training: Training) -> None:
+    """Taken before there is a door, as trainers with callbacks do."""
+    synchronize = training.optimizer.synchronize
+    for _ in range(3):
+        training.zero()
+        training.backward()
+        synchronize()
+        training.apply()
+
+
+@script
+def step_in_inference_mode(training: Training) -> None:
+    for _ in range(3):
+        training.zero()
+        training.backward()
+        with torch.inference_mode():
             training.optimizer.step()
 
 
@@ -709,6 +730,26 @@ def save_alone() -> None:
 @pytest.mark.launches
 def test_a_checkpoint_of_one_rank_is_told_by_its_name() -> None:
     assert "TOLD" in horovodrun(2, save_alone, timeout=90).stdout
+
+
+def compile_the_step() -> None:
+    bring_compiler()
+    found = []
+    for density in (None, 1.0):
+        training = Training(density)
+        step = torch.compile(lambda optimizer: optimizer.step(), backend="eager")
+        for _ in range(3):
+            training.zero()
+            training.backward()
+            step(training.optimizer)
+        found.append(training.moved())
+        training.close()
+    assert torch.equal(*found)
+
+
+@pytest.mark.launches
+def test_a_compiled_step_means_the_same() -> None:
+    horovodrun(2, compile_the_step, timeout=90)
 
 
 FUNCTIONS = (

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_sparse
 from hvd_sparse import Compression
 from hvd_sparse.adapter import SparseCompressor
+from hvd_sparse.adapter.ddp_door import GroupBootstrap
 from tests.ddp.training import batch, trained
 from tests.ranks import Ranks, World, with_ranks
 
@@ -481,3 +483,17 @@ def train_badly() -> None:
 @with_ranks(World(2, "torchrun"))
 def test_refused(ranks: Ranks, scenario: Any) -> None:
     ranks.run(scenario)
+
+
+def test_ranks_that_have_met_before_meet_in_a_new_store() -> None:
+    """Names of groups come again, and ranks have met in them as often as they may."""
+    for meetings in (3, 1):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            for _ in range(meetings):
+                assert GroupBootstrap(None).allgather_object("here", "link", 5.0) == ["here"]
+            store: Any = distributed_c10d._get_process_group_store(dist.group.WORLD)
+            told = distributed_c10d.PrefixStore("hvd_sparse/0", store)
+            assert told.check([f"link/{meetings}/0"])  # where the others look, too
+        finally:
+            dist.destroy_process_group()

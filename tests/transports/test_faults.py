@@ -174,7 +174,7 @@ def rank_without_compression(make: Make) -> None:
         return
     error = error_of(make)
     assert isinstance(error, TransportTimeout)
-    assert "each rank must give its optimizer a compression" in str(error)
+    assert "each rank needs a compression" in str(error)
 
 
 def report(text: str) -> None:
