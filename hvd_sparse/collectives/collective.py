@@ -77,6 +77,13 @@ class Collective(ABC):
         """The encoder of the messages of exchange number `step`, which sums streams like this."""
         return Packer(self.wire, self.transport.rank, self.step, stream.home)
 
+    def gather_counts(self, *counts: int) -> list[list[int]]:
+        """Every rank's, by count and rank; collective."""
+        mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        gathered = self.transport.allgather((mine,), channel="shares")
+        columns: list[list[int]] = torch.stack([m.view(torch.int64) for m in gathered]).T.tolist()
+        return columns
+
     def scope(self) -> Scope | None:
         """Where this rank is to select in the next step; None: everywhere, all k entries."""
         return None

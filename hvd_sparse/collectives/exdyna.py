@@ -160,15 +160,13 @@ class ExDyna(IndexUnion):
         rank = self.transport.rank
         level = th_re_evaluate(candidates.values, max(1, self.k), self.transport)
         kept = candidates.reaching(level)
-        parts = self.gather(kept.indices)
-        total = sum(part.numel() for part in parts)
-        if total > self.k * (1 + self.tolerance):
-            edges = [self.k * s // total for s in accumulate([0, *map(Tensor.numel, parts)])]
-            if kept.isfinite():  # else all of it goes, to be told
-                kept = kept.largest(edges[rank + 1] - edges[rank])
-            parts = self.gather(kept.indices)
+        (numbers,) = self.gather_counts(kept.nnz)
+        total = sum(numbers)
+        if total > self.k * (1 + self.tolerance) and kept.isfinite():  # else all goes, to be told
+            edges = [self.k * s // total for s in accumulate([0, *numbers])]
+            kept = kept.largest(edges[rank + 1] - edges[rank])
         self.threshold = level if total >= self.k * (1 - self.tolerance) else 0.0
-        return kept, parts
+        return kept, self.gather(kept.indices)
 
     def _gather_with_counts(self, kept: SparseStream, reach: Tensor) -> tuple[list[Tensor], Tensor]:
         """All ranks' indices, and the sums of their counts, int64 `(64,)`: one message.

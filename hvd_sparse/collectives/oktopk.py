@@ -272,7 +272,7 @@ class OkTopk(Collective):
         chosen = reduced_topk if all_pass else reduced_topk.reaching(self.global_threshold)
         if shares is None or asks or max(shares) > most:
             if shares is not None:
-                shares = self._gather_counts(chosen.nnz)[0]
+                shares = self.gather_counts(chosen.nnz)[0]
             if shares is None or not self._is_near(sum(shares)):
                 chosen, shares = self._select_exactly(reduced_topk, k)
             shares = [-(-share * k // max(1, k, sum(shares))) for share in shares]
@@ -355,12 +355,6 @@ class OkTopk(Collective):
         u = SparseStream.concatenate(parts, self.numel) if is_apart else sum_of(parts, self.numel)
         return u, [part.nnz for part in parts], sum(left)
 
-    def _gather_counts(self, *counts: int) -> list[list[int]]:
-        mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        gathered = self.transport.allgather((mine,), channel="shares")
-        columns: list[list[int]] = torch.stack([m.view(torch.int64) for m in gathered]).T.tolist()
-        return columns
-
     def _select_exactly(
         self, reduced_topk: SparseStream, wanted: int
     ) -> tuple[SparseStream, list[int]]:
@@ -372,7 +366,7 @@ class OkTopk(Collective):
         # With room for all, sums that cancelled out pass too.
         key = threshold_key(self.global_threshold) if self.global_threshold > 0.0 else 0
         keys = magnitude_keys(reduced_topk.values)
-        above, ties = self._gather_counts(int((keys > key).sum()), int((keys == key).sum()))
+        above, ties = self.gather_counts(int((keys > key).sum()), int((keys == key).sum()))
         passing = reduced_topk.where(keys >= key)
         if sum(above) + sum(ties) <= wanted:
             return passing, [a + t for a, t in zip(above, ties, strict=True)]

@@ -117,6 +117,10 @@ class Stages:
 
 
 def bytes_of(algorithm: Algorithm, P: int, n: int, k: int, wire: WireBytes) -> float:
-    """Bytes that a rank is expected to send, or at most if only the k largest sums are applied."""
-    cost = algorithm.cost(P, n, k, wire)
-    return (cost.expected if algorithm.is_lossless else cost.most).nbytes(wire)
+    """Bytes that a rank is expected to send; at most, where indices or sums of all ranks decide."""
+    cost, sums_at_indices = (
+        algorithm.cost(P, n, k, wire),
+        issubclass(algorithm.collective, IndexUnion),
+    )
+    is_even = algorithm.is_lossless and not sums_at_indices
+    return (cost.expected if is_even else cost.most).nbytes(wire)

@@ -66,7 +66,7 @@ def check(ranks: list[list[Any]], most_bytes: float) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 3])
-@pytest.mark.parametrize("density", [1.0, 0.7, 0.25])
+@pytest.mark.parametrize("density", [1.0, 0.7, 0.5, 0.25])
 @pytest.mark.parametrize("name", ["dgc", "oktopk", "exdyna", "clt_k", "topk", "dragonn"])
 def test_no_density_sends_more_than_a_dense_ring(
     name: str, density: float, world_size: int
