@@ -395,10 +395,7 @@ def exdyna(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostR
 
 
 def clt_k(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
-    """CLT-k: the leader's k indices. A rank leads, and receives none, once in P steps.
-
-    At most: what a leader sends in its step.
-    """
+    """CLT-k: the leader's k indices, at most. A rank leads, and receives none, once in P steps."""
     cost = _summed_at(P, k, k * (P - 1) / P)
     return CostRange(cost, cost, _summed_at(P, k, k * allgather_messages(P)))
 

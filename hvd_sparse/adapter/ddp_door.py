@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import Entry, Parameters
-from hvd_sparse.adapter.entrance import Entrance
+from hvd_sparse.adapter.entrance import LOOK_S, Entrance
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
@@ -43,9 +43,6 @@ from hvd_sparse.leaving import keep_forever
 from hvd_sparse.transports.connect import nobody_came
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 from hvd_sparse.transports.meeting import describe_host
-
-LOOK_S = 0.05
-"""From one look for a failure to the next, while exchanges are waited for."""
 
 AGENT_VARIABLE = "GROUP_RANK"
 """Where torchrun says which of its agents has started a rank: each is a host."""

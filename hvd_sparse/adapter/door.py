@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, Parameters
-from hvd_sparse.adapter.entrance import Entrance
+from hvd_sparse.adapter.entrance import LOOK_S, Entrance
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session
@@ -45,9 +45,6 @@ USED_NAMES = (
     *("backward_passes_per_step", "gradient_predivide_factor", "op", "process_set"),
 )
 """What of Horovod's optimizer is used, beside `synchronize`, `step` and the hooks of torch's."""
-
-LOOK_S = 0.05
-"""From one look at Horovod to the next, while exchanges are waited for."""
 
 SLEPT_SHARE, LONGEST_SLEEP_S = 0.1, 2e-3
 """As Pauses has them, but longer: every look wakes this thread on a core that Horovod's may need. A

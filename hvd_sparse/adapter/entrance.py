@@ -21,6 +21,9 @@ from hvd_sparse.engine import Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, warn
 from hvd_sparse.optim import SparseAdamW
 
+LOOK_S = 0.05
+"""From one look for a failure to the next, while exchanges are waited for."""
+
 CAUSE_S, CAUSE_INTERVAL_S = 1.0, 0.01
 """How long after the framework, which names no rank, an exchange may say what it has failed by."""
 

@@ -44,7 +44,7 @@ from hvd_sparse.lab.predicted import modelled
 from hvd_sparse.planner.choose import ChosenPlan, TimedTensor, choose_plan
 from hvd_sparse.planner.costs import Profile, place_of, processor
 from hvd_sparse.policy.assignment import PolicyAssignment
-from hvd_sparse.policy.load import owning_modules
+from hvd_sparse.policy.load import owning_modules, sparse_embeddings
 from hvd_sparse.tables import shown_s, table
 from hvd_sparse.transports import LocalWorld
 
@@ -101,10 +101,11 @@ def run(options: argparse.Namespace) -> Output:
     owners = owning_modules(model)
     rules.modules = {name: owners[id(p)] for name, p in model.named_parameters()}
     profiles = profiles_of(options, rules)
+    apart = sparse_embeddings(model)
     specs = [
         spec_of(name, p)
         for name, p in reversed(list(model.named_parameters()))
-        if p.requires_grad and p.dtype in SPARSE_DTYPES
+        if p.requires_grad and p.dtype in SPARSE_DTYPES and id(p) not in apart
     ]
     if not specs:
         raise ConfigError(

@@ -92,7 +92,10 @@ def seconds_per_byte(rate: str) -> float:
 def run(options: argparse.Namespace) -> Output:
     """Simulate every algorithm on every world."""
     network = _network(options)
-    k = round(check_share("density", options.density) * check_count("--numel", options.numel, 1))
+    numel = check_count("--numel", options.numel, 1)
+    if numel >= 2**31:  # indices have 32 bits
+        raise ConfigError(f"--numel must be below 2**31, got {numel}")
+    k = max(1, round(check_share("density", options.density) * numel))
     workload = Workload(options.numel, k, options.compute, options.hierarchical)
     streams = SyntheticStreams(
         options.overlap, options.skew, options.region, options.loud, options.seed

@@ -13,7 +13,7 @@ from hvd_sparse.adapter.binding import SPARSE_DTYPES, spec_of
 from hvd_sparse.cli.command import Command, Output, load_model
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.policy.assignment import PolicyAssignment
-from hvd_sparse.policy.load import load_policy, owning_modules, warnings_of
+from hvd_sparse.policy.load import load_policy, owning_modules, sparse_embeddings, warnings_of
 from hvd_sparse.policy.schema import policy_model
 from hvd_sparse.tables import table
 
@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> Output:
     modules = {name: owners[id(p)] for name, p in named or ()}
     assignment = PolicyAssignment(policy.rules, modules)
     warned = warnings_of(policy, assignment, named)
-    tensors = tensors_of(assignment, named or ())
+    apart = set() if model is None else sparse_embeddings(model)
+    tensors = tensors_of(assignment, named or (), apart)
     count = len(policy.rules)
     lines = [f"{options.policy}: valid, {count} rule{'s' * (count != 1)}"]
     if tensors:
@@ -76,7 +77,7 @@ def schema_text(node: Any, indent: str = "") -> str:
 
 
 def tensors_of(
-    assignment: PolicyAssignment, named: Sequence[tuple[str, nn.Parameter]]
+    assignment: PolicyAssignment, named: Sequence[tuple[str, nn.Parameter]], apart: set[int]
 ) -> list[dict[str, Any]]:
     """How each trained parameter is reduced."""
     tensors = []
@@ -92,14 +93,10 @@ def tensors_of(
             reduced += f" in bucket {choice.bucket!r}"
         if p.dtype not in SPARSE_DTYPES:
             reduced = "dense"
-        tensors.append(
-            {
-                "name": name,
-                "numel": spec.numel,
-                "rule": None if rule is None else rule.place,
-                "reduced": reduced,
-            }
-        )
+        if id(p) in apart:
+            rule, reduced = None, "gathered: its gradients are sparse"
+        place = None if rule is None else rule.place
+        tensors.append({"name": name, "numel": spec.numel, "rule": place, "reduced": reduced})
     return tensors
 
 

@@ -6,8 +6,6 @@ them, and by the tests of the laws. None of them knows of threads.
 
 from __future__ import annotations
 
-import math
-
 from hvd_sparse.collectives import Reduction
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import StepStats
@@ -39,7 +37,7 @@ def select(bucket: Bucket) -> None:
         accumulator = memory.accumulate(gradients, stage.k, scope)
         selected = stage.select(bucket.selector, accumulator)
         share = 1.0 if scope is None else scope.share
-        most = max(1, math.ceil(share * stage.k))  # one may have to tell of what is not finite
+        most = max(1, round(share * stage.k))  # one may have to tell of what is not finite
         bucket.taken = hold_back(accumulator, selected, most)
         to_host = not stage.collective.reads_on(bucket.decoded.device)
         bucket.lane.send(bucket.taken, to_host=to_host)

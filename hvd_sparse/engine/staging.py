@@ -118,9 +118,6 @@ class Stages:
 
 def bytes_of(algorithm: Algorithm, P: int, n: int, k: int, wire: WireBytes) -> float:
     """Bytes that a rank is expected to send; at most, where indices or sums of all ranks decide."""
-    cost, sums_at_indices = (
-        algorithm.cost(P, n, k, wire),
-        issubclass(algorithm.collective, IndexUnion),
-    )
-    is_even = algorithm.is_lossless and not sums_at_indices
+    cost = algorithm.cost(P, n, k, wire)
+    is_even = algorithm.is_lossless and not issubclass(algorithm.collective, IndexUnion)
     return (cost.expected if is_even else cost.most).nbytes(wire)

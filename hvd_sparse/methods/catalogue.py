@@ -231,8 +231,8 @@ class DragonnOptions(AnyCollectiveOptions):
     )
     slots_per_bucket: int = option(
         8,
-        "8, which loses under 0.1 % of the entries at 3 slots per entry, and at most 0.8 % in a "
-        "step; or 1, as in the paper, whose release has 4 slots per entry and loses 11.5 %.",
+        "8, which loses under 0.1 % of the entries at 3 slots per entry, and of many at most 0.8 % "
+        "in a step; or 1, as in the paper, whose release has 4 slots per entry and loses 11.5 %.",
         _check_slots_per_bucket,
     )
     sample_share: float = option(

@@ -135,11 +135,14 @@ def warnings_of(
 
 def owning_modules(model: Module) -> dict[int, str]:
     """The class of the module that owns each parameter, by the parameter's `id`."""
-    return {
-        id(p): type(module).__name__
-        for module in model.modules()
-        for p in module.parameters(recurse=False)
-    }
+    pairs = ((p, module) for module in model.modules() for p in module.parameters(recurse=False))
+    return {id(p): type(module).__name__ for p, module in pairs}
+
+
+def sparse_embeddings(model: Module) -> set[int]:
+    """The `id` of each parameter whose gradients are sparse tensors, which no policy is for."""
+    modules = (module for module in model.modules() if getattr(module, "sparse", None) is True)
+    return {id(p) for module in modules for p in module.parameters(recurse=False)}
 
 
 def _rule(

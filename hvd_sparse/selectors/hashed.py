@@ -17,9 +17,10 @@ Departures:
   * The largest magnitudes win, whatever the order in which entries come: no part of the tensor is
     favoured, and what loses is small.
   * With `slots_per_bucket` 8 an entry takes any free slot of its bucket. At m = 3l under 0.1 % of
-    what passes loses its slot, and at most 0.8 % in any step, whatever the pattern of the indices
-    (tests/selectors/test_dragonn.py); with the paper's single slot, 11.5 % at m = 4l. The hash is a
-    mixer of two rounds: a single product maps indices at equal distances to clumps.
+    what passes loses its slot, and at most 0.8 % in a step of many different magnitudes, whatever
+    the pattern of the indices (tests/selectors/test_dragonn.py); with the paper's single slot,
+    11.5 % at m = 4l. The hash is a mixer of two rounds: a single product maps indices at equal
+    distances to clumps.
   * m is a multiple of l, not of k. A threshold from a sample lets up to twice k pass, or four times
     where the sample is small and rows differ. l is three standard deviations above that.
 """

@@ -3,8 +3,8 @@
 Source: Stich et al., "Sparsified SGD with Memory" (NeurIPS 2018).
 
 Departure: one index is drawn from each of k equal ranges (strata), so that the draw takes O(k) time
-and memory and comes out in ascending order; every index still has the chance k/n. All ranks draw
-the same indices, so that nothing builds up in the sum.
+and memory and comes out in ascending order; where k is far below n, every index still has a chance
+of about k/n. All ranks draw the same indices, so that nothing builds up in the sum.
 """
 
 from __future__ import annotations
