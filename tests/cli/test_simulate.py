@@ -57,6 +57,7 @@ def test_the_command_shows_both_forms(tmp_path: Path, capsys: Any) -> None:
         (["--ranks", "2,1025"], "--ranks must be at most 1024, got 1025"),
         (["--ranks", "0"], "--ranks must be a whole number of at least 1, got 0"),
         (["--algorithms", "magic"], "--algorithms must be one of"),
+        (["--numel", "3000000000"], "--numel must be below 2**31, got 3000000000"),
         (["--density", "2"], "density must be in (0, 1], got 2"),
         (["--local", "0"], "--local must be a whole number of at least 1, got 0"),
         (["--local", "4", "--hierarchical"], "world_size must be a multiple of 4, got 2"),

@@ -20,10 +20,10 @@ REQUIRED: dict[str, dict[str, Any]] = {
 }
 
 
-def train_step(engine: Engine, rank: int, step: int) -> tuple[Tensor, Tensor]:
+def train_step(engine: Engine, rank: int, step: int, most: int = 50) -> tuple[Tensor, Tensor]:
     """A gradient of whole numbers, and what comes of it."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    gradient = torch.randint(-50, 51, (NUMEL,), generator=generator).float()
+    gradient = torch.randint(-most, most + 1, (NUMEL,), generator=generator).float()
     engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), gradient.clone())
     engine.scale = 1.0
     result = engine.result("w").clone()
@@ -74,6 +74,22 @@ def test_no_density_sends_more_than_a_dense_ring(
     ranks = run_ranks(world_size, steps(name, 3, density=density), timeout_s=60.0)
     ring_bytes = 2 * 4 * NUMEL * (world_size - 1) / world_size
     check(ranks, 1.05 * ring_bytes)
+
+
+@pytest.mark.parametrize("density", [0.3, 0.1])
+def test_nor_does_a_gradient_of_equal_magnitudes(density: float) -> None:
+    """No threshold has k of them; indices are gathered once it is known how many pass."""
+
+    def worker(transport: Transport) -> list[int]:
+        engine = engine_of(transport, "exdyna", density=density)
+        for step in range(4):
+            train_step(engine, transport.rank, step, most=1)
+        sent = [int(each.bytes_sent) for each in engine.stats().buckets[0].history]
+        engine.disconnect()
+        return sent
+
+    for sent in run_ranks(4, worker, timeout_s=60.0):
+        assert max(sent) <= 1.05 * 2 * 4 * NUMEL * 3 / 4
 
 
 @pytest.mark.parametrize("density", [0.3, 0.1, 0.03])

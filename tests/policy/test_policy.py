@@ -357,6 +357,7 @@ def test_validate_shows_what_becomes_of_a_model(
     (tmp_path / "policy_model.py").write_text(
         "from torch import nn\ndef make(): return nn.Linear(30, 20)\n"
         "def doubled(): return nn.Linear(30, 20).double()\n"
+        "def rows(): return nn.Embedding(30, 20, sparse=True)\n"
         "def fails(): raise KeyError('x')\nnothing = dict\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -369,6 +370,9 @@ def test_validate_shows_what_becomes_of_a_model(
     assert main(["validate", "policy.yaml", "--model", "policy_model:doubled", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [t["reduced"] for t in report["tensors"]] == ["dense", "dense"]
+    assert main(["validate", "policy.yaml", "--model", "policy_model:rows", "--json"]) == 0
+    (tensor,) = json.loads(capsys.readouterr().out)["tensors"]
+    assert (tensor["rule"], tensor["reduced"]) == (None, "gathered: its gradients are sparse")
     path.write_text(RULES + "- {match: {ndim: 2}, compressor: topk, wire: float16+gap}\n")
     assert main(["validate", "policy.yaml", "--model", "policy_model:make"]) == 0
     shown = capsys.readouterr().out
