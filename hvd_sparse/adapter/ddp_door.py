@@ -235,7 +235,7 @@ class DdpDoor(Entrance):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._hand_in(parameter, gradient)
         if bucket.is_last():
-            if torch._C._current_autograd_node() is None:  # a static graph's first pass is over
+            if torch._C._current_autograd_node() is None:  # after a static graph's first pass
                 self._end_pass()
             else:
                 Variable._execution_engine.queue_callback(self._end_pass)
