@@ -310,7 +310,7 @@ class Sockets:
 def _ends_in(texts: Iterable[bytes]) -> set[tuple[str, int]]:
     """The IPv4 addresses and ports in what gloo tells."""
     return {
-        (socket.inet_ntoa(address), int.from_bytes(port))
+        (socket.inet_ntoa(address), int.from_bytes(port, "big"))
         for text in texts
         for port, address in _SOCKADDR.findall(text)
     }
