@@ -7,8 +7,8 @@ Symbols: P ranks, N elements, k entries per rank, K entries in the result, α la
 entry, β_d per dense word.
 
 Each algorithm is a function that combines the ranks' parts of one vector, by any operation; the
-collective of the same name sums streams by it. A cost [a, b] is least where all
-indices overlap, and most where none do.
+collective of the same name sums streams by it. A cost [a, b] is least where all indices overlap,
+and most where none do, if they spread evenly over the owners.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from hvd_sparse.collectives import Reduction
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import StepStats
 from hvd_sparse.selectors.correction import hold_back
+from hvd_sparse.selectors.selector import own_k
 from hvd_sparse.transports import Context
 
 
@@ -36,9 +37,8 @@ def select(bucket: Bucket) -> None:
         bucket.open_step()
         accumulator = memory.accumulate(gradients, stage.k, scope)
         selected = stage.select(bucket.selector, accumulator)
-        share = 1.0 if scope is None else scope.share
-        most = max(1, round(share * stage.k))  # one may have to tell of what is not finite
-        bucket.taken = hold_back(accumulator, selected, most)
+        own = max(1, own_k(accumulator, stage.k))  # one may have to tell of what is not finite
+        bucket.taken = hold_back(accumulator, selected, own)
         to_host = not stage.collective.reads_on(bucket.decoded.device)
         bucket.lane.send(bucket.taken, to_host=to_host)
     stats.nnz_held_back = selected.nnz - bucket.taken.nnz

@@ -12,7 +12,7 @@ from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.streams import SparseStream, merge
 
 MOST_TIMES_K = 4
-"""No rank sends more than this many times k entries in a step, whatever its selector takes."""
+"""No rank sends more than this many times its part of k in a step, whatever its selector takes."""
 
 
 def keep_largest(

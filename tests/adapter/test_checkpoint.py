@@ -180,7 +180,7 @@ def warn_of_another_unit(folder: str) -> None:
     compression.close()
 
 
-@with_ranks(World(3))
+@with_ranks(World(3), World(3, "mpi"))
 def test_checkpoints_go_on_and_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path)
     books = ranks.run(save_to, folder)[0].result
