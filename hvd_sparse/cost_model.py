@@ -291,7 +291,8 @@ def ssar_recursive_double(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
         is_dense = received[-2].dense_words > 0
         result = _sum_of_streams(n, k, P, wire if is_dense else PLAIN_BYTES)
         handed = replace(_sum_of_streams(n, k, 1, wire), work=Work(2 * k))
-        received += [handed, _unrounded(result)]
+        of_all = Cost(result.messages, plain_entries=result.entries, plain_words=result.dense_words)
+        received += [handed, of_all]
     most = [Cost(1, entries=k * m) for m in sums]
     most += [Cost(1, entries=k), Cost(1, plain_entries=k * P)] * folds
     return CostRange(Cost(rounds, entries=k * rounds), _in_turn(received), _in_turn(most))
@@ -461,10 +462,6 @@ def _split(P: int, n: int, k: int, wire: WireBytes) -> Cost:
 def _gathered(P: int, received: Cost) -> Cost:
     """What an allgather receives."""
     return replace(received, messages=allgather_messages(P), in_flight=allgather_in_flight(P))
-
-
-def _unrounded(cost: Cost) -> Cost:
-    return Cost(cost.messages, plain_entries=cost.entries, plain_words=cost.dense_words)
 
 
 def _in_turn(costs: Iterable[Cost]) -> Cost:

@@ -48,11 +48,7 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters once.
-
-        Args:
-            closure: Evaluates the model again and returns the loss; or None.
-        """
+        """Update the parameters once; `closure` evaluates the model again, for the loss."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         compression = getattr(self, "_compression", None)  # Horovod's optimizer has one
@@ -96,7 +92,7 @@ class SparseAdamW(torch.optim.AdamW):
     An entry that waits in a residual gathers the gradients of many steps, as momentum does; a
     second momentum goes on applying what was sent, and overshoots. So gradients that a compression
     has selected with `preconditioned=True` get β1 = 0, and others ordinary AdamW. The compression
-    reads √v̂ + ε here, rounded to powers of two, every 32 steps and in each of the first 32.
+    reads √v̂ + ε here, rounded to powers of two, every 32 steps, and every 4 of the first 32.
 
     States of `torch.optim.AdamW` can be loaded here, and the other way round: the momentum of
     compressed gradients then begins anew.
@@ -123,11 +119,7 @@ class SparseAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters once.
-
-        Args:
-            closure: Evaluates the model again and returns the loss; or None.
-        """
+        """Update the parameters once; `closure` evaluates the model again, for the loss."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         compression = getattr(self, "_compression", None)  # Horovod's optimizer has one
@@ -140,7 +132,7 @@ class SparseAdamW(torch.optim.AdamW):
             self._update(group, parts[False], beta1, beta2)
             self._update(group, parts[True], None, beta2)
             step = group["sparse_steps"] = group.get("sparse_steps", 0) + 1
-            if step <= REFRESH_STEPS or step % REFRESH_STEPS == 0:
+            if step < 4 or step % (4 if step < REFRESH_STEPS else REFRESH_STEPS) == 0:
                 for p in parts[True]:
                     its = self.state[p]
                     correction = (1 - beta2 ** its["step"].to(p.device)).clamp(min=1e-8)

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import Entry, Parameters
-from hvd_sparse.adapter.entrance import LOOK_S, Entrance
+from hvd_sparse.adapter.entrance import LOOK_S, Entrance, is_shared
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
@@ -188,11 +188,12 @@ class DdpDoor(Entrance):
         fates = Fates(self._entries, engine.corrects_momentum, "backward()")
         super().__init__(parameters, engine, session, dense_below, fates)
         self._model, self._compression = weakref.ref(model), weakref.ref(compression)
-        self._group = model.process_group
+        self._group, self._finds_unused = model.process_group, model.find_unused_parameters
         self._optimizers: list[weakref.ref[Any]] = []
         self._futures: list[tuple[Future[Any], Tensor]] = []
         self._dense: list[tuple[Entry, Tensor]] = []
         self._before: list[tuple[Tensor | None, int]] = []
+        self._results: list[tuple[Parameter, Tensor]] = []
         hook = register_optimizer_step_pre_hook(weakly(self._before_step, takes=3))
         weakref.finalize(self, hook.remove).atexit = False
 
@@ -319,7 +320,9 @@ class DdpDoor(Entrance):
             for entry in self._handed:
                 result = results[entry.name] if entry.reduced is None else entry.reduced()
                 assert entry.gradient is not None
-                if not result.is_sparse:
+                if self._takes(entry, result):
+                    self._results.append((entry.parameter, result))
+                elif not result.is_sparse:
                     entry.gradient.copy_(result)
                 elif result is not entry.gradient:  # a bucket of its own
                     self._futures = [
@@ -328,6 +331,13 @@ class DdpDoor(Entrance):
                     ]
         for future, buffer in self._futures:
             future.set_result(buffer)
+
+    def _takes(self, entry: Entry, result: Tensor) -> bool:
+        """Whether a result can become `p.grad` once DDP has put there what is in the bucket."""
+        own = entry.parameter.grad
+        if own is None or entry.reduced is not None or self._finds_unused:  # it may leave those
+            return False
+        return own.stride() == result.stride() and not is_shared(own, 1)
 
     def serves(self, model: DistributedDataParallel) -> bool:
         """Whether this is the model's, and not that of which it is a copy."""
@@ -371,6 +381,9 @@ class DdpDoor(Entrance):
             for entry, before in zip(self._handed, self._before, strict=True)
             if entry.is_followed
         ]
+        for parameter, result in self._results:
+            if parameter.grad is not None:
+                parameter.grad.set_(result)  # type: ignore[call-overload]
         self.fates.give(entry for entry, has in followed if has)
         self.fates.drop(entry for entry, has in followed if not has)
         if self._session.planning is not None:
@@ -389,7 +402,7 @@ class DdpDoor(Entrance):
     @override
     def _open_nothing(self) -> None:
         super()._open_nothing()
-        self._futures, self._dense, self._before = [], [], []
+        self._futures, self._dense, self._before, self._results = [], [], [], []
 
     # -- optimizers --------------------------------------------------------------------------------
 

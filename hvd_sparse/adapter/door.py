@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, Parameters
-from hvd_sparse.adapter.entrance import LOOK_S, Entrance
+from hvd_sparse.adapter.entrance import LOOK_S, Entrance, is_shared
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session
@@ -582,13 +582,6 @@ class Door(Entrance):
         self._others: list[int] = []
         self._pulse, self._results = None, {}
         self._is_reduced = False
-
-
-def is_shared(gradient: Tensor, ours: int) -> bool:
-    """Whether others than `ours` have a gradient's memory, too."""
-    storage = gradient.untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)  # `storage` is one of them
-    return uses > 1 + ours
 
 
 def is_part(gradient: Tensor) -> bool:

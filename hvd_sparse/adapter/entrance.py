@@ -274,6 +274,13 @@ def is_large(tensor: Tensor, engine: Engine, dense_below: int) -> bool:
     return tensor.dtype in SPARSE_DTYPES and tensor.numel() >= least
 
 
+def is_shared(gradient: Tensor, ours: int) -> bool:
+    """Whether others than `ours` have a gradient's memory, too."""
+    storage = gradient.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)  # `storage` is one of them
+    return uses > 1 + ours
+
+
 def with_leftover(spec: TensorSpec, gradient: Tensor, leftover: Tensor, engine: Engine) -> Tensor:
     """A dense gradient, and with it some of what was not sent while it was exchanged sparsely.
 

@@ -42,7 +42,7 @@ class Preconditioned(ErrorFeedback):
         self._may_roll_back = False  # what was before the step is in other units
         place = slice(start, start + exponents.numel())
         unit = torch.exp2(exponents.float())
-        self.residual[place].mul_(self.unit[place] / unit)
+        self.residual[place].mul_(self.unit[place].div_(unit))
         self.unit[place] = unit
 
     @override

@@ -108,9 +108,11 @@ class Part:
         """The same in dense form, with the neutral element where there are no entries."""
         if self.indices is None:
             return self
-        shape = (self.numel, *self.values.shape[1:])
-        values = self.values.new_full(shape, operation.neutral(self.values.dtype))
-        values[self.indices.long() - self.start] = self.values
+        values = self.values
+        if self.nnz < self.numel:
+            shape = (self.numel, *values.shape[1:])
+            values = values.new_full(shape, operation.neutral(values.dtype))
+            values.index_copy_(0, self.indices.long() - self.start, self.values)
         return Part(None, values, self.start, self.stop)
 
     def to_sparse(self, operation: Operation = SUM) -> Part:

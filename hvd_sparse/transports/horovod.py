@@ -89,7 +89,8 @@ class HorovodTransport(SupervisedTransport):
         self.traffic.sent(sum(splits), P - 1)
         output, received_splits = operation.wait()
         self.traffic.received(output.numel(), P - 1)
-        received = [_aligned(part) for part in output.split(received_splits.tolist())]
+        parts = output.split(received_splits.tolist())
+        received = [part.clone() if part.data_ptr() % ALIGNMENT else part for part in parts]
         received[r] = own
         return received
 
@@ -205,7 +206,3 @@ class _Exchange(Handle):
                 self._transport.traffic.received(sizes[self._src])
                 self._arrived = output
         return self._arrived
-
-
-def _aligned(part: torch.Tensor) -> torch.Tensor:
-    return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()

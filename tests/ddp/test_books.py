@@ -85,6 +85,22 @@ def test_nothing_is_lost_of_three(ranks: Ranks) -> None:
     ranks.run(keep_books, UNUSED["unused, buckets"])
 
 
+def reassign_in_training() -> None:
+    """Gradients stay where they are, and have been made by another plan."""
+    books = Books(0.02)
+    for step in range(STEPS):
+        books.backward()
+        books.step(set_to_none=False)
+        if step in (2, 5):
+            books.compression.reassign(books.compression.method)
+    books.check()
+
+
+@with_ranks(World(2, "torchrun"))
+def test_another_plan_finds_gradients_in_place(ranks: Ranks) -> None:
+    ranks.run(reassign_in_training)
+
+
 def freeze_in_training() -> None:
     books = Books(0.05, find_unused_parameters=True)
     for step in range(STEPS):
