@@ -204,9 +204,11 @@ size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, si
     workspace.Use(0);
   } else if (workspace.TotalCount() >= k) {
     *kth_key = KthCandidateKey(workspace, pivot, k, threads);
-    std::vector<Part>& losers = workspace.Losers();
-    KeepLargest(workspace, losers, *kth_key, k, threads);
-    if (taken) put_back(losers);
+    if (workspace.TotalCount() > k) {
+      std::vector<Part>& losers = workspace.Losers();
+      KeepLargest(workspace, losers, *kth_key, k, threads);
+      if (taken) put_back(losers);
+    }
   }
   if (!taken) {
     Run(workspace.part_count, threads, [&](int p) {
