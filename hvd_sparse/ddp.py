@@ -34,9 +34,7 @@ def register(
             compression is none of this package's, or serves another model.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            f"model must be a DistributedDataParallel, got a {type(model).__name__}: wrap it first"
-        )
+        raise ConfigError(f"model must be a DistributedDataParallel, got a {type(model).__name__}")
     if hasattr(compression, "compress") and not isinstance(compression, SparseCompressor):
         compression = compression()  # an uncalled constructor
     if not isinstance(compression, SparseCompressor):

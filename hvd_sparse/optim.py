@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -66,16 +66,17 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         rest = gradient.new_zeros(()) if corrected else gradient
         if decay:
             rest = rest + decay * parameter
-        if m and (decay or not corrected):
+        had = "momentum_buffer" in self.state.get(parameter, ())
+        if m and (decay or had or not corrected):
             state = self.state[parameter]
-            if "momentum_buffer" in state:
+            if had:
                 state["momentum_buffer"].mul_(m).add_(rest)
             else:
                 state["momentum_buffer"] = rest.clone()
             buffer = state["momentum_buffer"]
             rest = rest + m * buffer if group["nesterov"] else buffer
         if corrected:
-            rest = gradient + rest if decay else gradient
+            rest = gradient + rest if decay or had else gradient
         parameter.add_(rest, alpha=-group["lr"])
 
 
@@ -129,14 +130,18 @@ class SparseAdamW(torch.optim.AdamW):
             for p in (p for p in group["params"] if p.grad is not None and p.requires_grad):
                 parts[is_selected(p)].append(p)
             beta1, beta2 = group["betas"]
+            has_new = any(p not in self.state for p in parts[True])
             self._update(group, parts[False], beta1, beta2)
             self._update(group, parts[True], None, beta2)
             step = group["sparse_steps"] = group.get("sparse_steps", 0) + 1
-            if step < 4 or step % (4 if step < REFRESH_STEPS else REFRESH_STEPS) == 0:
-                for p in parts[True]:
-                    its = self.state[p]
-                    correction = (1 - beta2 ** its["step"].to(p.device)).clamp(min=1e-8)
-                    its["exponent"] = exponents(its["exp_avg_sq"] / correction, group["eps"])
+            is_due = step % (4 if step < REFRESH_STEPS else REFRESH_STEPS) == 0
+            if parts[True] and (is_due or has_new or step < 4):
+                states = [self.state[p] for p in parts[True]]
+                steps = (its["step"].to(its["exp_avg_sq"].device) for its in states)
+                biases = ((1 - beta2**step).clamp(min=1e-8) for step in steps)
+                v = (its["exp_avg_sq"] / bias for its, bias in zip(states, biases, strict=True))
+                for its, exponent in zip(states, exponents(v, group["eps"]), strict=True):
+                    its["exponent"] = exponent
         return loss
 
     def _update(
@@ -165,6 +170,7 @@ class SparseAdamW(torch.optim.AdamW):
             beta1=beta1 or 0.0,
             beta2=beta2,
             weight_decay=group["weight_decay"],
+            has_complex=any(map(torch.is_complex, parameters)),
             **{key: group[key] for key in OPTIONS},
         )
 
@@ -187,16 +193,22 @@ class SparseAdamW(torch.optim.AdamW):
         return its
 
 
-def exponents(v: Tensor, eps: float) -> Tensor:
-    """The e with 2^e next to √v + ε, contiguous int8 in v's shape.
+def exponents(vs: Iterable[Tensor], eps: float) -> list[Tensor]:
+    """The e with 2^e next to √v + ε, contiguous int8 in v's shape, for each v of a group.
 
-    Where v is 0, nothing has been sent yet. There e is the mean of the other elements: as ε, such
-    elements would come before all others. Integers are summed, so that every rank has the same.
+    Where v is 0, nothing has been sent yet. There e is the mean of the tensor's other elements, or
+    of the group's: as ε, such elements would come before all others. Integers are summed, so that
+    every rank has the same.
     """
-    never = v == 0
-    bits = v.float().sqrt().add_(eps).view(torch.int32).add_((1 << 23) - SQRT2_BITS)  # rounds log2
-    found = (bits >> 23).sub_(127).clamp_(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
-    seen = torch.count_nonzero(v)
-    total = found.masked_fill(never, 0).sum(dtype=torch.int64)
-    mean = total.div(seen.clamp(min=1), rounding_mode="floor")
-    return torch.where(never & (seen > 0), mean.to(torch.int8), found).contiguous()
+    found, sums = [], []
+    for v in vs:
+        never = v == 0
+        bits = v.float().sqrt().add_(eps).view(torch.int32).add_((1 << 23) - SQRT2_BITS)  # rounds
+        e = (bits >> 23).sub_(127).clamp_(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
+        found.append((e.masked_fill_(never, 0).contiguous(), never))
+        sums.append(torch.stack([e.sum(dtype=torch.int64), torch.count_nonzero(v)]))
+    of_all = torch.stack([each.to(sums[0].device) for each in sums]).sum(0)
+    for (e, never), own in zip(found, sums, strict=True):
+        total, seen = torch.where(own[1] > 0, own, of_all.to(own.device))
+        e.masked_fill_(never, total.div(seen.clamp(min=1), rounding_mode="floor").to(torch.int8))
+    return [e for e, _ in found]

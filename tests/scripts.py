@@ -420,3 +420,37 @@ def zero_in_a_hook_of_the_step(training: Training) -> None:
             else:
                 training.optimizer.step()
         hook.remove()
+
+
+def zero_what_was_reduced_of_one_layer(training: Training) -> None:
+    """The other, in the same bucket, has sent nothing: its gradient was not dropped."""
+    training.step()
+    for _ in range(4):
+        training.zero()
+        generator = torch.Generator().manual_seed(1000 * training.at + training.rank)
+        training.at += 1
+        drawn = {0: 2.0, 1: 2000.0}
+        gradients = {
+            i: scale * torch.randint(1, 9, training.parameters[i].shape, generator=generator)
+            for i, scale in drawn.items()
+        }
+        training.loss(gradients).backward()  # type: ignore[no-untyped-call]
+        training.reduce()
+        training.parameters[1].grad.zero_()  # type: ignore[union-attr]
+        training.apply()
+
+
+@script
+def apply_by_hand_and_load_the_present_state(training: Training) -> None:
+    training.step(2)
+    training.zero()
+    training.backward()
+    training.reduce()
+    with torch.no_grad():
+        for p in training.parameters:
+            if p.grad is not None:
+                p -= p.grad
+    if training.compression is not None:
+        training.compression.applied()
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    training.step()

@@ -103,7 +103,7 @@ class Entry:
         label: What Horovod calls it.
         name: What the compression calls it; None: it is none of the compression's.
         gradient: What was handed in for the step under way, or None.
-        version: Torch's count of its changes, as of then.
+        version: Torch's count of its changes, as of then; of `given`, as of when it was given back.
         reduced: Brings the reduced gradient; None: the engine does.
         is_followed: Whether the reduced gradient has something of the residual in it.
         has_alias: Whether the engine has another tensor of the gradient's memory.

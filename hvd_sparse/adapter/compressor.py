@@ -25,7 +25,7 @@ from hvd_sparse.adapter.session import Session
 from hvd_sparse.checks import check_above, check_choice
 from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, WithDense, with_dense
 from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
-from hvd_sparse.errors import ConfigError, warn
+from hvd_sparse.errors import ConfigError, UnsupportedError, warn
 from hvd_sparse.functional.communicator import ALGORITHMS
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import planner_of
@@ -335,6 +335,8 @@ class SparseCompressor:
         self._settle("rescale()", between_steps=True)
         self._engine.rescale(factor)
         self._take_unit((self._unit() or 1.0) * factor)
+        if self._door is not None:
+            self._door.fates.scaler = None  # a new one may come
 
     def forget(self, names: Iterable[str]) -> float:
         """Let go of what waits to be sent of some parameters, and of their momentum here.
@@ -380,6 +382,7 @@ class SparseCompressor:
         """
         if self._door is not None:
             self._door.fates.applied()
+            self._door.rewinds.stepped()
 
     def give_up_step(self) -> None:
         """Let go of a step that has failed, after which a state is loaded; see `TorchState`."""
@@ -472,6 +475,9 @@ class SparseCompressor:
                 "a model takes one communication hook, and this one has "
                 f"{getattr(hook, '__qualname__', hook)} already"
             )
+        for option in ("skip_all_reduce_unused_params", "_use_python_reducer"):
+            if getattr(model, option, False):
+                raise UnsupportedError(f"a compression needs a model without {option}")
         framework = Distributed(model.process_group)
         framework.bootstrap(model.process_group)  # or it says what is missing
         trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import Entry, Parameters
-from hvd_sparse.adapter.entrance import LOOK_S, Entrance, is_shared
+from hvd_sparse.adapter.entrance import LOOK_S, Entrance, is_part, is_shared
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
@@ -189,6 +189,7 @@ class DdpDoor(Entrance):
         super().__init__(parameters, engine, session, dense_below, fates)
         self._model, self._compression = weakref.ref(model), weakref.ref(compression)
         self._group, self._finds_unused = model.process_group, model.find_unused_parameters
+        self._late_buckets = len(model._get_ddp_logging_data()["bucket_sizes"].split(","))
         self._optimizers: list[weakref.ref[Any]] = []
         self._futures: list[tuple[Future[Any], Tensor]] = []
         self._dense: list[tuple[Entry, Tensor]] = []
@@ -225,21 +226,24 @@ class DdpDoor(Entrance):
         buffer = bucket.buffer()
         devices = [buffer.device] if buffer.device.type != "cpu" else None
         future: Future[Tensor] = Future(devices=devices)
+        # All buckets of a static graph's first pass come after it, and each is the first.
+        comes_late = torch._C._current_autograd_node() is None
         with self._session.lock:
-            if bucket.index() == 0:
+            if bucket.index() == 0 and not (comes_late and self._futures):
                 self.give_up()  # a pass that has failed
                 self._open_step()
             self._futures.append((future, buffer))
             parameters, gradients = bucket.parameters(), bucket.gradients()
             if buffer.is_sparse or parameters[0].is_complex():  # torch names half of a complex one
                 parameters, gradients = parameters[:1], [buffer]
+            else:
+                gradients = list(map(laid_out, gradients, parameters))
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._hand_in(parameter, gradient)
-        if bucket.is_last():
-            if torch._C._current_autograd_node() is None:  # after a static graph's first pass
-                self._end_pass()
-            else:
-                Variable._execution_engine.queue_callback(self._end_pass)
+        if not comes_late and bucket.is_last():
+            Variable._execution_engine.queue_callback(self._end_pass)
+        elif comes_late and len(self._futures) == self._late_buckets:
+            self._end_pass()
         return future
 
     @override
@@ -395,8 +399,10 @@ class DdpDoor(Entrance):
         own, result = entry.parameter.grad, entry.gradient
         if own is None or result is None:
             return False
-        if own is not before or own._version != version:
+        if own is not before:
             return True
+        if own._version != version:  # parts of a buffer count each other's changes
+            return not (self._finds_unused and is_part(own)) or torch.equal(own, result)
         return own.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
 
     @override
@@ -426,6 +432,13 @@ class DdpDoor(Entrance):
             optimizer._compression = Compressions()
             ClippedMomenta(optimizer)
         optimizer._compression.add(self._compression)
-        if len(self._optimizers) == 1:
-            self.rewinds.follow(optimizer)
-            optimizer.register_step_post_hook(weakly(self.rewinds.stepped))
+        self.rewinds.follow(optimizer)
+        optimizer.register_step_post_hook(weakly(self.rewinds.stepped))
+
+
+def laid_out(gradient: Tensor, parameter: Parameter) -> Tensor:
+    """A bucket's gradient with the strides of its parameter, by which DDP has filled the bucket."""
+    strides = parameter.stride()
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != strides:
+        return gradient  # DDP lays out what overlaps, or has gaps, by its shape
+    return gradient.as_strided(gradient.shape, strides, gradient.storage_offset())

@@ -70,4 +70,4 @@ class Divergence:
 def digest(parameter: Tensor) -> Tensor:
     """A sum that differs where one bit does, int64 ()."""
     flat = parameter.detach().contiguous().view(-1)
-    return flat.view(WORDS[flat.element_size()]).sum(dtype=torch.int64)
+    return flat.view(WORDS[min(8, flat.element_size())]).sum(dtype=torch.int64)

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, Parameters
-from hvd_sparse.adapter.entrance import LOOK_S, Entrance, is_shared
+from hvd_sparse.adapter.entrance import LOOK_S, Entrance, is_part, is_shared
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session
@@ -582,13 +582,6 @@ class Door(Entrance):
         self._others: list[int] = []
         self._pulse, self._results = None, {}
         self._is_reduced = False
-
-
-def is_part(gradient: Tensor) -> bool:
-    """Whether a gradient's memory is a part of a larger one."""
-    if gradient.is_sparse:
-        return False
-    return gradient.untyped_storage().nbytes() > gradient.numel() * gradient.itemsize
 
 
 def _sample(gradient: Tensor) -> Tensor:

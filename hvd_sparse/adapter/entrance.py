@@ -281,6 +281,13 @@ def is_shared(gradient: Tensor, ours: int) -> bool:
     return uses > 1 + ours
 
 
+def is_part(gradient: Tensor) -> bool:
+    """Whether a gradient's memory is a part of a larger one."""
+    if gradient.is_sparse:
+        return False
+    return gradient.untyped_storage().nbytes() > gradient.numel() * gradient.itemsize
+
+
 def with_leftover(spec: TensorSpec, gradient: Tensor, leftover: Tensor, engine: Engine) -> Tensor:
     """A dense gradient, and with it some of what was not sent while it was exchanged sparsely.
 

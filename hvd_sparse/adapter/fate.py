@@ -13,6 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Fates:
 
     Attributes:
         unit: The loss scale that residuals are multiplied by; None while no scaler is known.
+        scaler: The last that has called a step, weakly.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Fates:
         self._taken_back: dict[int, Entry] = {}
         self._call: str | None = None
         self._idle_steps: int | None = 0  # None: an optimizer has stepped
-        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+        self.scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self.unit: float | None = None
         self._stepping: weakref.ref[Any] | None = None
         self._to_apply: set[int] = set()
@@ -69,6 +71,7 @@ class Fates:
         for entry in entries:
             p = entry.parameter
             entry.given, entry.held = p.grad, None
+            entry.version = 0 if p.grad is None else p.grad._version
             if is_idle:
                 entry.weights_version = p._version
             self._given[id(p)] = entry
@@ -144,6 +147,7 @@ class Fates:
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         self._stepping = weakref.ref(optimizer)
         self._reductions_inside = None if closure is None else 0
+        self._look_for_scaler(optimizer)
         self._to_apply |= self._found_in(optimizer)
 
     def _found_in(self, optimizer: Any) -> set[int]:
@@ -157,7 +161,9 @@ class Fates:
         flags = [any_of(p.grad) for p in found]  # all begin on a device before one is waited for
         kept = {id(p) for p, flag in zip(found, flags, strict=True) if flag}
         waiting = {id(p) for p in found if self._entries[id(p)].was_zero}
-        return kept | waiting if kept or len(waiting) == len(found) else kept
+        if not kept and len(waiting) < len(found):
+            waiting = {key for key in waiting if self._is_as_given(self._entries[key])}
+        return kept | waiting
 
     def _is_there(self, entry: Entry) -> bool:
         """Whether what was given back, or what was made of it, is what a backward pass adds to."""
@@ -168,11 +174,19 @@ class Fates:
             return gradient is given or not bool(((gradient != 0) & (given == 0)).any())
         if not entry.was_zero:
             return False
+        if self._is_as_given(entry):
+            return True
         # The others tell whether it has been zeroed with them.
         others = [each for each in self._given.values() if not each.was_zero]
         known = [e.parameter.grad for e in others if e.given is not None]
         left = any(gradient is not None and any_of(gradient) for gradient in known)
         return left or not (others or self._undone)
+
+    def _is_as_given(self, entry: Entry) -> bool:
+        """Whether nobody has zeroed its zeros, also not by `.data`, as far as others tell."""
+        others = [e for e in self._given.values() if e.held is not None and not e.was_zero]
+        left = [each.given for each in others if is_unchanged(each) and each.given is not None]
+        return is_unchanged(entry) and all(map(any_of, left))
 
     def refuse_closures(self, *, reduces_before: bool) -> None:
         """A reduction begins: in a step with a closure only one that the closure waits for.
@@ -201,7 +215,7 @@ class Fates:
 
     def rescaling(self) -> float:
         """What the loss scale has been multiplied by since this was last asked."""
-        scaler = None if self._scaler is None else self._scaler()
+        scaler = None if self.scaler is None else self.scaler()
         if scaler is None or self.unit is None:
             return 1.0
         before, self.unit = self.unit, scaler.get_scale()
@@ -236,7 +250,6 @@ class Fates:
         stepping = self._stepping
         applied = self._found_in(optimizer) if stepping is None else self._to_apply
         if stepping is not None and stepping() is optimizer:
-            self._look_for_scaler(optimizer)
             self._stepping, self._reductions_inside, self._to_apply = None, None, set()
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
         if not applied or (isinstance(found_inf, Tensor) and bool(found_inf)):
@@ -271,33 +284,31 @@ class Fates:
 
         Residuals of another unit follow in the next step: one later than they should.
 
-        No other frame's variables are looked at: until Python 3.12 a frame keeps what was seen of
-        them, so that an optimizer which its caller has let go of would stay.
+        Raises:
+            ConfigError: A scaler has called the steps before, and none has called this one.
         """
-        known = None if self._scaler is None else self._scaler()
+        known = None if self.scaler is None else self.scaler()
         if id(optimizer) in getattr(known, "_per_optimizer_states", ()):  # none has a disabled one
             return
-        frame = sys._getframe(1)
-        for _ in range(SEARCHED_FRAMES):
-            is_scalers = frame.f_code.co_filename == SCALERS_FILE
-            candidate = frame.f_locals.get("self") if is_scalers else None
-            if isinstance(candidate, torch.amp.GradScaler):
-                break
-            if frame.f_back is None:
-                return
-            frame = frame.f_back
-        else:
+        scaler, before = calling_scaler(), self.unit
+        if scaler is None:
+            if self.scaler is not None and before != 1.0:
+                raise ConfigError(
+                    f"the residuals are in units of a loss scale of {before:g}, but no GradScaler "
+                    "called this step: to go on without one, call compression.rescale(1 / scale) "
+                    "before the first backward pass"
+                )
             return
-        scale = candidate.get_scale()
-        if self.unit is None:
-            self.unit = scale
-        elif self.unit != scale:
+        scale = scaler.get_scale()
+        if before is None:
+            self.unit, before = scale, 1.0 if self._idle_steps is None else scale
+        if before != scale:
             warnings.warn(
-                f"hvd_sparse: the residuals are in units of a loss scale of {self.unit:g}, but a "
-                f"new scaler began with {scale:g}: keep one scaler, and load its state, too",
+                f"hvd_sparse: the residuals are in units of a loss scale of {before:g}, but a new "
+                f"scaler began with {scale:g}: keep one scaler, and load its state, too",
                 stacklevel=2,
             )
-        self._scaler = weakref.ref(candidate)
+        self.scaler = weakref.ref(scaler)
 
 
 class Rewinds:
@@ -313,6 +324,7 @@ class Rewinds:
 
     def follow(self, optimizer: Any) -> None:
         """Look at this optimizer from now on."""
+        self._left = None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         moving = [p for p in parameters if p.requires_grad and p.numel()]
         self._sampled = sorted(moving, key=torch.numel)[-SAMPLED_TENSORS:]
@@ -344,9 +356,33 @@ class Rewinds:
 
 def _is_zero(rate: Any) -> bool:
     """Whether a learning rate is 0; one on a device is not waited for."""
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        return False
-    return rate is not None and float(rate) == 0
+    if isinstance(rate, Tensor):
+        return rate.device.type == "cpu" and rate.numel() == 1 and float(rate) == 0
+    return isinstance(rate, int | float) and rate == 0
+
+
+def is_unchanged(entry: Entry) -> bool:
+    """Whether the gradient is the one that was given back, by torch's count of changes, too."""
+    given = entry.given
+    return given is not None and entry.parameter.grad is given and given._version == entry.version
+
+
+def calling_scaler() -> torch.amp.GradScaler | None:
+    """The loss scaler among a step's callers.
+
+    No other frame's variables are looked at: until Python 3.12 a frame keeps what was seen of them,
+    so that an optimizer which its caller has let go of would stay.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(SEARCHED_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_filename == SCALERS_FILE:
+            scaler = frame.f_locals.get("self")
+            if isinstance(scaler, torch.amp.GradScaler):
+                return scaler
+        frame = frame.f_back
+    return None
 
 
 def weakly(method: Callable[..., None], *bound: Any, takes: int = 1) -> Callable[..., None]:

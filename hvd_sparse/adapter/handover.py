@@ -131,7 +131,10 @@ def refuse_momenta(
         ConfigError: It is not, for a tensor that is named; or the optimizer has no such units.
     """
     corrected, planned, delayed = {}, [], set()
+    mine = {p for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.sparse():
+        if parameter not in mine:
+            continue
         method = method_of(assignment, name, parameter, dense_below)
         memory = planned_memory(assignment, name, parameter)
         if memory is not None:
@@ -162,6 +165,6 @@ def refuse_momenta(
             warn(
                 f"{type(optimizer).__name__} has a momentum (betas), and gradients that wait in a "
                 "residual gather one there: together they cost 4 to 40 % of the loss in our tests. "
-                "Use hvd_sparse.sparse_adamw, or betas=(0, …)"
+                "Use hvd_sparse.sparse_adamw, or betas=(0.0, …)"
             )
             break

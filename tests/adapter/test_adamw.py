@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import horovod.torch as hvd
@@ -79,9 +80,38 @@ def test_it_is_torchs_adamw_bit_for_bit(options: dict[str, Any]) -> None:
 
 def test_units_are_roots_and_what_was_never_sent_is_like_the_others() -> None:
     v = torch.tensor([[0.0, 1.0, 2.0], [0.5, 4.0, 1e-12]])
-    assert exponents(v, 1e-8).tolist() == [[-4, 0, 1], [0, 1, -20]]
-    assert exponents(torch.zeros(2), 1e-8).tolist() == [-27, -27]
-    assert exponents(v.t(), 1e-8).is_contiguous()
+    found, unseen, turned = exponents([v, torch.zeros(2), v.t()], 1e-8)
+    assert found.tolist() == [[-4, 0, 1], [0, 1, -20]]
+    assert unseen.tolist() == [-4, -4]
+    assert turned.is_contiguous()
+    assert exponents([torch.zeros(2)], 1e-8)[0].tolist() == [0, 0]
+
+
+def test_a_tensor_that_comes_late_is_like_the_others_at_once() -> None:
+    """Else none of its entries is sent until the next look at √v, and then nothing else is."""
+    first, late = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))
+    optimizer = SparseAdamW([first, late], LR)
+    vars(optimizer)["_compression"] = Leads(first, late)
+    for step in range(39):
+        first.grad, late.grad = torch.full((4,), 8.0), torch.zeros(3) if step == 38 else None
+        optimizer.step()
+    assert optimizer.state[first]["exponent"].tolist() == [3, 3, 3, 3]
+    assert optimizer.state[late]["exponent"].tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"foreach": False, "amsgrad": True}], ids=str
+)
+def test_complex_parameters_are_torchs(options: dict[str, Any]) -> None:
+    ends = []
+    for make in (torch.optim.AdamW, SparseAdamW):
+        p = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+        optimizer = make([p], LR, **options)
+        for step in range(3):
+            p.grad = torch.arange(5) * torch.tensor(1.0 - 2j) + step
+            optimizer.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +135,7 @@ def test_adams_momentum_after_error_feedback_is_warned_of(make: Any, told: bool)
             warnings.simplefilter("always")
             refuse_momenta(optimizer, parameters, method, 1024)
         assert len(caught) == expected
-        assert not caught or "Use hvd_sparse.sparse_adamw, or betas=(0, …)" in str(
+        assert not caught or "Use hvd_sparse.sparse_adamw, or betas=(0.0, …)" in str(
             caught[0].message
         )
     preconditioned = Compression.topk(preconditioned=True).method
@@ -114,6 +144,7 @@ def test_adams_momentum_after_error_feedback_is_warned_of(make: Any, told: bool)
             warnings.simplefilter("error")
             refuse_momenta(optimizer, parameters, preconditioned, 1024)
     else:
+        refuse_momenta(make([nn.Parameter(torch.zeros(3))]), parameters, preconditioned, 1024)
         with pytest.raises(ConfigError, match=r"needs hvd_sparse.SparseAdamW .*, got \w+: hvd_sp"):
             refuse_momenta(optimizer, parameters, preconditioned, 1024)
 
@@ -134,6 +165,12 @@ def test_the_other_optimizers_state_is_one_of_torchs_sgd() -> None:
     sgd.load_state_dict(optimizer.state_dict())
     sgd.step()
     torch.testing.assert_close(p.detach(), torch.full((3,), 1 - 0.1 - 0.19))
+
+    p.grad = torch.ones(3)  # what a compression makes of gradients, beside what was there before
+    vars(optimizer)["_compression"] = SimpleNamespace(corrects_momentum=lambda parameter: True)
+    before, buffer = p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), before - 0.1 * (1 + 0.9 * buffer))
 
 
 def test_arguments() -> None:

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -346,6 +347,16 @@ def balance(name: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_books_balance(ranks: Ranks, name: str) -> None:
     ranks.run(balance, name)
+
+
+def balance_in_one_bucket() -> None:
+    make = partial(Training, bucket_numel=4 * scripts.NUMEL)
+    scripts.balance(scripts.zero_what_was_reduced_of_one_layer, make)
+
+
+@with_ranks(World(2))
+def test_what_was_not_sent_is_not_dropped_with_the_rest(ranks: Ranks) -> None:
+    ranks.run(balance_in_one_bucket)
 
 
 # -- strides ---------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hvd_sparse.adapter.binding import any_of
-from hvd_sparse.adapter.fate import Fates
+from hvd_sparse.adapter.fate import Fates, _is_zero
+from hvd_sparse.errors import ConfigError
 
 
 class Listened(torch.optim.SGD):
@@ -59,3 +60,39 @@ def test_residuals_follow_a_new_loss_scaler(keep: bool) -> None:
     assert fate.rescaling() == 2.0
     assert fate.unit == 64.0
     assert (kept is not None) is keep
+
+
+def test_a_step_without_the_scaler_is_refused() -> None:
+    """Before anything is applied: its gradients are in other units than the residuals."""
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = Listened([parameter], lr=0.1)
+    fate = Fates({})
+    optimizer.register_step_pre_hook(fate.before_step)
+    step(torch.amp.GradScaler("cpu", init_scale=64.0), parameter, optimizer)
+    before = parameter.detach().clone()
+    with pytest.raises(ConfigError, match="loss scale of 64, but no GradScaler called"):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+    fate.unit, fate.scaler = 1.0, None  # as `rescale` does
+    optimizer.step()
+
+
+def test_a_scaler_that_comes_late_is_told() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = Listened([parameter], lr=0.1)
+    fate = Fates({})
+    fate.applied()
+    optimizer.register_step_pre_hook(fate.before_step)
+    with pytest.warns(UserWarning, match="loss scale of 1, but a new scaler began with 64"):
+        step(torch.amp.GradScaler("cpu", init_scale=64.0), parameter, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("rate", "is_zero"),
+    [
+        *((0, True), (0.0, True), (torch.zeros(()), True), (None, False), (0.1, False)),
+        *((torch.zeros(3), False), (lambda: 0.0, False)),
+    ],
+)
+def test_rates_of_any_kind(rate: object, is_zero: bool) -> None:
+    assert _is_zero(rate) is is_zero

@@ -101,6 +101,44 @@ def test_another_plan_finds_gradients_in_place(ranks: Ranks) -> None:
     ranks.run(reassign_in_training)
 
 
+def keep_transposed_book() -> None:
+    """Residuals are in the order of a tensor's shape, whatever that of its memory is."""
+    books = Books(0.02, transposed=True)
+    for _ in range(STEPS):
+        books.backward()
+        books.step()
+    books.check()
+
+
+@with_ranks(World(2, "torchrun"))
+def test_another_order_of_memory(ranks: Ranks) -> None:
+    ranks.run(keep_transposed_book)
+
+
+def share_a_buffer() -> None:
+    """Gradients are parts of one buffer, and one is used by no rank in some of the passes."""
+    books = Books(0.02, find_unused_parameters=True)
+    parameters = list(books.module.values.values())
+    flat, end = torch.zeros(sum(p.numel() for p in parameters)), 0
+    for p in parameters:
+        p.grad, end = flat[end : end + p.numel()].view_as(p), end + p.numel()
+    for step in range(STEPS):
+        flat.zero_()
+        gradients = books.draw(*(["b"] if step % 2 else []))
+        if "b" in gradients:  # so much that it is still being sent while nobody uses it
+            gradients["b"] *= 16
+        books.model(gradients).backward()
+        for name, gradient in gradients.items():
+            books.expected[name] += gradient
+        books.optimizer.step()
+    books.check()
+
+
+@with_ranks(World(2, "torchrun"))
+def test_gradients_that_are_parts_of_one(ranks: Ranks) -> None:
+    ranks.run(share_a_buffer)
+
+
 def freeze_in_training() -> None:
     books = Books(0.05, find_unused_parameters=True)
     for step in range(STEPS):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 import hvd_sparse
 from hvd_sparse import Compression
@@ -421,6 +422,66 @@ def test_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(continues_from_a_checkpoint, str(tmp_path / "checkpoint"))
 
 
+class Mixed(nn.Module):
+    """Tensors of several types, which DDP puts into several buckets, also in its first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.EmbeddingBag(50, 32, sparse=True)
+        self.body = nn.Linear(32, 40)
+        self.wide = nn.Linear(40, 30, dtype=torch.float64)
+        self.turned = nn.Parameter(torch.ones(30, dtype=torch.complex128))
+
+    @override
+    def forward(self, at: Tensor) -> Tensor:
+        return (self.wide(self.body(self.rows(at)).double()) * self.turned).abs()
+
+
+def train_many_types(static_graph: bool) -> None:
+    ends = []
+    for made in (None, Compression.topk(density=1.0, dense_below=100, timeout_s=20)):
+        torch.manual_seed(0)
+        module = Mixed()
+        model = DistributedDataParallel(module, static_graph=static_graph)
+        if made is not None:
+            hvd_sparse.ddp.register(model, made)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            at = torch.arange(12).view(3, 4) * (dist.get_rank() + 1) + step
+            model(at).square().mean().backward()
+            optimizer.step()
+        ends.append(weights(module))
+    torch.testing.assert_close(*ends, rtol=0.0, atol=1e-6)
+    assert made is not None
+    made.close()
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+@with_ranks(World(2, "torchrun"))
+def test_several_types_and_a_static_graph(ranks: Ranks, static_graph: bool) -> None:
+    ranks.run(train_many_types, static_graph)
+
+
+def go_back_with_another_optimizer() -> None:
+    made = Compression.topk(density=0.05, dense_below=100)
+    with trained(made) as (model, module):
+        train(model, torch.optim.SGD(module.parameters(), lr=0.1), 2)
+        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
+        train(model, optimizer, 2)
+        states = [copy.deepcopy(each.state_dict()) for each in (module, optimizer)]
+        train(model, optimizer, 2)
+        module.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        with pytest.warns(UserWarning, match="dropped the residuals"):
+            train(model, optimizer, 1)
+
+
+@with_ranks(World(2, "torchrun"))
+def test_each_optimizer_may_go_back(ranks: Ranks) -> None:
+    ranks.run(go_back_with_another_optimizer)
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -440,6 +501,11 @@ def register_badly() -> None:
     other.register_comm_hook(None, default_hooks.fp16_compress_hook)
     with pytest.raises(hvd_sparse.ConfigError, match="fp16_compress_hook already"):
         hvd_sparse.ddp.register(other, Compression.topk())
+    for option in ("skip_all_reduce_unused_params", "_use_python_reducer"):
+        other = DistributedDataParallel(nn.Linear(3, 3))
+        setattr(other, option, True)
+        with pytest.raises(hvd_sparse.UnsupportedError, match=option):
+            hvd_sparse.ddp.register(other, Compression.topk())
     named = list(nn.Linear(3, 3).named_parameters())
     with pytest.raises(hvd_sparse.ConfigError, match="must be those of the model's 2 parameters"):
         hvd_sparse.ddp.register(DistributedDataParallel(nn.Linear(3, 3)), Compression.topk(named))

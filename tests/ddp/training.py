@@ -21,11 +21,15 @@ NEVER = {"never": (40, 50)}
 class Given(nn.Module):
     """Its loss is the sum of parameters times gradients."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, transposed: bool) -> None:
         super().__init__()
-        self.values = nn.ParameterDict(
-            {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-        )
+        zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        if transposed:
+            zeros = {
+                name: torch.zeros(z.shape[::-1]).permute(*reversed(range(z.dim())))
+                for name, z in zeros.items()
+            }
+        self.values = nn.ParameterDict({name: nn.Parameter(z) for name, z in zeros.items()})
 
     def forward(self, gradients: Mapping[str, Tensor]) -> Tensor:
         terms = [(self.values[name] * gradient).sum() for name, gradient in gradients.items()]
@@ -38,6 +42,7 @@ class Books:
     Args:
         density: Of `Compression.topk`.
         shapes: Of the parameters, by name.
+        transposed: Whether their last dimension is the outermost in memory.
         options: Of DDP.
     """
 
@@ -45,9 +50,11 @@ class Books:
         self,
         density: float,
         shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+        *,
+        transposed: bool = False,
         **options: Any,
     ) -> None:
-        self.module = Given(shapes)
+        self.module = Given(shapes, transposed=transposed)
         self.model = DistributedDataParallel(self.module, **options)
         made = hvd_sparse.Compression.topk(density=density, dense_below=100, timeout_s=30.0)
         self.compression = hvd_sparse.ddp.register(self.model, made)
