@@ -147,8 +147,8 @@ class Fates:
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         self._stepping = weakref.ref(optimizer)
         self._reductions_inside = None if closure is None else 0
-        self._look_for_scaler(optimizer)
         self._to_apply |= self._found_in(optimizer)
+        self._look_for_scaler(optimizer)
 
     def _found_in(self, optimizer: Any) -> set[int]:
         """What a step is about to apply: what was given back, or was made of it, and is not 0."""
@@ -292,7 +292,7 @@ class Fates:
             return
         scaler, before = calling_scaler(), self.unit
         if scaler is None:
-            if self.scaler is not None and before != 1.0:
+            if self.scaler is not None and before != 1.0 and self._to_apply:
                 raise ConfigError(
                     f"the residuals are in units of a loss scale of {before:g}, but no GradScaler "
                     "called this step: to go on without one, call compression.rescale(1 / scale) "

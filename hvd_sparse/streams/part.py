@@ -166,7 +166,9 @@ def combine(parts: Sequence[Part], operation: Operation = SUM) -> Part:
         total = _merge([total, left.pop(0)], operation)
     if not left:
         return total
-    values = total.values.clone() if total.indices is None else total.to_dense(operation).values
+    values = total.to_dense(operation).values
+    if values is total.values:
+        values = values.clone()
     for part in left:
         if part.indices is None:
             values = operation.combine(values, part.values)

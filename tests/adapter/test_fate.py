@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_sparse.adapter.binding import any_of
+from hvd_sparse.adapter.binding import Entry, any_of
 from hvd_sparse.adapter.fate import Fates, _is_zero
 from hvd_sparse.errors import ConfigError
 
@@ -66,10 +66,13 @@ def test_a_step_without_the_scaler_is_refused() -> None:
     """Before anything is applied: its gradients are in other units than the residuals."""
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = Listened([parameter], lr=0.1)
-    fate = Fates({})
+    entry = Entry(parameter, "p", "p")
+    fate = Fates({id(parameter): entry})
     optimizer.register_step_pre_hook(fate.before_step)
     step(torch.amp.GradScaler("cpu", init_scale=64.0), parameter, optimizer)
+    optimizer.step()  # of nothing that a compression gave back, as Horovod's broadcast of states
     before = parameter.detach().clone()
+    fate.give([entry])
     with pytest.raises(ConfigError, match="loss scale of 64, but no GradScaler called"):
         optimizer.step()
     assert torch.equal(parameter, before)

@@ -95,6 +95,14 @@ def test_the_form_is_the_smaller_one_on_every_wire(name: str) -> None:
         assert chosen <= 1.02 * shorter + 16, (name, nnz)
 
 
+def test_combining_leaves_a_full_part_as_it_is() -> None:
+    """Its values are its dense form, too."""
+    full = Part(torch.arange(8, dtype=torch.int32), torch.ones(8), 0, 8)
+    other = Part(torch.tensor([3], dtype=torch.int32), torch.tensor([2.0]), 0, 8)
+    assert combine([full, other]).values.tolist() == [1, 1, 1, 3, 1, 1, 1, 1]
+    assert full.values.tolist() == [1.0] * 8
+
+
 @pytest.mark.parametrize("nnz", [29, 30])
 def test_two_parts_turn_dense_where_their_entries_might_fill_half(nnz: int) -> None:
     """(nnz1 + nnz2) · (4 + 4) >= 60 · 4, whether or not they coincide."""
