@@ -29,7 +29,7 @@ from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.cost_model import Work
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.streams import CPU, DenseSum, Part, SparseStream
+from hvd_sparse.streams import CPU, SparseStream
 from hvd_sparse.topology import Cube
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
@@ -68,7 +68,8 @@ class DenseAllreduce(Collective):
         result = self._swap_with_partner(total, to_active=False)
         (total,) = ops.moved((total if result is None else result,), device)
         self.step += 1
-        reduced = DenseSum((Part(None, total, 0, self.numel),), self.numel)
+        indices = total.view(torch.int32).nonzero().view(-1).int()
+        reduced = SparseStream(indices, total[indices.long()], self.numel)
         return Reduction(reduced, SparseStream.empty(self.numel))
 
     def _halve_and_double(self, x: Tensor) -> Tensor:
