@@ -339,6 +339,24 @@ def pass_back_in_threads(training: Training) -> None:
         training.optimizer.step()
 
 
+@script
+def give_up_a_loss_scaler(training: Training) -> None:
+    """While its object lives: it has no say in what `rescale` has told."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for _ in range(2):
+        training.zero()
+        scaler.scale(torch.ones(()))
+        training.backward(scale=64.0)
+        training.reduce()
+        with training.optimizer.skip_synchronize():
+            scaler.step(training.optimizer)
+        scaler.update()
+    if training.compression is not None:
+        training.compression.rescale(1 / 64)
+    training.step(2)
+    assert scaler.get_scale() == 64.0
+
+
 def balance(name: str) -> None:
     scripts.balance(SCRIPTS[name], Training)
 
