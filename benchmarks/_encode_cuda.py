@@ -8,14 +8,13 @@ from functools import partial
 
 import torch
 
-from benchmarks._encode_paths import torch_nonzero, torch_topk
+from benchmarks._encode_paths import hashed, torch_nonzero, torch_topk
 from benchmarks._timing import GOAL_NUMEL, check, copy_row, goal_row
 from benchmarks.report import Row
 from hvd_sparse.ops import Accumulation
 from hvd_sparse.ops._dispatch import REFERENCE, Ops
 from hvd_sparse.ops.cuda import CudaOps, Launcher
 from tools.kernels import (
-    HASH_SEED,
     EventLauncher,
     Job,
     copy_speed,
@@ -50,11 +49,6 @@ class Path:
     least: float | None
 
 
-def hashed(o: Ops, job: Job, slots_per_bucket: int, per_entry: int) -> object:
-    slots = job.k * per_entry // slots_per_bucket * slots_per_bucket
-    return o.hash_select(job.plain, job.threshold, slots, slots_per_bucket, HASH_SEED)
-
-
 def paths(job: Job) -> list[Path]:
     half = Accumulation(job.residual, [job.gradient.to(torch.bfloat16)])
     return [
@@ -82,10 +76,10 @@ def paths(job: Job) -> list[Path]:
             12,
             0.75,
         ),
-        Path(HASH, partial(hashed, slots_per_bucket=1, per_entry=4), 12, None),
+        Path(HASH, partial(hashed, slots_per_k=4, slots_per_bucket=1), 12, None),
         Path(
             "hash, eight slots per bucket, m = 2k",
-            partial(hashed, slots_per_bucket=8, per_entry=2),
+            partial(hashed, slots_per_k=2, slots_per_bucket=8),
             12,
             None,
         ),

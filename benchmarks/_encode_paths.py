@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,14 +72,9 @@ def sampled_threshold(o: Ops, job: Job) -> object:
     return sampled.deep_threshold(sample.view(-1, run_numel), job.numel, job.k)
 
 
-def hashed(slots_per_k: int, slots_per_bucket: int) -> Callable[[Ops, Job], object]:
-    return lambda o, job: o.hash_select(
-        job.plain,
-        job.threshold,
-        slots_per_k * job.k,
-        slots_per_bucket,
-        HASH_SEED,
-    )
+def hashed(o: Ops, job: Job, slots_per_k: int, slots_per_bucket: int) -> object:
+    slots = slots_per_k * job.k // slots_per_bucket * slots_per_bucket
+    return o.hash_select(job.plain, job.threshold, slots, slots_per_bucket, HASH_SEED)
 
 
 def _take(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,11 +219,14 @@ def hot_paths(job: Job) -> list[HotPath]:
             {ADD: Limit(MOMENTUM_SHARE)},
         ),
         HotPath(
-            "DRAGONN: hash to 4k slots", hashed(4, 1), hashing, {ADD: Limit(), SELECT: not_slower}
+            "DRAGONN: hash to 4k slots",
+            partial(hashed, slots_per_k=4, slots_per_bucket=1),
+            hashing,
+            {ADD: Limit(), SELECT: not_slower},
         ),
         HotPath(
             "DRAGONN: hash to 2k slots by 8",
-            hashed(2, 8),
+            partial(hashed, slots_per_k=2, slots_per_bucket=8),
             hashing,
             {ADD: Limit(), SELECT: not_slower},
         ),

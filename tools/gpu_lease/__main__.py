@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tools.gpu_lease.phases import CALLS, NAMES, PHASES, Phase, planned, run
@@ -40,11 +41,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             archive.extractall(options.work, filter="data")
     through = {row["phase"] for row in read(options.work) if row["name"] == WHOLE and row["ok"]}
     calls = options.call or CALLS
-    for phase in PHASES:
-        is_due = phase.call in calls and phase.name not in through
-        if phase.name in options.phase if options.phase else is_due:
-            launch(phase, options.work, phase.limit_s)
-            pack(options.work, options.out)
+    due = [
+        phase
+        for phase in PHASES
+        if (
+            phase.name in options.phase
+            if options.phase
+            else phase.call in calls and phase.name not in through
+        )
+    ]
+    for call in dict.fromkeys(phase.call for phase in due):
+        phases = [phase for phase in due if phase.call == call]
+        for phase in phases:
+            if not phase.beside:
+                launch(phase, options.work, phase.limit_s)
+                pack(options.work, options.out)
+        with ThreadPoolExecutor(len(PHASES)) as pool:
+            beside = [
+                pool.submit(launch, phase, options.work, phase.limit_s)
+                for phase in phases
+                if phase.beside
+            ]
+            for done in as_completed(beside):
+                done.result()
+                pack(options.work, options.out)
     rows = read(options.work)
     failed = [row for row in rows if not row["ok"]]
     print("", *map(as_text, rows), sep="\n")

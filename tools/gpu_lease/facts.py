@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
 from tools.gpu_lease.results import Results
+from tools.netlab import missing as missing_for_netlab
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "torch",
     "cupy-cuda13x",
@@ -35,6 +38,7 @@ def run(results: Results) -> None:
     )
     results.row("packages", {name: version_of(name) for name in PACKAGES})
     results.row("programs", {name: shutil.which(name) or "none" for name in PROGRAMS})
+    results.row("network", missing=missing_for_netlab())
     with results.guarded("native library"):
         results.row("native library", backend=native_backend(results))
     if not torch.cuda.is_available():
@@ -64,11 +68,9 @@ def version_of(package: str) -> str:
 
 def native_backend(results: Results) -> str:
     """What stands behind the operations on the CPU; the library is built where it is missing."""
-    from hvd_sparse.ops.native import LIBRARY_PATH
-
-    if not LIBRARY_PATH.exists():
+    if not any((ROOT / "hvd_sparse").glob("_native*.so")):
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         results.row("build of the library", ok=done.returncode == 0, said=done.stderr[-500:])
     from hvd_sparse import ops
 

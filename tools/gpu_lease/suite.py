@@ -9,10 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tools.gpu_lease.results import Results
 
 PLACES = ("ops", "cuda/test_merging.py", "selectors", "laws", "engine", "transports/test_nccl.py")
-JOBS = 8
+JOBS = 12
 
 
 def run(results: Results) -> None:
@@ -36,6 +38,14 @@ def pytest_configure(config: Any) -> None:
     """Workers of xdist report to the first process, which alone writes."""
     if config.getoption("--lease-rows") is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Rows(Results(config.getoption("--lease-rows"), "suite")))
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file run side by side, too."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 class Rows:

@@ -17,7 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 import hvd_sparse
 from tools.gpu_lease.results import Results
 
-COMPRESSORS = ("none", "topk", "oktopk", "dgc", "dragonn", "exdyna")
+COMPRESSORS = (
+    *("none", "topk", "oktopk", "dgc", "dragonn", "exdyna", "clt_k", "gaussiank", "sidco"),
+    *("mstopk", "randomk", "sparse_adamw"),
+)
 WIDTH, STEPS = 1024, 40
 
 
@@ -35,11 +38,15 @@ def train(compressor: str, device: torch.device) -> dict[str, float]:
     torch.manual_seed(0)
     layers = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64)]
     model = DistributedDataParallel(nn.Sequential(*layers).to(device))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compression = None
-    if compressor != "none":
-        make = getattr(hvd_sparse.Compression, compressor)
-        compression = hvd_sparse.ddp.register(model, make(density=0.05))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if compressor == "sparse_adamw":
+        named = model.module.named_parameters()
+        optimizer, compression = hvd_sparse.sparse_adamw(named, lr=1e-3, density=0.05)
+    elif compressor != "none":
+        compression = getattr(hvd_sparse.Compression, compressor)(density=0.05)
+    if compression is not None:
+        hvd_sparse.ddp.register(model, compression)
     scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
     target = torch.randn(64, 64, device=device)
     torch.manual_seed(1 + dist.get_rank())
