@@ -129,7 +129,7 @@ def everywhere(values: object, name: str) -> list[Any]:
 
 def check_replicas(tensors: Sequence[Tensor], what: str) -> None:
     """Ends the benchmark unless all ranks hold the same, bit for bit."""
-    mine = [crc32(tensor.detach().contiguous().numpy().data) for tensor in tensors]
+    mine = [crc32(tensor.detach().cpu().contiguous().numpy().data) for tensor in tensors]
     for rank, theirs in enumerate(everywhere(mine, "benchmark.checksums")):
         if theirs != mine:
             raise SystemExit(f"{what}: ranks {hvd.rank()} and {rank} have different tensors")

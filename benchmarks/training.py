@@ -110,6 +110,10 @@ def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> Iterator[Job
                     arguments += ("--turns", str(options.turns))
                     arguments += ("--turn-seconds", f"{options.turn_seconds:g}")
                     arguments += ("--seconds", f"{options.seconds:g}")
+                    if options.device != "cpu":
+                        arguments += ("--device", options.device)
+                    if options.batches > 1:
+                        arguments += ("--batches", f"{options.batches}")
                     for launch in range(1, options.launches + 1):
                         if not options.apart:
                             taken = (*arguments, "--ways", *ways)
@@ -128,7 +132,7 @@ def joined(found: Mapping[World, Sequence[Found]]) -> dict[World, list[Found]]:
         launches = joint.setdefault((name.partition(APART)[0], *at), [])  # type: ignore[arg-type]
         launches += [{"ways": {}} for _ in range(len(results) - len(launches))]
         for launch, result in zip(launches, results, strict=True):
-            launch["ways"] |= result["ways"]
+            launch |= result | {"ways": launch["ways"] | result["ways"]}
     return joint
 
 
@@ -142,14 +146,16 @@ def title_of(model: str) -> str:
     return f"{title}, more ways" if model.endswith(MORE) else title
 
 
-def case_of(model: str, place: str, ranks: int) -> str:
+def case_of(model: str, place: str, ranks: int, results: list[Found]) -> str:
     case = f"{title_of(model)}; {place}, P={ranks}"
+    if device := results[0].get("device"):
+        return case + str(device)
     return f"{case}, 2 cores" if ranks > 2 else case
 
 
 def step_rows(model: str, place: str, ranks: int, results: list[Found]) -> Iterator[Row]:
     """Every way: step, processor time, bytes, and the share of exchanges that backward hides."""
-    case = case_of(model, place, ranks)
+    case = case_of(model, place, ranks, results)
     horovod = None
     if "horovod" in results[0]["ways"]:
         horovod = Spread.of(results, lambda found: step_s(found, "horovod"), 1e3).middle
@@ -187,7 +193,7 @@ def step_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
 
 def goal_rows(model: str, place: str, ranks: int, results: list[Found]) -> Iterator[Row]:
     """The goals for the best of ours, and for the planner."""
-    case = case_of(model, place, ranks)
+    case = case_of(model, place, ranks, results)
     names = list(results[0]["ways"])
     ours = [name for name in names if is_ours(name)]
     if not ours or "horovod" not in names:
@@ -308,6 +314,8 @@ def main() -> None:
     parser.add_argument("--turn-seconds", type=float, default=0.8, help="length of a turn, about")
     parser.add_argument("--seconds", type=float, help="for turns; default: 120, quick 30")
     parser.add_argument("--cycle-time-ms", type=float, help="HOROVOD_CYCLE_TIME of all ways")
+    parser.add_argument("--device", default="cpu", help="cuda: all ranks on one device")
+    parser.add_argument("--batches", type=int, default=1, help="of the model's, in a step's batch")
     parser.add_argument("--apart", action="store_true", help="each way in launches of its own")
     parser.add_argument("--tuned", action="store_true", help="all ways by `hvd-sparse tuned`")
     parser.add_argument("--quick", action="store_true", help="the first three models, fewer ways")

@@ -55,9 +55,10 @@ class Trained:
             step.
     """
 
-    def __init__(self, name: str, model: str) -> None:
+    def __init__(self, name: str, model: str, device: torch.device, batches: int) -> None:
         torch.manual_seed(0)
-        self.model: BenchmarkModel = MODELS[model]()
+        self.device, self.batches = device, batches
+        self.model: BenchmarkModel = MODELS[model]().to(device)
         self.way: Way = make_way(name, self.model, LEARNING_RATE)
         self.generator = torch.Generator().manual_seed(1 + hvd.rank())
         self.turn_steps = 1
@@ -66,8 +67,18 @@ class Trained:
         self.sent_bytes: list[float] = []
         self.hidden_shares: list[float] = []
 
+    def batch(self) -> list[Tensor]:
+        """Several of the model's batches, as one."""
+        drawn = [self.model.batch(self.generator) for _ in range(self.batches)]
+        return [torch.cat(parts).to(self.device) for parts in zip(*drawn, strict=True)]
+
     def step(self) -> None:
-        self.way.step(*self.model.batch(self.generator))
+        self.way.step(*self.batch())
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def warm_up(self, turn_seconds: float) -> None:
         """Train until steps are steady; the last one sets the length of a turn."""
@@ -79,9 +90,11 @@ class Trained:
             late = time.perf_counter() - start > PLANNING_LIMIT_S
             if hvd.broadcast_object(late, 0, name="benchmark.late"):
                 raise SystemExit(f"{self.way.name}: no plan after {PLANNING_LIMIT_S:g} s")
+        self.finish()
         dist.barrier()
         start = time.perf_counter()
         self.step()
+        self.finish()
         last_s = time.perf_counter() - start
         fitting = min(max(int(turn_seconds / last_s), FEWEST_STEPS), MOST_STEPS)
         steps = 1 if last_s > LONG_STEP_S else fitting
@@ -92,15 +105,18 @@ class Trained:
         dist.barrier()
         if self.turn_steps > 1:
             self.step()
+        self.finish()
         before, start = interface_bytes(interface), time.perf_counter()
         worked = processor_s()
         for _ in range(self.turn_steps):
             self.step()
+        self.finish()
         self.turn_s.append((time.perf_counter() - start) / self.turn_steps)
         now = processor_s()
         self.cpu_s.append({of: (now[of] - worked[of]) / self.turn_steps for of in now})
         self.sent_bytes.append((interface_bytes(interface) - before) / self.turn_steps)
-        if (share := self.way.hidden_share) is not None:
+        share = self.way.hidden_share
+        if share is not None and self.device.type == "cpu":  # else backward ends on the device
             self.hidden_shares.append(share)
 
     @property
@@ -123,7 +139,7 @@ def first_step(trained: Trained, mean: list[Tensor] | None) -> list[Tensor]:
         mean: The mean of the ranks' gradients.
     """
     way = trained.way
-    way.step(*trained.model.batch(trained.generator))
+    way.step(*trained.batch())
     gradients = way.gradients()
     if mean is None:
         mean = [gradient.to_dense().clone() for gradient in gradients]
@@ -140,10 +156,11 @@ def first_step(trained: Trained, mean: list[Tensor] | None) -> list[Tensor]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Verify, warm up, take turns, compare the replicas."""
     ways: dict[str, Trained] = {}
+    device = torch.device(options.device)
     mean: list[Tensor] | None = None
     for name in ["alone", *options.ways]:
         say(f"  {name}: verified, warmed up …")
-        ways[name] = Trained(name, options.model)
+        ways[name] = Trained(name, options.model, device, options.batches)
         mean = first_step(ways[name], mean)
         if options.apart and name == "alone" and options.ways:
             ways.pop(name).way.close()  # its mean is all that was needed
@@ -187,7 +204,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     for trained in ways.values():
         trained.way.close()
-    return {"ways": found}
+    told = f", on one {torch.cuda.get_device_name()}" if device.type == "cuda" else ""
+    return {"ways": found, "device": told}
 
 
 def main() -> None:
@@ -195,6 +213,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--ways", nargs="*", required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batches", type=int, default=1, help="of the model's, in a step's batch")
     parser.add_argument("--apart", action="store_true", help="time no `alone` beside another way")
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--turn-seconds", type=float, required=True)

@@ -27,6 +27,14 @@ constexpr u64 kOwnCount = u64{1} << kStateShift;
 constexpr u64 kSumSoFar = u64{2} << kStateShift;
 constexpr u64 kSumMask = kOwnCount - 1;
 
+// Words that a lane reads at once when it looks back. All tiles pass through this chain of reads:
+// on an H200 a pass that read 32 words at a time took 5 ps an element for it, more than for its
+// memory.
+#ifndef LOOKS
+#define LOOKS 4
+#endif
+constexpr u32 kLooks = LOOKS;
+
 __device__ inline u64* StatusOf(Header* header) { return reinterpret_cast<u64*>(header + 1); }
 
 // The number of this block's tile. All threads call it.
@@ -99,24 +107,34 @@ __device__ inline T SumOfThreadsBefore(T own, T& in_block) {
 // The sum of `own` over all tiles before this one. One warp calls it.
 __device__ inline u64 LookBack(u64* status, u32 tile, u64 own) {
   if (Lane() == 0) StoreRelaxed(&status[tile], (tile == 0 ? kSumSoFar : kOwnCount) | own);
-  u64 before = 0;
+  u64 part = 0;                           // a lane's, of the sum
   i64 last = static_cast<i64>(tile) - 1;  // the nearest tile that is not added yet
   while (last >= 0) {
-    const i64 at = last - Lane();
-    u64 word;
+    u64 words[kLooks];
+    bool is_missing;
     do {  // lanes that have no tile to look at see an empty sum
-      word = at >= 0 ? LoadRelaxed(&status[at]) : kSumSoFar;
-    } while (__any_sync(kAllLanes, word >> kStateShift == 0));
-    const u32 sums = __ballot_sync(kAllLanes, word >> kStateShift == kSumSoFar >> kStateShift);
-    const u32 nearest = sums == 0 ? kLanes : static_cast<u32>(__ffs(static_cast<int>(sums))) - 1;
-    u64 part = Lane() <= nearest ? word & kSumMask : 0;
-    for (u32 by = kLanes / 2; by > 0; by /= 2) part += __shfl_down_sync(kAllLanes, part, by);
-    before += __shfl_sync(kAllLanes, part, 0);
+      is_missing = false;
+#pragma unroll
+      for (u32 look = 0; look < kLooks; ++look) {
+        const i64 at = last - look * kLanes - Lane();
+        words[look] = at >= 0 ? LoadRelaxed(&status[at]) : kSumSoFar;
+        is_missing |= words[look] >> kStateShift == 0;
+      }
+    } while (__any_sync(kAllLanes, is_missing));
+    u32 sums = 0;  // lanes that see one; those of the looks after it do not count
+#pragma unroll
+    for (u32 look = 0; look < kLooks; ++look) {
+      if (sums != 0) continue;
+      sums = __ballot_sync(kAllLanes, words[look] >> kStateShift == kSumSoFar >> kStateShift);
+      const u32 nearest = sums == 0 ? kLanes : static_cast<u32>(__ffs(static_cast<int>(sums))) - 1;
+      if (Lane() <= nearest) part += words[look] & kSumMask;
+    }
     if (sums != 0) break;
-    last -= kLanes;
+    last -= kLooks * kLanes;
   }
-  if (Lane() == 0 && tile != 0) StoreRelaxed(&status[tile], kSumSoFar | (before + own));
-  return before;
+  for (u32 by = kLanes / 2; by > 0; by /= 2) part += __shfl_xor_sync(kAllLanes, part, by);
+  if (Lane() == 0 && tile != 0) StoreRelaxed(&status[tile], kSumSoFar | (part + own));
+  return part;
 }
 
 // The sum of `own`, the same in all threads of a block, over all tiles before this one. The last

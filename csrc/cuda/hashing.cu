@@ -8,7 +8,7 @@
 // order in which the blocks run; winners come out in ascending order. Two launches: hash_claim adds
 // the gradients, fills the slots and marks in two bitmaps what competes, and what is not finite;
 // hash_take reads the bitmaps, and moves the winners out. So the order costs half a bit per element
-// to write and to read, and a look-back over as many blocks as there are times 32,768 elements.
+// to write and to read, and a look-back over as many blocks as there are times 8192 elements.
 #ifndef BLOCKS_PER_PROCESSOR
 #define BLOCKS_PER_PROCESSOR 3
 #endif
@@ -49,8 +49,7 @@ constexpr u32 kBits = 32;
 constexpr u32 kWordsOfTile = kTile / kBits;
 constexpr u32 kMarksOfTile = 2 * kWordsOfTile;
 static_assert(kMarksOfTile == kThreads, "a word for each thread");
-constexpr u32 kWordsOfLane = kWordsOfTile / kLanes;
-static_assert(kWordsOfLane == 4, "a lane reads its words at once");
+constexpr u32 kTilesOfSpan = kThreads / kWordsOfTile;
 
 // Sets a tile's marks in shared memory; `of` is 0 for what competes, 1 for what is not finite.
 __device__ __forceinline__ void Mark(u32* marks, u32 of, u32 items) {
@@ -99,16 +98,10 @@ __device__ __forceinline__ void ClaimTile(const f32* before, f32* residual,
   marks[ThreadInGrid()] = own_marks[threadIdx.x];
 }
 
-// Four words of marks at an aligned place.
-__device__ __forceinline__ void LoadMarks(const u32* from, u32 (&words)[kWordsOfLane]) {
-  const uint4 bits = *reinterpret_cast<const uint4*>(from);
-  words[0] = bits.x;
-  words[1] = bits.y;
-  words[2] = bits.z;
-  words[3] = bits.w;
-}
+// The place of the lowest mark.
+__device__ __forceinline__ i64 LowestOf(u32 marks) { return __ffs(static_cast<int>(marks)) - 1; }
 
-// A warp has a tile, and each of its lanes 128 places, in order.
+// A block has a span of tiles, and each of its threads 32 places, in order.
 template <bool kMomentum>
 __device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentum,
                                           const Segment* segments, i32 segment_count, i64 tiles,
@@ -116,54 +109,45 @@ __device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentu
                                           const u32* marks, i64 first_span, u64 capacity,
                                           Header* header, i32* indices, f32* values) {
   const u32 ticket = TakeTicket(header);
-  const i64 number = (first_span + ticket) * kWarps + WarpInBlock();
-  u32 winners[kWordsOfLane] = {}, spoiled[kWordsOfLane] = {};
+  const i64 number = (first_span + ticket) * kTilesOfSpan + threadIdx.x / kWordsOfTile;
+  u32 winners = 0, spoiled = 0;
   Tile tile{};
-  i64 first = 0;  // index of the lane's first place
-  u32 count = 0;
+  i64 first = 0;  // index of the thread's first place
   if (number < tiles) {
+    const u32 word = threadIdx.x % kWordsOfTile;
     tile = FindTile(segments, segment_count, number);
-    first = tile.begin + Lane() * kWordsOfLane * kBits;
-    const u32* const own = marks + number * kMarksOfTile + Lane() * kWordsOfLane;
-    LoadMarks(own, winners);
-    LoadMarks(own + kWordsOfTile, spoiled);
-#pragma unroll
-    for (u32 word = 0; word < kWordsOfLane; ++word) {
-      for (u32 left = winners[word]; left != 0; left &= left - 1) {
-        const i64 index = first + word * kBits + __ffs(static_cast<int>(left)) - 1;
-        const u64* const bucket = BucketOf(table, index, buckets, slots_per_bucket, seed);
-        if (!Holds(bucket, slots_per_bucket, index)) winners[word] &= ~(left & (~left + 1u));
-      }
-      winners[word] |= spoiled[word];
-      count += static_cast<u32>(__popc(winners[word]));
+    first = tile.begin + word * kBits;
+    winners = marks[number * kMarksOfTile + word];
+    spoiled = marks[number * kMarksOfTile + kWordsOfTile + word];
+    for (u32 left = winners; left != 0; left &= left - 1) {
+      const i64 index = first + LowestOf(left);
+      const u64* const bucket = BucketOf(table, index, buckets, slots_per_bucket, seed);
+      if (!Holds(bucket, slots_per_bucket, index)) winners &= ~(left & (~left + 1u));
     }
+    winners |= spoiled;
   }
   u32 in_block;
-  const u32 in_block_before = SumOfThreadsBefore(count, in_block);
+  const u32 in_block_before = SumOfThreadsBefore(static_cast<u32>(__popc(winners)), in_block);
   const u64 before = SumBefore(header, ticket, in_block);
   if (!Fits(header, ticket, before, in_block, capacity)) return;
 
   u64 to = before + in_block_before;
-#pragma unroll
-  for (u32 word = 0; word < kWordsOfLane; ++word) {
-    for (u32 left = winners[word]; left != 0; left &= left - 1) {
-      const u32 bit = left & (~left + 1u);
-      const i64 index = first + word * kBits + __ffs(static_cast<int>(left)) - 1;
-      const f32 v = residual[index];
-      f32 sum = v;
-      residual[index] = 0.0f;
-      if (spoiled[word] & bit) {
-        f32 u = kMomentum ? momentum.buffer[index] : 0.0f;
-        const f32 old = u;
-        sum = SumOf<kMomentum>(v, GradientAt(tile, static_cast<u32>(index - tile.begin)), u,
-                               momentum);
-        residual[index] = Kept(v);
-        if (kMomentum) momentum.buffer[index] = Kept(old);
-      }
-      indices[to] = static_cast<i32>(index);
-      values[to] = sum;
-      ++to;
+  for (u32 left = winners; left != 0; left &= left - 1) {
+    const i64 index = first + LowestOf(left);
+    const f32 v = residual[index];
+    f32 sum = v;
+    residual[index] = 0.0f;
+    if (spoiled >> LowestOf(left) & 1u) {
+      f32 u = kMomentum ? momentum.buffer[index] : 0.0f;
+      const f32 old = u;
+      sum =
+          SumOf<kMomentum>(v, GradientAt(tile, static_cast<u32>(index - tile.begin)), u, momentum);
+      residual[index] = Kept(v);
+      if (kMomentum) momentum.buffer[index] = Kept(old);
     }
+    indices[to] = static_cast<i32>(index);
+    values[to] = sum;
+    ++to;
   }
 }
 
@@ -183,8 +167,11 @@ KERNEL hash_claim(const f32* before, const f32* buffer_before, f32* residual, f3
   }
 }
 
+#undef BLOCKS_PER_PROCESSOR
+#define BLOCKS_PER_PROCESSOR 6
+
 // Moves out what hash_claim has marked, where it holds a slot or is not finite. One block per span
-// of eight tiles, from `first_span` on; the output has room for `capacity` entries (compact.cuh,
+// of two tiles, from `first_span` on; the output has room for `capacity` entries (compact.cuh,
 // where a tile is a span).
 KERNEL hash_take(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
                  i32 segment_count, i64 tiles, u32 buckets, u32 slots_per_bucket, u64 seed,

@@ -506,7 +506,8 @@ class Door(Entrance):
         changed = [
             entry
             for entry in self._handed
-            if (gradient := entry.gradient) is not None
+            if entry.reduced is None  # Horovod changes its own in place, and may count it
+            and (gradient := entry.gradient) is not None
             and gradient._version != entry.version
             and not is_part(gradient)  # parts count the changes of each other, too
             and entry.parameter.grad is gradient
@@ -523,7 +524,7 @@ class Door(Entrance):
             raise error
 
     def _has_other_bits(self, entry: Entry, bits: Tensor) -> bool:
-        """A loss scaler changes gradients without a count; Horovod reduces its own in place."""
+        """A loss scaler changes gradients without a count."""
         gradient = entry.gradient
         if gradient is None or entry.parameter.grad is not gradient or entry.reduced is not None:
             return False

@@ -503,6 +503,22 @@ def change_gradients_too_early() -> None:
             training.close()
 
 
+def let_horovod_count_its_own_change() -> None:
+    """On a GPU without NCCL it copies a dense gradient back from the host, as soon as it can."""
+    allreduce = hvd.allreduce_async_
+
+    def counted(tensor: Tensor, **options: Any) -> int:
+        handle: int = allreduce(tensor, **options)
+        torch.autograd.graph.increment_version(tensor)
+        return handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hvd, "allreduce_async_", counted)
+        training = Training(DENSITY)
+        training.step(3)
+        training.close()
+
+
 def lose_gradients() -> None:
     training = Training(DENSITY)
     training.step()
@@ -784,6 +800,7 @@ def test_a_compiled_step_means_the_same() -> None:
 FUNCTIONS = (
     change_momentum,
     change_gradients_too_early,
+    let_horovod_count_its_own_change,
     lose_gradients,
     name_those_of_another_optimizer,
     name_in_another_order,

@@ -50,10 +50,10 @@ MUTATIONS = {
         "accumulate", "StoreRelaxed(&status[tile], (", "tile == 0", "true"
     ),
     "look-back that leaves out the last": Mutation(
-        "accumulate", "u64 part = ", "Lane() <= nearest", "Lane() < nearest"
+        "accumulate", "const u32 nearest = ", "Lane() <= nearest", "Lane() < nearest"
     ),
     "look-back that counts one twice": Mutation(
-        "accumulate", "if (sums != 0) break;", "last -= kLanes;", "last -= kLanes - 1;"
+        "accumulate", "if (sums != 0) break;", "last -= kLooks * kLanes;", "last -= kLooks * kLanes - 1;"
     ),
     "look-back without a barrier": Mutation(
         "accumulate", "if (tile + 1 == gridDim.x) header->total = sum + own;", BARRIER, ""

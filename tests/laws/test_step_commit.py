@@ -51,7 +51,7 @@ def engine_of(transport: Transport, name: str, **arguments: Any) -> Engine:
 def flattened(state: Any) -> str:
     """A state as text that differs where a bit of it does."""
     if isinstance(state, Tensor):
-        return f"{state.dtype}{tuple(state.shape)}{state.numpy().tobytes().hex()}"
+        return f"{state.dtype}{tuple(state.shape)}{state.cpu().numpy().tobytes().hex()}"
     if isinstance(state, dict):
         return str({key: flattened(value) for key, value in state.items()})
     return str([flattened(each) for each in state]) if isinstance(state, list) else repr(state)

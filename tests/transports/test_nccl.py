@@ -346,7 +346,7 @@ def test_messages_through_one_device() -> None:
     for message, buffer, transfer in reversed(transfers):
         let_through(transfer)
         assert torch.equal(buffer[: message.numel()], message)
-    group.shutdown()
+    backend.shutdown()
 
 
 @pytest.mark.gpu
@@ -354,7 +354,8 @@ def test_headers_of_what_stays_on_one_device_are_on_the_host() -> None:
     """They follow the message on its stream: one wait is for both."""
     store, _ = serve_store("127.0.0.1", 20.0)
     device = torch.device("cuda", torch.cuda.current_device())
-    group = DeviceGroup(connect_nccl(store, 0, 1, device), 1, device)
+    backend = connect_nccl(store, 0, 1, device)
+    group = DeviceGroup(backend, 1, device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         message = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
         for number in range(8):
@@ -364,4 +365,4 @@ def test_headers_of_what_stays_on_one_device_are_on_the_host() -> None:
             assert headers.is_pinned()
             assert headers.tolist() == [[number] * 8]
             assert torch.equal(arrived[0], message)
-    group.shutdown()
+    backend.shutdown()

@@ -14,13 +14,14 @@ import pytest
 from tools.gpu_lease.results import Results
 
 PLACES = ("ops", "cuda/test_merging.py", "selectors", "laws", "engine", "transports/test_nccl.py")
+WITH_HOROVOD = ("cuda/test_shared_device.py",)
 JOBS = 12
 
 
 def run(results: Results) -> None:
     """Run pytest with this module as a plugin."""
     jobs = ["-n", str(JOBS)] if find_spec("xdist") is not None else []
-    places = [f"tests/{place}" for place in PLACES]
+    places = [f"tests/{place}" for place in (*PLACES, *WITH_HOROVOD * bool(find_spec("horovod")))]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", *jobs]
     command += ["--continue-on-collection-errors", *places]
     plugin = ["-p", "tools.gpu_lease.suite", "--lease-rows", str(results.folder)]

@@ -34,6 +34,8 @@ WARP_GROUPS = {512: "accumulate_group_topk", 1024: "accumulate_long_group_topk"}
 """Kernels for groups that a warp holds in its registers, by their most elements."""
 WARPS = 8
 """Of a block."""
+SPAN_TILES = 2
+"""Tiles whose marks one block reads (`kTilesOfSpan` in csrc/cuda/hashing.cu)."""
 FEW_GROUPS = 32
 """Up to so many larger groups, the whole device works on one group after the other."""
 
@@ -117,7 +119,7 @@ class CudaSelection(CudaEstimation):
             self._launch("hash_take", step.tiles, *inputs.written, *claimed, *step.outputs())
 
         capacity = min(slots, accumulation.numel)
-        step = OrderedPass(self._workspace, -(-inputs.tiles // WARPS), capacity, device)
+        step = OrderedPass(self._workspace, -(-inputs.tiles // SPAN_TILES), capacity, device)
         take(step)
         return step.finish(take)
 
