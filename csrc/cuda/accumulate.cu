@@ -1,7 +1,7 @@
 // Gradients into a residual, and what passes a threshold out of it, in one pass.
 //
 // One block per tile. Reads 8 bytes per element and writes 4 (6 and 4 for 16-bit gradients); with
-// momentum it reads 12 and writes 8. Entries come out in ascending order.
+// momentum it reads 12 and writes 8. The entries of a tile come out in ascending order.
 #include "accumulate.cuh"
 
 // The least key that passes: one given by the host, or left on the device by an earlier kernel.
@@ -14,10 +14,10 @@ template <bool kMomentum>
 __device__ __forceinline__ void SelectTile(const f32* before, f32* residual,
                                            const Momentum& momentum, const Segment* segments,
                                            i32 segment_count, u32 least, i64 start, i64 stop,
-                                           i64 first_tile, u64 capacity, Header* header,
-                                           i32* indices, f32* values) {
-  const u32 ticket = TakeTicket(header);
-  const Tile tile = FindTile(segments, segment_count, first_tile + ticket);
+                                           u64 capacity, Header* header, i32* indices,
+                                           f32* values) {
+  const Tile tile = FindTile(segments, segment_count, blockIdx.x);
+  if (IsTaken(header)) return;
   const bool is_wide = IsWideIn<kMomentum>(before, residual, momentum, tile);
   Sums<kMomentum> sums;
   sums.Load(before, momentum, tile, is_wide);
@@ -30,11 +30,10 @@ __device__ __forceinline__ void SelectTile(const f32* before, f32* residual,
     });
   }
   u32 rank[kRounds];
-  const u32 count = RankHits(hits, rank);
-  const u64 found = SumBefore(header, ticket, count);
-  if (!Fits(header, ticket, found, count, capacity)) return;
+  const u32 place = ClaimRoom(header, RankHits(hits, rank), capacity);
+  if (place == kNoRoom) return;
 
-  Emit(tile, hits, rank, found, sums.sum, indices, values);
+  Emit(tile, hits, rank, place, sums.sum, indices, values);
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
 #pragma unroll
@@ -52,32 +51,37 @@ __device__ __forceinline__ void SelectTile(const f32* before, f32* residual,
   sums.Store(residual, momentum, tile, is_wide);
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200  // where 64 registers would spill
+#undef BLOCKS_PER_PROCESSOR
+#define BLOCKS_PER_PROCESSOR 3
+#endif
+
 // Adds the gradients, over all elements; entries in [start, stop) that reach the key leave, and
 // non-finite ones wherever they are. Sums go from `before` to `residual`, which may be the same.
 //
-// The grid has one block per tile, from `first_tile` on. `indices` and `values` have room for
-// `capacity` entries; compact.cuh says what happens where that is too little.
+// The grid has one block per tile. `indices` and `values` have room for `capacity` entries;
+// compact.cuh says what happens where that is too little.
 KERNEL accumulate_select(const f32* before, f32* residual, const Segment* segments,
                          i32 segment_count, u32 key, const u32* key_at, i64 start, i64 stop,
-                         i64 first_tile, u64 capacity, Header* header, i32* indices, f32* values) {
+                         u64 capacity, Header* header, i32* indices, f32* values) {
   SelectTile<false>(before, residual, Momentum{}, segments, segment_count, LeastKey(key, key_at),
-                    start, stop, first_tile, capacity, header, indices, values);
+                    start, stop, capacity, header, indices, values);
 }
 
-// The same with momentum. u is not masked where entries leave. On sm_80 and sm_120 the 64
-// registers that four blocks leave a thread are too few.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+// The same with momentum. u is not masked where entries leave. On sm_80, too, the 64 registers that
+// four blocks leave a thread are too few.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #undef BLOCKS_PER_PROCESSOR
 #define BLOCKS_PER_PROCESSOR 3
 #endif
 KERNEL accumulate_momentum_select(const f32* before, const f32* buffer_before, f32* residual,
                                   f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
                                   i32 segment_count, u32 key, const u32* key_at, i64 start,
-                                  i64 stop, i64 first_tile, u64 capacity, Header* header,
-                                  i32* indices, f32* values) {
+                                  i64 stop, u64 capacity, Header* header, i32* indices,
+                                  f32* values) {
   SelectTile<true>(before, residual, Momentum{buffer_before, buffer, factor, nesterov != 0},
-                   segments, segment_count, LeastKey(key, key_at), start, stop, first_tile,
-                   capacity, header, indices, values);
+                   segments, segment_count, LeastKey(key, key_at), start, stop, capacity, header,
+                   indices, values);
 }
 
 // Magnitudes of the sums in `runs` runs of `run_numel` elements, one thread per element; nothing is

@@ -138,11 +138,11 @@ __device__ __forceinline__ bool Has(u32 bits, u32 round, u32 i) {
 __device__ __forceinline__ f32 Kept(f32 old) { return IsFinite(old) ? old : 0.0f; }
 
 // The hits of a tile, in order, to their places in the output.
-__device__ inline void Emit(const Tile& tile, u32 hits, const u32 (&rank)[kRounds], u64 before,
+__device__ inline void Emit(const Tile& tile, u32 hits, const u32 (&rank)[kRounds], u32 place,
                             const f32 (&values)[kRounds][kQuad], i32* indices, f32* out) {
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
-    u64 to = before + rank[round];
+    u32 to = place + rank[round];
 #pragma unroll
     for (u32 i = 0; i < kQuad; ++i) {
       if (!Has(hits, round, i)) continue;

@@ -1,13 +1,17 @@
-// Ordered compaction in one pass: where the hits of a tile go, before the other tiles are known.
+// Ordered compaction: where the hits of a tile go, before the other tiles are known.
 //
-// A block takes its tile's number from a counter (a ticket), so that every tile before its own has
-// been taken by a block that already runs: waiting for it ends. By block index it may never end.
-// The block counts its hits, publishes the count, and adds up the tiles before it by looking back
-// at what they have published: their own count, or the sum up to and including them, which ends the
-// search. (Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016.)
+// In one pass, for what is short: a block takes its tile's number from a counter (a ticket), so
+// that every tile before its own has been taken by a block that already runs: waiting for it ends.
+// By block index it may never end. The block counts its hits, publishes the count, and adds up the
+// tiles before it by looking back at what they have published: their own count, or the sum up to
+// and including them, which ends the search. (Merrill and Garland, "Single-pass Parallel Prefix
+// Scan with Decoupled Look-back", 2016.)
 //
-// The output has room for `capacity` entries. A tile whose hits do not all fit leaves everything as
-// it found it, and so do all tiles after it; the host sees in the header where to go on.
+// In two, for all elements of a residual, where many blocks would wait for few: a block claims room
+// in an output of `capacity` entries by adding its count to the total, and notes where.
+// `order_tiles` (streams.cu) then brings the claims into the order of the tiles. Where more was
+// claimed than there is room, some tiles leave everything as they found it. The host sees that,
+// makes room, and launches the same kernel again, which takes those.
 #pragma once
 
 #include "gradients.cuh"
@@ -16,8 +20,8 @@
 struct Header {
   u64 ticket;
   u64 total;    // of all tiles, whether they fit or not
-  u64 stopped;  // 1 + the first tile that did not fit, counted from the launch's first; 0: all fit
-  u64 written;  // entries that were written, where `stopped` is not 0
+  u64 stopped;  // not 0: something was wrong
+  u64 written;  // entries that were written, where they did not all fit
   u64 reserved[4];
 };
 
@@ -26,14 +30,6 @@ constexpr u32 kStateShift = 62;
 constexpr u64 kOwnCount = u64{1} << kStateShift;
 constexpr u64 kSumSoFar = u64{2} << kStateShift;
 constexpr u64 kSumMask = kOwnCount - 1;
-
-// Words that a lane reads at once when it looks back. All tiles pass through this chain of reads:
-// on an H200 a pass that read 32 words at a time took 5 ps an element for it, more than for its
-// memory.
-#ifndef LOOKS
-#define LOOKS 4
-#endif
-constexpr u32 kLooks = LOOKS;
 
 __device__ inline u64* StatusOf(Header* header) { return reinterpret_cast<u64*>(header + 1); }
 
@@ -107,34 +103,24 @@ __device__ inline T SumOfThreadsBefore(T own, T& in_block) {
 // The sum of `own` over all tiles before this one. One warp calls it.
 __device__ inline u64 LookBack(u64* status, u32 tile, u64 own) {
   if (Lane() == 0) StoreRelaxed(&status[tile], (tile == 0 ? kSumSoFar : kOwnCount) | own);
-  u64 part = 0;                           // a lane's, of the sum
+  u64 before = 0;
   i64 last = static_cast<i64>(tile) - 1;  // the nearest tile that is not added yet
   while (last >= 0) {
-    u64 words[kLooks];
-    bool is_missing;
+    const i64 at = last - Lane();
+    u64 word;
     do {  // lanes that have no tile to look at see an empty sum
-      is_missing = false;
-#pragma unroll
-      for (u32 look = 0; look < kLooks; ++look) {
-        const i64 at = last - look * kLanes - Lane();
-        words[look] = at >= 0 ? LoadRelaxed(&status[at]) : kSumSoFar;
-        is_missing |= words[look] >> kStateShift == 0;
-      }
-    } while (__any_sync(kAllLanes, is_missing));
-    u32 sums = 0;  // lanes that see one; those of the looks after it do not count
-#pragma unroll
-    for (u32 look = 0; look < kLooks; ++look) {
-      if (sums != 0) continue;
-      sums = __ballot_sync(kAllLanes, words[look] >> kStateShift == kSumSoFar >> kStateShift);
-      const u32 nearest = sums == 0 ? kLanes : static_cast<u32>(__ffs(static_cast<int>(sums))) - 1;
-      if (Lane() <= nearest) part += words[look] & kSumMask;
-    }
+      word = at >= 0 ? LoadRelaxed(&status[at]) : kSumSoFar;
+    } while (__any_sync(kAllLanes, word >> kStateShift == 0));
+    const u32 sums = __ballot_sync(kAllLanes, word >> kStateShift == kSumSoFar >> kStateShift);
+    const u32 nearest = sums == 0 ? kLanes : static_cast<u32>(__ffs(static_cast<int>(sums))) - 1;
+    u64 part = Lane() <= nearest ? word & kSumMask : 0;
+    for (u32 by = kLanes / 2; by > 0; by /= 2) part += __shfl_down_sync(kAllLanes, part, by);
+    before += __shfl_sync(kAllLanes, part, 0);
     if (sums != 0) break;
-    last -= kLooks * kLanes;
+    last -= kLanes;
   }
-  for (u32 by = kLanes / 2; by > 0; by /= 2) part += __shfl_xor_sync(kAllLanes, part, by);
-  if (Lane() == 0 && tile != 0) StoreRelaxed(&status[tile], kSumSoFar | (part + own));
-  return part;
+  if (Lane() == 0 && tile != 0) StoreRelaxed(&status[tile], kSumSoFar | (before + own));
+  return before;
 }
 
 // The sum of `own`, the same in all threads of a block, over all tiles before this one. The last
@@ -152,12 +138,34 @@ __device__ inline u64 SumBefore(Header* header, u32 tile, u64 own) {
   return before[0];
 }
 
-// Whether a tile's `count` entries fit behind the `before` of the tiles before it.
-__device__ inline bool Fits(Header* header, u32 tile, u64 before, u64 count, u64 capacity) {
-  if (before + count <= capacity) return true;
-  if (before <= capacity && threadIdx.x == 0) {  // the first that does not: all before it did
-    header->stopped = u64{tile} + 1;
-    header->written = before;
+// A claim, in the status word of its tile: a bit that says so, the place, and the count.
+constexpr u64 kClaimed = u64{1} << 63;
+constexpr u32 kCountBits = 16;
+constexpr u32 kNoRoom = ~0u;  // no place: there are fewer than 2^31
+
+__device__ __forceinline__ u64 PlaceOfClaim(u64 word) { return (word & ~kClaimed) >> kCountBits; }
+__device__ __forceinline__ u32 CountOfClaim(u64 word) {
+  return static_cast<u32>(word & ((u64{1} << kCountBits) - 1));
+}
+
+// Whether an earlier launch has taken the hits of this block's tile.
+__device__ __forceinline__ bool IsTaken(Header* header) {
+  return StatusOf(header)[blockIdx.x] != 0;
+}
+
+// Room for the `count` hits of this block's tile: where it begins, or kNoRoom. All threads call it.
+__device__ inline u32 ClaimRoom(Header* header, u32 count, u64 capacity) {
+  SHARED(u32, place, 1);
+  if (threadIdx.x == 0) {
+    const u64 at = count == 0 ? 0 : atomicAdd(&header->total, u64{count});
+    place[0] = kNoRoom;
+    if (at + count <= capacity) {
+      StatusOf(header)[blockIdx.x] = kClaimed | at << kCountBits | count;
+      place[0] = static_cast<u32>(at);
+    } else if (at <= capacity) {
+      header->written = at;  // the first that does not fit: all before it did
+    }
   }
-  return false;
+  __syncthreads();
+  return place[0];
 }

@@ -8,7 +8,7 @@
 // order in which the blocks run; winners come out in ascending order. Two launches: hash_claim adds
 // the gradients, fills the slots and marks in two bitmaps what competes, and what is not finite;
 // hash_take reads the bitmaps, and moves the winners out. So the order costs half a bit per element
-// to write and to read, and a look-back over as many blocks as there are times 8192 elements.
+// to write and to read.
 #ifndef BLOCKS_PER_PROCESSOR
 #define BLOCKS_PER_PROCESSOR 3
 #endif
@@ -106,10 +106,10 @@ template <bool kMomentum>
 __device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentum,
                                           const Segment* segments, i32 segment_count, i64 tiles,
                                           u32 buckets, u32 slots_per_bucket, u64 seed, u64* table,
-                                          const u32* marks, i64 first_span, u64 capacity,
-                                          Header* header, i32* indices, f32* values) {
-  const u32 ticket = TakeTicket(header);
-  const i64 number = (first_span + ticket) * kTilesOfSpan + threadIdx.x / kWordsOfTile;
+                                          const u32* marks, u64 capacity, Header* header,
+                                          i32* indices, f32* values) {
+  if (IsTaken(header)) return;
+  const i64 number = i64{blockIdx.x} * kTilesOfSpan + threadIdx.x / kWordsOfTile;
   u32 winners = 0, spoiled = 0;
   Tile tile{};
   i64 first = 0;  // index of the thread's first place
@@ -128,10 +128,10 @@ __device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentu
   }
   u32 in_block;
   const u32 in_block_before = SumOfThreadsBefore(static_cast<u32>(__popc(winners)), in_block);
-  const u64 before = SumBefore(header, ticket, in_block);
-  if (!Fits(header, ticket, before, in_block, capacity)) return;
+  const u32 place = ClaimRoom(header, in_block, capacity);
+  if (place == kNoRoom) return;
 
-  u64 to = before + in_block_before;
+  u32 to = place + in_block_before;
   for (u32 left = winners; left != 0; left &= left - 1) {
     const i64 index = first + LowestOf(left);
     const f32 v = residual[index];
@@ -168,21 +168,20 @@ KERNEL hash_claim(const f32* before, const f32* buffer_before, f32* residual, f3
 }
 
 #undef BLOCKS_PER_PROCESSOR
-#define BLOCKS_PER_PROCESSOR 6
+#define BLOCKS_PER_PROCESSOR 8
 
 // Moves out what hash_claim has marked, where it holds a slot or is not finite. One block per span
-// of two tiles, from `first_span` on; the output has room for `capacity` entries (compact.cuh,
-// where a tile is a span).
+// of two tiles; the output has room for `capacity` entries (compact.cuh, where a tile is a span).
 KERNEL hash_take(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
                  i32 segment_count, i64 tiles, u32 buckets, u32 slots_per_bucket, u64 seed,
-                 u64* table, const u32* marks, i64 first_span, u64 capacity, Header* header,
-                 i32* indices, f32* values) {
+                 u64* table, const u32* marks, u64 capacity, Header* header, i32* indices,
+                 f32* values) {
   const Momentum momentum{buffer, buffer, factor, nesterov != 0};
   if (buffer == nullptr) {
     TakeTiles<false>(residual, momentum, segments, segment_count, tiles, buckets, slots_per_bucket,
-                     seed, table, marks, first_span, capacity, header, indices, values);
+                     seed, table, marks, capacity, header, indices, values);
   } else {
     TakeTiles<true>(residual, momentum, segments, segment_count, tiles, buckets, slots_per_bucket,
-                    seed, table, marks, first_span, capacity, header, indices, values);
+                    seed, table, marks, capacity, header, indices, values);
   }
 }

@@ -56,6 +56,38 @@ KERNEL add_stream(const i32* indices, const f32* values, i64 count, i64 numel, c
   out_values[to] = Add(out_values[to], values[i]);
 }
 
+// -- What tiles have claimed room for, in the order of the tiles ---------------------------------
+
+constexpr u32 kOrderedTiles = 64;
+
+// One block per kOrderedTiles tiles, and one warp after the other for a tile. Does nothing where
+// the claims of `header`, which has `tiles` status words, did not all fit; `order` is another
+// header.
+KERNEL order_tiles(Header* header, i64 tiles, u64 capacity, const i32* indices, const f32* values,
+                   Header* order, i32* out_indices, f32* out_values) {
+  SHARED(u64, claims, kOrderedTiles);
+  SHARED(u32, places, kOrderedTiles);
+  if (header->total > capacity) return;
+  const u32 number = TakeTicket(order);
+  const i64 own_tile = static_cast<i64>(number) * kOrderedTiles + threadIdx.x;
+  const bool has_tile = threadIdx.x < kOrderedTiles && own_tile < tiles;
+  const u64 own = has_tile ? StatusOf(header)[own_tile] : 0;
+  u32 in_block;
+  const u32 place = SumOfThreadsBefore(CountOfClaim(own), in_block);
+  if (threadIdx.x < kOrderedTiles) {
+    claims[threadIdx.x] = own;
+    places[threadIdx.x] = place;
+  }
+  const u64 before = SumBefore(order, number, in_block);
+  for (u32 tile = WarpInBlock(); tile < kOrderedTiles; tile += kWarps) {
+    const u64 from = PlaceOfClaim(claims[tile]), to = before + places[tile];
+    for (u32 i = Lane(); i < CountOfClaim(claims[tile]); i += kLanes) {
+      out_indices[to + i] = indices[from + i];
+      out_values[to + i] = values[from + i];
+    }
+  }
+}
+
 // -- Filters
 // ---------------------------------------------------------------------------------------
 

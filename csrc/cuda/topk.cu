@@ -22,11 +22,11 @@ struct Descent {
 };
 
 // How many entries to look at: `count`, or what an earlier pass left; none where that pass has
-// overflowed or has found less than k.
+// found more than there is room for, or less than k.
 __device__ __forceinline__ i64 CountOf(i64 count, const Header* passed, u64 k) {
   if (passed == nullptr) return count;
-  if (passed->stopped != 0 || passed->total < k) return 0;
-  return static_cast<i64>(passed->total);
+  const i64 total = static_cast<i64>(passed->total);
+  return total > count || passed->total < k ? 0 : total;
 }
 
 // Descends into the bin that holds the wanted rank, counted from the top. One block calls it.

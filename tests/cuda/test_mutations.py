@@ -30,12 +30,12 @@ ATTEMPTS = 30
 MUTATIONS = {
     # compact.cuh
     "tiles by block index": Mutation(
-        "accumulate",
+        "streams",
         "SHARED(u32, ticket, 1);",
         "ticket[0] = static_cast<u32>(atomicAdd(&header->ticket, u64{1}));",
         "ticket[0] = blockIdx.x;",
     ),
-    "tickets without a barrier": Mutation("accumulate", "header->ticket, u64{1}));", BARRIER, ""),
+    "tickets without a barrier": Mutation("streams", "header->ticket, u64{1}));", BARRIER, ""),
     "no barrier before the scan": Mutation(
         "accumulate", "counts[round * kWarps + WarpInBlock()] = in_warp;", BARRIER, ""
     ),
@@ -47,22 +47,38 @@ MUTATIONS = {
     ),
     "inclusive scan": Mutation("accumulate", "counts[Lane()] = ", "sum - own", "sum"),
     "look-back that trusts its own count": Mutation(
-        "accumulate", "StoreRelaxed(&status[tile], (", "tile == 0", "true"
+        "groups", "StoreRelaxed(&status[tile], (", "tile == 0", "true"
     ),
     "look-back that leaves out the last": Mutation(
-        "accumulate", "const u32 nearest = ", "Lane() <= nearest", "Lane() < nearest"
+        "groups", "u64 part = ", "Lane() <= nearest", "Lane() < nearest"
     ),
     "look-back that counts one twice": Mutation(
-        "accumulate", "if (sums != 0) break;", "last -= kLooks * kLanes;", "last -= kLooks * kLanes - 1;"
+        "groups", "if (sums != 0) break;", "last -= kLanes;", "last -= kLanes - 1;"
     ),
     "look-back without a barrier": Mutation(
-        "accumulate", "if (tile + 1 == gridDim.x) header->total = sum + own;", BARRIER, ""
+        "groups", "if (tile + 1 == gridDim.x) header->total = sum + own;", BARRIER, ""
     ),
     "one entry more than there is room": Mutation(
-        "accumulate", "inline bool Fits(", "before + count <= capacity", "before <= capacity"
+        "accumulate", "place[0] = kNoRoom;", "at + count <= capacity", "at <= capacity"
     ),
-    "resumed one tile late": Mutation(
-        "accumulate", "header->stopped = ", "u64{tile} + 1", "u64{tile} + 2"
+    "claims without atomics": Mutation(
+        "accumulate",
+        "const u64 at = ",
+        "atomicAdd(&header->total, u64{count})",
+        "NonAtomicAdd(&header->total, u64{count})",
+    ),
+    "claims without a barrier": Mutation("accumulate", "all before it did", BARRIER, ""),
+    "less was written than there is": Mutation(
+        "accumulate",
+        "} else if (at <= capacity) {",
+        "header->written = at;",
+        "header->written = 0;",
+    ),
+    "taken twice": Mutation(
+        "accumulate",
+        "FindTile(segments, segment_count, blockIdx.x);",
+        "if (IsTaken(header)) return;",
+        ";",
     ),
     # common.cuh
     "warp sum that skips a neighbour": Mutation(
@@ -207,6 +223,12 @@ MUTATIONS = {
         "index >= 0 && index < numel",
         "index >= 0",
     ),
+    "all tiles in one place": Mutation(
+        "streams", "u32 tile = WarpInBlock();", "before + places[tile]", "before"
+    ),
+    "tiles that are not there": Mutation(
+        "streams", "const i64 own_tile = ", "own_tile < tiles", "true"
+    ),
     "search that ends early": Mutation("streams", "bool Contains(", "low < high", "low + 1 < high"),
     # hashing.cu
     "slots without atomics": Mutation(
@@ -284,6 +306,9 @@ def topk(ops: CudaOps) -> None:
 
 
 def merge(ops: CudaOps) -> None:
+    # Many tiles, whose claims several blocks put in order.
+    residual, gradient = torch.randn(2, 700, generator=generator())
+    same_as_reference(ops, "accumulate_select", residual, [*gradient.split(2)], 1.0)
     streams = [stream(40_000, 3000, seed) for seed in range(3)]
     assert_same(ops.merge_sum(streams, 40_000), reference.merge_sum(streams, 40_000))
     kept = ops.difference(*streams[0], streams[1][0])
@@ -319,6 +344,8 @@ def groups(ops: CudaOps) -> None:
         same_as_reference(ops, "accumulate_group_topk", residual, cut(gradient, 4), 540, 1100)
     pairs = torch.arange(1000.0) % 97
     same_as_reference(ops, "accumulate_group_topk", pairs, [], 5, 250)
+    # Many blocks that look back.
+    same_as_reference(ops, "accumulate_group_topk", pairs, [], 1, 1)
     zeros = torch.zeros(1300)
     for group_numel in (300, 1100):
         same_as_reference(ops, "accumulate_group_topk", zeros, [], 20, group_numel)
@@ -348,7 +375,7 @@ def shims() -> dict[bool, Shim]:
     mutations = tuple(MUTATIONS.values())
     return {
         False: Shim(FAMILIES, TRACED, mutations),
-        True: Shim(("accumulate",), SANITIZED, mutations),
+        True: Shim(("accumulate", "streams"), SANITIZED, mutations),
     }
 
 

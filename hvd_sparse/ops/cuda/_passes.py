@@ -15,6 +15,8 @@ from hvd_sparse.ops.cuda._workspace import Workspace
 
 HEADER_WORDS = 8
 """64-bit words of a `Header` (csrc/cuda/compact.cuh)."""
+ORDERED_TILES = 64
+"""Of which one block orders the entries (`kOrderedTiles` in csrc/cuda/streams.cu)."""
 
 
 class KernelFamily:
@@ -84,44 +86,50 @@ def empty_stream(capacity: int, device: torch.device) -> Entries:
     return indices, torch.empty_like(indices, dtype=torch.float32)
 
 
-class OrderedPass:
-    """One launch that compacts in order, into room for a guessed number of entries.
+class Claims:
+    """A pass whose blocks claim room for what they find, in an output of a guessed size.
 
-    What does not fit is left as it was, from some tile on, and a second launch takes it. For the
-    `header`, see csrc/cuda/compact.cuh.
+    What found no room is left as it was, and the same launch again takes it. A block is a tile, or
+    a span of some. For the `header`, see csrc/cuda/compact.cuh.
     """
 
     def __init__(
-        self, workspace: Workspace, tiles: int, capacity: int, device: torch.device
+        self, family: KernelFamily, blocks: int, capacity: int, device: torch.device
     ) -> None:
-        self._workspace = workspace
-        self.header = workspace.zeros(HEADER_WORDS + tiles, device)
-        self.indices, self.values = empty_stream(capacity, device)
+        self._family = family
+        self.blocks = blocks
         self.capacity = capacity
-        self.first_tile = 0
-        self.tiles = tiles
+        self.header = family._header(blocks, device)
+        self._claimed = empty_stream(capacity, device)
 
     def outputs(self) -> tuple[Argument, ...]:
-        """The kernels' last arguments, from `first_tile` on."""
-        first, room = np.int64(self.first_tile), np.uint64(self.capacity)
-        return first, room, self.header, self.indices, self.values
+        """The kernels' last arguments."""
+        return np.uint64(self.capacity), self.header, *self._claimed
 
-    def finish(self, launch: Callable[[OrderedPass], None]) -> Entries:
-        """All entries; waits for their number.
-
-        If there are more than there was room for, `launch` starts a second pass, which finds them.
-        """
-        total, stopped, written = self._workspace.read(self.header[1:4])
-        if not stopped:
-            return self.entries(total)
-        tiles, left = self.tiles - (stopped - 1), total - written
-        rest = OrderedPass(self._workspace, tiles, left, self.header.device)
-        rest.first_tile = self.first_tile + stopped - 1
-        launch(rest)
-        return (
-            torch.cat([self.indices[:written], rest.indices]),
-            torch.cat([self.values[:written], rest.values]),
+    def in_order(self) -> Entries:
+        """Starts to bring the entries into order; room for them, of which nobody waits to know."""
+        family, device = self._family, self.header.device
+        blocks, ordered = -(-self.blocks // ORDERED_TILES), empty_stream(self.capacity, device)
+        family._launch(
+            *("order_tiles", blocks, self.header, np.int64(self.blocks), np.uint64(self.capacity)),
+            *(*self._claimed, family._header(blocks, device), *ordered),
         )
+        return ordered
 
-    def entries(self, count: int) -> Entries:
-        return self.indices[:count], self.values[:count]
+    def finish(self, launch: Callable[[Claims], None]) -> Entries:
+        """All entries, in order; waits for their number. `launch` is what has started the pass."""
+        ordered = self.in_order()
+        total, _, written = self._family._workspace.read(self.header[1:4])
+        if total > self.capacity:
+            ordered = self.again(launch, total, written)
+        return ordered[0][:total], ordered[1][:total]
+
+    def again(self, launch: Callable[[Claims], None], total: int, written: int) -> Entries:
+        """The same where there was too little room: the launch takes what it has left."""
+        claimed, self._claimed = self._claimed, empty_stream(total, self.header.device)
+        for now, before in zip(self._claimed, claimed, strict=True):
+            now[:written].copy_(before[:written])
+        self.header[1].fill_(written)
+        self.capacity = total
+        launch(self)
+        return self.in_order()

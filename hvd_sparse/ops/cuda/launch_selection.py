@@ -19,7 +19,7 @@ from hvd_sparse.magnitude import (
 from hvd_sparse.ops._arguments import Entries
 from hvd_sparse.ops.accumulation import Accumulation, Before
 from hvd_sparse.ops.cuda._launcher import THREADS
-from hvd_sparse.ops.cuda._passes import AccumulationInputs, OrderedPass, empty_stream, stream
+from hvd_sparse.ops.cuda._passes import AccumulationInputs, Claims, empty_stream, stream
 from hvd_sparse.ops.cuda._workspace import tile_count
 from hvd_sparse.ops.cuda.launch_estimation import KEY, CudaEstimation
 
@@ -50,10 +50,10 @@ class CudaSelection(CudaEstimation):
         key = threshold_key(threshold)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
-        def select(step: OrderedPass) -> None:
-            self._select(inputs, step, key, None, start, numel if stop is None else stop)
+        def select(claims: Claims) -> None:
+            self._select(inputs, claims, key, None, start, numel if stop is None else stop)
 
-        passed = OrderedPass(self._workspace, inputs.tiles, capacity, accumulation.device)
+        passed = Claims(self, inputs.tiles, capacity, accumulation.device)
         select(passed)
         return passed.finish(select)
 
@@ -76,21 +76,22 @@ class CudaSelection(CudaEstimation):
         key = pivot_key(pivot)
         key_at = None if key else self._sampled_pivot(inputs, wanted)
 
-        def select(step: OrderedPass) -> None:
-            self._select(inputs, step, key, key_at, 0, numel)
+        def select(claims: Claims) -> None:
+            self._select(inputs, claims, key, key_at, 0, numel)
 
         capacity = min(numel, CANDIDATES_PER_ENTRY * wanted + LEAST_CAPACITY)
-        passed = OrderedPass(self._workspace, inputs.tiles, capacity, device)
+        passed = Claims(self, inputs.tiles, capacity, device)
         select(passed)
-        largest, descent = self._take_largest(
-            residual, passed.indices, passed.values, wanted, passed.header
-        )
-        total, stopped, _, kth_key = self._workspace.read(passed.header[1:4], descent[KEY])
+        found = passed.in_order()
+        largest, descent = self._take_largest(residual, *found, wanted, passed.header)
+        total, _, written, kth_key = self._workspace.read(passed.header[1:4], descent[KEY])
         if total < wanted:
-            largest, threshold = self._with_more(residual, passed.entries(total), wanted)
+            few = found[0][:total], found[1][:total]
+            largest, threshold = self._with_more(residual, few, wanted)
         else:
-            if stopped:
-                largest, descent = self._take_largest(residual, *passed.finish(select), wanted)
+            if total > capacity:
+                found = passed.again(select, total, written)
+                largest, descent = self._take_largest(residual, *found, wanted)
                 kth_key = self._workspace.read(descent[KEY])[0]
             threshold = key_magnitude(kth_key)
         return *largest, threshold if k <= numel else 0.0
@@ -114,14 +115,14 @@ class CudaSelection(CudaEstimation):
         key = np.uint32(threshold_key(threshold))
         self._launch("hash_claim", inputs.tiles, *inputs.whole, key, *hashing, marks)
 
-        def take(step: OrderedPass) -> None:
-            claimed = (np.int64(inputs.tiles), *hashing, marks)
-            self._launch("hash_take", step.tiles, *inputs.written, *claimed, *step.outputs())
+        def take(claims: Claims) -> None:
+            marked = (np.int64(inputs.tiles), *hashing, marks)
+            self._launch("hash_take", claims.blocks, *inputs.written, *marked, *claims.outputs())
 
         capacity = min(slots, accumulation.numel)
-        step = OrderedPass(self._workspace, -(-inputs.tiles // SPAN_TILES), capacity, device)
-        take(step)
-        return step.finish(take)
+        winners = Claims(self, -(-inputs.tiles // SPAN_TILES), capacity, device)
+        take(winners)
+        return winners.finish(take)
 
     def accumulate_group_topk(
         self, accumulation: Accumulation, k: int, group_numel: int = 512
@@ -163,7 +164,7 @@ class CudaSelection(CudaEstimation):
     def _select(
         self,
         inputs: AccumulationInputs,
-        step: OrderedPass,
+        claims: Claims,
         key: int,
         key_at: Tensor | None,
         start: int,
@@ -175,7 +176,7 @@ class CudaSelection(CudaEstimation):
             kernel = "accumulate_select"
             accumulated = (inputs.before, inputs.written[0], *inputs.table)
         selected = (np.uint32(key), key_at, np.int64(start), np.int64(stop))
-        self._launch(kernel, step.tiles, *accumulated, *selected, *step.outputs())
+        self._launch(kernel, claims.blocks, *accumulated, *selected, *claims.outputs())
 
     def _sampled_pivot(self, inputs: AccumulationInputs, k: int) -> Tensor | None:
         """The place, on the device, of a key that probably lets k entries pass, and few more.

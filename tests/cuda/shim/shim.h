@@ -176,7 +176,13 @@ template <typename T>
 T atomicMax(T* at, T operand) {
   return shim::Fetch<T>(at, [](T old, T by) { return old < by ? by : old; }, operand);
 }
-// What a mutation puts in the place of atomicMax.
+// What mutations put in the places of atomicAdd and atomicMax.
+template <typename T>
+T NonAtomicAdd(T* at, T operand) {
+  const T old = *at;
+  *at = old + operand;
+  return old;
+}
 template <typename T>
 T NonAtomicMax(T* at, T operand) {
   const T old = *at;
