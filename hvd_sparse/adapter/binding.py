@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -155,6 +155,22 @@ def any_of(gradient: Tensor) -> Tensor:
         if some:  # as a rule; all of 15 million take 17 ms
             return some
     return values.any()
+
+
+def any_of_each(gradients: list[Tensor]) -> list[Tensor]:
+    """For each, what is true where `any_of` it is: on a device by one launch, not one for each."""
+    devices = {g.device for g in gradients}
+    is_plain = all(g.is_floating_point() and not g.is_sparse and g.numel() for g in gradients)
+    if len(devices) == 1 and devices.pop().type == "cuda" and is_plain:
+        return list(torch._foreach_norm(gradients, float("inf")))
+    return list(map(any_of, gradients))
+
+
+def told(flags: Sequence[Tensor]) -> list[bool]:
+    """The flags on the host; a device is waited for once."""
+    if flags and flags[0].device.type == "cuda" and len({flag.device for flag in flags}) == 1:
+        return list(map(bool, torch.stack(list(flags)).tolist()))
+    return list(map(bool, flags))
 
 
 class Parameters:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, Parameters
+from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, Parameters, told
 from hvd_sparse.adapter.entrance import LOOK_S, Entrance, is_part, is_shared
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
@@ -39,6 +39,8 @@ from hvd_sparse.errors import ConfigError, UnsupportedError
 from hvd_sparse.transports import horovod_handles
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 
+FUSED_NUMEL = 1 << 16
+"""Dense gradients of fewer elements are reduced together, at the end of backward."""
 USED_NAMES = (
     *("_allreduce_grad_async", "_handles", "_requires_update", "_parameter_names", "_groups"),
     *("_should_synchronize", "_synchronized", "_allreduce_delay", "_sparse_allreduce_grad_async"),
@@ -256,22 +258,53 @@ class Door(Entrance):
 
     @override
     def _reduce_densely(self, entry: Entry, gradient: Tensor) -> None:
-        """Let Horovod reduce a gradient: contiguous, and not bfloat16, which it does not take."""
+        """Let Horovod reduce a gradient: now, or where it is small, together with others."""
+        if gradient.numel() < FUSED_NUMEL:
+            self._small.append((entry, gradient))
+            entry.reduced = self._forgotten
+        else:
+            self._give_to_horovod([(entry, gradient)])
+
+    def _begin_small(self) -> None:
+        """One allreduce for all small gradients of a type.
+
+        Horovod's threads look at every name that they have seen, a thousand times a second, and on
+        a GPU without NCCL it copies every tensor to the host, and waits for that in the hook.
+        """
+        kinds: dict[torch.dtype, list[tuple[Entry, Tensor]]] = {}
+        for entry, gradient in sorted(self._small, key=lambda each: each[0].label):
+            kinds.setdefault(gradient.dtype, []).append((entry, gradient))
+        self._small.clear()
+        for parts in kinds.values():
+            self._give_to_horovod(parts)
+
+    def _give_to_horovod(self, parts: Sequence[tuple[Entry, Tensor]]) -> None:
+        """Begin to reduce gradients of one type: not bfloat16, which Horovod does not take."""
         import horovod.torch as hvd
 
-        assert entry.gradient is not None
-        dtype, flushed = entry.gradient.dtype, entry.name if entry.is_followed else None
-        tensor = gradient.float() if gradient.dtype == torch.bfloat16 else gradient
-        handle = self._allreduce(tensor.contiguous(), f"hvd_sparse.dense.{entry.label}")
+        first, gradient = parts[0]
+        whole = gradient.contiguous()
+        if len(parts) > 1:
+            whole = torch.cat([each.flatten() for _, each in parts])
+        whole = whole.float() if whole.dtype == torch.bfloat16 else whole
+        handle = self._allreduce(whole, f"hvd_sparse.dense.{first.label}")
         self._handles.append(handle)
+        finish = functools.cache(functools.partial(hvd.synchronize, handle))
+        values = whole.view(-1).split([each.numel() for _, each in parts])
+        for (entry, gradient), value in zip(parts, values, strict=True):
+            entry.reduced = functools.partial(self._finished, entry, gradient, value, finish)
 
-        def reduced() -> Tensor:
-            result: Tensor = hvd.synchronize(handle)
-            if flushed is not None:
-                self._engine.residuals.flushed(flushed)
-            return result.to(dtype)
+    def _finished(
+        self, entry: Entry, gradient: Tensor, value: Tensor, finish: Callable[[], Tensor]
+    ) -> Tensor:
+        """A gradient that Horovod has reduced."""
+        finish()
+        if entry.is_followed and entry.name is not None:
+            self._engine.residuals.flushed(entry.name)
+        return value.view(gradient.shape).to(gradient.dtype)
 
-        entry.reduced = reduced
+    def _forgotten(self) -> Tensor:
+        raise AssertionError("a small gradient was not given to Horovod")
 
     def _pass_on_sparse(self, entry: Entry, gradient: Tensor) -> None:
         embeddings, p = self._session.embeddings, entry.parameter
@@ -396,6 +429,7 @@ class Door(Entrance):
         if self._holds_back:
             self._meet()
         with self._first_cause():
+            self._begin_small()
             self._engine.plan()  # where there is none: all ranks are here
             if self._session.embeddings is not None:
                 self._session.embeddings.launch()
@@ -513,7 +547,7 @@ class Door(Entrance):
             and entry.parameter.grad is gradient
         ]
         if not self._is_changed_in_place():
-            changed += [e for e, bits in self._samples if self._has_other_bits(e, bits)]
+            changed += self._with_other_bits()
         if changed:
             error = UnsupportedError(
                 f"the gradient of {changed[0].label!r} was changed after backward(), as by "
@@ -523,12 +557,17 @@ class Door(Entrance):
             self._engine.fail(error)
             raise error
 
-    def _has_other_bits(self, entry: Entry, bits: Tensor) -> bool:
+    def _with_other_bits(self) -> list[Entry]:
         """A loss scaler changes gradients without a count."""
-        gradient = entry.gradient
-        if gradient is None or entry.parameter.grad is not gradient or entry.reduced is not None:
-            return False
-        return entry.parameter.requires_grad and not torch.equal(_sample(gradient), bits)
+        entries, flags = [], []
+        for entry, bits in self._samples:
+            gradient, p = entry.gradient, entry.parameter
+            if gradient is None or p.grad is not gradient or entry.reduced is not None:
+                continue
+            if p.requires_grad:
+                entries.append(entry)
+                flags.append((_sample(gradient) != bits).any())
+        return [entry for entry, flag in zip(entries, told(flags), strict=True) if flag]
 
     def _await_all(self) -> None:
         """Sleep until every exchange is done.
@@ -579,6 +618,7 @@ class Door(Entrance):
     def _open_nothing(self) -> None:
         super()._open_nothing()
         self._samples: list[tuple[Entry, Tensor]] = []
+        self._small: list[tuple[Entry, Tensor]] = []  # dense, for one allreduce
         self._handles: list[int] = []  # Horovod's, of dense gradients
         self._others: list[int] = []
         self._pulse, self._results = None, {}

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, any_of
+from hvd_sparse.adapter.binding import (
+    SAMPLED_ENTRIES,
+    SAMPLED_TENSORS,
+    Entry,
+    any_of,
+    any_of_each,
+    told,
+)
 from hvd_sparse.errors import ConfigError, UnsupportedError
 
 SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
@@ -158,7 +165,7 @@ class Fates:
             return set()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found = [p for p in parameters if id(p) in unknown and p.grad is not None]
-        flags = [any_of(p.grad) for p in found]  # all begin on a device before one is waited for
+        flags = told(any_of_each([p.grad for p in found]))
         kept = {id(p) for p, flag in zip(found, flags, strict=True) if flag}
         waiting = {id(p) for p in found if self._entries[id(p)].was_zero}
         if not kept and len(waiting) < len(found):
@@ -226,9 +233,11 @@ class Fates:
 
         Scripts that call `step` alone need no such look: it has decided by then.
         """
+        new = [e for e in self._given.values() if e.held is None and e.given is not None]
+        held = any_of_each([entry.given for entry in new if entry.given is not None])
+        for entry, flag in zip(new, held, strict=True):
+            entry.held = flag
         for key, entry in self._given.items():
-            if entry.held is None and entry.given is not None:
-                entry.held = any_of(entry.given)
             if not entry.is_watched and entry.parameter.requires_grad:
                 entry.is_watched = True
                 hook = entry.parameter.register_hook(weakly(self._look, key))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_sparse.adapter.binding import Entry, any_of
+from hvd_sparse.adapter.binding import Entry, any_of, any_of_each, told
 from hvd_sparse.adapter.fate import Fates, _is_zero
 from hvd_sparse.errors import ConfigError
+from tests.devices import on_every_device
 
 
 class Listened(torch.optim.SGD):
@@ -34,6 +35,21 @@ def test_one_element_is_seen_wherever_it_is(shape: tuple[int, ...], where: int |
         gradient.view(-1)[where] = 1e-30
     assert bool(any_of(gradient)) is (where is not None)
     assert bool(any_of(gradient.t() if gradient.dim() == 2 else gradient)) is (where is not None)
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_many_tensors_are_looked_at_together(dtype: torch.dtype, device: torch.device) -> None:
+    least = torch.finfo(dtype).smallest_normal / 8  # its square is 0
+    values = [0.0, -0.0, 1.0, least, float("nan"), float("inf")]
+    for sizes in ((3,), (0,), (40, 50)):
+        gradients = [torch.zeros(sizes, dtype=dtype, device=device) for _ in values]
+        for gradient, value in zip(gradients, values, strict=True):
+            gradient.view(-1)[-1:] = value
+        expected = [bool(sizes[0]) and value != 0.0 for value in values]
+        assert told(any_of_each(gradients)) == expected
+        mixed = [*gradients, torch.ones(2, device=device).to_sparse()]
+        assert told(any_of_each(mixed)) == [*expected, True]
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -14,7 +14,7 @@ import pytest
 from tools.gpu_lease.results import Results
 
 PLACES = ("ops", "cuda/test_merging.py", "selectors", "laws", "engine", "transports/test_nccl.py")
-WITH_HOROVOD = ("cuda/test_shared_device.py",)
+WITH_HOROVOD = ("cuda/test_shared_device.py", "adapter/test_fate.py")
 JOBS = 12
 
 
