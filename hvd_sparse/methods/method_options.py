@@ -30,7 +30,12 @@ from hvd_sparse.checks import (
 from hvd_sparse.collectives import AutomaticCollective, Collective, lossless_wire
 from hvd_sparse.collectives.registry import BY_NAME, CHOOSABLE, SELECTABLE
 from hvd_sparse.engine import Method
-from hvd_sparse.engine.bucketing import WARMUP_KINDS, Warmup
+from hvd_sparse.engine.bucketing import (
+    CPU_BUCKET_NUMEL,
+    CUDA_BUCKET_NUMEL,
+    WARMUP_KINDS,
+    Warmup,
+)
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MOMENTUM_KINDS, MemoryOptions
 from hvd_sparse.selectors import Selector
@@ -40,7 +45,6 @@ from hvd_sparse.wire import WIRES
 CollectiveFactory = Callable[..., Collective]
 """Makes one bucket's collective, from the transport, numel, k and `wire`."""
 
-BUCKET_NUMEL = 1 << 23
 LEAST_CUT_NUMEL = 1 << 24
 """Smaller tensors are never cut, however small buckets are: each part costs messages of its own,
 and selecting from so few elements takes no longer than these."""
@@ -131,11 +135,12 @@ class MethodOptions(ABC):
     steps_per_epoch: int | None = option(
         None, "Steps of an epoch; needed where epochs are given.", optional(count(1))
     )
-    bucket_numel: int = option(
-        BUCKET_NUMEL,
+    bucket_numel: int | None = option(
+        None,
         "Elements at which a bucket of tensors is closed; a tensor above that, and above "
-        f"{LEAST_CUT_NUMEL}, is cut by rows over buckets of its own.",
-        count(1),
+        f"{LEAST_CUT_NUMEL}, is cut by rows over buckets of its own. None: {CPU_BUCKET_NUMEL}, and "
+        f"{CUDA_BUCKET_NUMEL} on CUDA devices.",
+        optional(count(1)),
     )
     wire: str = option(
         AUTOMATIC,
@@ -191,7 +196,7 @@ class MethodOptions(ABC):
             warmup,
             self.summary(),
             tuple(options.items()),
-            max(self.bucket_numel, LEAST_CUT_NUMEL),
+            max(self.bucket_numel or 0, LEAST_CUT_NUMEL),
         )
 
     def _on_its_wire(self, transport: Transport, numel: int, k: int) -> Collective:

@@ -180,7 +180,8 @@ def _everything(tensors: Sequence[TimedTensor]) -> dict[str, Placement]:
     placements: dict[str, Placement] = {}
     for number, group in enumerate(_groups(tensors)):
         method, total = group[0].candidates[0], sum(tensor.spec.numel for tensor in group)
-        placements |= _split(group, total, method, -(-total // method.bucket_numel), str(number))
+        fewest = -(-total // method.bucket_numel_on())
+        placements |= _split(group, total, method, fewest, str(number))
     return placements
 
 
@@ -194,7 +195,7 @@ def _options(group: Sequence[TimedTensor], label: str) -> list[dict[str, Placeme
         compressed = [tensor for tensor in group if tensor.spec.name in names]
         total = sum(tensor.spec.numel for tensor in compressed)
         for method in compressed[0].candidates:
-            fewest = -(-total // method.bucket_numel)
+            fewest = -(-total // method.bucket_numel_on())
             for count in sorted({max(fewest, n) for n in BUCKET_COUNTS if n <= len(compressed)}):
                 options.append((total, _split(compressed, total, method, count, label)))
     return [placements for _, placements in sorted(options, key=lambda option: option[0])]

@@ -104,16 +104,26 @@ def test_a_named_bucket_is_one_vector() -> None:
 def test_large_tensors_are_cut_by_default() -> None:
     """As many equal parts as fit into buckets; short ones are no parts, however small buckets."""
 
-    def parts_of(numel: int, **options: Any) -> list[int]:
-        spec = TensorSpec("x", (numel,), "torch.float32")
+    def parts_of(numel: int, device: str = "cpu", **options: Any) -> list[int]:
+        spec, devices = TensorSpec("x", (numel,), "torch.float32"), {"x": torch.device(device)}
         chosen = METHODS["topk"](**options).make()
-        return [plan.specs[0].numel for plan in form_buckets([spec], chosen)]
+        return [plan.specs[0].numel for plan in form_buckets([spec], chosen, devices)]
 
     assert parts_of(1 << 23) == [1 << 23]
     assert parts_of(14_700_000) == [14_700_000]
     assert parts_of(20_000_000) == [10_000_000, 10_000_000]
     assert parts_of(1 << 24, bucket_numel=1) == [1 << 24]
     assert parts_of(1 << 25, bucket_numel=1) == [1 << 24, 1 << 24]
+    assert parts_of(1 << 25, "cuda:1") == [1 << 25]
+    assert parts_of(1 << 26, "cuda:1") == [1 << 25, 1 << 25]
+    assert parts_of(1 << 25, "cuda:1", bucket_numel=1 << 23) == [1 << 24, 1 << 24]
+
+
+def test_buckets_are_larger_on_a_device() -> None:
+    specs = [TensorSpec(str(i), (1 << 22,), "torch.float32") for i in range(16)]
+    for device, count in (("cpu", 8), ("cuda:0", 2)):
+        devices = {spec.name: torch.device(device) for spec in specs}
+        assert len(form_buckets(specs, METHODS["topk"]().make(), devices)) == count
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
