@@ -261,7 +261,7 @@ class Door(Entrance):
         """Let Horovod reduce a gradient: now, or where it is small, together with others."""
         if gradient.numel() < FUSED_NUMEL:
             self._small.append((entry, gradient))
-            entry.reduced = self._forgotten
+            entry.reduced = lambda: gradient  # not before it is one of several
         else:
             self._give_to_horovod([(entry, gradient)])
 
@@ -282,29 +282,22 @@ class Door(Entrance):
         """Begin to reduce gradients of one type: not bfloat16, which Horovod does not take."""
         import horovod.torch as hvd
 
-        first, gradient = parts[0]
-        whole = gradient.contiguous()
-        if len(parts) > 1:
-            whole = torch.cat([each.flatten() for _, each in parts])
+        flat = [gradient.contiguous().view(-1) for _, gradient in parts]
+        whole = torch.cat(flat) if len(flat) > 1 else flat[0]
         whole = whole.float() if whole.dtype == torch.bfloat16 else whole
-        handle = self._allreduce(whole, f"hvd_sparse.dense.{first.label}")
+        handle = self._allreduce(whole, f"hvd_sparse.dense.{parts[0][0].label}")
         self._handles.append(handle)
         finish = functools.cache(functools.partial(hvd.synchronize, handle))
-        values = whole.view(-1).split([each.numel() for _, each in parts])
-        for (entry, gradient), value in zip(parts, values, strict=True):
-            entry.reduced = functools.partial(self._finished, entry, gradient, value, finish)
 
-    def _finished(
-        self, entry: Entry, gradient: Tensor, value: Tensor, finish: Callable[[], Tensor]
-    ) -> Tensor:
-        """A gradient that Horovod has reduced."""
-        finish()
-        if entry.is_followed and entry.name is not None:
-            self._engine.residuals.flushed(entry.name)
-        return value.view(gradient.shape).to(gradient.dtype)
+        def reduced(entry: Entry, gradient: Tensor, value: Tensor) -> Tensor:
+            finish()
+            if entry.is_followed and entry.name is not None:
+                self._engine.residuals.flushed(entry.name)
+            return value.view(gradient.shape).to(gradient.dtype)
 
-    def _forgotten(self) -> Tensor:
-        raise AssertionError("a small gradient was not given to Horovod")
+        values = whole.split([each.numel() for each in flat])
+        for part, value in zip(parts, values, strict=True):
+            part[0].reduced = functools.partial(reduced, *part, value)
 
     def _pass_on_sparse(self, entry: Entry, gradient: Tensor) -> None:
         embeddings, p = self._session.embeddings, entry.parameter

@@ -62,7 +62,7 @@ def test_the_times_to_a_loss_are_results() -> None:
 
 def test_its_size_and_what_it_admits() -> None:
     assert len(README.splitlines()) <= 100
-    for words in ("one machine with two cores", "emulated network hosts", "on a CPU only"):
+    for words in ("one machine with two cores", "emulated network hosts", "No cluster"):
         assert words in README
 
 

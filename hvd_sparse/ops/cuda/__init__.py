@@ -5,9 +5,9 @@ memory comes from torch's allocator. An operation that returns a stream or a num
 size; the others wait for nothing. The engine calls operations on a background thread and on a
 stream of the bucket's own, so that neither backward nor the training thread waits.
 
-* Output in order is compacted in one pass, by decoupled look-back over tiles of 4096 elements
-  (csrc/cuda/compact.cuh). Room for the output is guessed. What does not fit stays where it was,
-  from some tile on, and a second launch takes it.
+* A selection's tiles of 4096 elements claim room for what they find, and a second kernel brings the
+  claims into order (csrc/cuda/compact.cuh). Room is guessed. What finds none stays where it was,
+  and the same launch again takes it.
 * Exact top-k takes what passes a pivot (given or sampled), finds the k-th key among that by radix
   descent, and puts the rest back. The host looks once, at the end.
 * Sums of streams are taken stream by stream, without atomics: the same bits on every rank.
