@@ -266,14 +266,14 @@ class Door(Entrance):
             self._give_to_horovod([(entry, gradient)])
 
     def _begin_small(self) -> None:
-        """One allreduce for all small gradients of a type.
+        """One allreduce for all small gradients of a type and a device.
 
         Horovod's threads look at every name that they have seen, a thousand times a second, and on
         a GPU without NCCL it copies every tensor to the host, and waits for that in the hook.
         """
-        kinds: dict[torch.dtype, list[tuple[Entry, Tensor]]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Entry, Tensor]]] = {}
         for entry, gradient in sorted(self._small, key=lambda each: each[0].label):
-            kinds.setdefault(gradient.dtype, []).append((entry, gradient))
+            kinds.setdefault((gradient.dtype, gradient.device), []).append((entry, gradient))
         self._small.clear()
         for parts in kinds.values():
             self._give_to_horovod(parts)
