@@ -517,9 +517,9 @@ class SparseCompressor:
 
         def handing(after: Assignment) -> Handover:
             there = alive()
-            if there is None or there.optimizer is None:
-                return Handover(None, engine, after, (), 0)
-            return Handover(there.optimizer, engine, after, sparse, below, there.scale())
+            if there is None:
+                return Handover((), engine, after, (), 0)
+            return Handover(there.optimizers, engine, after, sparse, below, there.scale())
 
         engine.exponents_of, self._session.handing = exponents_of, handing
         dense = self._left_dense()

@@ -202,7 +202,12 @@ class DdpDoor(Entrance):
     @override
     def optimizer(self) -> Any:
         """The first that has stepped; None before, and once it is gone."""
-        return next((o for each in self._optimizers if (o := each()) is not None), None)
+        return next(iter(self.optimizers), None)
+
+    @property
+    @override
+    def optimizers(self) -> list[Any]:
+        return [o for each in self._optimizers if (o := each()) is not None]
 
     @property
     @override

@@ -266,10 +266,10 @@ class Door(Entrance):
             self._give_to_horovod([(entry, gradient)])
 
     def _begin_small(self) -> None:
-        """One allreduce for all small gradients of a type and a device.
+        """One allreduce for all of a type and a device.
 
-        Horovod's threads look at every name that they have seen, a thousand times a second, and on
-        a GPU without NCCL it copies every tensor to the host, and waits for that in the hook.
+        Horovod's threads look at every name that they know, and on a GPU without NCCL it copies
+        each tensor to the host inside the hook.
         """
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Entry, Tensor]]] = {}
         for entry, gradient in sorted(self._small, key=lambda each: each[0].label):

@@ -65,6 +65,11 @@ class Entrance:
         raise NotImplementedError
 
     @property
+    def optimizers(self) -> list[Any]:
+        """The same, where there may be several."""
+        return [] if self.optimizer is None else [self.optimizer]
+
+    @property
     def group(self) -> Any:
         """The process set or process group of the ranks."""
         raise NotImplementedError

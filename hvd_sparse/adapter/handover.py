@@ -29,7 +29,7 @@ class Handover:
     """What is to change sides, seen before the engine gets another assignment.
 
     Args:
-        optimizer: Has the momentum of tensors that the compression has none of; None: it is gone.
+        optimizers: Have the momentum of tensors that the compression has none of.
         engine: Has that of the others.
         after: The engine's assignment to be.
         named: Parameters of types that the engine can reduce.
@@ -39,20 +39,23 @@ class Handover:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizers: Sequence[Any],
         engine: Engine,
         after: Assignment,
         named: Sequence[tuple[str, Parameter]],
         dense_below: int,
         scale: float = 1.0,
     ) -> None:
-        self._optimizer, self._engine, self._scale = optimizer, engine, scale
+        self._engine, self._scale = engine, scale
+        correcting = [o for o in optimizers if isinstance(o, MomentumCorrectedSGD)]
+        groups = [(o, group) for o in correcting for group in o.param_groups]
+        self._state_by_id = {id(p): o.state for o, group in groups for p in group["params"]}
         self._out: list[tuple[str, Parameter]] = []
         self._in: list[tuple[str, Parameter]] = []
-        if not isinstance(optimizer, MomentumCorrectedSGD):
-            return
         before = engine.assignment
         for name, parameter in named:
+            if id(parameter) not in self._state_by_id:
+                continue
             methods = (method_of(a, name, parameter, dense_below) for a in (before, after))
             had, has = (method is not None and method.memory.momentum > 0 for method in methods)
             if had != has:
@@ -66,7 +69,10 @@ class Handover:
     def give_up(self) -> None:
         """Momenta begin anew: nobody is there to hand them over with."""
         for _, parameter in self._in:
-            self._optimizer.state[parameter].pop(BUFFER, None)
+            self._state_of(parameter).pop(BUFFER, None)
+
+    def _state_of(self, parameter: Parameter) -> Any:
+        return self._state_by_id[id(parameter)][parameter]
 
     def carry_out(self, unit: float, world_size: int) -> None:
         """Move momenta; all ranks call this, once they have agreed on the new assignment.
@@ -82,11 +88,11 @@ class Handover:
         for (_, parameter), total in zip(
             self._out, self._engine.take_momentum(shapes), strict=True
         ):
-            state = self._optimizer.state[parameter]
+            state = self._state_of(parameter)
             handed = (total * scale).to(parameter)
             state[BUFFER] = handed + state[BUFFER] if BUFFER in state else handed
         for name, parameter in self._in:
-            buffer: Tensor | None = self._optimizer.state[parameter].pop(BUFFER, None)
+            buffer: Tensor | None = self._state_of(parameter).pop(BUFFER, None)
             if buffer is not None:
                 share = buffer.detach().to(torch.float32) / (scale * world_size)
                 self._engine.give_momentum(spec_of(name, parameter), share)

@@ -134,7 +134,7 @@ class Session(Leaving):
         self.planning: Planning | None = None
         self.arrivals: list[str] = []
         self.handing: Callable[[Assignment], Handover] = lambda after: Handover(
-            None, engine, after, (), 0
+            (), engine, after, (), 0
         )
         self._engine = engine
         self._timeout_s, self._carrier = timeout_s, (transport, timeout_s, busy_timeout_s)

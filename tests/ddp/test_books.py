@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import hvd_sparse
+from hvd_sparse.engine import Choice, TensorSpec
 from tests.ddp.training import NEVER, SHAPES, Books
 from tests.ranks import Ranks, World, with_ranks
 
@@ -99,6 +103,47 @@ def reassign_in_training() -> None:
 @with_ranks(World(2, "torchrun"))
 def test_another_plan_finds_gradients_in_place(ranks: Ranks) -> None:
     ranks.run(reassign_in_training)
+
+
+class AllDense:
+    """An assignment that leaves everything to DDP."""
+
+    description = "all dense"
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        return Choice(None)
+
+
+def hand_momenta_to_two_optimizers() -> None:
+    """Each gets those of its own parameters, as one optimizer of all would."""
+    ends = []
+    for apart in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40))
+        model = DistributedDataParallel(module)
+        compression = hvd_sparse.Compression.dgc(density=0.05, momentum=0.9, clip_norm=None)
+        hvd_sparse.ddp.register(model, compression)
+        groups = [list(m.parameters()) for m in module] if apart else [list(module.parameters())]
+        optimizers = [hvd_sparse.MomentumCorrectedSGD(g, lr=0.05, momentum=0.9) for g in groups]
+        generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+        for step in range(2 * STEPS):
+            if step == STEPS:
+                compression.reassign(AllDense())
+            model.zero_grad()
+            model(torch.randn(8, 40, generator=generator)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for group, optimizer in zip(groups, optimizers, strict=True):
+            assert {id(p) for p in optimizer.state} <= {id(p) for p in group}
+            optimizer.state_dict()
+        ends.append(nn.utils.parameters_to_vector(module.parameters()).detach())
+        compression.close()
+    assert torch.equal(*ends)
+
+
+@with_ranks(World(2, "torchrun"))
+def test_each_optimizer_gets_its_own_momenta(ranks: Ranks) -> None:
+    ranks.run(hand_momenta_to_two_optimizers)
 
 
 def keep_transposed_book() -> None:
