@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import Entry, Parameters
-from hvd_sparse.adapter.entrance import LOOK_S, Entrance, is_part, is_shared
+from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_shared
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
@@ -221,7 +221,7 @@ class DdpDoor(Entrance):
 
     @override
     def exponents_of(self, parameter: Parameter) -> Tensor | None:
-        states = (getattr(each(), "state", {}).get(parameter, {}) for each in self._optimizers)
+        states = (optimizer.state.get(parameter, {}) for optimizer in self.optimizers)
         return next((state["exponent"] for state in states if "exponent" in state), None)
 
     # -- in ----------------------------------------------------------------------------------------
@@ -355,15 +355,11 @@ class DdpDoor(Entrance):
     def _begin_dense(self) -> list[Dense]:
         """Begin to reduce what is dense: one tensor for each type, and each sparse tensor."""
         dense, self._dense = self._dense, []
-        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Entry, Tensor]]] = {}
-        whole: list[tuple[Tensor, list[tuple[Entry, Tensor]]]] = []
-        for entry, gradient in dense:
-            if gradient.is_sparse:
-                whole.append((gradient, []))
-                continue
-            sent = gradient.float() if gradient.itemsize == 2 else gradient  # a sum is larger
-            kinds.setdefault((sent.dtype, sent.device), []).append((entry, sent))
-        whole += [(torch.cat([g.flatten() for _, g in each]), each) for each in kinds.values()]
+        whole: list[tuple[Tensor, list[tuple[Entry, Tensor]]]]
+        whole = [(gradient, []) for _, gradient in dense if gradient.is_sparse]
+        flat = [(entry, gradient) for entry, gradient in dense if not gradient.is_sparse]
+        sent = [(entry, g.float() if g.itemsize == 2 else g) for entry, g in flat]  # for the sum
+        whole += [(torch.cat([g.flatten() for _, g in each]), each) for each in by_kind(sent)]
         return [
             Dense(dist.all_reduce(tensor, group=self._group, async_op=True), tensor, parts)
             for tensor, parts in whole

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, Parameters, told
-from hvd_sparse.adapter.entrance import LOOK_S, Entrance, is_part, is_shared
+from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_shared
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session
@@ -261,7 +261,7 @@ class Door(Entrance):
         """Let Horovod reduce a gradient: now, or where it is small, together with others."""
         if gradient.numel() < FUSED_NUMEL:
             self._small.append((entry, gradient))
-            entry.reduced = lambda: gradient  # not before it is one of several
+            entry.reduced = lambda: gradient  # it is Horovod's; `_begin_small` says how it ends
         else:
             self._give_to_horovod([(entry, gradient)])
 
@@ -271,18 +271,16 @@ class Door(Entrance):
         Horovod's threads look at every name that they know, and on a GPU without NCCL it copies
         each tensor to the host inside the hook.
         """
-        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Entry, Tensor]]] = {}
-        for entry, gradient in sorted(self._small, key=lambda each: each[0].label):
-            kinds.setdefault((gradient.dtype, gradient.device), []).append((entry, gradient))
-        self._small.clear()
-        for parts in kinds.values():
+        for parts in by_kind(sorted(self._small, key=lambda each: each[0].label)):
             self._give_to_horovod(parts)
+        self._small.clear()
 
     def _give_to_horovod(self, parts: Sequence[tuple[Entry, Tensor]]) -> None:
         """Begin to reduce gradients of one type: not bfloat16, which Horovod does not take."""
         import horovod.torch as hvd
 
-        flat = [gradient.contiguous().view(-1) for _, gradient in parts]
+        # By `.data`, with a count of changes of its own: on a GPU without NCCL, Horovod counts.
+        flat = [gradient.data.contiguous().view(-1) for _, gradient in parts]
         whole = torch.cat(flat) if len(flat) > 1 else flat[0]
         whole = whole.float() if whole.dtype == torch.bfloat16 else whole
         handle = self._allreduce(whole, f"hvd_sparse.dense.{parts[0][0].label}")
@@ -405,7 +403,9 @@ class Door(Entrance):
                 "backward() and step()"
             )
         if not result.is_sparse and not gradient.is_sparse:
-            if is_shared(gradient, 1 + entry.has_alias):  # others find the result there, too
+            if result.data_ptr() == gradient.data_ptr():
+                pass  # it was reduced in place
+            elif is_shared(gradient, 1 + entry.has_alias):  # others find the result there, too
                 gradient.copy_(result)
             else:
                 gradient.set_(result)  # type: ignore[call-overload]
@@ -533,8 +533,7 @@ class Door(Entrance):
         changed = [
             entry
             for entry in self._handed
-            if entry.reduced is None  # Horovod changes its own in place, and may count it
-            and (gradient := entry.gradient) is not None
+            if (gradient := entry.gradient) is not None
             and gradient._version != entry.version
             and not is_part(gradient)  # parts count the changes of each other, too
             and entry.parameter.grad is gradient
@@ -551,7 +550,7 @@ class Door(Entrance):
             raise error
 
     def _with_other_bits(self) -> list[Entry]:
-        """A loss scaler changes gradients without a count."""
+        """A loss scaler changes gradients without a count; Horovod reduces its own in place."""
         entries, flags = [], []
         for entry, bits in self._samples:
             gradient, p = entry.gradient, entry.parameter

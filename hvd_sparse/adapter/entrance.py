@@ -279,6 +279,14 @@ def is_large(tensor: Tensor, engine: Engine, dense_below: int) -> bool:
     return tensor.dtype in SPARSE_DTYPES and tensor.numel() >= least
 
 
+def by_kind(parts: Iterable[tuple[Entry, Tensor]]) -> list[list[tuple[Entry, Tensor]]]:
+    """Dense gradients by their type and device: what one allreduce can take."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Entry, Tensor]]] = {}
+    for entry, gradient in parts:
+        kinds.setdefault((gradient.dtype, gradient.device), []).append((entry, gradient))
+    return list(kinds.values())
+
+
 def is_shared(gradient: Tensor, ours: int) -> bool:
     """Whether others than `ours` have a gradient's memory, too."""
     storage = gradient.untyped_storage()

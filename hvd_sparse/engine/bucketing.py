@@ -263,9 +263,11 @@ def form_buckets(
         device, part_numel = devices.get(spec.name), choice.method.part_numel
         most = choice.method.bucket_numel_on(device)
         key = (spec.dtype, device, choice.method.id, choice.bucket)
-        if part_numel is not None and not choice.bucket and spec.numel > max(part_numel, most):
+        if part_numel is not None and choice.method.bucket_numel is None:
+            part_numel = max(part_numel, most)
+        if part_numel is not None and not choice.bucket and spec.numel > part_numel:
             open_groups.pop(key, None)
-            parts = spec.cut(max(part_numel, most))
+            parts = spec.cut(part_numel)
             groups += [[part] for part in parts]
             methods += [choice.method] * len(parts)
             continue

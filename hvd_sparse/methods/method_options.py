@@ -30,12 +30,7 @@ from hvd_sparse.checks import (
 from hvd_sparse.collectives import AutomaticCollective, Collective, lossless_wire
 from hvd_sparse.collectives.registry import BY_NAME, CHOOSABLE, SELECTABLE
 from hvd_sparse.engine import Method
-from hvd_sparse.engine.bucketing import (
-    CPU_BUCKET_NUMEL,
-    CUDA_BUCKET_NUMEL,
-    WARMUP_KINDS,
-    Warmup,
-)
+from hvd_sparse.engine.bucketing import CPU_BUCKET_NUMEL, CUDA_BUCKET_NUMEL, WARMUP_KINDS, Warmup
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MOMENTUM_KINDS, MemoryOptions
 from hvd_sparse.selectors import Selector

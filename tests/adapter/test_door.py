@@ -503,6 +503,21 @@ def change_gradients_too_early() -> None:
             training.close()
 
 
+def change_a_dense_gradient_too_early() -> None:
+    """Of a tensor that Horovod reduces, alone."""
+    training = Training(DENSITY)
+    training.step(3)  # in the second all wait for the ranks' weights to be compared
+    hvd.barrier()
+    training.zero()
+    with pytest.raises((UnsupportedError, HorovodInternalError), match="was changed after"):  # noqa: PT012
+        training.backward()
+        dense = training.parameters[2].grad
+        assert dense is not None
+        dense.mul_(2.0)
+        training.optimizer.step()
+    training.close()
+
+
 def let_horovod_count_its_own_change() -> None:
     """On a GPU without NCCL it copies a dense gradient back from the host, as soon as it can."""
     allreduce = hvd.allreduce_async_
@@ -800,6 +815,7 @@ def test_a_compiled_step_means_the_same() -> None:
 FUNCTIONS = (
     change_momentum,
     change_gradients_too_early,
+    change_a_dense_gradient_too_early,
     let_horovod_count_its_own_change,
     lose_gradients,
     name_those_of_another_optimizer,

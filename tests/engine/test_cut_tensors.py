@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -114,6 +115,9 @@ def test_large_tensors_are_cut_by_default() -> None:
     assert parts_of(20_000_000) == [10_000_000, 10_000_000]
     assert parts_of(1 << 24, bucket_numel=1) == [1 << 24]
     assert parts_of(1 << 25, bucket_numel=1) == [1 << 24, 1 << 24]
+    apart = replace(METHODS["topk"](bucket_numel=600).make(), part_numel=300)
+    rows = TensorSpec("x", (3, 300), "torch.float32")
+    assert [plan.specs[0].numel for plan in form_buckets([rows], apart)] == [300] * 3
     assert parts_of(1 << 25, "cuda:1") == [1 << 25]
     assert parts_of(1 << 26, "cuda:1") == [1 << 25, 1 << 25]
     assert parts_of(1 << 25, "cuda:1", bucket_numel=1 << 23) == [1 << 24, 1 << 24]

@@ -41,15 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             archive.extractall(options.work, filter="data")
     through = {row["phase"] for row in read(options.work) if row["name"] == WHOLE and row["ok"]}
     calls = options.call or CALLS
-    due = [
-        phase
-        for phase in PHASES
-        if (
-            phase.name in options.phase
-            if options.phase
-            else phase.call in calls and phase.name not in through
-        )
-    ]
+    due = [phase for phase in PHASES if phase.call in calls and phase.name not in through]
+    if options.phase:
+        due = [phase for phase in PHASES if phase.name in options.phase]
     for call in dict.fromkeys(phase.call for phase in due):
         phases = [phase for phase in due if phase.call == call]
         for phase in phases:

@@ -1,10 +1,10 @@
-"""Variants of the hot kernels side by side: blocks at a time, looks back, where segments begin."""
+"""Variants of the hot kernels side by side: registers a thread has, and where segments begin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from tools.gpu_lease.results import Results
 from tools.kernels import HASH_SEED, EventLauncher, hold_device, medians_s
 
 NUMEL = 2**26
-BLOCKS_PER_PROCESSOR, LOOKS = (4, 5), (1, 2, 4, 8)
-"""Of the first at least; csrc/cuda compiles the kernels of accumulate.cu for 4 of both."""
+BLOCKS_PER_PROCESSOR = (2, 3, 4, 5)
+"""At least; csrc/cuda/common.cuh compiles the kernels of accumulate.cu for 4."""
 THRESHOLD = 4.65
 """One entry in a thousand reaches it."""
 SLOTS = NUMEL // 250
@@ -32,11 +32,13 @@ LAYOUTS: dict[str, list[int]] = {
 def run(results: Results) -> None:
     """Microseconds in kernels, a row for each variant."""
     device = torch.device("cuda", torch.cuda.current_device())
-    for blocks, looks in product(BLOCKS_PER_PROCESSOR, LOOKS):
-        options = (f"-DBLOCKS_PER_PROCESSOR={blocks}", f"-DLOOKS={looks}")
-        launcher, told = EventLauncher(CupyLauncher(device, options)), " ".join(options)
-        with results.guarded(told):
-            results.row(told, measured(launcher, [randn(NUMEL, device)]))
+    for blocks in BLOCKS_PER_PROCESSOR:
+        options = (f"-DBLOCKS_PER_PROCESSOR={blocks}",)
+        launcher = EventLauncher(CupyLauncher(device, options))
+        for dtype in (torch.float32, torch.bfloat16):
+            told = f"{blocks} blocks a processor, {str(dtype).removeprefix('torch.')}"
+            with results.guarded(told):
+                results.row(told, measured(launcher, [randn(NUMEL, device).to(dtype)]))
     launcher = EventLauncher(CupyLauncher(device))
     for name, cuts in LAYOUTS.items():
         for dtype in (torch.float32, torch.bfloat16):
