@@ -41,8 +41,8 @@ class RunOptions:
 
     transport: str = option(
         "auto",
-        '"auto", "gloo", "mpi", "nccl" or "horovod"; the environment variable HVD_SPARSE_TRANSPORT '
-        'takes the place of "auto".',
+        '"auto", "gloo", "mpi" or "nccl"; the environment variable HVD_SPARSE_TRANSPORT takes the '
+        'place of "auto".',
         choice(TRANSPORT_NAMES),
     )
     hierarchical: Hierarchical = option(

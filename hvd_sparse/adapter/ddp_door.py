@@ -58,7 +58,6 @@ class GroupBootstrap:
         ConfigError: There is no process group, this process is not in it, or it has no store.
     """
 
-    process_set: Any = None
     mpi_enabled = False
 
     def __init__(self, group: Any) -> None:

@@ -82,8 +82,6 @@ def agree_on_levels(
 
 def _possible(slots: Sequence[Slot], assignment: Assignment, transport: Transport) -> Grid:
     """The grid of the ranks; a ConfigError says why there can be no two levels."""
-    if not isinstance(transport, PointToPointTransport):
-        raise ConfigError(f"transport {transport.name!r} exchanges with all ranks at once only")
     if planner_of(assignment) is not None:
         raise ConfigError("compress: auto plans for one level")
     return grid_of(slots, transport.rank)

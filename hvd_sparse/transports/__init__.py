@@ -8,7 +8,6 @@ from one, and the collectives are made of it. All ranks make the same calls in t
 | `gloo` | gloo.py | a gloo group of its own: the default |
 | `mpi` | mpi.py | an MPI communicator of its own: the default where MPI starts the processes |
 | `nccl` | nccl.py | NCCL for large messages, gloo for small ones; each rank has its own device |
-| `horovod` | horovod.py | Horovod's own operations |
 | `local` | local.py | memory: ranks are threads of one process (`run_ranks`) |
 
 * Connecting (connect.py, meeting.py) goes over Horovod, and ends by `timeout_s`.

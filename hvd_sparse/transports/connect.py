@@ -28,7 +28,6 @@ from hvd_sparse.errors import (
     TransportTimeout,
 )
 from hvd_sparse.transports.gloo import CONNECTING_S, GlooTransport
-from hvd_sparse.transports.horovod import HorovodTransport
 from hvd_sparse.transports.horovod_handles import outcome_of, wait_for
 from hvd_sparse.transports.lines import Address, Line, connect_lines
 from hvd_sparse.transports.local import LocalWorld
@@ -48,7 +47,7 @@ from hvd_sparse.transports.supervised import SupervisedTransport
 from hvd_sparse.transports.transport import Transport
 from hvd_sparse.transports.watch import Watch
 
-TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl", "horovod")
+TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl")
 VARIABLE = "HVD_SPARSE_TRANSPORT"
 
 PROTOCOL = 2
@@ -115,15 +114,13 @@ def create_transport(
 class Bootstrap(Protocol):
     """The ranks of a world before they have a transport: `size` of them, of which this is `rank`.
 
-    `ranks` has MPI's rank of each. `mpi_enabled`: MPI started the processes. `process_set`:
-    Horovod's, or None.
+    `ranks` has MPI's rank of each. `mpi_enabled`: MPI started the processes.
     """
 
     rank: int
     size: int
     ranks: list[int]
     mpi_enabled: bool
-    process_set: Any
 
     def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
         """Every rank's object, by rank; collective.
@@ -254,8 +251,6 @@ def describe_capability(
     mpi_problem: str | None = "the processes were not started by MPI (horovodrun --mpi)"
     if world.mpi_enabled:
         mpi_problem = problem_with_mpi(world.ranks[world.rank])
-    if requested == "horovod" and world.process_set is None:
-        raise ConfigError(f"{source} 'horovod' is for optimizers of Horovod's")
     nccl_problem: str | None = "it was not asked for"
     if requested == "nccl":
         nccl_problem = problem_with_nccl()
@@ -422,9 +417,6 @@ def _connect(
     if chosen == "mpi":
         return MpiTransport(world.ranks, timeout_s=timeout_s)
     place = world.rank, world.size
-    if chosen == "horovod":
-        process_set, label = world.process_set, token[:8]
-        return HorovodTransport(*place, process_set=process_set, timeout_s=timeout_s, label=label)
     first, host = hosts[0], hosts[world.rank]
     assert first is not None
     assert host is not None

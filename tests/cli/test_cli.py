@@ -84,8 +84,8 @@ def test_check_tells_what_is_here(monkeypatch: Any, capsys: Any) -> None:
 
 
 def test_check_names_what_the_environment_decides(monkeypatch: Any, capsys: Any) -> None:
-    _, found = checked(monkeypatch, capsys, HVD_SPARSE_TRANSPORT="horovod")
-    assert found["transport auto"]["detail"] == "horovod, because HVD_SPARSE_TRANSPORT says so"
+    _, found = checked(monkeypatch, capsys, HVD_SPARSE_TRANSPORT="gloo")
+    assert found["transport auto"]["detail"] == "gloo, because HVD_SPARSE_TRANSPORT says so"
     status, found = checked(
         monkeypatch, capsys, HVD_SPARSE_TRANSPORT="pigeon", HOROVOD_CACHE_CAPACITY="0"
     )

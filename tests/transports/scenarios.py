@@ -271,14 +271,13 @@ def spent(t: Transport, action: Callable[[], object]) -> Traffic:
 def traffic_is_exact(t: Transport) -> None:
     P = t.world_size
     dst, src = ring(t, 1)
-    horovod = t.name == "horovod"
-    header = 0 if horovod else HEADER_BYTES
+    header = HEADER_BYTES
     alone = P == 1
     # (payload bytes, messages): the second message is for what outgrew the capacity.
     for nbytes, messages in ((10, 1), (10_000, 2), (10_000, 1), (12_000, 1), (16, 1), (5_000, 2)):
         payload = (torch.zeros(nbytes, dtype=torch.uint8),)
         counted = spent(t, lambda p=payload: t.exchange(p, dst, src, channel="counted").wait())
-        count = 0 if alone else (1 if horovod else messages)
+        count = 0 if alone else messages
         total = 0 if alone else nbytes + header
         assert counted == Traffic(count, total, count, total)
     payloads = [(torch.zeros(100, dtype=torch.uint8),)] * P
@@ -288,9 +287,9 @@ def traffic_is_exact(t: Transport) -> None:
 
     counted = spent(t, lambda: t.allgather(payloads[0], channel="counted 3"))
     block = 8 + 104  # its place in the table of sizes, and 100 padded to a multiple of 8
-    if horovod or P <= 4:
+    if P <= 4:
         block = 100  # sent directly
-    rounds = math.ceil(math.log2(P)) if not horovod and P > 4 else P - 1
+    rounds = math.ceil(math.log2(P)) if P > 4 else P - 1
     total = (P - 1) * block + rounds * header
     assert counted == Traffic(rounds, total, rounds, total)
 

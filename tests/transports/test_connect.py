@@ -92,7 +92,6 @@ def on_devices(*devices: str, requested: str = "auto") -> list[Capability]:
         ([capability("gloo")] * 2, "gloo"),
         ([capability("gloo")], "gloo"),
         ([capability("mpi")] * 2, "mpi"),
-        ([capability("horovod", NO_MPI)] * 2, "horovod"),
         (on_devices("a", "b"), "mpi"),
         (on_devices("a", "b", requested="nccl"), "nccl"),
         (on_devices("a", requested="nccl"), "nccl"),
@@ -109,7 +108,7 @@ def test_decisions(every: list[Capability], expected: str) -> None:
     ("every", "reason"),
     [
         ([capability("mpi"), capability("mpi", NO_MPI)], "impossible: on rank 1, mpi4py cannot"),
-        ([capability("MPI")], r"transport must be one of auto, gloo, mpi, nccl, horovod: 'MPI'"),
+        ([capability("MPI")], r"transport must be one of auto, gloo, mpi, nccl: 'MPI'"),
         (
             [capability("ucc", source="HVD_SPARSE_TRANSPORT")] * 2,
             "HVD_SPARSE_TRANSPORT must be one of",

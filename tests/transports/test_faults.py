@@ -80,9 +80,6 @@ def first_cause(make: Make) -> None:
 def different_calls(make: Make) -> None:
     """Rank 1 expects other sizes than it gets, as after `reassign` on it alone."""
     transport = make()
-    if transport.name == "horovod":  # Horovod tells the sizes of what arrives
-        transport.close()
-        return
     content = (torch.zeros(100_000, dtype=torch.uint8),)
     transport.context = Context("layer", 3)
     transport.allgather(content, channel="c")
@@ -212,7 +209,6 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.launches, pytest.mark.slow]
     [
         ("gloo", "gloo"),
         pytest.param("mpi", "mpi", marks=rest),
-        pytest.param("horovod", "gloo", marks=rest),
     ],
 )
 def test_faults(name: str, controller: Controller) -> None:

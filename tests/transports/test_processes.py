@@ -223,31 +223,14 @@ def report(text: str) -> None:
 pytestmark = pytest.mark.timeout(240)
 
 WORLDS = [1, 2, 3, 4, 7]
-LAUNCHED = [
-    *(("gloo", "gloo"), ("mpi", "mpi"), ("horovod", "gloo")),
-    *(pytest.param(name, "mpi", marks=rest) for name in ("gloo", "horovod")),
-]
+LAUNCHED = [("gloo", "gloo"), ("mpi", "mpi"), pytest.param("gloo", "mpi", marks=rest)]
 """Transports and Horovod's controllers."""
-UNDER_GLOO = pytest.mark.parametrize("name", ["gloo", "horovod"])
-UNDER_MPI = pytest.mark.parametrize(
-    "name", ["mpi", *(pytest.param(name, marks=rest) for name in ("gloo", "horovod"))]
-)
+UNDER_MPI = pytest.mark.parametrize("name", ["mpi", pytest.param("gloo", marks=rest)])
 
 
 @with_ranks(*(World(P) for P in WORLDS))
 def test_conformance(ranks: Ranks) -> None:
     ranks.run(conformance, "gloo", timeout=200.0)
-
-
-@with_ranks(*(World(P) for P in WORLDS[:-2]))
-def test_conformance_of_horovods(ranks: Ranks) -> None:
-    ranks.run(conformance, "horovod", timeout=200.0)
-
-
-@rest
-@with_ranks(*(World(P) for P in WORLDS[-2:]))
-def test_conformance_of_horovods_on_many_ranks(ranks: Ranks) -> None:
-    ranks.run(conformance, "horovod", timeout=200.0)
 
 
 @with_ranks(*(World(P, "mpi") for P in WORLDS[:-1]))
@@ -263,9 +246,8 @@ def test_conformance_of_mpi_on_many_ranks(ranks: Ranks) -> None:
 
 
 @with_ranks(World(5, env=DYNAMIC_SETS))
-@UNDER_GLOO
-def test_process_sets(ranks: Ranks, name: str) -> None:
-    ranks.run(process_sets, name)
+def test_process_sets(ranks: Ranks) -> None:
+    ranks.run(process_sets, "gloo")
 
 
 @with_ranks(World(5, "mpi", env=DYNAMIC_SETS))
@@ -279,7 +261,7 @@ def test_process_sets_under_mpi(ranks: Ranks, name: str) -> None:
     ("name", "reason"),
     [
         ("mpi", r"'mpi' is impossible: on rank 0, the processes were not started by MPI"),
-        ("ucc", r"must be one of auto, gloo, mpi, nccl, horovod: 'ucc'"),
+        ("ucc", r"must be one of auto, gloo, mpi, nccl: 'ucc'"),
     ],
 )
 def test_impossible_choices_are_refused(ranks: Ranks, name: str, reason: str) -> None:
@@ -294,10 +276,9 @@ def test_threads_are_refused_among_processes(ranks: Ranks) -> None:
 
 
 @with_ranks(World(2))
-@pytest.mark.parametrize(("variable", "expected"), [("", "gloo"), ("horovod", "horovod")])
-def test_the_choice(ranks: Ranks, variable: str, expected: str) -> None:
-    for rank in ranks.run(chosen, "auto", env={"HVD_SPARSE_TRANSPORT": variable}):
-        assert f"chose {expected} " in rank.output
+def test_the_choice(ranks: Ranks) -> None:
+    for rank in ranks.run(chosen, "auto"):
+        assert "chose gloo " in rank.output
 
 
 @with_ranks(World(2, "mpi"))
