@@ -7,6 +7,7 @@ tensors are averaged densely, as Horovod would. At the end all replicas must hav
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import dataclass, field
 from threading import Barrier
 from typing import Any
@@ -20,6 +21,7 @@ from hvd_sparse import MomentumCorrectedSGD, SparseAdamW
 from hvd_sparse.compression import RunOptions
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.hosts import Grid, Hosts
+from hvd_sparse.optim import REDUCED_BY
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
 
@@ -104,8 +106,8 @@ class Averaging:
         return self.is_preconditioned and self.is_sparse(parameter)
 
     def serve(self, optimizer: Any) -> None:
-        """Be an optimizer's compression, as Horovod's optimizer has one."""
-        vars(optimizer)["_compression"] = self
+        """Be the compression of what an optimizer has."""
+        REDUCED_BY.update((p, weakref.ref(self)) for _, p in self.named)
         if self.engine is not None and self.is_preconditioned:
             named = dict(self.named)
             self.engine.exponents_of = lambda name: optimizer.state[named[name]].get("exponent")

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_sparse.errors import UnsupportedError
+
+REDUCED_BY: Any = WeakTensorKeyDictionary()
+"""For each parameter a weak reference to what reduces its gradients, and knows how."""
+
+
+def reducer_of(parameter: Parameter) -> Any:
+    """What reduces a parameter's gradients sparsely; None where nothing does."""
+    return REDUCED_BY.get(parameter, lambda: None)()
 
 
 class MomentumCorrectedSGD(torch.optim.Optimizer):
@@ -51,12 +60,14 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         """Update the parameters once; `closure` evaluates the model again, for the loss."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        compression = getattr(self, "_compression", None)  # Horovod's optimizer has one
-        corrects = getattr(compression, "corrects_momentum", lambda parameter: False)
         for group in self.param_groups:
+            if group["dampening"] or group.get("maximize"):  # of a state of torch's
+                raise UnsupportedError("MomentumCorrectedSGD has neither dampening nor maximize")
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.requires_grad:
-                    self._update(parameter, group, corrects(parameter))
+                    reducer = reducer_of(parameter)
+                    corrected = reducer is not None and reducer.corrects_momentum(parameter)
+                    self._update(parameter, group, corrected)
         return loss
 
     def _update(self, parameter: Parameter, group: dict[str, Any], corrected: bool) -> None:
@@ -123,12 +134,11 @@ class SparseAdamW(torch.optim.AdamW):
         """Update the parameters once; `closure` evaluates the model again, for the loss."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        compression = getattr(self, "_compression", None)  # Horovod's optimizer has one
-        is_selected = getattr(compression, "preconditions", lambda parameter: False)
         for group in self.param_groups:
             parts: dict[bool, list[Parameter]] = {False: [], True: []}
             for p in (p for p in group["params"] if p.grad is not None and p.requires_grad):
-                parts[is_selected(p)].append(p)
+                reducer = reducer_of(p)
+                parts[reducer is not None and reducer.preconditions(p)].append(p)
             beta1, beta2 = group["betas"]
             has_new = any(p not in self.state for p in parts[True])
             self._update(group, parts[False], beta1, beta2)

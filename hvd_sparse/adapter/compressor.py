@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -20,15 +21,16 @@ from hvd_sparse.adapter.door import Door
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover, left_dense, refuse_momenta
 from hvd_sparse.adapter.levels import Hierarchical
-from hvd_sparse.adapter.refusals import ClippedMomenta, refuse_operation
+from hvd_sparse.adapter.refusals import refuse_operation
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.checks import check_above, check_choice
 from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, WithDense, with_dense
-from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
+from hvd_sparse.engine.checkpoint import Gather, load_checkpoint, save_checkpoint
 from hvd_sparse.errors import ConfigError, UnsupportedError, warn
 from hvd_sparse.functional.communicator import ALGORITHMS
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import planner_of
+from hvd_sparse.transports.connect import Bootstrap
 
 COPIED = ("method", "observer", "_run", "_dense_below")
 """The attributes of a copy, which begins without a residual."""
@@ -80,14 +82,13 @@ class SparseCompressor:
 
     def _warn_where_alone(self) -> None:
         """Horovod hands one worker's gradients to nobody."""
-        hvd: Any = sys.modules.get("horovod.torch")
         clips = isinstance(self._engine.assignment, WithDense)
-        if clips and hvd is not None and hvd.is_initialized() and hvd.size() == 1:
+        if clips and is_horovods() and sys.modules["horovod.torch"].size() == 1:
             warn("one worker alone exchanges nothing: clip_norm does not clip; use clip_grad_norm_")
 
     def _serve_elastic_states(self) -> None:
         """Once a script has imported Horovod: without it, there are none."""
-        if "horovod.torch.elastic" in sys.modules:
+        if sys.modules.get("horovod.torch.elastic") is not None:
             from hvd_sparse.adapter.elastic import register
 
             register(SparseCompressor)
@@ -212,14 +213,15 @@ class SparseCompressor:
 
         Args:
             path: A folder, which is made where there is none.
-            process_set: The optimizer's, where it has one; needed before the first step only.
+            process_set: The optimizer's, or the model's process group, where it has one; needed
+                before the first step only.
 
         Raises:
             CheckpointError: On every rank, where it could not be written on any.
         """
         self._settle("save_checkpoint()", between_steps=True)
         self._engine.check_between_steps("save_checkpoint()")
-        world, gather = self._session.gathering(self._process_set(process_set), "save_checkpoint()")
+        world, gather = self._gathering(process_set, "save_checkpoint()")
         save_checkpoint(path, self._state, world.rank, world.size, gather)
 
     def load_checkpoint(
@@ -243,7 +245,7 @@ class SparseCompressor:
         """
         self._settle("load_checkpoint()", between_steps=True)
         self._engine.check_between_steps("load_checkpoint()")
-        world, gather = self._session.gathering(self._process_set(process_set), "load_checkpoint()")
+        world, gather = self._gathering(process_set, "load_checkpoint()")
         loaded = load_checkpoint(path, world.rank, world.size, gather, missing, self._shapes())
         self._engine.load_state_dict(loaded.state, strict=False)
         if loaded.dropped:
@@ -288,9 +290,13 @@ class SparseCompressor:
         """The optimizer that this serves; None before the first step, and once it is gone."""
         return None if self._door is None else self._door.optimizer
 
-    def _process_set(self, given: Any) -> Any:
-        """That of the optimizer, or what is given before the first step; None: all ranks."""
-        return given if self._door is None or self._bound() is None else self._door.group
+    def _gathering(self, group: Any, call: str) -> tuple[Bootstrap, Gather]:
+        """The ranks of the optimizer or model, or of a given group before there is one."""
+        if self._door is not None and self._bound() is not None:
+            group = self._door.group
+        elif self._door is None and dist.is_initialized() and not is_horovods():
+            self._session.framework = Distributed(group)
+        return self._session.gathering(group, call)
 
     def reassign(self, method: Assignment) -> None:
         """Compress otherwise from the next step on, without losing a residual.
@@ -358,21 +364,6 @@ class SparseCompressor:
         known = [] if self._parameters is None else self._parameters.known_as(names)
         self._settle("forget()", between_steps=True)
         return self._engine.forget(known)
-
-    def corrects_momentum(self, parameter: Parameter) -> bool:
-        """Whether the last gradient of a parameter came out of momentum correction."""
-        named = self._parameters
-        return named is not None and self._engine.corrects_momentum(named.name_of(parameter))
-
-    def preconditions(self, parameter: Parameter) -> bool:
-        """Whether the last gradient of a parameter was selected in units of `SparseAdamW`."""
-        name = None if self._parameters is None else self._parameters.name_of(parameter)
-        method = None if name is None else self._engine.method_of(name)
-        return method is not None and method.memory.preconditioned
-
-    def has(self, parameter: Parameter) -> bool:
-        """Whether a parameter is one of `named_parameters`."""
-        return self._parameters is not None and parameter in self._parameters
 
     def applied(self) -> None:
         """Tell that this script has applied by hand what `optimizer.synchronize()` gave back.
@@ -458,7 +449,6 @@ class SparseCompressor:
         parameters = self._take_names(named, f"the optimizer's {len(named)} parameters")
         engine, session, below = self._engine, self._session, self._dense_below
         door = Door(optimizer, parameters, engine, session, below)
-        ClippedMomenta(optimizer)
         self._open(door)
         return door
 
@@ -484,7 +474,7 @@ class SparseCompressor:
         parameters = self._take_names(trained, f"the model's {len(trained)} parameters")
         engine, session, below = self._engine, self._session, self._dense_below
         session.framework = framework
-        door = DdpDoor(model, self, parameters, engine, session, below)
+        door = DdpDoor(model, parameters, engine, session, below)
         model.register_comm_hook(self, exchange)
         self._open(door)
 
@@ -531,6 +521,12 @@ class SparseCompressor:
 def exchange(compression, bucket):  # type: ignore[no-untyped-def]
     """DDP's communication hook, which a copy of the model keeps by name."""
     return compression._door.take(bucket)
+
+
+def is_horovods() -> bool:
+    """Whether Horovod has started this process."""
+    hvd: Any = sys.modules.get("horovod.torch")
+    return hvd is not None and bool(hvd.is_initialized())
 
 
 def clipped_dense_method(clip_norm: float) -> Method:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -28,13 +27,11 @@ from torch.distributed import distributed_c10d
 from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from hvd_sparse.adapter.binding import Entry, Parameters
 from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_shared
-from hvd_sparse.adapter.fate import Fates, weakly
-from hvd_sparse.adapter.refusals import ClippedMomenta
+from hvd_sparse.adapter.fate import Fates
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Engine
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
@@ -133,40 +130,11 @@ class Dense(NamedTuple):
     parts: list[tuple[Entry, Tensor]]
 
 
-class Compressions:
-    """Those of an optimizer's models, asked as one: the newest that has the parameter answers."""
-
-    def __init__(self) -> None:
-        self._all: list[Callable[[], Any]] = []
-
-    def add(self, compression: Callable[[], Any]) -> None:
-        self._all.insert(0, compression)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the optimizer asks nobody."""
-        return Compressions, ()
-
-    def _of(self, parameter: Parameter) -> Any:
-        alive = filter(None, (each() for each in self._all))
-        return next((each for each in alive if each.has(parameter)), None)
-
-    def corrects_momentum(self, parameter: Parameter) -> bool:
-        """See `SparseCompressor.corrects_momentum`."""
-        found = self._of(parameter)
-        return found is not None and found.corrects_momentum(parameter)
-
-    def preconditions(self, parameter: Parameter) -> bool:
-        """See `SparseCompressor.preconditions`."""
-        found = self._of(parameter)
-        return found is not None and found.preconditions(parameter)
-
-
 class DdpDoor(Entrance):
     """One model's gradients on their way to the engine or to its process group, and back.
 
     Args:
         model: Is not kept alive.
-        compression: What its optimizers are to ask; is not kept alive.
         parameters: Those of the compression.
         engine: Reduces what is compressed.
         session: Connects the ranks.
@@ -176,7 +144,6 @@ class DdpDoor(Entrance):
     def __init__(
         self,
         model: DistributedDataParallel,
-        compression: object,
         parameters: Parameters,
         engine: Engine,
         session: Session,
@@ -186,27 +153,19 @@ class DdpDoor(Entrance):
         self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for n, p in named}
         fates = Fates(self._entries, engine.corrects_momentum, "backward()")
         super().__init__(parameters, engine, session, dense_below, fates)
-        self._model, self._compression = weakref.ref(model), weakref.ref(compression)
+        self._model = weakref.ref(model)
         self._group, self._finds_unused = model.process_group, model.find_unused_parameters
         self._late_buckets = len(model._get_ddp_logging_data()["bucket_sizes"].split(","))
-        self._optimizers: list[weakref.ref[Any]] = []
         self._futures: list[tuple[Future[Any], Tensor]] = []
         self._dense: list[tuple[Entry, Tensor]] = []
         self._before: list[tuple[Tensor | None, int]] = []
         self._results: list[tuple[Parameter, Tensor]] = []
-        hook = register_optimizer_step_pre_hook(weakly(self._before_step, takes=3))
-        weakref.finalize(self, hook.remove).atexit = False
 
     @property
     @override
     def optimizer(self) -> Any:
         """The first that has stepped; None before, and once it is gone."""
         return next(iter(self.optimizers), None)
-
-    @property
-    @override
-    def optimizers(self) -> list[Any]:
-        return [o for each in self._optimizers if (o := each()) is not None]
 
     @property
     @override
@@ -217,11 +176,6 @@ class DdpDoor(Entrance):
     def scale(self) -> float:
         """DDP gives averages."""
         return 1.0 / dist.get_world_size(self._group)
-
-    @override
-    def exponents_of(self, parameter: Parameter) -> Tensor | None:
-        states = (optimizer.state.get(parameter, {}) for optimizer in self.optimizers)
-        return next((state["exponent"] for state in states if "exponent" in state), None)
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -409,31 +363,6 @@ class DdpDoor(Entrance):
     def _open_nothing(self) -> None:
         super()._open_nothing()
         self._futures, self._dense, self._before, self._results = [], [], [], []
-
-    # -- optimizers --------------------------------------------------------------------------------
-
-    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """Pre-step hook of every optimizer: those that have parameters of the model are met here.
-
-        Raises:
-            ConfigError: Momentum would be applied a second time, or another one.
-        """
-        if not any(id(p) in self._entries for g in optimizer.param_groups for p in g["params"]):
-            return
-        self._thread = threading.get_ident()
-        if not any(each() is optimizer for each in self._optimizers):
-            self._meet_optimizer(optimizer)
-        self._follow_momenta(optimizer)
-        self.fates.before_step(optimizer, arguments, keywords)
-
-    def _meet_optimizer(self, optimizer: Any) -> None:
-        self._optimizers.append(weakref.ref(optimizer))
-        if not isinstance(getattr(optimizer, "_compression", None), Compressions):
-            optimizer._compression = Compressions()
-            ClippedMomenta(optimizer)
-        optimizer._compression.add(self._compression)
-        self.rewinds.follow(optimizer)
-        optimizer.register_step_post_hook(weakly(self.rewinds.stepped))
 
 
 def laid_out(gradient: Tensor, parameter: Parameter) -> Tensor:

@@ -108,9 +108,8 @@ class Door(Entrance):
         for entry in self._entries.values():
             entry.handle = functools.partial(self._result, entry), None
         fates = Fates(self._entries, engine.corrects_momentum)
-        optimizer.register_step_pre_hook(fates.before_step)
         super().__init__(parameters, engine, session, dense_below, fates)
-        self.rewinds.follow(optimizer)
+        self._meet_optimizer(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._needing: list[bool] = []
         self._op: Any = None
@@ -352,7 +351,6 @@ class Door(Entrance):
                 result = call(*arguments, **keywords)
             finally:
                 alive.fates.left_step()
-            alive.rewinds.stepped()
             alive._engine.let_go()  # the optimizer has read the results in the gradients' place
             return result
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from hvd_sparse.adapter.binding import SPARSE_DTYPES, Entry, Parameters
-from hvd_sparse.adapter.fate import Fates, Rewinds
+from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
 from hvd_sparse.adapter.handover import refuse_momenta
+from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, warn
-from hvd_sparse.optim import SparseAdamW
+from hvd_sparse.optim import REDUCED_BY, SparseAdamW, reducer_of
 
 LOOK_S = 0.05
 """From one look for a failure to the next, while exchanges are waited for."""
@@ -40,7 +46,10 @@ class Entrance:
 
     Attributes:
         rewinds: Sees that the optimizer's state was loaded.
+        alive: All there are, which hear of every optimizer's steps.
     """
+
+    alive: ClassVar[tuple[weakref.ref[Entrance], ...]] = ()
 
     def __init__(
         self,
@@ -55,9 +64,16 @@ class Entrance:
         self.fates, self.rewinds = fates, Rewinds()
         self._warned: set[str] = set()
         self._momenta: dict[int, list[tuple[Any, Any]]] = {}
+        self._optimizers: list[weakref.ref[Any]] = []
         self._thread = threading.get_ident()
         self._handed: list[Entry] = []
         self._is_open = self._holds_back = False
+        if not Entrance.alive:
+            register_optimizer_step_pre_hook(before_step)
+            register_optimizer_step_post_hook(after_step)
+        there = (each for each in Entrance.alive if each() is not None)
+        Entrance.alive = (*there, weakref.ref(self))
+        REDUCED_BY.update((p, weakref.ref(self)) for _, p in parameters)
 
     @property
     def optimizer(self) -> Any:
@@ -66,8 +82,8 @@ class Entrance:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The same, where there may be several."""
-        return [] if self.optimizer is None else [self.optimizer]
+        """All that have stepped, and are still there."""
+        return [o for each in self._optimizers if (o := each()) is not None]
 
     @property
     def group(self) -> Any:
@@ -83,12 +99,41 @@ class Entrance:
         """What the framework multiplies sums over the ranks by."""
         raise NotImplementedError
 
+    def corrects_momentum(self, parameter: Parameter) -> bool:
+        """Whether the last gradient of a parameter came out of momentum correction."""
+        return self._engine.corrects_momentum(self._parameters.name_of(parameter))
+
+    def preconditions(self, parameter: Parameter) -> bool:
+        """Whether the last gradient of a parameter was selected in units of `SparseAdamW`."""
+        name = self._parameters.name_of(parameter)
+        method = None if name is None else self._engine.method_of(name)
+        return method is not None and method.memory.preconditioned
+
     def exponents_of(self, parameter: Parameter) -> Tensor | None:
         """What `SparseAdamW` has for a parameter; None for any other optimizer."""
-        found: Tensor | None = (
-            getattr(self.optimizer, "state", {}).get(parameter, {}).get("exponent")
-        )
-        return found
+        states = (optimizer.state.get(parameter, {}) for optimizer in self.optimizers)
+        return next((state["exponent"] for state in states if "exponent" in state), None)
+
+    def before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        """An optimizer begins a step: those that have parameters of this one's are met here.
+
+        Raises:
+            ConfigError: Momentum would be applied a second time, or another one.
+        """
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if not any(reducer_of(p) is self for p in parameters):
+            return
+        self._thread = threading.get_ident()
+        if not any(each is optimizer for each in self.optimizers):
+            self._meet_optimizer(optimizer)
+        self._follow_momenta(optimizer)
+        self.fates.before_step(optimizer, arguments, keywords)
+
+    def _meet_optimizer(self, optimizer: Any) -> None:
+        self._optimizers.append(weakref.ref(optimizer))
+        ClippedMomenta(optimizer)
+        self.rewinds.follow(optimizer)
+        optimizer.register_step_post_hook(weakly(self.rewinds.stepped))
 
     def settle(self, call: str | None = None) -> None:
         """See what became of the last step's results; the residuals follow the loss scale.
@@ -271,6 +316,20 @@ class Entrance:
     def _open_nothing(self) -> None:
         self._handed = []
         self._is_open = self._holds_back = False
+
+
+def before_step(*step: Any) -> None:
+    """Pre-step hook of every optimizer, which stays: torch goes through its hooks as they are."""
+    for reference in Entrance.alive:
+        if (entrance := reference()) is not None:
+            entrance.before_step(*step)
+
+
+def after_step(optimizer: Any, *_: object) -> None:
+    """Post-step hook of every optimizer."""
+    for reference in Entrance.alive:
+        if (entrance := reference()) is not None:
+            entrance.fates.after_step(optimizer)
 
 
 def is_large(tensor: Tensor, engine: Engine, dense_below: int) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvd_sparse.adapter.binding import (
     SAMPLED_ENTRIES,
@@ -69,8 +68,6 @@ class Fates:
         self._stepping: weakref.ref[Any] | None = None
         self._to_apply: set[int] = set()
         self._reductions_inside: int | None = None  # a step with a closure, which has begun
-        hook = register_optimizer_step_post_hook(weakly(self._after_step))
-        weakref.finalize(self, hook.remove).atexit = False
 
     def give(self, entries: Iterable[Entry]) -> None:
         """The reduced gradients of these are in their `.grad` from now on."""
@@ -150,7 +147,7 @@ class Fates:
             self.left_step()
 
     def before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """Pre-step hook; runs for Horovod's `step`, and again for the wrapped one."""
+        """Before each `step`; runs for Horovod's, and again for the wrapped one."""
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         self._stepping = weakref.ref(optimizer)
         self._reductions_inside = None if closure is None else 0
@@ -250,8 +247,8 @@ class Fates:
         if key in self._taken_back and not self._is_there(entry):
             del self._taken_back[key]
 
-    def _after_step(self, optimizer: Any) -> None:
-        """Post-step hook of every optimizer: one that this one wraps may share its parameters.
+    def after_step(self, optimizer: Any) -> None:
+        """After the `step` of any optimizer: one that this one wraps may share its parameters.
 
         Raises:
             ConfigError: It has applied what was taken back.
@@ -328,7 +325,7 @@ class Rewinds:
 
     def __init__(self) -> None:
         self._sampled: list[Tensor] = []
-        self._is_loaded = False
+        self._is_loaded = self._is_forgiven = False
         self._left: list[Tensor] | None = None
 
     def follow(self, optimizer: Any) -> None:
@@ -341,15 +338,16 @@ class Rewinds:
 
     def seen(self) -> bool:
         """Whether a state was loaded, and weights are other ones, since the last step."""
-        is_loaded, self._is_loaded = self._is_loaded, False
-        if not is_loaded or self._left is None:
+        is_due = self._is_loaded and not self._is_forgiven and self._left is not None
+        self._is_loaded = self._is_forgiven = False
+        if not is_due or self._left is None:
             return False
         pairs = zip(self._left, self._sample(), strict=True)
         return not all(torch.equal(one, other) for one, other in pairs)
 
     def forgive(self) -> None:
         """The compression's own state goes along: before or after the optimizer's."""
-        self._is_loaded, self._left = False, None
+        self._is_forgiven = True
 
     def stepped(self, *_: object) -> None:
         """The optimizer has done a step."""

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from hvd_sparse.errors import ConfigError, UnsupportedError, warn
 from hvd_sparse.memories import MemoryOptions
-from hvd_sparse.optim import MomentumCorrectedSGD
+from hvd_sparse.optim import MomentumCorrectedSGD, reducer_of
 
 LOOKS, EQUAL_NORMS, NORM_TOLERANCE = 50, 3, 1e-4
 """Steps in which `ClippedMomenta` looks, and how many with one norm are no coincidence."""
@@ -109,20 +109,20 @@ class ClippedMomenta:
 
     def __init__(self, optimizer: Any) -> None:
         self._norms: list[float] = []
-        self._hook = optimizer.register_step_pre_hook(self)
+        optimizer.register_step_pre_hook(self)
 
     def __call__(self, optimizer: Any, *_: object) -> None:
         is_reduced = getattr(optimizer, "_synchronized", True)
         if getattr(optimizer, "_should_synchronize", False) or not is_reduced:
             return  # no script has had the gradients before this step
-        corrects = getattr(optimizer._compression, "corrects_momentum", None)
+        if len(self._norms) >= LOOKS:
+            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if corrects is not None and any(map(corrects, parameters)):
+        reducers = [(p, reducer_of(p)) for p in parameters]
+        if any(by is not None and by.corrects_momentum(p) for p, by in reducers):
             gradients = [p.grad for p in parameters if p.grad is not None]
             self._norms.append(math.hypot(*(float(g.norm()) for g in gradients)))
         last = self._norms[-EQUAL_NORMS:]
-        if len(self._norms) >= LOOKS or corrects is None:
-            self._hook.remove()
         if len(last) == EQUAL_NORMS and 0 < max(last) < (1 + NORM_TOLERANCE) * min(last):
             raise ConfigError(
                 f"gradients are clipped to a norm of {last[-1]:.3g} after they were reduced, where "

@@ -6,6 +6,7 @@ Those that know nothing of Horovod stand in `tests/scripts.py`.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import warnings
@@ -19,6 +20,10 @@ import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
@@ -742,6 +747,28 @@ def restore_an_optimizer_with_state() -> None:
     training.close()
 
 
+def collect_an_earlier_training_in_a_step() -> None:
+    """Python collects what is gone at any time, also while torch goes through its hooks."""
+    gone: list[Training] = []
+
+    def collect(*_: object) -> None:
+        gone.clear()
+        gc.collect()
+
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        earlier = Training(DENSITY)
+        earlier.step()
+        earlier.close()
+        hook = register(collect)
+        training = Training(DENSITY)
+        training.step()
+        gone.append(earlier)
+        del earlier
+        training.step()
+        hook.remove()
+        training.close()
+
+
 def let_a_tensor_wait() -> None:
     """Nothing of one tensor is among the largest: its reduced gradients are zeros, and count."""
     for passes, drops in ((1, ()), (2, ()), (1, (1, 2))):
@@ -828,6 +855,7 @@ FUNCTIONS = (
     leave_a_group_out,
     use_an_embedding_late,
     restore_an_optimizer_with_state,
+    collect_an_earlier_training_in_a_step,
 )
 
 

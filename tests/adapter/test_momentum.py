@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import horovod.torch as hvd
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hvd_sparse import Compression, ConfigError, MomentumCorrectedSGD, dgc_sgd
+from hvd_sparse import Compression, ConfigError, MomentumCorrectedSGD, dgc_sgd, sparse_adamw
 from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.handover import left_dense
 from hvd_sparse.adapter.refusals import refuse_double_momentum
 from hvd_sparse.memories import MemoryOptions
+from hvd_sparse.optim import REDUCED_BY
+from tests.ranks import Ranks, World, with_ranks
 
-
-class Corrects:
-    """A compression that corrects the momentum of some parameters."""
-
-    def __init__(self, *parameters: Tensor) -> None:
-        self.parameters = {id(p) for p in parameters}
-
-    def corrects_momentum(self, parameter: Tensor) -> bool:
-        return id(parameter) in self.parameters
+CORRECTS = SimpleNamespace(corrects_momentum=lambda parameter: True)
+"""A door behind which the momentum of its parameters is corrected."""
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -36,7 +33,7 @@ def test_with_and_without_a_compression_it_is_momentum_sgd(
     theirs, raw, corrected = (nn.Parameter(w.clone()) for w in weights[:1].expand(3, 20))
     sgd = torch.optim.SGD([theirs], 0.1, 0.9, weight_decay=weight_decay, nesterov=nesterov)
     ours = MomentumCorrectedSGD([raw, corrected], 0.1, 0.9, weight_decay, nesterov)
-    vars(ours)["_compression"] = Corrects(corrected)
+    REDUCED_BY[corrected] = lambda: CORRECTS
     u = torch.zeros(20)
     for _ in range(5):
         g = torch.randn(20, generator=generator)
@@ -99,7 +96,37 @@ def test_the_pair() -> None:
     assert (group["lr"], group["momentum"], group["nesterov"]) == (0.2, 0.8, True)
     expected = Compression.dgc(momentum=0.8, nesterov=True).method
     assert compression.method.description == expected.description
-    assert not compression.corrects_momentum(model.weight)  # before there is a plan
+
+
+def by_the_wrapped_optimizer(kind: str) -> None:
+    """Scripts may step what Horovod has wrapped: it has the parameters, and states of its own."""
+    weights = [nn.Parameter(torch.ones(40, 50)) for _ in range(2)]
+    named = [(f"wrapped.{kind}", weights[0])]
+    if kind == "sgd":
+        inner, compression = dgc_sgd(named, lr=0.1, density=1.0)
+        reference: Any = torch.optim.SGD(weights[1:], lr=0.1, momentum=0.9)
+    else:
+        inner, compression = sparse_adamw(named, lr=0.1, density=1.0)
+        reference = torch.optim.AdamW(weights[1:], lr=0.1, betas=(0.0, 0.999))
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, compression=compression)
+    for step in range(6):
+        factors = torch.randn(2, 40, 50, generator=torch.Generator().manual_seed(step))
+        for each, parts in ((optimizer, factors[hvd.rank()]), (reference, factors.mean(0))):
+            each.zero_grad()
+            (each.param_groups[0]["params"][0] * parts).sum().backward()
+        optimizer.synchronize()
+        inner.step()
+        reference.step()
+        torch.testing.assert_close(*weights)
+    if kind == "adamw":
+        assert compression._door.exponents_of(weights[0]) is not None
+    compression.close()
+
+
+@with_ranks(World(2))
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_wrapped_optimizer_may_step(ranks: Ranks, kind: str) -> None:
+    ranks.run(by_the_wrapped_optimizer, kind)
 
 
 def test_what_is_left_dense_is_named_with_the_reason() -> None:

@@ -16,6 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -480,6 +484,34 @@ def go_back_with_another_optimizer() -> None:
 @with_ranks(World(2, "torchrun"))
 def test_each_optimizer_may_go_back(ranks: Ranks) -> None:
     ranks.run(go_back_with_another_optimizer)
+
+
+def resume_by_torchs_functions(folder: str) -> None:
+    """The optimizer's state comes last but one, and for it a step of rate 0 is made."""
+
+    def made() -> SparseCompressor:
+        return Compression.topk(density=0.05, dense_below=100)
+
+    with trained(compression := made()) as (model, module):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.0, 0.999))
+        train(model, optimizer, 2)
+        compression.save_checkpoint(folder)
+        kept, weights = get_optimizer_state_dict(model, optimizer), module.state_dict()
+        states = copy.deepcopy([kept, weights, compression.state_dict()])
+    compression = made()
+    compression.load_checkpoint(folder)  # also where there is no model yet
+    with trained(compression) as (model, module):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.0, 0.999))
+        compression.load_state_dict(states[2])
+        set_optimizer_state_dict(model, optimizer, states[0])
+        module.load_state_dict(states[1])
+        train(model, optimizer, 1)
+        assert compression.stats().dropped_l1 == 0
+
+
+@with_ranks(World(2, "torchrun"))
+def test_a_state_is_resumed_by_torchs_functions(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(resume_by_torchs_functions, str(tmp_path))
 
 
 # -- refusals --------------------------------------------------------------------------------------
