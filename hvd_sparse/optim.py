@@ -17,9 +17,10 @@ REDUCED_BY: Any = WeakTensorKeyDictionary()
 """For each parameter a weak reference to what reduces its gradients, and knows how."""
 
 
-def reducer_of(parameter: Parameter) -> Any:
+def reducer_of(parameter: object) -> Any:
     """What reduces a parameter's gradients sparsely; None where nothing does."""
-    return REDUCED_BY.get(parameter, lambda: None)()
+    reference = REDUCED_BY.get(parameter) if isinstance(parameter, Tensor) else None
+    return None if reference is None else reference()
 
 
 class MomentumCorrectedSGD(torch.optim.Optimizer):
