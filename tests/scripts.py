@@ -74,8 +74,8 @@ class Training:
         """From here on `p.grad` is the mean over the ranks."""
         raise NotImplementedError
 
-    def apply(self) -> None:
-        """A step with gradients that are reduced already."""
+    def apply(self, closure: Callable[[], float] | None = None) -> None:
+        """A step with gradients that are reduced already, or are by a closure."""
         raise NotImplementedError
 
     def mean(self, tensor: Tensor) -> Tensor:
@@ -130,6 +130,19 @@ def accumulate_reduced(training: Training) -> None:
             training.backward()
             training.reduce()
         training.apply()
+
+
+@script
+def accumulate_reduced_in_a_closure(training: Training) -> None:
+    def closure() -> float:
+        training.zero()
+        for _ in range(2):
+            training.backward()
+            training.reduce()
+        return 0.0
+
+    for _ in range(3):
+        training.apply(closure)
 
 
 @script

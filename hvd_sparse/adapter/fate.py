@@ -210,11 +210,10 @@ class Fates:
                 "synchronizes before it calls the closure: call optimizer.synchronize() at the end "
                 "of the closure, and step(closure) under optimizer.skip_synchronize()"
             )
-        if self._reductions_inside > 1:
+        if self._reductions_inside > 1 and not any(map(self._is_there, self._given.values())):
             raise UnsupportedError(
-                "optimizer.step(closure) called its closure more than once, as LBFGS does, or it "
-                "has two backward passes: one step cannot send parts of two gradients; use an "
-                "optimizer that calls it once, and pass back once, or accumulate under no_sync()"
+                "optimizer.step(closure) called its closure more than once, as LBFGS does: one "
+                "step cannot send parts of two gradients; use an optimizer that calls it once"
             )
 
     def rescaling(self) -> float:

@@ -68,9 +68,9 @@ class Training(scripts.Training):
         self.optimizer.synchronize()
 
     @override
-    def apply(self) -> None:
+    def apply(self, closure: Callable[[], float] | None = None) -> None:
         with self.optimizer.skip_synchronize():
-            self.optimizer.step()
+            self.optimizer.step(closure)
 
     @override
     def mean(self, tensor: Tensor) -> Tensor:

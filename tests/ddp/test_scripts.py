@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,8 +46,8 @@ class Training(scripts.Training):
         pass
 
     @override
-    def apply(self) -> None:
-        self.optimizer.step()
+    def apply(self, closure: Callable[[], float] | None = None) -> None:
+        self.optimizer.step(closure)
 
     @override
     def mean(self, tensor: Tensor) -> Tensor:
