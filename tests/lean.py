@@ -26,6 +26,13 @@ def start_lean() -> None:
     gc.freeze()
 
 
+def start_with_compiler() -> None:
+    """The same for ranks that are forked from here, and need it, as DDP does."""
+    torch.set_num_threads(1)
+    import_module("torch._dynamo")
+    gc.freeze()
+
+
 def bring_compiler() -> None:
     """Called before something is compiled."""
     del torch._dynamo, sys.modules["torch._dynamo"]

@@ -37,7 +37,7 @@ from hvd_sparse.engine import Engine
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import keep_forever
-from hvd_sparse.transports.connect import nobody_came
+from hvd_sparse.transports.connect import not_all_came
 from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 from hvd_sparse.transports.meeting import describe_host
 
@@ -78,6 +78,7 @@ class GroupBootstrap:
             TransportTimeout: Not all ranks came in time.
             TransportError: The store is gone, with the process that has served it.
         """
+        keys: list[str] = []
         try:
             # A store keeps what it was told, and has what others have told it before.
             count = self._store.add(f"{name}/{self.rank}", 1)
@@ -85,10 +86,14 @@ class GroupBootstrap:
             self._store.set(keys[self.rank], pickle.dumps(obj))  # type: ignore[arg-type]
             self._store.wait(keys, timedelta(seconds=timeout_s))
             return [pickle.loads(self._store.get(key)) for key in keys]
-        except dist.DistStoreError:
-            raise nobody_came(self, name, timeout_s) from None
         except RuntimeError as error:
-            raise TransportError(f"the process group's store cannot be reached: {error}") from None
+            try:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            except RuntimeError:
+                raise TransportError(
+                    f"the process group's store cannot be reached: {error}"
+                ) from None
+            raise not_all_came(self, name, timeout_s, missing) from None
 
 
 class Distributed:

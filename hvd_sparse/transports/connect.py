@@ -131,12 +131,15 @@ class Bootstrap(Protocol):
         ...
 
 
-def nobody_came(world: Bootstrap, name: str, timeout_s: float) -> TransportTimeout:
-    """The error where not all ranks came to connect."""
+def not_all_came(
+    world: Bootstrap, name: str, timeout_s: float, missing: Sequence[int] = ()
+) -> TransportTimeout:
+    """The error where ranks did not come to connect: some, or those that are `missing`."""
+    told = ", ".join(f"rank {rank}" for rank in missing[:8]) or "at least one of them"
     return TransportTimeout(
         f"rank {world.rank} has waited {timeout_s:g} s for the other {world.size - 1} ranks "
-        f"to connect ({name}), and not all have come: each rank needs a compression of hvd_sparse, "
-        "and must reach its first step within timeout_s of the others"
+        f"to connect ({name}), and {told} did not come: each rank needs a compression of "
+        "hvd_sparse, and must reach its first step within timeout_s of the others"
     )
 
 
@@ -187,7 +190,7 @@ class HorovodBootstrap:
         ]
         deadline = time.monotonic() + timeout_s
         if not wait_for(gathering, lambda: time.monotonic() >= deadline):
-            raise nobody_came(self, name, timeout_s)
+            raise not_all_came(self, name, timeout_s)
         sizes, joined = map(outcome_of, gathering)
         return [pickle.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
 

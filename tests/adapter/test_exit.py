@@ -239,10 +239,10 @@ def run_world(case: str, train: Train) -> None:
     rendezvous.stop()
 
 
-def main(train: Train) -> None:
+def main(train: Train, prepare: Callable[[], None] = start_lean) -> None:
     cases = sys.argv[1:]
     rank = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
-    start_lean()
+    prepare()
     if rank is None:
         for case in cases:
             run_world(case, train)

@@ -12,23 +12,28 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import horovod.torch as hvd
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
+import hvd_sparse
 from hvd_sparse import Compression
 from tests.adapter.test_exit import FAILING, TIMEOUT_S, WORLD_SIZE, main
 from tests.endings import Ending, endings_in
 from tests.launch import TESTS, horovodrun, launch_environment
+from tests.lean import start_lean, start_with_compiler
 from tests.rest import ALL, rest
 
 STEPS = 5
@@ -48,6 +53,9 @@ WAITING_PHASES = ("connect", "exchange", "commit", "checkpoint")
 
 PHASES = ("forward", "backward", "between", *WAITING_PHASES)
 
+DDP = "ddp."
+"""Before the name of a case: under DDP, where elastic states have no commit."""
+
 FAULTS: Mapping[str, int] = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,
@@ -66,7 +74,8 @@ def fail(signal_number: int, frame: object) -> NoReturn:
 class Fault:
     """One fault in one phase; `at` is called in every phase of every step."""
 
-    def __init__(self, case: str, failed_at: Path) -> None:
+    def __init__(self, case: str, failed_at: Path, rank: int) -> None:
+        self._rank = rank
         self._phase, _, fault = case.partition("-")
         self._double = fault == "double"
         self._signal = FAULTS.get(fault)
@@ -81,15 +90,15 @@ class Fault:
         if self._signal is None or phase != self._phase or step != self._step:
             return
         waits = phase in WAITING_PHASES
-        if hvd.rank() == FAILING:
+        if self._rank == FAILING:
             if waits:
                 self._later(AFTER_S, self._fail)
             else:
                 time.sleep(LATE_S)  # its peers wait for it by then
                 self._fail()
-        elif hvd.rank() == 0 and self._double:
+        elif self._rank == 0 and self._double:
             self._later(0.0, self._die_second)
-        elif hvd.rank() == 2 and waits:
+        elif self._rank == 2 and waits:
             time.sleep(LATE_S)
 
     def _later(self, seconds: float, action: Callable[[], object]) -> None:
@@ -110,53 +119,65 @@ class Fault:
 
 
 class Model(nn.Module):
-    """Two buckets, and biases that go through Horovod."""
+    """Two buckets, and biases that the framework reduces."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(256, 256)
         self.second = nn.Linear(256, 256)
+        self.at: Callable[[str], None] = str
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.at("forward")
+        # Runs once the second layer's gradient is there, before the first layer's.
+        hidden.register_hook(lambda gradient: self.at("backward"))
+        found: Tensor = self.second(hidden)
+        return found
 
 
 def train(case: str, failed_at: Path) -> None:
     """Train on; the fault comes in the fourth step, or the first where ranks connect in it."""
-    fault = Fault(case, failed_at)
-    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = HOROVODS_TIMEOUT_S
-    hvd.init()
-    torch.manual_seed(0)
-    model = Model()
-    torch.manual_seed(hvd.rank())
+    is_ddp, case = case.startswith(DDP), case.removeprefix(DDP)
+    model = whole = Model()
     compression = Compression.topk(
         model.named_parameters(),
         bucket_numel=1 << 16,
         timeout_s=TIMEOUT_S,
         hierarchical=TWO_LEVELS in os.environ,
     )
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        named_parameters=model.named_parameters(),
-        compression=compression,
-    )
-    state = hvd.elastic.TorchState(model, optimizer, compression=compression, step=0)
-    folder = hvd.broadcast_object(tempfile.mkdtemp(), name="folder")
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    if is_ddp:
+        rank, store = int(os.environ["HOROVOD_RANK"]), failed_at.with_name("store")
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+        whole = DistributedDataParallel(model, bucket_cap_mb=0.2)
+        hvd_sparse.ddp.register(whole, compression)
+    else:
+        os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = HOROVODS_TIMEOUT_S
+        hvd.init()
+        rank = hvd.rank()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression
+        )
+        state = hvd.elastic.TorchState(model, optimizer, compression=compression, step=0)
+    fault = Fault(case, failed_at, rank)
     for step in range(STEPS):
+        model.at = partial(fault.at, step=step)
         optimizer.zero_grad()
-        fault.at("connect", step)
-        fault.at("exchange", step)
-        hidden = model.first(torch.randn(4, 256))
-        fault.at("forward", step)
-        # Runs once the second layer's gradient is there, before the first layer's.
-        hidden.register_hook(lambda gradient, step=step: fault.at("backward", step))
-        model.second(hidden).square().mean().backward()
+        model.at("connect")
+        model.at("exchange")
+        whole(torch.randn(4, 256)).square().mean().backward()
         optimizer.step()
-        fault.at("between", step)
+        model.at("between")
         # Horovod waits in these by its own timers: a stopped rank is to be met in an exchange.
-        if case.startswith(("commit", "nothing")):
-            fault.at("commit", step)
+        if case.startswith(("commit", "nothing")) and not is_ddp:
+            model.at("commit")
             state.commit()
         if case.startswith(("checkpoint", "nothing")):
-            fault.at("checkpoint", step)
-            compression.save_checkpoint(folder)
+            model.at("checkpoint")
+            compression.save_checkpoint(failed_at.with_name("checkpoint"))
 
 
 pytestmark = [pytest.mark.launches, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -178,6 +199,7 @@ CASES = [
     if ALL or p % 3 == f % 3
 ]
 """All, or two faults in each phase, and each fault in two phases at least."""
+DDP_CASES = [f"{DDP}{case}" for case in CASES if not case.startswith("commit")]
 
 CLEAN = ["nothing-first", "nothing-last"]
 """Without a fault, before the others and after: how long an end takes on this machine."""
@@ -192,6 +214,8 @@ CODES = {
 }
 
 NAMED = r"HorovodInternalError: hvd_sparse: .*\brank 1\b"
+
+NAMED_BY_DDP = r"hvd_sparse\.errors\.\w+: .*\brank 1\b"
 
 NAMING = {"forward": (0, 2), "backward": (0, 2), "between": (0, 2)}
 """Survivors that name rank 1, by phase. Others wait for Horovod alone, which names no rank, or
@@ -221,13 +245,14 @@ def endings() -> dict[str, list[Ending]]:
     shares = [CASES[i::WORLDS] for i in range(WORLDS)]
     shares[0].insert(0, CLEAN[0])
     shares[-1].append(CLEAN[1])
+    shares.append(DDP_CASES)
     with ThreadPoolExecutor(WORLDS) as pool:
         found = {case: e for share in pool.map(ended, shares) for case, e in share.items()}
     assert {case: len(e) for case, e in found.items()} == dict.fromkeys(
-        [*CLEAN, *CASES], WORLD_SIZE
+        [*CLEAN, *CASES, *DDP_CASES], WORLD_SIZE
     )
     for fault in FAULTS:
-        seconds = [e.seconds for case in CASES if case.endswith(f"-{fault}") for e in found[case]]
+        seconds = [e.seconds for case in found if case.endswith(f"-{fault}") for e in found[case]]
         print(f"{fault}: after {max(seconds):.1f} s at most all ranks had ended")
     return found
 
@@ -237,9 +262,9 @@ def test_a_training_without_a_fault_ends_with_status_0(endings: dict[str, list[E
         assert [ending.code for ending in endings[case]] == [0] * WORLD_SIZE
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *DDP_CASES])
 def test_all_ranks_end_in_time_and_say_why(endings: dict[str, list[Ending]], case: str) -> None:
-    phase, _, fault = case.partition("-")
+    phase, _, fault = case.removeprefix(DDP).partition("-")
     failed = endings[case][FAILING]
     assert failed.code == CODES[fault], failed
     if fault == "raise":
@@ -249,10 +274,13 @@ def test_all_ranks_end_in_time_and_say_why(endings: dict[str, list[Ending]], cas
         del survivors[0]
     for rank, survivor in survivors.items():
         assert survivor.code == 1, survivor
+        if case.startswith(DDP):
+            assert re.search(NAMED_BY_DDP, survivor.stderr), survivor
+            continue
         assert "HorovodInternalError" in survivor.stderr, survivor
         if rank in NAMING.get(phase, ()):
             assert re.search(NAMED, survivor.stderr), survivor
-    if phase in NAMED_BY_ONE:
+    if phase in NAMED_BY_ONE and not case.startswith(DDP):
         assert any(re.search(NAMED, e.stderr) for e in survivors.values()), survivors
     if fault == "stop":  # the test itself ends the stopped one
         assert_in_time([*survivors.values()], [end for clean in CLEAN for end in endings[clean]])
@@ -300,4 +328,4 @@ def test_a_stopped_worker_of_two_levels_is_named(tmp_path: Path, phase: str) -> 
 
 
 if __name__ == "__main__":
-    main(train)
+    main(train, start_with_compiler if sys.argv[1].startswith(DDP) else start_lean)
