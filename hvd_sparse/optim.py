@@ -56,6 +56,25 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, {**given, "dampening": 0.0})  # torch.optim.SGD asks for it
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, also of `torch.optim.SGD`, without momenta that are zero."""
+        super().__setstate__(state)
+        for its in self.state.values():
+            buffer = its.get("momentum_buffer")
+            if buffer is None or not buffer.any():
+                its.pop("momentum_buffer", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of `torch.optim.SGD`, with zeros where the compression has the momentum."""
+        packed: dict[str, Any] = super().state_dict()
+        for group, own in zip(packed["param_groups"], self.param_groups, strict=True):
+            for key, p in zip(group["params"], own["params"], strict=True):
+                if group["momentum"] and p.requires_grad:
+                    its = packed["state"].get(key, {})
+                    if "momentum_buffer" not in its:
+                        packed["state"][key] = {**its, "momentum_buffer": torch.zeros_like(p)}
+        return packed
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters once; `closure` evaluates the model again, for the loss."""

@@ -109,7 +109,7 @@ class Entry:
         has_alias: Whether the engine has another tensor of the gradient's memory.
         given: The object in `p.grad` that was given back, while nobody knows what became of it.
         held: Whether it was not all zeros, bool (); None: no script has had it yet.
-        weights_version: That of the parameter's.
+        weights: Some of the parameter's, as of then, until an optimizer has stepped.
         handle: What Horovod keeps of it while it is on its way.
         is_watched: Whether a hook looks at what was given before a backward pass adds to it.
     """
@@ -117,7 +117,7 @@ class Entry:
     __slots__ = (
         *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
         "has_alias",
-        *("given", "held", "weights_version", "is_watched", "handle", "_spec"),
+        *("given", "held", "weights", "is_watched", "handle", "_spec"),
     )
 
     def __init__(self, parameter: Parameter, label: str, name: str | None) -> None:
@@ -126,7 +126,8 @@ class Entry:
         self.reduced: Callable[[], Tensor] | None = None
         self.given: Tensor | None = None
         self.held: Tensor | None = None
-        self.version = self.weights_version = 0
+        self.version = 0
+        self.weights: Tensor
         self.is_followed = self.is_watched = self.has_alias = False
         self.handle: tuple[Callable[[], Tensor], None]
         self._spec: tuple[torch.Size, torch.dtype, TensorSpec] | None = None

@@ -75,7 +75,9 @@ class SparseCompressor:
         self._engine = Engine(self._whole(self.method), self.observer)
         self._session = Session(self._engine, *self._run)
         self._door: Door | DdpDoor | None = None
+        self._has_met_strangers = False
         self._loaded_unit: float | None = None
+        self._loaded_scale: float | None = None
         self._loaded_strictly: bool | None = None
         self._serve_elastic_states()
         self._warn_where_alone()
@@ -108,6 +110,12 @@ class SparseCompressor:
         """
         optimizer, parameter, synchronizes, groups = caller_of(self)
         if optimizer is None or parameter is None:
+            if not self._has_met_strangers:
+                self._has_met_strangers = True
+                warn(
+                    "compress() was called by another than hvd.DistributedOptimizer(compression=…) "
+                    "of this compression: its tensor is reduced densely"
+                )
             return tensor, None
         with self._session.lock:  # backward passes may run in several threads
             is_new = self._bound() is not optimizer
@@ -255,7 +263,10 @@ class SparseCompressor:
     def _state(self) -> dict[str, Any]:
         planner = planner_of(self._engine.assignment)
         plan = None if planner is None else planner.state_dict()
-        return {**self._engine.state_dict(), "unit": self._unit(), "planner": plan}
+        state, scale = self._engine.state_dict(), self._loaded_scale
+        if self._door is not None:
+            scale = self._door.seen_scale
+        return {**state, "unit": self._unit(), "scale": scale, "planner": plan}
 
     def _load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         self._engine.load_state_dict(state, strict=strict, shapes=self._shapes())
@@ -265,6 +276,9 @@ class SparseCompressor:
         """The engine has loaded its part of a state; without parameters it is not checked yet."""
         self._loaded_strictly = strict if self._parameters is None else None
         self._take_unit(state.get("unit"))
+        self._loaded_scale = state.get("scale")
+        if self._door is not None:
+            self._door.seen_scale = self._loaded_scale
         planner, plan = planner_of(self._engine.assignment), state.get("planner")
         if planner is not None:
             if plan is not None:
@@ -448,6 +462,8 @@ class SparseCompressor:
         named = [(name, p) for p, name in optimizer._parameter_names.items()]
         parameters = self._take_names(named, f"the optimizer's {len(named)} parameters")
         engine, session, below = self._engine, self._session, self._dense_below
+        if self._door is not None:
+            self._door.settle()  # that of an optimizer that is gone
         door = Door(optimizer, parameters, engine, session, below)
         self._open(door)
         return door
@@ -497,7 +513,7 @@ class SparseCompressor:
     def _open(self, door: Door | DdpDoor) -> None:
         """Gradients come by this door from now on."""
         assert self._parameters is not None
-        self._door, door.fates.unit = door, self._loaded_unit
+        self._door, door.fates.unit, door.seen_scale = door, self._loaded_unit, self._loaded_scale
         engine, below, alive = self._engine, self._dense_below, weakref.ref(door)
         by_name, sparse = dict(self._parameters), self._parameters.sparse()
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hvd_sparse.adapter.binding import SPARSE_DTYPES, Entry, Parameters
+from hvd_sparse.adapter.binding import SPARSE_DTYPES, Entry, Parameters, any_of
 from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
 from hvd_sparse.adapter.handover import refuse_momenta
 from hvd_sparse.adapter.refusals import ClippedMomenta
@@ -46,6 +46,7 @@ class Entrance:
 
     Attributes:
         rewinds: Sees that the optimizer's state was loaded.
+        seen_scale: What `scale()` was when residuals last gathered; None: they have nothing yet.
         alive: All there are, which hear of every optimizer's steps.
     """
 
@@ -62,6 +63,7 @@ class Entrance:
         self._parameters, self._engine, self._session = parameters, engine, session
         self._dense_below = dense_below
         self.fates, self.rewinds = fates, Rewinds()
+        self.seen_scale: float | None = None
         self._warned: set[str] = set()
         self._momenta: dict[int, list[tuple[Any, Any]]] = {}
         self._optimizers: list[weakref.ref[Any]] = []
@@ -174,6 +176,10 @@ class Entrance:
         self.settle()
         if self.rewinds.seen():
             self._drop_residuals()
+        scale = self.scale()
+        if self.seen_scale not in (None, scale):  # in a world of another size: nothing weighs more
+            self._engine.rescale(self.seen_scale / scale)
+        self.seen_scale = scale
         self._session.raise_failure()  # the framework, which has ended, too, would name nobody
         self._holds_back = not self._session.is_current() or self._session.begin_step()
         if not self._holds_back:
@@ -236,12 +242,11 @@ class Entrance:
             return
         if planning is not None:
             planning.arrived(name)
-        spec, is_frozen = entry.spec_of(gradient), not entry.parameter.requires_grad
+        spec, requires = entry.spec_of(gradient), entry.parameter.requires_grad
+        is_frozen = not (requires or any_of(gradient))  # some scripts give it one by hand
         if engine.awaits(spec) or self._is_sparse(spec, gradient):
             values = gradient
-            if is_frozen:  # it is reduced all the same
-                values = gradient.data.zero_()
-            elif self._is_changed_in_place():
+            if self._is_changed_in_place():
                 values = gradient.data  # with a count of changes of its own
             engine.submit(spec, values, frozen=is_frozen)
             entry.is_followed, entry.has_alias = True, values is not gradient
@@ -350,7 +355,8 @@ def is_shared(gradient: Tensor, ours: int) -> bool:
     """Whether others than `ours` have a gradient's memory, too."""
     storage = gradient.untyped_storage()
     uses: int = torch._C._storage_Use_Count(storage._cdata)  # `storage` is one of them
-    return uses > 1 + ours
+    # DLPack's views use the tensor, not its storage; other processes have a mapping of their own.
+    return uses > 1 + ours or gradient._use_count() > 2 or storage.is_shared()  # type: ignore[attr-defined]
 
 
 def is_part(gradient: Tensor) -> bool:

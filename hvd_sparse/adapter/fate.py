@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from hvd_sparse.adapter.binding import (
     SAMPLED_ENTRIES,
@@ -29,7 +31,6 @@ from hvd_sparse.adapter.binding import (
 )
 from hvd_sparse.errors import ConfigError, UnsupportedError
 
-SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
 SEARCHED_FRAMES = 16
 """From an optimizer's hook up to the loss scaler that called its `step`."""
 
@@ -77,7 +78,7 @@ class Fates:
             entry.given, entry.held = p.grad, None
             entry.version = 0 if p.grad is None else p.grad._version
             if is_idle:
-                entry.weights_version = p._version
+                entry.weights = sample(p)
             self._given[id(p)] = entry
         if self._stepping is not None:
             self._to_apply.update(self._given)
@@ -110,9 +111,10 @@ class Fates:
         self._given.clear()
         self._undone.update(gone.values())
         if call is not None and gone:
-            self._taken_back, self._call = self._taken_back | gone, call
+            sent = {key: entry for key, entry in gone.items() if not entry.was_zero}
+            self._taken_back, self._call = self._taken_back | sent, call
         elif self._idle_steps is not None and any(
-            entry.parameter._version != entry.weights_version for entry in gone.values()
+            not torch.equal(sample(entry.parameter), entry.weights) for entry in gone.values()
         ):
             self._idle_steps += 1
             if self._idle_steps == PATIENCE_STEPS:
@@ -341,8 +343,8 @@ class Rewinds:
         self._is_loaded = self._is_forgiven = False
         if not is_due or self._left is None:
             return False
-        pairs = zip(self._left, self._sample(), strict=True)
-        return not all(torch.equal(one, other) for one, other in pairs)
+        pairs = zip(self._left, self._sampled, strict=True)
+        return not all(torch.equal(left, sample(p)) for left, p in pairs)
 
     def forgive(self) -> None:
         """The compression's own state goes along: before or after the optimizer's."""
@@ -350,14 +352,16 @@ class Rewinds:
 
     def stepped(self, *_: object) -> None:
         """The optimizer has done a step."""
-        self._left = self._sample()
+        self._left = list(map(sample, self._sampled))
 
     def _loaded(self, optimizer: Any) -> None:
         self._is_loaded = True
 
-    def _sample(self) -> list[Tensor]:
-        taken = [(p.detach(), min(p.numel(), SAMPLED_ENTRIES)) for p in self._sampled]
-        return [p.as_strided((n,), (p.numel() // n,)).clone() for p, n in taken]
+
+def sample(parameter: Tensor) -> Tensor:
+    """A copy of some elements: torch does not count what is changed by `.data`."""
+    n = min(parameter.numel(), SAMPLED_ENTRIES)
+    return parameter.detach().as_strided((n,), (parameter.numel() // max(n, 1),)).clone()
 
 
 def _is_zero(rate: Any) -> bool:
@@ -380,10 +384,14 @@ def calling_scaler() -> torch.amp.GradScaler | None:
     so that an optimizer which its caller has let go of would stay.
     """
     frame: FrameType | None = sys._getframe(2)
+    kinds: list[type] = [torch.amp.GradScaler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    steps = {getattr(inspect.unwrap(vars(k).get("step", k)), "__code__", None) for k in kinds}
     for _ in range(SEARCHED_FRAMES):
         if frame is None:
             break
-        if frame.f_code.co_filename == SCALERS_FILE:
+        if frame.f_code in steps:
             scaler = frame.f_locals.get("self")
             if isinstance(scaler, torch.amp.GradScaler):
                 return scaler
@@ -398,9 +406,11 @@ def weakly(method: Callable[..., None], *bound: Any, takes: int = 1) -> Callable
     """
     reference = weakref.WeakMethod(method)
 
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def hook(*arguments: Any) -> None:
         alive = reference()
         if alive is not None:
             alive(*(*bound, *arguments)[:takes])
 
-    return hook
+    weak: Callable[..., None] = hook
+    return weak

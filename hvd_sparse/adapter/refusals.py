@@ -69,10 +69,11 @@ def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryO
     Raises:
         ConfigError: It would apply momentum a second time, or another one.
     """
+    is_ours = isinstance(getattr(optimizer, "optim", optimizer), MomentumCorrectedSGD)  # or sharded
     for group in optimizer.param_groups:
         memories = [corrected[p] for p in group["params"] if p in corrected]
         for memory in memories:
-            if isinstance(optimizer, MomentumCorrectedSGD):
+            if is_ours:
                 theirs = (group["momentum"], group["nesterov"])
                 ours = (memory.momentum, memory.nesterov)
                 if theirs != ours:
@@ -91,7 +92,7 @@ def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryO
                 )
 
     lone = [p for group in optimizer.param_groups for p in group["params"] if p not in corrected]
-    if corrected and lone and not isinstance(optimizer, MomentumCorrectedSGD):
+    if corrected and lone and not is_ours:
         warn(
             f"the compression's momentum is for {len(corrected)} tensors; {len(lone)} others, which"
             " are dense, get none: use hvd_sparse.MomentumCorrectedSGD, which gives it to them"

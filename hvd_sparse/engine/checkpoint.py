@@ -176,7 +176,7 @@ def _load(
             lost += file["l1"]
             continue
         total.add(state)
-        total.planner = total.planner or state.planner
+        total.planner, total.scale = total.planner or state.planner, total.scale or state.scale
         if old_size == world_size:
             total.buckets, total.rank, total.world_size = state.buckets, rank, world_size
     strangers = {} if shapes is None else total.strangers(shapes)

@@ -35,6 +35,7 @@ class EngineState:
         rank: The rank whose state it is; None before the ranks have met.
         world_size: P of that time, or None.
         unit: The loss scale that residuals are multiplied by, or None where there is none.
+        scale: What the optimizer saw of a sum over the ranks: 1/P of an average. None: not known.
         package: Version of the package that wrote it; empty where that is not known.
         planner: The planner's own state, or None. The engine only carries it.
     """
@@ -46,6 +47,7 @@ class EngineState:
     rank: int | None = None
     world_size: int | None = None
     unit: float | None = None
+    scale: float | None = None
     package: str = __version__
     planner: Mapping[str, Any] | None = None
 
@@ -111,6 +113,7 @@ class EngineState:
         version = state.get("version")
         if type(version) is not int or version != VERSION:
             raise _refuse(f"version must be {VERSION}, got {version!r}")
+        state = {"scale": None, **state}  # earlier releases did not store it
         _check_keys(state, KEYS, "it")
         _check_origin(state)
         _check_tensors(state)
@@ -120,14 +123,19 @@ class EngineState:
         return EngineState(**fields).copy()
 
     def strangers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """The tensors that do not belong to these shapes: by name, what is wrong with each."""
+        """The tensors that do not belong to these shapes: by name, what is wrong with each.
+
+        Those that hold nothing, as after `forget`, are dropped.
+        """
         wrong = {}
         for name, tensor in sorted(self.residual.items()):
             if name not in shapes:
                 wrong[name] = "there is no such parameter"
             elif tuple(tensor.shape) != tuple(shapes[name]):
                 wrong[name] = f"shape must be {tuple(shapes[name])}, got {tuple(tensor.shape)}"
-        return wrong
+        empty = [n for n in wrong if not any(t[n].any() for t in self.by_kind().values() if n in t)]
+        self.drop(empty)
+        return {name: why for name, why in wrong.items() if name not in empty}
 
     def restore(
         self, buckets: Sequence[Bucket], transport: Transport, strict: bool = False
@@ -275,8 +283,9 @@ def _check_origin(state: Mapping[str, Any]) -> None:
         if rank >= world_size:
             raise _refuse(f"rank must be in [0, {world_size}), got {rank}")
     check_count(f"{WHERE}: step", state["step"], 0)
-    if state["unit"] is not None:
-        check_above(f"{WHERE}: unit", state["unit"], 0.0)
+    for key in ("unit", "scale"):
+        if state[key] is not None:
+            check_above(f"{WHERE}: {key}", state[key], 0.0)
     if not isinstance(state["planner"], Mapping | None):
         raise _refuse(f"planner must be a mapping or None, got {state['planner']!r}")
     if not isinstance(state["package"], str):

@@ -167,6 +167,14 @@ def test_the_other_optimizers_state_is_one_of_torchs_sgd() -> None:
     optimizer.step()
     torch.testing.assert_close(p.detach(), before - 0.1 * (1 + 0.9 * buffer))
 
+    q = nn.Parameter(torch.ones(3))
+    both = hvd_sparse.MomentumCorrectedSGD([p, q], momentum=0.9)
+    both.load_state_dict({**both.state_dict(), "state": {0: optimizer.state_dict()["state"][0]}})
+    state = both.state_dict()["state"]  # whole, as torch's checkpoints demand
+    assert (state[0]["momentum_buffer"].any(), state[1]["momentum_buffer"].any()) == (True, False)
+    both.load_state_dict(both.state_dict())
+    assert "momentum_buffer" not in both.state[q]
+
     optimizer.load_state_dict(torch.optim.SGD([p], momentum=0.9, maximize=True).state_dict())
     with pytest.raises(UnsupportedError, match="neither dampening nor maximize"):
         optimizer.step()

@@ -180,6 +180,39 @@ def warn_of_another_unit(folder: str) -> None:
     compression.close()
 
 
+def train_alike(folder: str, kind: str, first: int, stop: int) -> None:
+    """All ranks have the same gradients, so that of an average their number does not matter."""
+    model, plain = Model(), Model()
+    named = [(f"alike.{kind}.{name}", p) for name, p in model.named_parameters()]
+    if kind == "topk":
+        compression: Any = hvd_sparse.Compression.topk(named, density=0.02)
+        inner: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    else:
+        inner, compression = hvd_sparse.dgc_sgd(named, lr=1.0, density=1.0)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, compression=compression)
+    reference = torch.optim.SGD(plain.parameters(), lr=1.0, momentum=0.0 if kind == "topk" else 0.9)
+    path = Path(folder) / kind
+    if first:
+        model.load_state_dict(torch.load(path / "model"))
+        compression.load_checkpoint(path)
+    for step in range(stop):
+        for owner, each in ((plain, reference), (model, optimizer)):
+            if each is reference or step >= first:
+                each.zero_grad()
+                generator = torch.Generator().manual_seed(step)
+                for p in owner.parameters():
+                    (p * torch.randint(-9, 10, p.shape, generator=generator)).sum().backward()
+                each.step()
+    compression.save_checkpoint(path)
+    if hvd.rank() == 0:
+        torch.save(model.state_dict(), path / "model")
+    residual = compression.state_dict()["residual"]
+    for (name, p), q in zip(named, plain.parameters(), strict=True):
+        waits = hvd.allreduce(residual.get(name, torch.zeros(p.shape)), name=f"{name}.{stop}")
+        torch.testing.assert_close(p.detach() - waits, q.detach(), rtol=1e-5, atol=1e-4)
+    compression.close()
+
+
 @with_ranks(World(3), World(3, "mpi"))
 def test_checkpoints_go_on_and_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path)
@@ -196,8 +229,12 @@ def test_checkpoints_change_the_world(tmp_path: Path) -> None:
     three, two = Ranks(World(3)), Ranks(World(2))
     try:
         books = three.run(save_to, str(tmp_path))[0].result
+        for kind in ("topk", "dgc"):
+            three.run(train_alike, str(tmp_path), kind, 0, 3)
         three.close()
         two.run(load_from, str(tmp_path), True, books)
+        for kind in ("topk", "dgc"):
+            two.run(train_alike, str(tmp_path), kind, 3, 6)
         two.close()
     finally:
         three.kill()

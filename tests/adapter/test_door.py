@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
@@ -55,12 +56,16 @@ class Training(scripts.Training):
     ) -> None:
         super().__init__(density, **arguments)
         self.rank, self.size = hvd.rank(), hvd.size()
-        self.inner = make(self.parameters, lr=1.0)
+        self.is_grouped = is_grouped
+        self.wrap(make(self.parameters, lr=1.0))
+
+    def wrap(self, inner: Any) -> None:
+        self.inner = inner
         self.optimizer = hvd.DistributedOptimizer(
-            self.inner,
+            inner,
             named_parameters=self.named,
             compression=self.compression or hvd.Compression.none,
-            groups=[self.parameters[:2]] if is_grouped else None,
+            groups=[self.parameters[:2]] if self.is_grouped else None,
         )
 
     @override
@@ -82,6 +87,32 @@ def synchronize_with_nothing_new(training: Training) -> None:
     training.step(2)
     training.optimizer.synchronize()
     training.optimizer.synchronize()
+    training.step(2)
+
+
+@script
+def give_frozen_ones_gradients(training: Training) -> None:
+    """As evolution strategies do, whose parameters require none."""
+    first = training.parameters[0].requires_grad_(False)
+    for step in range(3):
+        training.zero()
+        training.backward(among=(1, 2))
+        generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+        first.grad = 2.0 * torch.randint(-9, 10, first.shape, generator=generator)
+        training.optimizer.step()
+
+
+@script
+def replace_the_optimizer_after_a_drop(training: Training) -> None:
+    """The old one is gone, and its last gradients, too; the compression goes on."""
+    training.step(2)
+    training.zero()
+    training.backward()
+    training.reduce()
+    training.zero()
+    training.optimizer = None
+    gc.collect()
+    training.wrap(torch.optim.SGD(training.parameters, lr=1.0))
     training.step(2)
 
 
@@ -747,6 +778,55 @@ def restore_an_optimizer_with_state() -> None:
     training.close()
 
 
+def look_at_gradients_from_elsewhere() -> None:
+    """By a view of DLPack's, and in memory that other processes have, too."""
+    for is_shared in (False, True):
+        training = Training(DENSITY)
+        for p in training.parameters:
+            p.grad = torch.zeros_like(p).share_memory_() if is_shared else torch.zeros_like(p)
+        addresses = [p.grad.data_ptr() for p in training.parameters]
+        views = [] if is_shared else [np.from_dlpack(p.grad) for p in training.parameters]
+        for _ in range(3):
+            training.inner.zero_grad(set_to_none=False)
+            training.backward()
+            training.optimizer.step()
+            assert [p.grad.data_ptr() for p in training.parameters] == addresses
+            for view, p in zip(views, training.parameters, strict=False):
+                assert np.array_equal(view, p.grad.numpy())
+        pickle.dumps(training.parameters[0])
+        training.close()
+
+
+def update_by_data() -> None:
+    training = Training(DENSITY)
+    with told("no optimizer.step() applied the reduced gradients"):
+        for _ in range(5):
+            training.zero()
+            training.backward()
+            training.optimizer.synchronize()
+            for p in training.parameters:
+                p.data.sub_(p.grad.data)
+    training.close()
+
+
+def pass_a_compression_on() -> None:
+    """One that a script's own compressor calls does not see whose gradient it is."""
+
+    class Own:
+        compress = staticmethod(Compression.topk(density=DENSITY).compress)
+        decompress = staticmethod(hvd.Compression.none.decompress)
+
+    p = nn.Parameter(torch.zeros(NUMEL))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p], lr=1.0), named_parameters=[("passed.on", p)], compression=Own
+    )
+    with told("compress() was called by another than"):
+        for _ in range(2):
+            p.sum().backward()
+            optimizer.step()
+    assert torch.equal(p.detach(), torch.full((NUMEL,), -3.0))
+
+
 def collect_an_earlier_training_in_a_step() -> None:
     """Python collects what is gone at any time, also while torch goes through its hooks."""
     gone: list[Training] = []
@@ -783,6 +863,9 @@ def let_a_tensor_wait() -> None:
                     training.optimizer.synchronize()
                     nn.utils.clip_grad_norm_(training.parameters, 1e9)
                 if step in drops:
+                    training.inner.zero_grad(set_to_none=False)
+                    if training.compression is not None:
+                        training.compression.state_dict()
                     continue
                 with training.optimizer.skip_synchronize():
                     training.optimizer.step()
@@ -856,6 +939,9 @@ FUNCTIONS = (
     use_an_embedding_late,
     restore_an_optimizer_with_state,
     collect_an_earlier_training_in_a_step,
+    look_at_gradients_from_elsewhere,
+    update_by_data,
+    pass_a_compression_on,
 )
 
 

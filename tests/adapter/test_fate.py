@@ -96,6 +96,20 @@ def test_a_step_without_the_scaler_is_refused() -> None:
     optimizer.step()
 
 
+def test_a_scaler_may_have_a_step_of_its_own() -> None:
+    class Own(torch.amp.GradScaler):
+        def step(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
+            self.unscale_(optimizer)
+            optimizer.step()
+
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = Listened([parameter], lr=0.1)
+    fate = Fates({})
+    optimizer.register_step_pre_hook(fate.before_step)
+    step(Own("cpu", init_scale=64.0), parameter, optimizer)
+    assert fate.unit == 64.0
+
+
 def test_a_scaler_that_comes_late_is_told() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = Listened([parameter], lr=0.1)

@@ -80,6 +80,9 @@ def test_a_second_momentum_is_refused(make: Any, told: str) -> None:
         lambda p: torch.optim.SGD(p, 0.1),
         lambda p: torch.optim.Adam(p, betas=(0.0, 0.999)),
         lambda p: MomentumCorrectedSGD(p, momentum=0.9),
+        lambda p: SimpleNamespace(  # as a ZeroRedundancyOptimizer
+            optim=(own := MomentumCorrectedSGD(p, momentum=0.9)), param_groups=own.param_groups
+        ),
     ],
 )
 def test_what_goes_together(make: Any) -> None:

@@ -292,10 +292,12 @@ def test_broken_states_are_refused() -> None:
 
     def worker(transport: Transport) -> None:
         wrong = connected(transport, method())
-        state = {**EngineState().as_dict(), "residual": {"a": torch.zeros(3)}}
+        state = {**EngineState().as_dict(), "residual": {"a": torch.ones(3)}}
         wrong.load_state_dict(state)
         with pytest.raises(ConfigError, match=r"residual of 'a'.*\(30, 20\), got \(3,\)"):
             step_of(wrong, gradients(0, 0))
+        wrong.load_state_dict({**state, "residual": {"a": torch.zeros(3)}})  # after `forget`
+        step_of(wrong, gradients(0, 0))
 
     run_ranks(1, worker, timeout_s=30.0)
 
