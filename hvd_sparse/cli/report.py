@@ -42,17 +42,17 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def output_of(options: argparse.Namespace, suffix: str) -> Path:
-    """The output file: that of `-o`, else one beside the recording, but never the recording."""
+    """The output file: that of `-o`, else one beside the recording, which has been read."""
     recording: Path = options.recording
     output: Path = options.output or recording.with_suffix(suffix)
-    if (output.parent.resolve(), output.name) == (recording.parent.resolve(), recording.name):
+    if output.exists() and output.samefile(recording):
         raise ConfigError(f"{output}: this is the recording itself; name another file by -o")
     return output
 
 
 def run_report(options: argparse.Namespace) -> Output:
-    output = output_of(options, ".html")
     runs = read_runs(options.recording)
+    output = output_of(options, ".html")
     recording = chosen_run(runs, options.run_number)
     write_text(output, report_page(runs, recording))
     plan = last_plan(recording)
@@ -92,10 +92,10 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trace(options: argparse.Namespace) -> Output:
-    output = output_of(options, ".trace.json")
     timeline = None if options.timeline is None else read_timeline(options.timeline)
     recording = chosen_run(read_runs(options.recording), options.run_number)
     trace = chrome_trace(recording, timeline)
+    output = output_of(options, ".trace.json")
     write_text(output, json.dumps(trace, separators=(",", ":"), allow_nan=False))
     events = len(trace["traceEvents"])
     text = f"{output}: {events} events; open it in chrome://tracing or ui.perfetto.dev"

@@ -14,11 +14,13 @@ from tests.recordings import LINES, PLAN, RUN, page_of, steps, text_of
 
 @pytest.mark.parametrize("command", ["report", "trace"])
 def test_a_missing_file_and_a_folder_are_told_by_name(
-    tmp_path: Path, capsys: Any, command: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, command: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     for path, why in (
         (tmp_path / "none.jsonl", "No such file or directory"),
         (tmp_path, "Is a directory"),
+        (".", "Is a directory"),
     ):
         assert main([command, str(path)]) == FAILED
         assert capsys.readouterr().err == f"hvd-sparse {command}: {path}: {why}\n"
@@ -81,13 +83,16 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Any) 
 
 
 @pytest.mark.parametrize("command", ["report", "trace"])
+@pytest.mark.parametrize("name", ["run.html", "symbolic", "hard"])
 def test_the_recording_itself_is_not_written_over(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, command: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     path = tmp_path / "run.html"
     path.write_text(text_of(*LINES))
+    (tmp_path / "symbolic").symlink_to(path)
+    (tmp_path / "hard").hardlink_to(path)
     before = path.read_text()
     monkeypatch.chdir(tmp_path)
-    assert main([command, str(path), "-o", "run.html"]) == FAILED
+    assert main([command, str(tmp_path / name), "-o", "run.html"]) == FAILED
     assert "run.html: this is the recording itself" in capsys.readouterr().err
     assert path.read_text() == before
