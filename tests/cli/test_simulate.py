@@ -63,6 +63,7 @@ def test_the_command_shows_both_forms(tmp_path: Path, capsys: Any) -> None:
         (["--local", "4", "--hierarchical"], "world_size must be a multiple of 4, got 2"),
         (["--beta", "nan"], "beta_s_per_byte must be a finite number of at least 0, got nan"),
         (["--slow-rank", "7"], "slow_rank must be below 2, got 7"),
+        (["--stretch", "101"], "stretch must be at most 100 elements, got 101"),
         (["--overlap", "1.5"], "overlap must be in [0, 1], got 1.5"),
         (["--plot", "missing/figure.png"], "missing/figure.png: there is no folder missing"),
         (["--plot", "figure.xyz"], "figure.xyz: a plot ends in one of .avif, .eps"),

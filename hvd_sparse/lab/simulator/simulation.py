@@ -167,6 +167,8 @@ def simulate(
     shards = network.local_size if hierarchical else 1
     if stretch is None:
         stretch = automatic_stretch(algorithm, world_size, workload, shards)
+    if stretch > workload.numel:
+        raise ConfigError(f"stretch must be at most {workload.numel} elements, got {stretch:g}")
     entry = BY_NAME[algorithm]
     world = SimulatedWorld(world_size, network, stretch, pick, entry.control_bytes)
     numel, k = round(workload.numel / stretch), round(workload.k / stretch)

@@ -64,12 +64,12 @@ class SyntheticStreams:
     def _draw(self, generator: torch.Generator, room: int, count: int, taken: Tensor) -> Tensor:
         """`taken`, filled up with other indices to `count`; int64, ascending."""
         indices = taken
-        if 4 * count > room:  # crowded: rank all of them instead of trying
-            weight = torch.rand(room, generator=generator, dtype=torch.float64, device="cpu")
-            if self.skew:
-                falling = torch.linspace(1, 1e-9, room, dtype=torch.float64, device="cpu")
-                weight *= falling.pow(self.skew)
-            weight[taken] = 2.0
+        # Crowded, so that few draws are new: rank all of them instead of trying.
+        if count > room * min(0.25, 0.9 ** (1 + self.skew)):
+            weight = torch.rand(room, generator=generator, dtype=torch.float64, device="cpu").log()
+            falling = torch.linspace(1, 1e-9, room, dtype=torch.float64, device="cpu")
+            weight += self.skew * falling.log()
+            weight[taken] = 1.0
             return weight.topk(count).indices.sort().values
         while (missing := count - indices.numel()) > 0:
             u = torch.rand(missing, generator=generator, dtype=torch.float64, device="cpu")

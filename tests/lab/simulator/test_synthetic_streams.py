@@ -10,7 +10,7 @@ from hvd_sparse.lab.simulator import SyntheticStreams
 
 @pytest.mark.parametrize("numel", [1, 5, 1000, 9001])
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("skew", [0.0, 9.0])
+@pytest.mark.parametrize("skew", [0.0, 9.0, 1e6, 1e300])
 @pytest.mark.parametrize("density", [0.01, 0.5, 1.0])
 def test_synthetic_streams_are_streams(
     numel: int, overlap: float, skew: float, density: float
@@ -35,3 +35,5 @@ def test_a_region_and_a_skew_crowd_the_indices() -> None:
         for skew in (0.0, 3.0)
     )
     assert skewed < even / 2
+    crowded = SyntheticStreams(skew=1e6).stream(0, 0, 10_000, 500).indices
+    assert torch.equal(crowded, torch.arange(500).int())
