@@ -293,7 +293,7 @@ def ssar_recursive_double(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
         handed = replace(_sum_of_streams(n, k, 1, wire), work=Work(2 * k))
         of_all = Cost(result.messages, plain_entries=result.entries, plain_words=result.dense_words)
         received += [handed, of_all]
-    most = [Cost(1, entries=k * m) for m in sums]
+    most = [Cost(1, entries=k * (2**t + min(2**t, P - cube))) for t in range(rounds)]
     most += [Cost(1, entries=k), Cost(1, plain_entries=k * P)] * folds
     return CostRange(Cost(rounds, entries=k * rounds), _in_turn(received), _in_turn(most))
 

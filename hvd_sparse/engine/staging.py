@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.collectives import Collective, IndexUnion
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, Algorithm, name_of
+from hvd_sparse.collectives.sparcml import SsarRecursiveDouble
 from hvd_sparse.cost_model import INDEX_BYTES, WireBytes
 from hvd_sparse.selectors import Selector
 from hvd_sparse.selectors.correction import MOST_TIMES_K
@@ -119,5 +120,6 @@ class Stages:
 def bytes_of(algorithm: Algorithm, P: int, n: int, k: int, wire: WireBytes) -> float:
     """Bytes that a rank is expected to send; at most, where indices or sums of all ranks decide."""
     cost = algorithm.cost(P, n, k, wire)
-    is_even = algorithm.is_lossless and not issubclass(algorithm.collective, IndexUnion)
+    uneven = (IndexUnion, SsarRecursiveDouble)
+    is_even = algorithm.is_lossless and not issubclass(algorithm.collective, uneven)
     return (cost.expected if is_even else cost.most).nbytes(wire)

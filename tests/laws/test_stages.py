@@ -107,6 +107,26 @@ def test_nor_does_any_collective_that_is_named(collective: str, density: float) 
     check(ranks, 1.05 * 2 * 4 * NUMEL * 3 / 4)
 
 
+@pytest.mark.parametrize(("world_size", "density"), [(12, 0.04), (24, 0.018)])
+def test_nor_do_indices_that_lie_apart(world_size: int, density: float) -> None:
+    """Where P is no power of two, some ranks send sums of more than the others, and the result."""
+    ring_bytes = 2 * 4 * NUMEL * (world_size - 1) / world_size
+
+    def worker(transport: Transport) -> None:
+        engine = engine_of(
+            transport, "topk", density=density, collective="ssar_recursive_double", momentum=0.0
+        )
+        gradient = (torch.arange(NUMEL) % world_size == transport.rank).float()
+        engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), gradient)
+        engine.scale = 1.0
+        engine.result("w")
+        engine.settle(True)
+        assert engine.stats().buckets[0].history[-1].bytes_sent <= ring_bytes
+        engine.disconnect()
+
+    run_ranks(world_size, worker, timeout_s=60.0)
+
+
 @pytest.mark.parametrize("wire", ["float16", "float16+gap", "bfloat16"])
 @pytest.mark.parametrize("name", ["dgc", "oktopk", "exdyna"])
 def test_a_dense_stage_has_the_wire_of_the_others(name: str, wire: str) -> None:
