@@ -74,7 +74,8 @@ def check_count(name: str, value: int, least: int) -> int:
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
     """One of a few names."""
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        names = ", ".join(repr(each) if "," in each else each for each in choices)
+        raise ConfigError(f"{name} must be one of {names}; got {value!r}")
     return value
 
 

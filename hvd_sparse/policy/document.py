@@ -20,7 +20,6 @@ Path = tuple[str | int, ...]
 
 DEEPEST = 12
 LONGEST_SHOWN = 60
-STR = "tag:yaml.org,2002:str"
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 PLAIN_TAGS = tuple(f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
 
@@ -84,8 +83,9 @@ def read_file(path: str) -> Document:
     """
     try:
         content = FilePath(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # a path with a NUL
+        why = getattr(error, "strerror", error)
+        raise ConfigError(f"{path}: cannot be read: {why}") from error
     if not content.strip():
         raise ConfigError(f"{path}: the file is empty")
     try:
@@ -115,18 +115,19 @@ def read_yaml(text: str, source: str) -> Document:
         if mark and "token" in problem and "\t" in text.splitlines()[mark.line]:
             problem = "a tab, where YAML needs spaces"
         raise ConfigError(f"{place}: not YAML: {problem}") from None
-    except yaml.YAMLError as error:  # characters that YAML does not have
-        raise ConfigError(f"{source}:1: not YAML: {' '.join(str(error).split())}") from None
+    except yaml.reader.ReaderError as error:  # a character that YAML does not have
+        line = text.partition(chr(error.character))[0].count("\n") + 1
+        raise ConfigError(f"{source}:{line}: not YAML: {' '.join(str(error).split())}") from None
     return Document(source, data, lines)
 
 
 def _refuse_references(text: str, source: str) -> None:
-    """Aliases and deep nesting, found before anything is built of them."""
+    """Tags, aliases and deep nesting, found before anything is built of them."""
     depth = 0
     for event in yaml.parse(text, Loader=LOADER):
         place = f"{source}:{event.start_mark.line + 1}"  # type: ignore[union-attr]
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise ConfigError(f"{place}: anchors and aliases are not for policies")
+        if getattr(event, "anchor", None) is not None or getattr(event, "tag", None) is not None:
+            raise ConfigError(f"{place}: tags, anchors and aliases are not for policies")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
@@ -162,21 +163,12 @@ class _Builder:
 
     def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
         text: str = node.value
-        if node.tag == STR:
+        if node.tag not in PLAIN_TAGS:  # dates and the like are text, too
             return text if node.style else as_number(text)
-        if node.tag not in PLAIN_TAGS:
-            return self._other(node, path, text)
         try:
             return self._loader.construct_object(node)
         except (ValueError, OverflowError):
             raise self._error(node, path, f"not a number: {shown(text)}") from None
-
-    def _other(self, node: yaml.Node, path: Path, text: str) -> str:
-        """Dates and the like are text here; a tag that was written is refused."""
-        implied: Any = self._loader.resolve
-        if node.tag == implied(yaml.ScalarNode, text, (True, False)):
-            return text
-        raise self._error(node, path, f"the tag {shown(node.tag)} is not for policies")
 
     def _error(self, node: yaml.Node, path: Path, message: str) -> ConfigError:
         here = Document(self._source, None, {path: node.start_mark.line + 1})

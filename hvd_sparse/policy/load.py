@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
@@ -53,6 +53,8 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, Any]) -> Policy:
     """
     if isinstance(source, Mapping):
         return check_policy(Document("policy", dict(source)))
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"policy must be a path or a mapping, got {source!r}")
     return check_policy(read_file(os.fspath(source)))
 
 
@@ -74,6 +76,12 @@ def check_policy(document: Document) -> Policy:
     rules = tuple(
         _rule(document, place, rule, defaults, made) for place, rule in enumerate(policy.rules)
     )
+    taken = taken_by(rules)
+    for key in defaults:
+        if key not in taken:
+            raise document.error(
+                ("defaults", key), f"no rule has such an argument: {suggestion(key, taken)}"
+            )
     limits = {m.clip_norm: rule.place for rule in rules for m in rule.methods}
     if len(limits) > 1:
         (one, _), (other, place) = list(limits.items())[:2]
@@ -131,6 +139,13 @@ def warnings_of(
     whole = "density 1 sends all entries, which is no compression; compress: never says so"
     idle += [(r, whole) for r in policy.rules if any(m.density == 1 for m in r.methods)]
     return [str(policy.document.error(("rules", rule.place), reason)) for rule, reason in idle]
+
+
+def taken_by(rules: Iterable[Rule]) -> set[str]:
+    """The keys of `defaults` that the rules' compressors take; all, where no rule compresses."""
+    names = {m.name for rule in rules for m in rule.methods} or set(METHODS)
+    taken = {item.name for name in names for item in fields(METHODS[name])}
+    return taken | {"compressor", "bucket"}
 
 
 def owning_modules(model: Module) -> dict[int, str]:
@@ -215,17 +230,17 @@ def _of_argument(
 
 
 def _condition(document: Document, path: Path, match: Match) -> Condition:
-    if match.name is not None and match.name_regex is not None:
-        raise document.error((*path, "name_regex"), "name and name_regex exclude each other")
     condition = Condition(**dict(match))
+    if condition.name is not None and condition.name_regex is not None:
+        raise document.error((*path, "name_regex"), "name and name_regex exclude each other")
     try:
-        re.compile(match.name_regex or "")
+        re.compile(condition.name_regex or "")
     except (re.error, RecursionError, OverflowError) as error:
-        hint = "; a glob, as *.weight, belongs in name" if str(match.name_regex)[0] == "*" else ""
+        hint = "; a glob, as *.weight, belongs in name" if match.name_regex[0] == "*" else ""
         raise document.error(
             (*path, "name_regex"), f"not a regular expression: {error}{hint}"
         ) from None
-    if None not in (match.min_numel, match.max_numel) and match.min_numel > match.max_numel:  # type: ignore[operator]
+    if condition.max_numel is not None and condition.max_numel < (condition.min_numel or 0):
         raise document.error(
             (*path, "max_numel"), f"must be at least min_numel, got {match.max_numel}"
         )

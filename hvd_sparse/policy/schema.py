@@ -30,13 +30,13 @@ class Match(BaseModel):
 
     model_config = STRICT
 
-    name: str | None = _key("Glob on the parameter's name, as layers.*.weight")
-    name_regex: str | None = _key("Regular expression that the whole name must match")
-    min_numel: AtLeast0 | None = _key("Least elements")
-    max_numel: AtLeast0 | None = _key("Most elements")
-    ndim: AtLeast0 | None = _key("Number of dimensions")
-    dtype: Literal["float32", "float16", "bfloat16"] | None = _key("Type of the gradient")
-    module: str | None = _key("Class of the module that owns the parameter, as Linear")
+    name: str = _key("Glob on the parameter's name, as layers.*.weight")
+    name_regex: str = _key("Regular expression that the whole name must match")
+    min_numel: AtLeast0 = _key("Least elements")
+    max_numel: AtLeast0 = _key("Most elements")
+    ndim: AtLeast0 = _key("Number of dimensions")
+    dtype: Literal["float32", "float16", "bfloat16"] = _key("Type of the gradient")
+    module: str = _key("Class of the module that owns the parameter, as Linear")
 
 
 @cache

@@ -83,6 +83,10 @@ RULES = "version: 1\nrules:\n"
          r"policy.yaml:4: rules\[0\].collective: must be one of auto, .*got 'ring'"),
         ("version: 1\ndefaults: {compressor: topk,\n  density: 0}\nrules: [{}]\n",
          r"policy.yaml:3: defaults.density: must be in \(0, 1\], got 0"),
+        ("version: 1\ndefaults:\n  threshold: -1\nrules: [{compressor: dgc}, {compressor: topk}]\n",
+         r"policy.yaml:3: defaults.threshold: no rule has such an argument: .*known"),
+        (RULES + "  - {compressor: topk, wire: float33}\n",
+         "must be one of auto, float32, .*, 'float32, dense qsgd4'.*; got 'float33'"),
         (RULES + "  - density: 0.1\n", r"policy.yaml:3: rules\[0\]: compressor must be given"),
         (RULES + "  - compress: sometimes\n",
          r"policy.yaml:3: rules\[0\].compress: must be 'auto', .*, got 'sometimes'"),
@@ -100,6 +104,9 @@ RULES = "version: 1\nrules:\n"
         (RULES + "  - match: {name_regex: '('}\n    compress: never\n",
          r"policy.yaml:3: rules\[0\].match.name_regex: not a regular expression: "),
         (RULES + "  - match: {name_regex: x, name: x}\n    compress: never\n", "exclude each"),
+        (RULES + "  - match: {name: }\n", r"policy.yaml:3: .*match.name: must be text, got None"),
+        (RULES + "  - match: {ndim: null}\n", ".*match.ndim: must be a whole number, got"),
+        (RULES + "  - match: {dtype: null}\n", "policy.yaml:3: .*match.dtype: must be 'float32'"),
         (RULES + "  - match: 3\n", r"policy.yaml:3: rules\[0\].match: must be a mapping, got 3"),
         ("version: 1\nrules: {}\n", "policy.yaml:2: rules: must be a list, got {}"),
         ("version: 1\ntimeout_s: 0\nrules: []\n", "policy.yaml:2: timeout_s: must be from 0.001"),
@@ -110,11 +117,16 @@ RULES = "version: 1\nrules:\n"
          r"policy.yaml:3: rules\[0\].collective: must be one of .*got 'auto'"),
         ("version: 1\nversion: 1\n", "policy.yaml:2: version: the key is there twice"),
         ("version: 1\n1: 2\n", "policy.yaml:2: a key must be text"),
-        ("version: &a 1\nrules: *a\n", "policy.yaml:1: anchors and aliases are not for policies"),
-        ("version: !!python/object:os.system 1\n", "policy.yaml:1: version: the tag .* is not for"),
+        ("version: &a 1\nrules: *a\n", "policy.yaml:1: tags, anchors and aliases are not for pol"),
+        ("version: 1\nrules: *a\n", "policy.yaml:2: tags, anchors and aliases are not for pol"),
+        *((RULES + f"  - {rule}\n", "policy.yaml:3: tags, anchors and aliases are not for policies")
+          for rule in (
+              "!rule {}", "!x []", "!!python/object:os.system 1", "!!null abc", "!!bool abc",
+              "!!int ''", "! 5", "{!!str compressor: topk}")),
         ("version: 1\nrules: [\n", "policy.yaml:3: not YAML: "),
         ("version: 1\n---\nversion: 1\n", "policy.yaml:2: not YAML: "),
         ("version: 1\x00", "policy.yaml:1: not YAML: "),
+        ("# für\nversion: 1\n# \x01", "policy.yaml:3: not YAML: "),
         ("[" * 20, "policy.yaml:1: nested deeper than 12 levels"),
         ("[" * 5000, "policy.yaml:1: .*(exceeded maximum nesting depth|nested deeper than 12)"),
         ("version: " + "9" * 5000, "policy.yaml:1: version: not a number"),
@@ -131,6 +143,9 @@ def test_a_mapping_is_checked_alike() -> None:
     rule = {"compressor": "topk", "density": 2}
     with pytest.raises(ConfigError, match=r"^policy: rules\[0\].density: must be in \(0, 1\], got"):
         Compression.from_policy({"version": 1, "rules": [rule]})
+    for policy in (5, ["a"], b"policy.yaml"):
+        with pytest.raises(ConfigError, match="policy must be a path or a mapping, got "):
+            Compression.from_policy(policy)  # type: ignore[arg-type]
     rule["density"] = 0.5
     chosen = Compression.from_policy({"version": 1, "rules": [rule]})
     assert "density=0.5" in chosen.method.description
@@ -149,6 +164,7 @@ def test_the_environment_names_the_policy(tmp_path: Path, monkeypatch: Any) -> N
     for name, told in (
         ("none.yaml", "cannot be read: No such file or directory"),
         (".", "cannot be read: Is a directory"),
+        ("\0", "cannot be read: embedded null byte"),
         ("latin.yaml", r"latin.yaml:2: not UTF-8 \(byte 0xfc\): save it as UTF-8"),
     ):
         with pytest.raises(ConfigError, match=told):
@@ -358,6 +374,7 @@ def test_validate_shows_what_becomes_of_a_model(
         "from torch import nn\ndef make(): return nn.Linear(30, 20)\n"
         "def doubled(): return nn.Linear(30, 20).double()\n"
         "def rows(): return nn.Embedding(30, 20, sparse=True)\n"
+        "def lazy(): return nn.LazyLinear(20)\n"
         "def fails(): raise KeyError('x')\nnothing = dict\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -386,6 +403,7 @@ def test_validate_shows_what_becomes_of_a_model(
         "policy_model:gone",
         "policy_model:fails",
         "policy_model:nothing",
+        "policy_model:lazy",
     ):
         assert main(["validate", "policy.yaml", "--model", model]) == FAILED
         assert capsys.readouterr().err.count("\n") == 1
