@@ -11,7 +11,7 @@ from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.planner.choose import Placement
 from hvd_sparse.policy.assignment import PolicyAssignment
-from hvd_sparse.policy.load import Policy, collectives_of
+from hvd_sparse.policy.load import Policy, collectives_of, taken_by
 
 DROPPED = ("profile", "plan_cache")
 """Keys of a policy that only a planner reads."""
@@ -35,20 +35,29 @@ def pinned(
     """
     data = policy.document.data
     buckets: dict[tuple[int, MethodId, str], list[str]] = {}
+    left = set()
     for spec in specs:
         rule, placed = rules.rule_of(spec), placements.get(spec.name)
         if rule is not None and placed is not None:
             buckets.setdefault((rule.place, placed.method, placed.bucket), []).append(spec.name)
+        elif rule is not None:
+            left.add(rule.place)
+    used = {place for place, _, _ in buckets}
     made: list[dict[str, Any]] = []
     for (place, method, bucket), names in buckets.items():
         one_of = "|".join(map(re.escape, names))
         settings = _settings(policy, rules, place, method)
         made.append({"match": {"name_regex": one_of}, "bucket": bucket, **settings})
-    for written in data["rules"]:
+    for place, written in enumerate(data["rules"]):
         is_open = written.get("compress") == "auto"
+        if is_open and place in used - left:
+            continue
         kept_keys = {key: value for key, value in written.items() if key == "match" or not is_open}
         made.append({**kept_keys, "compress": "never"} if is_open else kept_keys)
     kept = {key: value for key, value in data.items() if key not in (*DROPPED, "rules")}
+    taken = taken_by(rule for rule in rules.rules if not rule.is_auto or rule.place in used)
+    if "defaults" in kept:
+        kept["defaults"] = {key: v for key, v in kept["defaults"].items() if key in taken}
     return {**kept, "rules": made}
 
 

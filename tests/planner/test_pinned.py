@@ -69,6 +69,22 @@ def test_a_pinned_plan_loads_again_as_the_same(tmp_path: Path) -> None:
     assert again.choice_of(SPECS[6]).method is None  # b.bias, which the planner left dense
 
 
+def test_what_decides_nothing_any_more_is_left_out() -> None:
+    """A rule whose tensors are all placed, and a default key that only a dense rule took."""
+    defaults = {"density": 0.1, "threshold_interval": 5}
+    all_left = {"match": {"ndim": 1}, "compress": "auto", "compressor": "oktopk"}
+    all_placed = {"match": {"ndim": 2}, "compress": "auto", "compressor": "topk"}
+    policy = load_policy({"version": 1, "defaults": defaults, "rules": [all_left, all_placed]})
+    rules = PolicyAssignment(policy.rules, {})
+    place = Placement(policy.rules[1].methods[0].id, "planned 0")
+    placements = {spec.name: place for spec in SPECS if len(spec.shape) == 2}
+    data = pinned(policy, rules, SPECS, placements)
+    assert data["rules"][1:] == [{"match": {"ndim": 1}, "compress": "never"}]
+    assert data["defaults"] == {"density": 0.1}
+    again = PolicyAssignment(load_policy(data).rules, {})
+    assert again.idle_rules(SPECS) == []
+
+
 def test_a_method_that_no_rule_has_is_named() -> None:
     policy = load_policy({"version": 1, "rules": [{"compress": "auto", "compressor": "topk"}]})
     rules = PolicyAssignment(policy.rules, {})
