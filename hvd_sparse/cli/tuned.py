@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Output | None:
     """Become the job's launcher: its signals and its exit status are the command's own."""
+    if options.job[:1] == ["--"]:
+        del options.job[0]
     if not options.job:
         raise ConfigError("COMMAND must start a job, as horovodrun -np 4 python train.py; got none")
     if shutil.which(options.job[0]) is None:

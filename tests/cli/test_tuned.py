@@ -71,7 +71,11 @@ def test_cores_are_shared_where_workers_fill_a_host(
 
 
 @pytest.mark.parametrize(
-    ("job", "told"), [([], "got none"), (["no-such-launcher"], "no command 'no-such-launcher'")]
+    ("job", "told"),
+    [
+        *(([], "got none"), (["no-such-launcher"], "no command 'no-such-launcher'")),
+        *((["--"], "got none"), (["--", "no-such-launcher"], "no command 'no-such-launcher'")),
+    ],
 )
 def test_what_starts_no_job_is_one_line(job: list[str], told: str, capsys: Any) -> None:
     assert main(["tuned", *job]) == FAILED
