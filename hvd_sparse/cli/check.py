@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from hvd_sparse import ops
+from hvd_sparse import cores, ops
 from hvd_sparse._version import __version__
 from hvd_sparse.cli.command import Command, Output, one_line
 from hvd_sparse.cli.tuned import missing
@@ -30,12 +30,16 @@ from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.native import LIBRARY_PATH
 from hvd_sparse.planner.remembered import default_path
 from hvd_sparse.policy import load_policy
+from hvd_sparse.policy.document import suggestion
 from hvd_sparse.tables import table
 from hvd_sparse.transports.connect import TRANSPORT_NAMES, VARIABLE
+from hvd_sparse.transports.meeting import OWN_VARIABLE, describe_host
 from hvd_sparse.transports.nccl import problem_with_nccl
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 SLOW_SETTINGS = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD")
+KNOWN = {VARIABLE, OWN_VARIABLE, POLICY_VARIABLE, cores.VARIABLE, "HVD_SPARSE_NATIVE"}
+KNOWN |= {"HVD_SPARSE_ISA", "HVD_SPARSE_TORCH"}
 TRIAL_S = 90
 TRIAL = f"""
 import signal; signal.alarm({TRIAL_S})  # ends a rank that nobody waits for any more
@@ -173,7 +177,7 @@ def settings() -> list[Finding]:
         if name == POLICY_VARIABLE:
             found.append(policy(os.environ[name]))
         elif name.startswith("HVD_SPARSE_"):
-            found.append(Finding(name, "ok", os.environ[name]))
+            found.append(setting(name, os.environ[name]))
     for name in SLOW_SETTINGS:
         if os.environ.get(name) == "0":
             found.append(Finding(name, "problem", "0 makes every step slow: unset it"))
@@ -183,6 +187,17 @@ def settings() -> list[Finding]:
         told = f"{', '.join(unset)} not set: `hvd-sparse tuned horovodrun …` sets what is quicker"
         found.append(Finding("launch", "none", told))
     return found
+
+
+def setting(name: str, value: str) -> Finding:
+    """Whether there is such a variable, and the interface that it names."""
+    if name not in KNOWN:
+        return Finding(name, "problem", f"unknown: {suggestion(name, KNOWN)}")
+    usable = [each.name for each in describe_host().interfaces if not each.is_loopback]
+    if name == OWN_VARIABLE and value and value not in usable:
+        told = f"{value} is none of the interfaces of this host: {', '.join(usable) or 'none'}"
+        return Finding(name, "problem", told)
+    return Finding(name, "ok", value)
 
 
 def policy(path: str) -> Finding:
