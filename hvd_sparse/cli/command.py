@@ -8,10 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hvd_sparse.compression import RunOptions
 from hvd_sparse.errors import ConfigError
@@ -57,10 +59,6 @@ class Command:
     json_file: bool = False
 
 
-def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the subcommand has no arguments of its own."""
-
-
 def add_candidate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the methods from which a planner chooses."""
     parser.add_argument("--policy", metavar="FILE", help="a policy file with compress: auto")
@@ -92,7 +90,7 @@ RATE_BIT_PER_S |= {"kbyte": 8e3, "mbyte": 8e6, "gbyte": 8e9, "tbyte": 8e12}
 
 def seconds(text: str) -> float:
     """Parse a time, `30us` for example."""
-    return _parse(text.lower(), TIME_S, "30us")
+    return _parse(text.lower().replace("µ", "u").replace("μ", "u"), TIME_S, "30us")
 
 
 def bytes_per_s(text: str) -> float:
@@ -102,8 +100,8 @@ def bytes_per_s(text: str) -> float:
 
 
 def _parse(text: str, units: dict[str, float], example: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]+)", text.strip())
-    if match is None or match[2] not in units or float(match[1]) == 0:
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]+)", text.strip())
+    if match is None or match[2] not in units or not 0 < float(match[1]) < inf:
         raise argparse.ArgumentTypeError(
             f"must be a number above 0 and one of {', '.join(units)}, as {example}; got {text!r}"
         )
@@ -116,7 +114,7 @@ def load_model(text: str) -> nn.Module:
     The module is imported as Python would import it in the current directory.
 
     Raises:
-        ConfigError: The factory does not exist, fails, or returns no `torch.nn.Module`.
+        ConfigError: The factory does not exist, fails, or returns no complete `torch.nn.Module`.
     """
     module_name, _, factory_name = text.partition(":")
     if not module_name or not factory_name:
@@ -133,6 +131,8 @@ def load_model(text: str) -> nn.Module:
         raise ConfigError(f"model {text!r} cannot be made: {one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {text!r} is no torch.nn.Module but a {type(model).__name__}")
+    if any(map(is_lazy, model.parameters())):
+        raise ConfigError(f"model {text!r} has uninitialized parameters: run it in the factory")
     return model
 
 

@@ -51,7 +51,7 @@ from hvd_sparse.transports import LocalWorld
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODULE:FACTORY", help="a function that makes the model")
-    parser.add_argument("--ranks", type=int, default=4, help="P (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, help="P (default: 4)")
     parser.add_argument(
         "--bandwidth", type=bytes_per_s, default="1gbit", help="of each link (default: %(default)s)"
     )
@@ -91,8 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Output:
-    if options.hosts is not None:
-        options.ranks = levels_of(options).world_size
+    if options.hosts is None and options.local != 1:
+        raise ConfigError(f"--local must be 1 without --hosts, got {options.local}")
+    ranks = 4 if options.hosts is None else levels_of(options).world_size
+    if options.hosts is not None and options.ranks not in (None, ranks):
+        raise ConfigError(f"--ranks must be {ranks}, --hosts times --local, got {options.ranks}")
+    options.ranks = ranks if options.ranks is None else options.ranks
     check_count("--ranks", options.ranks, 2)
     if options.plot is not None:
         load_pyplot(options.plot)  # fails now, not after all the work

@@ -15,7 +15,7 @@ import torch
 import hvd_sparse
 from hvd_sparse import ops
 from hvd_sparse.cli import check
-from hvd_sparse.cli.command import Command, Output, bytes_per_s, no_arguments
+from hvd_sparse.cli.command import Command, Output, bytes_per_s, seconds
 from hvd_sparse.cli.main import COMMANDS, FAILED, INTERRUPTED, main, make_parser
 from hvd_sparse.cli.profile import device_of_rank
 from hvd_sparse.errors import ConfigError
@@ -56,7 +56,7 @@ def test_an_end_is_one_line(
     def fail(options: Any) -> Output:
         raise error
 
-    command = Command("fail", "fail", (), no_arguments, fail)
+    command = Command("fail", "fail", (), lambda parser: None, fail)
     monkeypatch.setattr("hvd_sparse.cli.main.COMMANDS", (command,))
     assert main(["fail"]) == status
     assert capsys.readouterr().err == f"hvd-sparse fail: {error}\n"
@@ -92,6 +92,15 @@ def test_check_names_what_the_environment_decides(monkeypatch: Any, capsys: Any)
     assert status == 1
     assert "one of auto, gloo" in found["transport auto"]["detail"]
     assert found["HOROVOD_CACHE_CAPACITY"]["state"] == "problem"
+
+
+def test_check_names_variables_that_nothing_reads(monkeypatch: Any, capsys: Any) -> None:
+    given = {"HVD_SPARSE_IFACE": "bogus0", "HVD_SPARSE_TRANSPROT": "mpi", "HVD_SPARSE_BIND": "1"}
+    status, found = checked(monkeypatch, capsys, **given)
+    assert status == 1
+    assert [found[name]["state"] for name in given] == ["problem", "problem", "ok"]
+    assert found["HVD_SPARSE_IFACE"]["detail"].startswith("bogus0 is none of the interfaces of")
+    assert "did you mean HVD_SPARSE_TRANSPORT?" in found["HVD_SPARSE_TRANSPROT"]["detail"]
 
 
 def test_check_tries_what_the_environment_asks_for(
@@ -154,17 +163,28 @@ def test_a_horovod_that_does_not_load(monkeypatch: Any, capsys: Any) -> None:
     assert found["horovod"]["detail"].startswith("0.28.1 does not load: ModuleNotFoundError")
 
 
-def test_as_a_process() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--version"], f"hvd-sparse {hvd_sparse.__version__}"),
+        (
+            ["simulate", "--ranks", "1", "--numel", "9", "--algorithms", "gtopk"],
+            "k = 1, ? = 0.0001",
+        ),
+    ],
+)
+def test_as_a_process(arguments: list[str], shown: str) -> None:
+    """And what the terminal cannot show is no error."""
     root = Path(hvd_sparse.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-m", "hvd_sparse", "--version"],
-        env={**os.environ, "PYTHONPATH": str(root)},
+        [sys.executable, "-m", "hvd_sparse", *arguments],
+        env={**os.environ, "PYTHONPATH": str(root), "PYTHONIOENCODING": "latin-1"},
         capture_output=True,
-        text=True,
+        encoding="latin-1",
         check=True,
         timeout=60,
     )
-    assert done.stdout.strip() == f"hvd-sparse {hvd_sparse.__version__}"
+    assert shown in done.stdout
 
 
 @pytest.fixture
@@ -203,6 +223,13 @@ def test_plan_shows_every_tensor_and_why(tmp_path: Path, monkeypatch: Any, capsy
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "# A plan of hvd-sparse" in pinned.read_text()
     assert not load_policy(pinned).rules[0].is_auto
+    assert main(["validate", str(pinned), "--model", "plan_model:make"]) == 0
+    for wrong, told in (
+        (["--hosts", "2", "--local", "2"], "--ranks must be 4, --hosts times --local, got 8"),
+        (["--local", "2"], "--local must be 1 without --hosts, got 2"),
+    ):
+        assert main([*slow, *wrong]) == FAILED
+        assert told in capsys.readouterr().err
     assert main([*slow, "--plot", "step.xyz"]) == FAILED
     assert "step.xyz: a plot ends in one of" in capsys.readouterr().err
     policy.write_text("version: 1\nrules: [{compress: never}]\n")
@@ -220,13 +247,22 @@ def test_a_profile_is_taken_where_gradients_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "rate"), [("1gbit", 1.25e8), ("1Gb/s", 1.25e8), ("2 GB/s", 2e9), ("8kbps", 1e3)]
+    ("value", "rate"),
+    [
+        *(("1gbit", 1.25e8), ("1Gb/s", 1.25e8), ("2 GB/s", 2e9), ("8kbps", 1e3)),
+        *((".5gbit", 6.25e7), ("1e3mbit", 1.25e8), ("1.E-3tbit", 1.25e8)),
+    ],
 )
 def test_rates_are_taken_as_people_write_them(value: str, rate: float) -> None:
     assert bytes_per_s(value) == rate
 
 
-@pytest.mark.parametrize("value", ["fast", "0gbit", "25", "-1gbit", "25parsec"])
+@pytest.mark.parametrize("value", ["5us", "5 µs", "5μs", "5e3NS", ".005ms"])
+def test_times_are_taken_as_people_write_them(value: str) -> None:
+    assert seconds(value) == pytest.approx(5e-6)
+
+
+@pytest.mark.parametrize("value", ["fast", "0gbit", "25", "-1gbit", "25parsec", "1e999gbit"])
 def test_rates_are_checked(value: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "x:y", f"--bandwidth={value}"])
