@@ -19,7 +19,7 @@ is the time of an entry, β_d that of a word; on a compact wire they follow from
 | oktopk | 2P + 2 log P | from 2k (P-1)/P to 6k (P-1)/P; 2k of two ranks |
 | spardl | 2 log P | 4k (P-1)/P |
 | index_union, of K indices | 2 log P + P - 1 | (K + 2K) (P-1)/P where selections do not overlap |
-| exdyna, clt_k | 2 log P + P - 1 | 3k (P-1)/P |
+| exdyna, clt_k | 2 log P + P - 1 | the same with K = k; of who selects nothing k + 2k (P-1)/P |
 
 Algorithms have the names of `collectives/registry.py`. Both papers give intervals where a cost
 depends on how far the ranks' indices coincide. `expected` lies in between: it takes indices as

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from hvd_sparse import cores, ops
+from hvd_sparse import ops
 from hvd_sparse._version import __version__
 from hvd_sparse.cli.command import Command, Output, one_line
 from hvd_sparse.cli.tuned import missing
@@ -38,8 +38,7 @@ from hvd_sparse.transports.nccl import problem_with_nccl
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 SLOW_SETTINGS = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD")
-KNOWN = {VARIABLE, OWN_VARIABLE, POLICY_VARIABLE, cores.VARIABLE, "HVD_SPARSE_NATIVE"}
-KNOWN |= {"HVD_SPARSE_ISA", "HVD_SPARSE_TORCH"}
+OURS = ("BIND", "IFACE", "ISA", "NATIVE", "POLICY", "TORCH", "TRANSPORT")
 TRIAL_S = 90
 TRIAL = f"""
 import signal; signal.alarm({TRIAL_S})  # ends a rank that nobody waits for any more
@@ -191,12 +190,11 @@ def settings() -> list[Finding]:
 
 def setting(name: str, value: str) -> Finding:
     """Whether there is such a variable, and the interface that it names."""
-    if name not in KNOWN:
-        return Finding(name, "problem", f"unknown: {suggestion(name, KNOWN)}")
+    if name not in (known := [f"HVD_SPARSE_{each}" for each in OURS]):
+        return Finding(name, "problem", f"unknown: {suggestion(name, known)}")
     usable = [each.name for each in describe_host().interfaces if not each.is_loopback]
     if name == OWN_VARIABLE and value and value not in usable:
-        told = f"{value} is none of the interfaces of this host: {', '.join(usable) or 'none'}"
-        return Finding(name, "problem", told)
+        return Finding(name, "problem", f"{value} is no interface here: {', '.join(usable)} are")
     return Finding(name, "ok", value)
 
 

@@ -12,7 +12,8 @@ Steps:
      sums are gathered everywhere.
 
 Cost: (2 log P + P - 1) α + (K + 2K) (P-1)/P β. Where selections do not overlap, nothing builds up:
-K is what the ranks selected together.
+K is what the ranks selected together. The words are the ranks' mean: who selects nothing receives K
++ 2K (P-1)/P.
 """
 
 from __future__ import annotations

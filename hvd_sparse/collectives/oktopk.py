@@ -22,8 +22,8 @@ that is more. Proof, with k' = k (P-1)/P: an owner receives at most 1.5 k' entri
 (`allowances`), or k (1 + 1/FINE) where regions were just drawn; a rank sends k. Gathering without
 asking, a rank sends and receives 1.5 k'. Otherwise at most k are gathered: a rank that has all
 sends each once (`level_moves`), and from five ranks on passes on k (1 - log P/(P-1)) of others.
-Counters are not in it: 4 · 512 log P words where the threshold is evaluated, 2 · BINS log P where
-regions are drawn, once or twice, and `HEAD_BYTES` from each rank.
+Counters are not in it: 4 · 512 log P words where the threshold is evaluated, 2 · BINS log P in each
+round in which regions are drawn (five were seen at P = 16), and `HEAD_BYTES` from each rank.
 
 Departures from the paper:
   * Regions cut the union of all ranks' entries, by a histogram. At the mean of the ranks'

@@ -35,7 +35,8 @@ class ErrorFeedback:
     are in (0, 1].
 
     Attributes:
-        let_go_l1: Σ ‖ε' - what was kept‖₁ over the steps, as far as each counted.
+        let_go_l1: L1 norms of what the filter and the decay changed, each by itself, over the
+            steps. A step that counts for some tensors counts with the whole bucket's.
         residual: float32 `(n,)`, on the gradients' device; always finite between steps. Another
             tensor in every step: ask for it anew.
     """

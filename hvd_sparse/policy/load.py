@@ -79,9 +79,7 @@ def check_policy(document: Document) -> Policy:
     taken = taken_by(rules)
     for key in defaults:
         if key not in taken:
-            raise document.error(
-                ("defaults", key), f"no rule has such an argument: {suggestion(key, taken)}"
-            )
+            raise document.error(("defaults", key), f"no rule takes this: {suggestion(key, taken)}")
     limits = {m.clip_norm: rule.place for rule in rules for m in rule.methods}
     if len(limits) > 1:
         (one, _), (other, place) = list(limits.items())[:2]
