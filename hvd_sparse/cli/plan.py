@@ -50,24 +50,24 @@ from hvd_sparse.transports import LocalWorld
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODULE:FACTORY", help="a function that makes the model")
-    parser.add_argument("--ranks", type=int, help="P (default: 4)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODULE:FACTORY", help="a function that makes the model")
+    add("--ranks", type=int, help="P (default: 4)")
+    add(
         "--bandwidth", type=bytes_per_s, default="1gbit", help="of each link (default: %(default)s)"
     )
-    parser.add_argument(
-        "--latency", type=seconds, default="100us", help="of each message (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--profile", type=Path, help="measured costs, in place of bandwidth and latency"
-    )
-    parser.add_argument(
+    add("--latency", type=seconds, default="100us", help="of each message (default: %(default)s)")
+    add("--profile", type=Path, help="measured costs, in place of bandwidth and latency")
+    add(
         "--backward",
         type=seconds,
         default=0.0,
         metavar="TIME",
         help="duration of backward, which hides reductions (default: hides nothing)",
     )
+    add_candidate_arguments(parser)
+    add("--plot", type=Path, metavar="FILE", help="draw the step as a timeline")
+    add("--write-policy", type=Path, metavar="FILE", help="write the plan as a policy without auto")
     add = parser.add_argument_group("hosts with several ranks, instead of --ranks").add_argument
     add("--hosts", type=int, help="H; --bandwidth is that of a host's card")
     add("--local", type=int, default=1, help="ranks per host (default: %(default)s)")
@@ -82,11 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default="10us",
         help="of a message in a host (default: %(default)s)",
-    )
-    add_candidate_arguments(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step as a timeline")
-    parser.add_argument(
-        "--write-policy", type=Path, metavar="FILE", help="write the plan as a policy without auto"
     )
 
 

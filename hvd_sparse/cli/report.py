@@ -84,10 +84,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeline", type=Path, help="merge with this timeline of Horovod (HOROVOD_TIMELINE)"
     )
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        help="the trace (default: the recording's name with .trace.json)",
+        "-o", "--output", type=Path, help="the trace (default: the recording's name, .trace.json)"
     )
 
 
