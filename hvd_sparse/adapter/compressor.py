@@ -75,7 +75,6 @@ class SparseCompressor:
         self._engine = Engine(self._whole(self.method), self.observer)
         self._session = Session(self._engine, *self._run)
         self._door: Door | DdpDoor | None = None
-        self._has_met_strangers = False
         self._loaded_unit: float | None = None
         self._loaded_scale: float | None = None
         self._loaded_strictly: bool | None = None
@@ -110,12 +109,10 @@ class SparseCompressor:
         """
         optimizer, parameter, synchronizes, groups = caller_of(self)
         if optimizer is None or parameter is None:
-            if not self._has_met_strangers:
-                self._has_met_strangers = True
-                warn(
-                    "compress() was called by another than hvd.DistributedOptimizer(compression=…) "
-                    "of this compression: its tensor is reduced densely"
-                )
+            warn(
+                "compress() was called by another than hvd.DistributedOptimizer(compression=…) "
+                "of this compression: its tensor is reduced densely"
+            )
             return tensor, None
         with self._session.lock:  # backward passes may run in several threads
             is_new = self._bound() is not optimizer
@@ -263,10 +260,9 @@ class SparseCompressor:
     def _state(self) -> dict[str, Any]:
         planner = planner_of(self._engine.assignment)
         plan = None if planner is None else planner.state_dict()
-        state, scale = self._engine.state_dict(), self._loaded_scale
-        if self._door is not None:
-            scale = self._door.seen_scale
-        return {**state, "unit": self._unit(), "scale": scale, "planner": plan}
+        scale = self._loaded_scale if self._door is None else self._door.seen_scale
+        units = {"unit": self._unit(), "scale": scale}
+        return {**self._engine.state_dict(), **units, "planner": plan}
 
     def _load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         self._engine.load_state_dict(state, strict=strict, shapes=self._shapes())

@@ -137,6 +137,10 @@ class Door(Entrance):
     def group(self) -> Any:
         return self.optimizer.process_set
 
+    @override
+    def _is_own(self, optimizer: Any) -> bool:
+        return optimizer is self.optimizer
+
     # -- in ----------------------------------------------------------------------------------------
 
     def first(

@@ -129,7 +129,13 @@ class Entrance:
         if not any(each is optimizer for each in self.optimizers):
             self._meet_optimizer(optimizer)
         self._follow_momenta(optimizer)
-        self.fates.before_step(optimizer, arguments, keywords)
+        if self._is_own(optimizer):
+            self.fates.before_step(optimizer, arguments, keywords)
+
+    def _is_own(self, optimizer: Any) -> bool:
+        """Whether the framework knows of its steps: it has no optimizer of its own, or this one."""
+        del optimizer
+        return True
 
     def _meet_optimizer(self, optimizer: Any) -> None:
         self._optimizers.append(weakref.ref(optimizer))

@@ -412,5 +412,4 @@ def weakly(method: Callable[..., None], *bound: Any, takes: int = 1) -> Callable
         if alive is not None:
             alive(*(*bound, *arguments)[:takes])
 
-    weak: Callable[..., None] = hook
-    return weak
+    return hook  # type: ignore[no-any-return]
