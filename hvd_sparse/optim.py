@@ -60,8 +60,7 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         """Take over a state, also of `torch.optim.SGD`, without momenta that are zero."""
         super().__setstate__(state)
         for its in self.state.values():
-            buffer = its.get("momentum_buffer")
-            if buffer is None or not buffer.any():
+            if (buffer := its.get("momentum_buffer")) is None or not buffer.any():
                 its.pop("momentum_buffer", None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,10 +68,9 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
         packed: dict[str, Any] = super().state_dict()
         for group, own in zip(packed["param_groups"], self.param_groups, strict=True):
             for key, p in zip(group["params"], own["params"], strict=True):
-                if group["momentum"] and p.requires_grad:
-                    its = packed["state"].get(key, {})
-                    if "momentum_buffer" not in its:
-                        packed["state"][key] = {**its, "momentum_buffer": torch.zeros_like(p)}
+                its = packed["state"].get(key, {})
+                if group["momentum"] and p.requires_grad and "momentum_buffer" not in its:
+                    packed["state"][key] = {**its, "momentum_buffer": torch.zeros_like(p)}
         return packed
 
     @torch.no_grad()

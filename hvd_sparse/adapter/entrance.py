@@ -362,7 +362,9 @@ def is_shared(gradient: Tensor, ours: int) -> bool:
     storage = gradient.untyped_storage()
     uses: int = torch._C._storage_Use_Count(storage._cdata)  # `storage` is one of them
     # DLPack's views use the tensor, not its storage; other processes have a mapping of their own.
-    return uses > 1 + ours or gradient._use_count() > 2 or storage.is_shared()  # type: ignore[attr-defined]
+    held = getattr(gradient, "_use_count", int)()  # from torch 2.3 on
+    is_mapped = storage.device.type == "cpu" and storage.is_shared()  # a device's always is
+    return uses > 1 + ours or held > 2 or is_mapped
 
 
 def is_part(gradient: Tensor) -> bool:
