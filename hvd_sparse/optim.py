@@ -29,9 +29,8 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
     Source: Lin et al., "Deep Gradient Compression" (ICLR 2018), and the optimizer of its release.
     A gradient after momentum correction contains its momentum. Only weight decay, which is added
     here, still needs one: w = m w + λ p; p -= lr (g + w). Every other gradient (small tensors, one
-    worker, no `hvd.DistributedOptimizer`) gets ordinary momentum, as from `torch.optim.SGD`. A
-    parameter that no longer requires a gradient does not change, although Horovod gives it a
-    gradient of zeros.
+    worker, no compression) gets ordinary momentum, as from `torch.optim.SGD`. A parameter that no
+    longer requires a gradient does not change, although Horovod gives it a gradient of zeros.
 
     Args:
         params: As for any optimizer.
@@ -53,34 +52,43 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
             if not value >= 0 or (name == "momentum" and value >= 1):
                 allowed = "in [0, 1)" if name == "momentum" else "at least 0"
                 raise ValueError(f"{name} must be {allowed}, got {value}")
+        self._has_zeros = False
         given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, {**given, "dampening": 0.0})  # torch.optim.SGD asks for it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state, also of `torch.optim.SGD`, without momenta that are zero."""
+        """Take over a state, also of `torch.optim.SGD`; UnsupportedError where it asks for more."""
         super().__setstate__(state)
+        self._has_zeros = True
+        if any(group["dampening"] or group.get("maximize") for group in self.param_groups):
+            raise UnsupportedError("MomentumCorrectedSGD has neither dampening nor maximize")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of `torch.optim.SGD`, with zeros where the compression has the momentum.
+
+        They stay until the next step: Horovod broadcasts into what is returned here.
+        """
+        self._has_zeros = True
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["momentum"] and self.state[p].get("momentum_buffer") is None:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return super().state_dict()
+
+    def _drop_zeros(self) -> None:
+        self._has_zeros = False
         for its in self.state.values():
             if (buffer := its.get("momentum_buffer")) is None or not buffer.any():
                 its.pop("momentum_buffer", None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As that of `torch.optim.SGD`, with zeros where the compression has the momentum."""
-        packed: dict[str, Any] = super().state_dict()
-        for group, own in zip(packed["param_groups"], self.param_groups, strict=True):
-            for key, p in zip(group["params"], own["params"], strict=True):
-                its = packed["state"].get(key, {})
-                if group["momentum"] and p.requires_grad and "momentum_buffer" not in its:
-                    packed["state"][key] = {**its, "momentum_buffer": torch.zeros_like(p)}
-        return packed
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters once; `closure` evaluates the model again, for the loss."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        if self._has_zeros:
+            self._drop_zeros()
         for group in self.param_groups:
-            if group["dampening"] or group.get("maximize"):  # of a state of torch's
-                raise UnsupportedError("MomentumCorrectedSGD has neither dampening nor maximize")
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.requires_grad:
                     reducer = reducer_of(parameter)

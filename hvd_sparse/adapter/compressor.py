@@ -22,7 +22,7 @@ from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover, left_dense, refuse_momenta
 from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.refusals import refuse_operation
-from hvd_sparse.adapter.session import Session
+from hvd_sparse.adapter.session import Horovod, Session
 from hvd_sparse.checks import check_above, check_choice
 from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, WithDense, with_dense
 from hvd_sparse.engine.checkpoint import Gather, load_checkpoint, save_checkpoint
@@ -460,6 +460,8 @@ class SparseCompressor:
         engine, session, below = self._engine, self._session, self._dense_below
         if self._door is not None:
             self._door.settle()  # that of an optimizer that is gone
+            self._loaded_unit, self._loaded_scale = self._unit(), self._door.seen_scale
+        session.framework = Horovod()
         door = Door(optimizer, parameters, engine, session, below)
         self._open(door)
         return door
@@ -510,6 +512,7 @@ class SparseCompressor:
         """Gradients come by this door from now on."""
         assert self._parameters is not None
         self._door, door.fates.unit, door.seen_scale = door, self._loaded_unit, self._loaded_scale
+        door.rewinds.forgive()  # what was loaded before there was one
         engine, below, alive = self._engine, self._dense_below, weakref.ref(door)
         by_name, sparse = dict(self._parameters), self._parameters.sparse()
 

@@ -78,7 +78,7 @@ class GroupBootstrap:
             TransportTimeout: Not all ranks came in time.
             TransportError: The store is gone, with the process that has served it.
         """
-        keys: list[str] = []
+        keys = [f"{name}/{self.rank}"]
         try:
             # A store keeps what it was told, and has what others have told it before.
             count = self._store.add(f"{name}/{self.rank}", 1)
@@ -157,7 +157,7 @@ class DdpDoor(Entrance):
         named = model.module.named_parameters()
         self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for n, p in named}
         fates = Fates(self._entries, engine.corrects_momentum, "backward()")
-        super().__init__(parameters, engine, session, dense_below, fates)
+        super().__init__(parameters, engine, session, dense_below, fates, self._entries.values())
         self._model = weakref.ref(model)
         self._group, self._finds_unused = model.process_group, model.find_unused_parameters
         self._late_buckets = len(model._get_ddp_logging_data()["bucket_sizes"].split(","))

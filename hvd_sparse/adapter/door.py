@@ -108,7 +108,7 @@ class Door(Entrance):
         for entry in self._entries.values():
             entry.handle = functools.partial(self._result, entry), None
         fates = Fates(self._entries, engine.corrects_momentum)
-        super().__init__(parameters, engine, session, dense_below, fates)
+        super().__init__(parameters, engine, session, dense_below, fates, self._entries.values())
         self._meet_optimizer(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._needing: list[bool] = []
@@ -138,7 +138,12 @@ class Door(Entrance):
         return self.optimizer.process_set
 
     @override
-    def _is_own(self, optimizer: Any) -> bool:
+    def _follows(self, optimizer: Any) -> bool:
+        """Horovod's, and those of the class that it has wrapped."""
+        return self.optimizer is not None and isinstance(optimizer, type(self.optimizer).__bases__)
+
+    @override
+    def _ends_passes(self, optimizer: Any) -> bool:
         return optimizer is self.optimizer
 
     # -- in ----------------------------------------------------------------------------------------

@@ -43,14 +43,15 @@ class Entrance:
         session: Connects the ranks.
         dense_below: Tensors of fewer elements are reduced by the framework.
         fates: Follows what was given back.
+        entries: Of the optimizer's or model's parameters.
 
     Attributes:
         rewinds: Sees that the optimizer's state was loaded.
-        seen_scale: What `scale()` was when residuals last gathered; None: they have nothing yet.
-        alive: All there are, which hear of every optimizer's steps.
+        seen_scale: What `scale()` was when residuals last gathered; None: not known.
+        doors: All there are, which hear of every optimizer's steps.
     """
 
-    alive: ClassVar[tuple[weakref.ref[Entrance], ...]] = ()
+    doors: ClassVar[tuple[weakref.ref[Entrance], ...]] = ()
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Entrance:
         session: Session,
         dense_below: int,
         fates: Fates,
+        entries: Iterable[Entry],
     ) -> None:
         self._parameters, self._engine, self._session = parameters, engine, session
         self._dense_below = dense_below
@@ -70,12 +72,13 @@ class Entrance:
         self._thread = threading.get_ident()
         self._handed: list[Entry] = []
         self._is_open = self._holds_back = False
-        if not Entrance.alive:
+        if not Entrance.doors:
             register_optimizer_step_pre_hook(before_step)
             register_optimizer_step_post_hook(after_step)
-        there = (each for each in Entrance.alive if each() is not None)
-        Entrance.alive = (*there, weakref.ref(self))
-        REDUCED_BY.update((p, weakref.ref(self)) for _, p in parameters)
+        there = (each for each in Entrance.doors if each() is not None)
+        Entrance.doors = (*there, weakref.ref(self))
+        own = (entry.parameter for entry in entries if entry.name is not None)
+        REDUCED_BY.update((p, weakref.ref(self)) for p in own)
 
     @property
     def optimizer(self) -> Any:
@@ -84,7 +87,7 @@ class Entrance:
 
     @property
     def optimizers(self) -> list[Any]:
-        """All that have stepped, and are still there."""
+        """Those that were met, and are still there."""
         return [o for each in self._optimizers if (o := each()) is not None]
 
     @property
@@ -113,7 +116,8 @@ class Entrance:
 
     def exponents_of(self, parameter: Parameter) -> Tensor | None:
         """What `SparseAdamW` has for a parameter; None for any other optimizer."""
-        states = (optimizer.state.get(parameter, {}) for optimizer in self.optimizers)
+        met = reversed(self.optimizers)  # Horovod's may be one that never stepped
+        states = (optimizer.state.get(parameter, {}) for optimizer in met)
         return next((state["exponent"] for state in states if "exponent" in state), None)
 
     def before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
@@ -123,22 +127,29 @@ class Entrance:
             ConfigError: Momentum would be applied a second time, or another one.
         """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if not any(reducer_of(p) is self for p in parameters):
+        if not self._follows(optimizer) or not any(reducer_of(p) is self for p in parameters):
             return
         self._thread = threading.get_ident()
         if not any(each is optimizer for each in self.optimizers):
             self._meet_optimizer(optimizer)
         self._follow_momenta(optimizer)
-        if self._is_own(optimizer):
+        if self._ends_passes(optimizer):
             self.fates.before_step(optimizer, arguments, keywords)
+        else:
+            self.fates.look_for_scaler(optimizer)
 
-    def _is_own(self, optimizer: Any) -> bool:
-        """Whether the framework knows of its steps: it has no optimizer of its own, or this one."""
+    def _follows(self, optimizer: Any) -> bool:
+        """Whether an optimizer of these parameters may be what the gradients are for."""
         del optimizer
         return True
 
+    def _ends_passes(self, optimizer: Any) -> bool:
+        """Whether the framework's passes end with its steps, so that closures are followed."""
+        return self._follows(optimizer)
+
     def _meet_optimizer(self, optimizer: Any) -> None:
         self._optimizers.append(weakref.ref(optimizer))
+        self._momenta.pop(id(optimizer), None)  # of one that is gone
         ClippedMomenta(optimizer)
         self.rewinds.follow(optimizer)
         optimizer.register_step_post_hook(weakly(self.rewinds.stepped))
@@ -331,14 +342,14 @@ class Entrance:
 
 def before_step(*step: Any) -> None:
     """Pre-step hook of every optimizer, which stays: torch goes through its hooks as they are."""
-    for reference in Entrance.alive:
+    for reference in Entrance.doors:
         if (entrance := reference()) is not None:
             entrance.before_step(*step)
 
 
 def after_step(optimizer: Any, *_: object) -> None:
     """Post-step hook of every optimizer."""
-    for reference in Entrance.alive:
+    for reference in Entrance.doors:
         if (entrance := reference()) is not None:
             entrance.fates.after_step(optimizer)
 
@@ -362,7 +373,7 @@ def is_shared(gradient: Tensor, ours: int) -> bool:
     storage = gradient.untyped_storage()
     uses: int = torch._C._storage_Use_Count(storage._cdata)  # `storage` is one of them
     # DLPack's views use the tensor, not its storage; other processes have a mapping of their own.
-    held = getattr(gradient, "_use_count", int)()  # from torch 2.3 on
+    held: int = gradient._use_count()  # type: ignore[attr-defined]
     is_mapped = storage.device.type == "cpu" and storage.is_shared()  # a device's always is
     return uses > 1 + ours or held > 2 or is_mapped
 

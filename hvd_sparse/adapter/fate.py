@@ -82,7 +82,7 @@ class Fates:
             self._given[id(p)] = entry
         if self._stepping is not None:
             self._to_apply.update(self._given)
-        else:
+        if self._stepping is None or self._reductions_inside is not None:
             self._watch()
 
     def drop(self, entries: Iterable[Entry]) -> None:
@@ -149,12 +149,12 @@ class Fates:
             self.left_step()
 
     def before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """Before each `step`; runs for Horovod's, and again for the wrapped one."""
+        """Before each `step`; Horovod's begins twice, in its own class and in that of torch."""
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         self._stepping = weakref.ref(optimizer)
         self._reductions_inside = None if closure is None else 0
         self._to_apply |= self._found_in(optimizer)
-        self._look_for_scaler(optimizer)
+        self.look_for_scaler(optimizer)
 
     def _found_in(self, optimizer: Any) -> set[int]:
         """What a step is about to apply: what was given back, or was made of it, and is not 0."""
@@ -286,7 +286,7 @@ class Fates:
             f"{self._giver}, whose results were applied only then"
         )
 
-    def _look_for_scaler(self, optimizer: Any) -> None:
+    def look_for_scaler(self, optimizer: Any) -> None:
         """Find one that is new here among the callers of `step`; it has not updated its scale yet.
 
         Residuals of another unit follow in the next step: one later than they should.
@@ -339,7 +339,7 @@ class Rewinds:
 
     def seen(self) -> bool:
         """Whether a state was loaded, and weights are other ones, since the last step."""
-        is_due = self._is_loaded and not self._is_forgiven and self._left is not None
+        is_due = self._is_loaded and not self._is_forgiven
         self._is_loaded = self._is_forgiven = False
         if not is_due or self._left is None:
             return False
@@ -387,7 +387,7 @@ def calling_scaler() -> torch.amp.GradScaler | None:
     kinds: list[type] = [torch.amp.GradScaler]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    steps = {getattr(inspect.unwrap(vars(k).get("step", k)), "__code__", None) for k in kinds}
+    steps = [inspect.unwrap(vars(k)["step"]).__code__ for k in kinds if "step" in vars(k)]
     for _ in range(SEARCHED_FRAMES):
         if frame is None:
             break

@@ -110,14 +110,16 @@ class ClippedMomenta:
 
     def __init__(self, optimizer: Any) -> None:
         self._norms: list[float] = []
+        self._looks = LOOKS
         optimizer.register_step_pre_hook(self)
 
     def __call__(self, optimizer: Any, *_: object) -> None:
         is_reduced = getattr(optimizer, "_synchronized", True)
         if getattr(optimizer, "_should_synchronize", False) or not is_reduced:
             return  # no script has had the gradients before this step
-        if len(self._norms) >= LOOKS:
+        if not self._looks:
             return
+        self._looks -= 1
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         reducers = [(p, reducer_of(p)) for p in parameters]
         if any(by is not None and by.corrects_momentum(p) for p, by in reducers):

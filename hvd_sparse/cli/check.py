@@ -192,9 +192,11 @@ def setting(name: str, value: str) -> Finding:
     """Whether there is such a variable, and the interface that it names."""
     if name not in (known := [f"HVD_SPARSE_{each}" for each in OURS]):
         return Finding(name, "problem", f"unknown: {suggestion(name, known)}")
-    usable = [each.name for each in describe_host().interfaces if not each.is_loopback]
-    if name == OWN_VARIABLE and value and value not in usable:
-        return Finding(name, "problem", f"{value} is no interface here: {', '.join(usable)} are")
+    if name == OWN_VARIABLE and value:
+        usable = [each.name for each in describe_host().interfaces if not each.is_loopback]
+        if value not in usable:
+            can = ", ".join(usable) or "none"
+            return Finding(name, "problem", f"{value} is no usable interface; usable: {can}")
     return Finding(name, "ok", value)
 
 

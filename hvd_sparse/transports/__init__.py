@@ -10,7 +10,7 @@ from one, and the collectives are made of it. All ranks make the same calls in t
 | `nccl` | nccl.py | NCCL for large messages, gloo for small ones; each rank has its own device |
 | `local` | local.py | memory: ranks are threads of one process (`run_ranks`) |
 
-* Connecting (connect.py, meeting.py) goes over Horovod, and ends by `timeout_s`.
+* Connecting (connect.py, meeting.py) goes over Horovod or a store, and ends by `timeout_s`.
 * A payload is one message, or two where it outgrows what the receiver has made room for
   (point_to_point.py, framing.py). `traffic` counts headers, but no message to oneself, and not
   what NCCL pads.

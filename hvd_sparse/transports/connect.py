@@ -135,7 +135,8 @@ def not_all_came(
     world: Bootstrap, name: str, timeout_s: float, missing: Sequence[int] = ()
 ) -> TransportTimeout:
     """The error where ranks did not come to connect: some, or those that are `missing`."""
-    told = ", ".join(f"rank {rank}" for rank in missing[:8]) or "at least one of them"
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    told = ", ".join(f"rank {rank}" for rank in missing[:8]) + more or "at least one of them"
     return TransportTimeout(
         f"rank {world.rank} has waited {timeout_s:g} s for the other {world.size - 1} ranks "
         f"to connect ({name}), and {told} did not come: each rank needs a compression of "

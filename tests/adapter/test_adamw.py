@@ -173,11 +173,11 @@ def test_the_other_optimizers_state_is_one_of_torchs_sgd() -> None:
     state = both.state_dict()["state"]  # whole, as torch's checkpoints demand
     assert (state[0]["momentum_buffer"].any(), state[1]["momentum_buffer"].any()) == (True, False)
     both.load_state_dict(both.state_dict())
+    both.step()
     assert "momentum_buffer" not in both.state[q]
 
-    optimizer.load_state_dict(torch.optim.SGD([p], momentum=0.9, maximize=True).state_dict())
     with pytest.raises(UnsupportedError, match="neither dampening nor maximize"):
-        optimizer.step()
+        optimizer.load_state_dict(torch.optim.SGD([p], momentum=0.9, maximize=True).state_dict())
 
 
 def test_arguments() -> None:

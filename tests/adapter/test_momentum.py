@@ -126,6 +126,47 @@ def by_the_wrapped_optimizer(kind: str) -> None:
     compression.close()
 
 
+def two_of_one_model() -> None:
+    """Each is given the names of the whole model; in mid-training rank 0's states go to all."""
+    shapes = (40, 50), (30, 70), (10,)
+    parameters, twins = ([nn.Parameter(torch.ones(s)) for s in shapes] for _ in range(2))
+    named = [(f"both.{i}", p) for i, p in enumerate(parameters)]
+    parts = parameters[:1], parameters[1:]
+    compressions = [dgc_sgd(named, lr=0.1, density=1.0, dense_below=100)[1] for _ in parts]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            MomentumCorrectedSGD(part, lr=0.1),
+            named_parameters=[(n, p) for n, p in named if any(p is q for q in part)],
+            compression=compression,
+        )
+        for part, compression in zip(parts, compressions, strict=True)
+    ]
+    reference = torch.optim.SGD(twins, lr=0.1, momentum=0.9)
+    for step in range(6):
+        if step == 3 and hvd.rank() == 1:  # a newcomer, that has none of the dense momenta
+            optimizers[1].state[parameters[2]].clear()
+        if step == 3:
+            for optimizer in optimizers:
+                hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        for each, of in ((twins, reference), (parameters, None)):
+            for i, p in enumerate(each):
+                draw = torch.Generator().manual_seed(10 * step + i)
+                factors = torch.randn(2, *p.shape, generator=draw)
+                p.grad = None
+                (p * (factors.mean(0) if of else factors[hvd.rank()])).sum().backward()
+        for each in (*optimizers, reference):
+            each.step()
+        for p, q in zip(parameters, twins, strict=True):
+            torch.testing.assert_close(p, q)
+    for compression in compressions:
+        compression.close()
+
+
+@with_ranks(World(2))
+def test_two_optimizers_of_one_model(ranks: Ranks) -> None:
+    ranks.run(two_of_one_model)
+
+
 @with_ranks(World(2))
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_wrapped_optimizer_may_step(ranks: Ranks, kind: str) -> None:

@@ -99,7 +99,7 @@ def test_check_names_variables_that_nothing_reads(monkeypatch: Any, capsys: Any)
     status, found = checked(monkeypatch, capsys, **given)
     assert status == 1
     assert [found[name]["state"] for name in given] == ["problem", "problem", "ok"]
-    assert found["HVD_SPARSE_IFACE"]["detail"].startswith("bogus0 is no interface here: ")
+    assert found["HVD_SPARSE_IFACE"]["detail"].startswith("bogus0 is no usable interface; usable: ")
     assert "did you mean HVD_SPARSE_TRANSPORT?" in found["HVD_SPARSE_TRANSPROT"]["detail"]
 
 

@@ -502,11 +502,13 @@ def resume_by_torchs_functions(folder: str) -> None:
     compression.load_checkpoint(folder)  # also where there is no model yet
     with trained(compression) as (model, module):
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.0, 0.999))
-        compression.load_state_dict(states[2])
-        set_optimizer_state_dict(model, optimizer, states[0])
-        module.load_state_dict(states[1])
-        train(model, optimizer, 1)
-        assert compression.stats().dropped_l1 == 0
+        for loads_again in (False, True):
+            if loads_again:
+                compression.load_state_dict(states[2])
+            set_optimizer_state_dict(model, optimizer, states[0])
+            module.load_state_dict(states[1])
+            train(model, optimizer, 1)
+            assert compression.stats().dropped_l1 == 0
 
 
 @with_ranks(World(2, "torchrun"))
@@ -544,17 +546,18 @@ def register_badly() -> None:
 
 
 def train_badly() -> None:
-    with trained(Compression.topk(dense_below=100)) as (model, module):
-        optimizer = torch.optim.LBFGS(module.parameters())
+    for set_to_none in (True, False):
+        with trained(Compression.topk(dense_below=100)) as (model, module):
+            optimizer = torch.optim.LBFGS(module.parameters())
 
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = model(batch(0)).square().mean()
-            loss.backward()
-            return float(loss.detach())
+            def closure(set_to_none: bool = set_to_none) -> float:
+                optimizer.zero_grad(set_to_none=set_to_none)  # noqa: B023
+                loss = model(batch(0)).square().mean()
+                loss.backward()
+                return float(loss.detach())
 
-        with pytest.raises(hvd_sparse.UnsupportedError, match="called its closure more than once"):
-            optimizer.step(closure)
+            with pytest.raises(hvd_sparse.UnsupportedError, match="its closure more than once"):
+                optimizer.step(closure)
     with trained(Compression.topk(dense_below=100)) as (model, _):  # noqa: SIM117
         with model.join(), pytest.raises(hvd_sparse.UnsupportedError, match=r"model\.join"):
             model(batch(0)).sum().backward()
