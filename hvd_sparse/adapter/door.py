@@ -140,11 +140,12 @@ class Door(Entrance):
     @override
     def _follows(self, optimizer: Any) -> bool:
         """Horovod's, and those of the class that it has wrapped."""
-        return self.optimizer is not None and isinstance(optimizer, type(self.optimizer).__bases__)
+        own = self._optimizer()
+        return own is not None and isinstance(optimizer, type(own).__bases__)
 
     @override
     def _ends_passes(self, optimizer: Any) -> bool:
-        return optimizer is self.optimizer
+        return optimizer is self._optimizer()
 
     # -- in ----------------------------------------------------------------------------------------
 
