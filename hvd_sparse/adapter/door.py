@@ -108,9 +108,9 @@ class Door(Entrance):
         for entry in self._entries.values():
             entry.handle = functools.partial(self._result, entry), None
         fates = Fates(self._entries, engine.corrects_momentum)
+        self._optimizer = weakref.ref(optimizer)
         super().__init__(parameters, engine, session, dense_below, fates, self._entries.values())
         self._meet_optimizer(optimizer)
-        self._optimizer = weakref.ref(optimizer)
         self._needing: list[bool] = []
         self._op: Any = None
         self._begun: list[tuple[str, str, int]] = []
