@@ -103,6 +103,7 @@ class Entry:
         label: What Horovod calls it.
         name: What the compression calls it; None: it is none of the compression's.
         gradient: What was handed in for the step under way, or None.
+        is_made: Whether it is zeros that the door made, where the script had none.
         version: Torch's count of its changes, as of then; of `given`, as of when it was given back.
         reduced: Brings the reduced gradient; None: the engine does.
         is_followed: Whether the reduced gradient has something of the residual in it.
@@ -116,8 +117,7 @@ class Entry:
 
     __slots__ = (
         *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
-        "has_alias",
-        *("given", "held", "weights", "is_watched", "handle", "_spec"),
+        *("has_alias", "is_made", "given", "held", "weights", "is_watched", "handle", "_spec"),
     )
 
     def __init__(self, parameter: Parameter, label: str, name: str | None) -> None:
@@ -128,7 +128,7 @@ class Entry:
         self.held: Tensor | None = None
         self.version = 0
         self.weights: Tensor
-        self.is_followed = self.is_watched = self.has_alias = False
+        self.is_followed = self.is_watched = self.has_alias = self.is_made = False
         self.handle: tuple[Callable[[], Tensor], None]
         self._spec: tuple[torch.Size, torch.dtype, TensorSpec] | None = None
 

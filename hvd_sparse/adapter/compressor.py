@@ -75,8 +75,7 @@ class SparseCompressor:
         self._engine = Engine(self._whole(self.method), self.observer)
         self._session = Session(self._engine, *self._run)
         self._door: Door | DdpDoor | None = None
-        self._loaded_unit: float | None = None
-        self._loaded_scale: float | None = None
+        self._loaded_units: dict[str, float | None] = {"unit": None, "scale": None}
         self._loaded_strictly: bool | None = None
         self._serve_elastic_states()
         self._warn_where_alone()
@@ -260,9 +259,7 @@ class SparseCompressor:
     def _state(self) -> dict[str, Any]:
         planner = planner_of(self._engine.assignment)
         plan = None if planner is None else planner.state_dict()
-        scale = self._loaded_scale if self._door is None else self._door.seen_scale
-        units = {"unit": self._unit(), "scale": scale}
-        return {**self._engine.state_dict(), **units, "planner": plan}
+        return {**self._engine.state_dict(), **self._units(), "planner": plan}
 
     def _load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         self._engine.load_state_dict(state, strict=strict, shapes=self._shapes())
@@ -271,10 +268,7 @@ class SparseCompressor:
     def _continue_from(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """The engine has loaded its part of a state; without parameters it is not checked yet."""
         self._loaded_strictly = strict if self._parameters is None else None
-        self._take_unit(state.get("unit"))
-        self._loaded_scale = state.get("scale")
-        if self._door is not None:
-            self._door.seen_scale = self._loaded_scale
+        self._take_units(state.get("unit"), state.get("scale"))
         planner, plan = planner_of(self._engine.assignment), state.get("planner")
         if planner is not None:
             if plan is not None:
@@ -287,14 +281,18 @@ class SparseCompressor:
         named = self._parameters
         return None if named is None else {name: tuple(p.shape) for name, p in named}
 
-    def _unit(self) -> float | None:
-        """The loss scale that residuals are in units of; None while none is known."""
-        return self._loaded_unit if self._door is None else self._door.fates.unit
+    def _units(self) -> dict[str, float | None]:
+        """What residuals are in units of: `unit` and `scale` of a state; None while not known."""
+        if self._door is None:
+            return self._loaded_units
+        return {"unit": self._door.fates.unit, "scale": self._door.seen_scale}
 
-    def _take_unit(self, unit: float | None) -> None:
-        self._loaded_unit = unit
-        if self._door is not None and unit is not None:
-            self._door.fates.unit = unit  # what the scaler's differs by, the next step mends
+    def _take_units(self, unit: float | None, scale: float | None) -> None:
+        """What the scaler's and the world's differ by, the next step mends."""
+        self._loaded_units = {"unit": unit, "scale": scale}
+        if self._door is not None:
+            self._door.seen_scale = scale
+            self._door.fates.unit = unit or self._door.fates.unit
 
     def _bound(self) -> Any:
         """The optimizer that this serves; None before the first step, and once it is gone."""
@@ -350,7 +348,8 @@ class SparseCompressor:
         check_above("factor", factor, 0.0)
         self._settle("rescale()", between_steps=True)
         self._engine.rescale(factor)
-        self._take_unit((self._unit() or 1.0) * factor)
+        units = self._units()
+        self._take_units((units["unit"] or 1.0) * factor, units["scale"])
         if self._door is not None:
             self._door.fates.scaler = None  # a new one may come
 
@@ -460,7 +459,7 @@ class SparseCompressor:
         engine, session, below = self._engine, self._session, self._dense_below
         if self._door is not None:
             self._door.settle()  # that of an optimizer that is gone
-            self._loaded_unit, self._loaded_scale = self._unit(), self._door.seen_scale
+            self._loaded_units = self._units()
         session.framework = Horovod()
         door = Door(optimizer, parameters, engine, session, below)
         self._open(door)
@@ -511,7 +510,8 @@ class SparseCompressor:
     def _open(self, door: Door | DdpDoor) -> None:
         """Gradients come by this door from now on."""
         assert self._parameters is not None
-        self._door, door.fates.unit, door.seen_scale = door, self._loaded_unit, self._loaded_scale
+        self._door = door
+        self._take_units(**self._loaded_units)
         door.rewinds.forgive()  # what was loaded before there was one
         engine, below, alive = self._engine, self._dense_below, weakref.ref(door)
         by_name, sparse = dict(self._parameters), self._parameters.sparse()

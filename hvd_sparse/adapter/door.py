@@ -212,6 +212,7 @@ class Door(Entrance):
                 self._open_step()
                 self._beat(brings_new=True)
             gradient = parameter.grad
+            entry.is_made = gradient is None
             if gradient is None:
                 gradient = parameter.grad = torch.zeros_like(parameter)
             entry.gradient, entry.version = gradient, gradient._version

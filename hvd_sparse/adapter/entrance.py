@@ -77,8 +77,7 @@ class Entrance:
             register_optimizer_step_post_hook(after_step)
         there = (each for each in Entrance.doors if each() is not None)
         Entrance.doors = (*there, weakref.ref(self))
-        own = (entry.parameter for entry in entries if entry.name is not None)
-        REDUCED_BY.update((p, weakref.ref(self)) for p in own)
+        REDUCED_BY.update((e.parameter, weakref.ref(self)) for e in entries if e.name is not None)
 
     @property
     def optimizer(self) -> Any:
@@ -145,7 +144,8 @@ class Entrance:
 
     def _ends_passes(self, optimizer: Any) -> bool:
         """Whether the framework's passes end with its steps, so that closures are followed."""
-        return self._follows(optimizer)
+        del optimizer
+        return True
 
     def _meet_optimizer(self, optimizer: Any) -> None:
         self._optimizers.append(weakref.ref(optimizer))
@@ -259,8 +259,9 @@ class Entrance:
             return
         if planning is not None:
             planning.arrived(name)
-        spec, requires = entry.spec_of(gradient), entry.parameter.requires_grad
-        is_frozen = not (requires or any_of(gradient))  # some scripts give it one by hand
+        spec, is_frozen = entry.spec_of(gradient), not entry.parameter.requires_grad
+        if is_frozen and not entry.is_made:  # some scripts give it one by hand
+            is_frozen = not any_of(gradient)
         if engine.awaits(spec) or self._is_sparse(spec, gradient):
             values = gradient
             if self._is_changed_in_place():

@@ -15,7 +15,7 @@ from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.handover import left_dense
 from hvd_sparse.adapter.refusals import refuse_double_momentum
 from hvd_sparse.memories import MemoryOptions
-from hvd_sparse.optim import REDUCED_BY
+from hvd_sparse.optim import REDUCED_BY, reducer_of
 from tests.ranks import Ranks, World, with_ranks
 
 CORRECTS = SimpleNamespace(corrects_momentum=lambda parameter: True)
@@ -99,6 +99,7 @@ def test_the_pair() -> None:
     assert (group["lr"], group["momentum"], group["nesterov"]) == (0.2, 0.8, True)
     expected = Compression.dgc(momentum=0.8, nesterov=True).method
     assert compression.method.description == expected.description
+    assert reducer_of(model.weight) is None  # before there is a plan
 
 
 def by_the_wrapped_optimizer(kind: str) -> None:

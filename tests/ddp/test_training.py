@@ -556,7 +556,8 @@ def train_badly() -> None:
                 loss.backward()
                 return float(loss.detach())
 
-            with pytest.raises(hvd_sparse.UnsupportedError, match="its closure more than once"):
+            told = "called its closure more than once"
+            with pytest.raises(hvd_sparse.UnsupportedError, match=told):
                 optimizer.step(closure)
     with trained(Compression.topk(dense_below=100)) as (model, _):  # noqa: SIM117
         with model.join(), pytest.raises(hvd_sparse.UnsupportedError, match=r"model\.join"):
