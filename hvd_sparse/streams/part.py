@@ -136,7 +136,7 @@ class Part:
         """Elements `[start, stop)` of it, as views."""
         if self.indices is None:
             return Part(None, self.values[start - self.start : stop - self.start], start, stop)
-        ends = torch.tensor([start, stop], dtype=torch.int64, device="cpu")
+        ends = torch.tensor([start, stop], dtype=self.indices.dtype, device="cpu")
         first, last = torch.searchsorted(self.indices, ends).tolist()
         return Part(self.indices[first:last], self.values[first:last], start, stop)
 

@@ -146,11 +146,11 @@ class BufferPool:
     The C library returns large freed blocks to the operating system. A new buffer then costs a page
     fault for every 4 KiB, which can take longer than the message itself. A block is free when no
     tensor, and no view of one, holds it. One thread takes buffers; any thread may drop them. Torch
-    keeps a pool of `pinned` memory of its own; small buffers are not pinned.
+    keeps a pool of its own for memory that is `pinned`; small buffers are not.
     """
 
-    def __init__(self, *, pinned: bool = False) -> None:
-        self._pinned = pinned
+    def __init__(self) -> None:
+        self.pinned = False
         self._blocks: dict[int, list[np.ndarray]] = {}  # by size, powers of two
         self._kept_bytes = 0
         self._unreferenced = _references([np.empty(0)], 0)
@@ -159,7 +159,7 @@ class BufferPool:
         """A tensor of `nbytes` bytes, 16-byte aligned at least."""
         if nbytes < POOLED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if self._pinned:
+        if self.pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         block_bytes = 1 << (nbytes - 1).bit_length()
         blocks = self._blocks.setdefault(block_bytes, [])

@@ -164,7 +164,12 @@ class Transport(ABC):
 
     def land_pinned(self) -> None:
         """Receives in pinned memory from now on, out of which a device copies by itself."""
-        self._buffers = BufferPool(pinned=True)
+        self._buffers.pinned = True
+
+    @property
+    def feeds_device(self) -> bool:
+        """Whether a device sums what arrives."""
+        return self._buffers.pinned
 
     def worked(self, work: Work) -> None:
         """Notes what a collective has computed; in the simulator this takes virtual time."""

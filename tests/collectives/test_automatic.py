@@ -108,6 +108,16 @@ def test_the_collective_follows_from_world_k_and_link(
     assert run_ranks(world_size, choose) == [expected] * world_size
 
 
+def test_a_device_sums_in_passing() -> None:
+    def choose(transport: Transport) -> list[str]:
+        transport.link = Link(1e-4, 8e-10, pace=SLOW_MERGE)
+        on_host = cheapest_algorithm(transport, 20_000_000, 200_000)
+        transport.land_pinned()
+        return [on_host, cheapest_algorithm(transport, 20_000_000, 200_000)]
+
+    assert run_ranks(2, choose) == [["ssar_split_allgather", "topk_allgather"]] * 2
+
+
 def test_a_set_that_a_caller_names_may_lose_entries() -> None:
     def choose(transport: Transport) -> str:
         transport.link = Link(1e-6, 1e-8)
