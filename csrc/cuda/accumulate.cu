@@ -14,10 +14,10 @@ template <bool kMomentum>
 __device__ __forceinline__ void SelectTile(const f32* before, f32* residual,
                                            const Momentum& momentum, const Segment* segments,
                                            i32 segment_count, u32 least, i64 start, i64 stop,
-                                           u64 capacity, Header* header, i32* indices,
+                                           u32 launch, u64 capacity, Header* header, i32* indices,
                                            f32* values) {
   const Tile tile = FindTile(segments, segment_count, blockIdx.x);
-  if (IsTaken(header)) return;
+  if (IsTaken(header, launch)) return;
   const bool is_wide = IsWideIn<kMomentum>(before, residual, momentum, tile);
   Sums<kMomentum> sums;
   sums.Load(before, momentum, tile, is_wide);
@@ -30,7 +30,8 @@ __device__ __forceinline__ void SelectTile(const f32* before, f32* residual,
     });
   }
   u32 rank[kRounds];
-  const u32 place = ClaimRoom(header, RankHits(hits, rank), capacity);
+  const u32 place =
+      RankHits(hits, rank, [=](u32 count) { return ClaimRoom(header, count, capacity); });
   if (place == kNoRoom) return;
 
   Emit(tile, hits, rank, place, sums.sum, indices, values);
@@ -60,28 +61,28 @@ __device__ __forceinline__ void SelectTile(const f32* before, f32* residual,
 // non-finite ones wherever they are. Sums go from `before` to `residual`, which may be the same.
 //
 // The grid has one block per tile. `indices` and `values` have room for `capacity` entries;
-// compact.cuh says what happens where that is too little.
+// compact.cuh says what happens where that is too little, and then in `launch` 1.
 KERNEL accumulate_select(const f32* before, f32* residual, const Segment* segments,
                          i32 segment_count, u32 key, const u32* key_at, i64 start, i64 stop,
-                         u64 capacity, Header* header, i32* indices, f32* values) {
+                         u32 launch, u64 capacity, Header* header, i32* indices, f32* values) {
   SelectTile<false>(before, residual, Momentum{}, segments, segment_count, LeastKey(key, key_at),
-                    start, stop, capacity, header, indices, values);
+                    start, stop, launch, capacity, header, indices, values);
 }
 
-// The same with momentum. u is not masked where entries leave. On sm_80, too, the 64 registers that
-// four blocks leave a thread are too few.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+// The same with momentum. u is not masked where entries leave. Only on sm_90 are the 64 registers
+// that four blocks leave a thread enough.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 #undef BLOCKS_PER_PROCESSOR
 #define BLOCKS_PER_PROCESSOR 3
 #endif
 KERNEL accumulate_momentum_select(const f32* before, const f32* buffer_before, f32* residual,
                                   f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
                                   i32 segment_count, u32 key, const u32* key_at, i64 start,
-                                  i64 stop, u64 capacity, Header* header, i32* indices,
+                                  i64 stop, u32 launch, u64 capacity, Header* header, i32* indices,
                                   f32* values) {
   SelectTile<true>(before, residual, Momentum{buffer_before, buffer, factor, nesterov != 0},
-                   segments, segment_count, LeastKey(key, key_at), start, stop, capacity, header,
-                   indices, values);
+                   segments, segment_count, LeastKey(key, key_at), start, stop, launch, capacity,
+                   header, indices, values);
 }
 
 // Magnitudes of the sums in `runs` runs of `run_numel` elements, one thread per element; nothing is

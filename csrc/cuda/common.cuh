@@ -17,12 +17,14 @@ using f32 = float;
 
 #ifdef HVDS_SHIM
 #include "shim.h"
+#define CALLED inline
 #else
 #ifndef BLOCKS_PER_PROCESSOR  // at least; more leave each thread fewer registers
 #define BLOCKS_PER_PROCESSOR 4
 #endif
 #define KERNEL extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_PROCESSOR)
 #define SHARED(T, name, count) __shared__ T name[count]
+#define CALLED __noinline__
 #endif
 
 constexpr u32 kThreads = 256;  // of a block, for every kernel
@@ -53,6 +55,8 @@ __device__ __forceinline__ i64 ThreadsInGrid() { return static_cast<i64>(gridDim
 inline u32 BitsOf(f32 x) { return hvds::BitsOf(x); }
 inline f32 FloatOf(u32 bits) { return hvds::FloatOf(bits); }
 inline f32 Add(f32 a, f32 b) { return shim::Add(a, b); }
+inline f32 Subtract(f32 a, f32 b) { return shim::Add(a, -b); }
+inline f32 AddTowardsZero(f32 a, f32 b) { return shim::AddTowardsZero(a, b); }
 inline f32 Multiply(f32 a, f32 b) { return shim::Multiply(a, b); }
 inline f32 Divide(f32 a, f32 b) { return shim::Divide(a, b); }
 inline f32 WidenFloat16(u16 h) { return shim::WidenFloat16(h); }
@@ -84,6 +88,16 @@ __device__ __forceinline__ f32 FloatOf(u32 bits) { return __uint_as_float(bits);
 __device__ __forceinline__ f32 Add(f32 a, f32 b) {
   f32 sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+__device__ __forceinline__ f32 Subtract(f32 a, f32 b) {
+  f32 difference;
+  asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+  return difference;
+}
+__device__ __forceinline__ f32 AddTowardsZero(f32 a, f32 b) {
+  f32 sum;
+  asm("add.rz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
   return sum;
 }
 __device__ __forceinline__ f32 Multiply(f32 a, f32 b) {

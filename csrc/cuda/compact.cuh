@@ -8,15 +8,16 @@
 // Scan with Decoupled Look-back", 2016.)
 //
 // In two, for all elements of a residual, where many blocks would wait for few: a block claims room
-// in an output of `capacity` entries by adding its count to the total, and notes where.
-// `order_tiles` (streams.cu) then brings the claims into the order of the tiles. Where more was
-// claimed than there is room, some tiles leave everything as they found it. The host sees that,
-// makes room, and launches the same kernel again, which takes those.
+// in an output of `capacity` entries by adding its count to the total, notes where, and adds to the
+// count of its group of tiles. `order_tiles` (streams.cu) then brings the claims into the order of
+// the tiles. Where more was claimed than there is room, some tiles leave everything as they found
+// it. The host sees that, makes room, and launches the same kernel again, which takes those.
 #pragma once
 
 #include "gradients.cuh"
 
-// Zero at first; the host reads it when the pass is done. Followed by one status word per tile.
+// Zero at first; the host reads it when the pass is done. Followed by one status word per tile and,
+// where tiles claim room, one count per group of them.
 struct Header {
   u64 ticket;
   u64 total;    // of all tiles, whether they fit or not
@@ -43,10 +44,11 @@ __device__ inline u32 TakeTicket(Header* header) {
 
 // Ranks the hits of a block in the order of their places: bit round * 4 + i of `hits` is the item i
 // of that round. rank[round] becomes the number of hits before the thread's first one of the round.
-// Returns the number of hits in the block. All threads call it.
-__device__ inline u32 RankHits(u32 hits, u32 (&rank)[kRounds]) {
+// Returns what `use`, which one thread calls, makes of their number. All threads call it.
+template <typename Use>
+__device__ inline u32 RankHits(u32 hits, u32 (&rank)[kRounds], Use use) {
   SHARED(u32, counts, kRounds * kWarps);  // by round, then warp: in the order of the places
-  SHARED(u32, total, 1);
+  SHARED(u32, used, 1);
   static_assert(kRounds * kWarps == kLanes, "one warp adds them up");
   for (u32 round = 0; round < kRounds; ++round) {
     u32 before = 0, in_warp = 0;
@@ -67,7 +69,7 @@ __device__ inline u32 RankHits(u32 hits, u32 (&rank)[kRounds]) {
       if (Lane() >= by) sum += other;
     }
     counts[Lane()] = sum - own;
-    if (Lane() == kLanes - 1) total[0] = sum;
+    if (Lane() == kLanes - 1) used[0] = use(sum);
   }
   __syncthreads();
   for (u32 round = 0; round < kRounds; ++round) {
@@ -75,7 +77,12 @@ __device__ inline u32 RankHits(u32 hits, u32 (&rank)[kRounds]) {
   }
   // The arrays may be used again: a warp's entries are its own until the next call's first barrier.
   __syncwarp();
-  return total[0];
+  return used[0];
+}
+
+// The same; returns the number of hits in the block.
+__device__ inline u32 RankHits(u32 hits, u32 (&rank)[kRounds]) {
+  return RankHits(hits, rank, [](u32 count) { return count; });
 }
 
 // The sum of `own` over the threads before this one, and over all of the block. All threads call
@@ -148,24 +155,27 @@ __device__ __forceinline__ u32 CountOfClaim(u64 word) {
   return static_cast<u32>(word & ((u64{1} << kCountBits) - 1));
 }
 
-// Whether an earlier launch has taken the hits of this block's tile.
-__device__ __forceinline__ bool IsTaken(Header* header) {
-  return StatusOf(header)[blockIdx.x] != 0;
+// Whether a pass's first launch has taken the hits of this block's tile; in that launch, nobody
+// waits to know.
+__device__ __forceinline__ bool IsTaken(Header* header, u32 launch) {
+  return launch > 0 && StatusOf(header)[blockIdx.x] != 0;
 }
 
-// Room for the `count` hits of this block's tile: where it begins, or kNoRoom. All threads call it.
-__device__ inline u32 ClaimRoom(Header* header, u32 count, u64 capacity) {
-  SHARED(u32, place, 1);
-  if (threadIdx.x == 0) {
-    const u64 at = count == 0 ? 0 : atomicAdd(&header->total, u64{count});
-    place[0] = kNoRoom;
-    if (at + count <= capacity) {
-      StatusOf(header)[blockIdx.x] = kClaimed | at << kCountBits | count;
-      place[0] = static_cast<u32>(at);
-    } else if (at <= capacity) {
-      header->written = at;  // the first that does not fit: all before it did
-    }
+constexpr u32 kOrderedTiles = 32;  // of a group
+
+__device__ __forceinline__ u64* GroupsOf(Header* header, i64 tiles) {
+  return StatusOf(header) + tiles;
+}
+
+// Room for the `count` hits of this block's tile: where it begins, or kNoRoom. One thread calls it:
+// inlined, it would cost all of them registers.
+__device__ CALLED u32 ClaimRoom(Header* header, u32 count, u64 capacity) {
+  const u64 at = count == 0 ? 0 : atomicAdd(&header->total, u64{count});
+  if (at + count > capacity) {
+    if (at <= capacity) header->written = at;  // the first that does not fit: all before it did
+    return kNoRoom;
   }
-  __syncthreads();
-  return place[0];
+  StatusOf(header)[blockIdx.x] = kClaimed | at << kCountBits | count;
+  atomicAdd(&GroupsOf(header, gridDim.x)[blockIdx.x / kOrderedTiles], u64{count});
+  return static_cast<u32>(at);
 }

@@ -106,9 +106,9 @@ template <bool kMomentum>
 __device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentum,
                                           const Segment* segments, i32 segment_count, i64 tiles,
                                           u32 buckets, u32 slots_per_bucket, u64 seed, u64* table,
-                                          const u32* marks, u64 capacity, Header* header,
-                                          i32* indices, f32* values) {
-  if (IsTaken(header)) return;
+                                          const u32* marks, u32 launch, u64 capacity,
+                                          Header* header, i32* indices, f32* values) {
+  if (IsTaken(header, launch)) return;
   const i64 number = i64{blockIdx.x} * kTilesOfSpan + threadIdx.x / kWordsOfTile;
   u32 winners = 0, spoiled = 0;
   Tile tile{};
@@ -128,10 +128,12 @@ __device__ __forceinline__ void TakeTiles(f32* residual, const Momentum& momentu
   }
   u32 in_block;
   const u32 in_block_before = SumOfThreadsBefore(static_cast<u32>(__popc(winners)), in_block);
-  const u32 place = ClaimRoom(header, in_block, capacity);
-  if (place == kNoRoom) return;
+  SHARED(u32, place, 1);
+  if (threadIdx.x == 0) place[0] = ClaimRoom(header, in_block, capacity);
+  __syncthreads();
+  if (place[0] == kNoRoom) return;
 
-  u32 to = place + in_block_before;
+  u32 to = place[0] + in_block_before;
   for (u32 left = winners; left != 0; left &= left - 1) {
     const i64 index = first + LowestOf(left);
     const f32 v = residual[index];
@@ -174,14 +176,14 @@ KERNEL hash_claim(const f32* before, const f32* buffer_before, f32* residual, f3
 // of two tiles; the output has room for `capacity` entries (compact.cuh, where a tile is a span).
 KERNEL hash_take(f32* residual, f32* buffer, f32 factor, i32 nesterov, const Segment* segments,
                  i32 segment_count, i64 tiles, u32 buckets, u32 slots_per_bucket, u64 seed,
-                 u64* table, const u32* marks, u64 capacity, Header* header, i32* indices,
-                 f32* values) {
+                 u64* table, const u32* marks, u32 launch, u64 capacity, Header* header,
+                 i32* indices, f32* values) {
   const Momentum momentum{buffer, buffer, factor, nesterov != 0};
   if (buffer == nullptr) {
     TakeTiles<false>(residual, momentum, segments, segment_count, tiles, buckets, slots_per_bucket,
-                     seed, table, marks, capacity, header, indices, values);
+                     seed, table, marks, launch, capacity, header, indices, values);
   } else {
     TakeTiles<true>(residual, momentum, segments, segment_count, tiles, buckets, slots_per_bucket,
-                    seed, table, marks, capacity, header, indices, values);
+                    seed, table, marks, launch, capacity, header, indices, values);
   }
 }

@@ -58,29 +58,29 @@ KERNEL add_stream(const i32* indices, const f32* values, i64 count, i64 numel, c
 
 // -- What tiles have claimed room for, in the order of the tiles ---------------------------------
 
-constexpr u32 kOrderedTiles = 64;
-
-// One block per kOrderedTiles tiles, and one warp after the other for a tile. Does nothing where
-// the claims of `header`, which has `tiles` status words, did not all fit; `order` is another
-// header.
+// One block per group of tiles, and one warp after the other for a tile. Does nothing where the
+// claims of `header`, which has `tiles` status words, did not all fit.
 KERNEL order_tiles(Header* header, i64 tiles, u64 capacity, const i32* indices, const f32* values,
-                   Header* order, i32* out_indices, f32* out_values) {
+                   i32* out_indices, f32* out_values) {
   SHARED(u64, claims, kOrderedTiles);
   SHARED(u32, places, kOrderedTiles);
   if (header->total > capacity) return;
-  const u32 number = TakeTicket(order);
-  const i64 own_tile = static_cast<i64>(number) * kOrderedTiles + threadIdx.x;
+  const i64 own_tile = static_cast<i64>(blockIdx.x) * kOrderedTiles + threadIdx.x;
   const bool has_tile = threadIdx.x < kOrderedTiles && own_tile < tiles;
   const u64 own = has_tile ? StatusOf(header)[own_tile] : 0;
-  u32 in_block;
-  const u32 place = SumOfThreadsBefore(CountOfClaim(own), in_block);
+  u64 sums = 0;  // of the groups before this one in the upper half, of the tiles in the lower
+  for (u32 group = threadIdx.x; group < blockIdx.x; group += kThreads) {
+    sums += GroupsOf(header, tiles)[group];
+  }
+  u64 in_block;
+  const u64 place = SumOfThreadsBefore(sums << 32 | CountOfClaim(own), in_block);
   if (threadIdx.x < kOrderedTiles) {
     claims[threadIdx.x] = own;
-    places[threadIdx.x] = place;
+    places[threadIdx.x] = static_cast<u32>(in_block >> 32) + static_cast<u32>(place);
   }
-  const u64 before = SumBefore(order, number, in_block);
+  __syncthreads();
   for (u32 tile = WarpInBlock(); tile < kOrderedTiles; tile += kWarps) {
-    const u64 from = PlaceOfClaim(claims[tile]), to = before + places[tile];
+    const u64 from = PlaceOfClaim(claims[tile]), to = places[tile];
     for (u32 i = Lane(); i < CountOfClaim(claims[tile]); i += kLanes) {
       out_indices[to + i] = indices[from + i];
       out_values[to + i] = values[from + i];

@@ -103,11 +103,28 @@ __device__ __forceinline__ u32 ShiftOf(u32 bucket_numel) {
   return kLanes - 1 - static_cast<u32>(__clz(static_cast<int>(bucket_numel)));
 }
 
+// The code of x: its level, whose fraction goes up by chance, above or below kLevels by its sign.
+//
+// The level is in [0, kLevels]; `per_level` is finite. Integers of floats are slow to get: the
+// whole part comes by rounding towards zero where an ulp is 1, and the random bits are compared
+// with the fraction as a float, which holds as many.
+template <u32 kLevels>
+__device__ __forceinline__ u32 CodeOf(f32 x, f32 per_level, u32 random) {
+  constexpr f32 kUnit = 8388608.0f;  // 2^23
+  const f32 level = Min(Multiply(FloatOf(KeyOf(x)), per_level), static_cast<f32>(kLevels));
+  const f32 whole = AddTowardsZero(level, kUnit);
+  const f32 fraction = Subtract(level, Subtract(whole, kUnit));
+  const u32 goes_up = static_cast<f32>((random >> 8) + 1) <= Multiply(fraction, 2 * kUnit);
+  const u32 rounded = BitsOf(whole) - BitsOf(kUnit) + goes_up;
+  return BitsOf(x) >> 31 ? kLevels - rounded : kLevels + rounded;
+}
+
 template <u32 kBits>
 __device__ __forceinline__ void QuantizeTile(const f32* x, i64 n, u32 bucket_numel, u64 seed,
                                              u8* codes, f32* scales) {
   SHARED(u32, largest, kRounds * kWarps);
   constexpr u32 kLevels = (1u << (kBits - 1)) - 1;
+  constexpr u32 kOnes = ~0u / ((1u << kBits) - 1);  // a 1 in each code
   const i64 begin = static_cast<i64>(blockIdx.x) * kTile;
   const u32 numel = static_cast<u32>(Min<i64>(n - begin, kTile));
   const u32 warps_of_bucket = bucket_numel / kGapBlock, bucket_shift = ShiftOf(bucket_numel);
@@ -142,25 +159,20 @@ __device__ __forceinline__ void QuantizeTile(const f32* x, i64 n, u32 bucket_num
     f32 per_level = Divide(static_cast<f32>(kLevels), scale);
     if (key >= kNonFiniteKey) {
       scale = FloatOf(0x7fc00000u);
-      per_level = 0.0f;
     } else if (!IsFinite(per_level)) {  // the bucket is zero, or too small for its levels
       scale = 0.0f;
       per_level = 0.0f;
     }
     if ((place & (bucket_numel - 1)) == 0) scales[(begin + place) >> bucket_shift] = scale;
 
-    u32 packed = 0;
+    u32 packed = kLevels * kOnes;
+    if (key < kNonFiniteKey) {
+      packed = 0;
 #pragma unroll
-    for (u32 i = 0; i < kQuad; ++i) {
-      if (place + i >= numel) continue;
-      const f32 value = KeyOf(per_level) == 0 ? 0.0f : values[round][i];
-      const f32 level = Min(Multiply(FloatOf(KeyOf(value)), per_level), static_cast<f32>(kLevels));
-      const u32 whole = static_cast<u32>(level);
-      const u32 odds =
-          static_cast<u32>(Multiply(Add(level, -static_cast<f32>(whole)), 16777216.0f));
-      const u32 draw = Mixed(static_cast<u32>(begin + place + i), seed) >> 8;
-      const u32 rounded = whole + (draw < odds);
-      packed |= (BitsOf(value) >> 31 ? kLevels - rounded : kLevels + rounded) << (i * kBits);
+      for (u32 i = 0; i < kQuad; ++i) {
+        const u32 random = Mixed(static_cast<u32>(begin + place + i), seed);
+        packed |= CodeOf<kLevels>(values[round][i], per_level, random) << (i * kBits);
+      }
     }
     const u32 items = Min(numel - place, kQuad);
     u8* const to = codes + static_cast<u64>(begin + place) * kBits / 8;
@@ -169,6 +181,7 @@ __device__ __forceinline__ void QuantizeTile(const f32* x, i64 n, u32 bucket_num
     } else if (items == kQuad && kBits == 4) {
       *reinterpret_cast<u16*>(to) = static_cast<u16>(packed);
     } else {
+      if (items < kQuad) packed &= (1u << items * kBits) - 1;
       for (u32 byte = 0; byte * 8 < items * kBits; ++byte)
         to[byte] = static_cast<u8>(packed >> byte * 8);
     }

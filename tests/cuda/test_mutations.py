@@ -40,7 +40,7 @@ MUTATIONS = {
         "accumulate", "counts[round * kWarps + WarpInBlock()] = in_warp;", BARRIER, ""
     ),
     "no barrier after the scan": Mutation(
-        "accumulate", "if (Lane() == kLanes - 1) total[0] = sum;", BARRIER, ""
+        "accumulate", "if (Lane() == kLanes - 1) used[0] = use(sum);", BARRIER, ""
     ),
     "scan that skips a neighbour": Mutation(
         "accumulate", "const u32 other = __shfl_up_sync", "Lane() >= by", "Lane() > by"
@@ -59,7 +59,7 @@ MUTATIONS = {
         "groups", "if (tile + 1 == gridDim.x) header->total = sum + own;", BARRIER, ""
     ),
     "one entry more than there is room": Mutation(
-        "accumulate", "place[0] = kNoRoom;", "at + count <= capacity", "at <= capacity"
+        "accumulate", "const u64 at = ", "at + count > capacity", "at > capacity"
     ),
     "claims without atomics": Mutation(
         "accumulate",
@@ -67,17 +67,17 @@ MUTATIONS = {
         "atomicAdd(&header->total, u64{count})",
         "NonAtomicAdd(&header->total, u64{count})",
     ),
-    "claims without a barrier": Mutation("accumulate", "all before it did", BARRIER, ""),
+    "claims without a barrier": Mutation("hashing", "place[0] = ClaimRoom(", BARRIER, ""),
     "less was written than there is": Mutation(
         "accumulate",
-        "} else if (at <= capacity) {",
+        "if (at + count > capacity) {",
         "header->written = at;",
         "header->written = 0;",
     ),
     "taken twice": Mutation(
         "accumulate",
         "FindTile(segments, segment_count, blockIdx.x);",
-        "if (IsTaken(header)) return;",
+        "if (IsTaken(header, launch)) return;",
         ";",
     ),
     # common.cuh
@@ -224,7 +224,7 @@ MUTATIONS = {
         "index >= 0",
     ),
     "all tiles in one place": Mutation(
-        "streams", "u32 tile = WarpInBlock();", "before + places[tile]", "before"
+        "streams", "places[threadIdx.x] = ", "static_cast<u32>(place)", "0u"
     ),
     "tiles that are not there": Mutation(
         "streams", "const i64 own_tile = ", "own_tile < tiles", "true"
@@ -262,7 +262,7 @@ MUTATIONS = {
         "wire", "steps[i] = 0;", "byte * 8 < bit % 8 + width", "byte * 8 < width"
     ),
     "denormals compared as numbers": Mutation(
-        "wire", "packed |= (", "BitsOf(value) >> 31", "value < 0.0f"
+        "wire", "u32 goes_up = ", "BitsOf(x) >> 31", "x < 0.0f"
     ),
     "gaps before the first": Mutation("wire", "if (at < count) gap = ", "start - 1", "start"),
 }
@@ -308,7 +308,8 @@ def topk(ops: CudaOps) -> None:
 def merge(ops: CudaOps) -> None:
     # Many tiles, whose claims several blocks put in order.
     residual, gradient = torch.randn(2, 700, generator=generator())
-    same_as_reference(ops, "accumulate_select", residual, [*gradient.split(2)], 1.0)
+    for threshold in (1.0, 0.0):  # and where all room is taken
+        same_as_reference(ops, "accumulate_select", residual, [*gradient.split(2)], threshold)
     streams = [stream(40_000, 3000, seed) for seed in range(3)]
     assert_same(ops.merge_sum(streams, 40_000), reference.merge_sum(streams, 40_000))
     kept = ops.difference(*streams[0], streams[1][0])

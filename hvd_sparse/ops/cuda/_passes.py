@@ -15,8 +15,8 @@ from hvd_sparse.ops.cuda._workspace import Workspace
 
 HEADER_WORDS = 8
 """64-bit words of a `Header` (csrc/cuda/compact.cuh)."""
-ORDERED_TILES = 64
-"""Of which one block orders the entries (`kOrderedTiles` in csrc/cuda/streams.cu)."""
+ORDERED_TILES = 32
+"""Of which one block orders the entries (`kOrderedTiles` in csrc/cuda/compact.cuh)."""
 
 
 class KernelFamily:
@@ -99,20 +99,21 @@ class Claims:
         self._family = family
         self.blocks = blocks
         self.capacity = capacity
-        self.header = family._header(blocks, device)
+        self._launch = 0
+        self._groups = -(-blocks // ORDERED_TILES)
+        self.header = family._header(blocks + self._groups, device)
         self._claimed = empty_stream(capacity, device)
 
     def outputs(self) -> tuple[Argument, ...]:
         """The kernels' last arguments."""
-        return np.uint64(self.capacity), self.header, *self._claimed
+        return np.uint32(self._launch), np.uint64(self.capacity), self.header, *self._claimed
 
     def in_order(self) -> Entries:
         """Starts to bring the entries into order; room for them, of which nobody waits to know."""
-        family, device = self._family, self.header.device
-        blocks, ordered = -(-self.blocks // ORDERED_TILES), empty_stream(self.capacity, device)
-        family._launch(
-            *("order_tiles", blocks, self.header, np.int64(self.blocks), np.uint64(self.capacity)),
-            *(*self._claimed, family._header(blocks, device), *ordered),
+        ordered = empty_stream(self.capacity, self.header.device)
+        self._family._launch(
+            *("order_tiles", self._groups, self.header, np.int64(self.blocks)),
+            *(np.uint64(self.capacity), *self._claimed, *ordered),
         )
         return ordered
 
@@ -131,5 +132,6 @@ class Claims:
             now[:written].copy_(before[:written])
         self.header[1].fill_(written)
         self.capacity = total
+        self._launch = 1
         launch(self)
         return self.in_order()

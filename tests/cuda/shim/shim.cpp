@@ -12,6 +12,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -471,6 +472,12 @@ void FlushDenormals() {}
 #endif
 
 }  // namespace
+
+float AddTowardsZero(float a, float b) {
+  const float sum = Add(a, b);
+  const bool is_away = std::fabs(sum) > std::fabs(double{a} + b);  // which has room for both
+  return is_away ? std::nextafter(sum, 0.0f) : sum;
+}
 
 // Through volatile variables: the compiler knows of no connection between a number and the mode.
 float Add(float a, float b) {

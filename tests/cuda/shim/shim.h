@@ -39,6 +39,7 @@ void* SharedArray(const void* key, size_t bytes);
 // Arithmetic as IEEE 754 has it. All other arithmetic takes denormal numbers for zeros, and makes
 // zeros of them, as under -ftz=true.
 float Add(float a, float b);
+float AddTowardsZero(float a, float b);
 float Multiply(float a, float b);
 float Divide(float a, float b);
 float WidenFloat16(uint16_t h);
