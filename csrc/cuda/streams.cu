@@ -158,21 +158,6 @@ KERNEL scatter_add(f32* x, i64 numel, const i32* indices, const f32* values, i64
   x[index] = Add(x[index], values[i]);
 }
 
-// `out`, of the given dtype, is zero at first.
-KERNEL scatter(void* out, i32 dtype, i64 numel, const i32* indices, const f32* values, i64 count,
-               u64* fault) {
-  const i64 i = ThreadInGrid();
-  if (i >= count) return;
-  const i32 index = indices[i];
-  if (!IsIndex(index, numel, fault)) return;
-  if (dtype == kFloat32) {
-    static_cast<f32*>(out)[index] = values[i];
-  } else {
-    static_cast<u16*>(out)[index] =
-        dtype == kFloat16 ? NarrowFloat16(values[i]) : NarrowBFloat16(values[i]);
-  }
-}
-
 // Zeroes entries, after copying them to `values`; 0 where there is no such entry.
 KERNEL clear_at(f32* x, i64 numel, const i32* indices, i64 count, f32* values, u64* fault) {
   const i64 i = ThreadInGrid();
@@ -182,4 +167,62 @@ KERNEL clear_at(f32* x, i64 numel, const i32* indices, i64 count, f32* values, u
   values[i] = is_index ? x[index] : 0.0f;
   if (!is_index) return;
   x[index] = 0.0f;
+}
+
+// -- The whole dense vector ----------------------------------------------------------------------
+
+constexpr u32 kDecoded = 8192;  // elements of a block
+
+// The first of ascending indices that is not below `key`: its place. A warp calls it, and looks at
+// 32 places at a time.
+__device__ inline i64 FirstFrom(const i32* indices, i64 count, i64 key) {
+  i64 low = 0, left = count;  // the place is in [low, low + left]
+  while (left > 0) {
+    const i64 step = (left + kLanes - 1) / kLanes, end = low + left, at = low + Lane() * step;
+    const u32 below = __popc(__ballot_sync(kAllLanes, at < end && indices[at] < key));
+    if (below == 0) break;
+    low += (below - 1) * step + 1;
+    left = Min(step - 1, end - low);
+  }
+  return low;
+}
+
+// Writes a stream over `out`, of the given dtype, and zeros elsewhere. One block per kDecoded
+// elements, which it puts together in shared memory. What is out of order is left out.
+KERNEL decode(void* out, i32 dtype, i64 numel, const i32* indices, const f32* values, i64 count,
+              u64* fault) {
+  SHARED(uint4, quads, kDecoded / kQuad);
+  SHARED(i64, ends, 2);
+  f32* const dense = reinterpret_cast<f32*>(quads);
+  const i64 begin = static_cast<i64>(blockIdx.x) * kDecoded;
+  const i64 stop = Min<i64>(begin + kDecoded, numel);
+  // An index out of range comes before all others or after them: the outer blocks tell of it.
+  if (WarpInBlock() == 0) {
+    const i64 first = blockIdx.x == 0 ? 0 : FirstFrom(indices, count, begin);
+    if (Lane() == 0) ends[0] = first;
+  } else if (WarpInBlock() == 1) {
+    const i64 after = blockIdx.x + 1 == gridDim.x ? count : FirstFrom(indices, count, stop);
+    if (Lane() == 0) ends[1] = after;
+  }
+  for (u32 quad = threadIdx.x; quad < kDecoded / kQuad; quad += kThreads) {
+    quads[quad] = uint4{0, 0, 0, 0};
+  }
+  __syncthreads();
+  for (i64 at = ends[0] + threadIdx.x; at < ends[1]; at += kThreads) {
+    const i32 index = indices[at];
+    if (IsIndex(index, numel, fault) && index >= begin && index < stop) {
+      dense[index - begin] = values[at];
+    }
+  }
+  __syncthreads();
+  for (i64 at = begin + threadIdx.x * kQuad; at < stop; at += kRoundNumel) {
+    f32 x[kQuad];
+    FloatsOf(quads[(at - begin) / kQuad], x);
+    const u32 left = static_cast<u32>(Min<i64>(stop - at, kQuad));
+    if (dtype == kFloat32) {
+      StoreQuad(static_cast<f32*>(out) + at, left, x);
+    } else {
+      StoreHalfQuad(static_cast<u16*>(out) + at, dtype, left, x);
+    }
+  }
 }

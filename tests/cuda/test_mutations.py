@@ -229,6 +229,15 @@ MUTATIONS = {
     "tiles that are not there": Mutation(
         "streams", "const i64 own_tile = ", "own_tile < tiles", "true"
     ),
+    "search that passes its key": Mutation(
+        "streams", "i64 FirstFrom(", "indices[at] < key", "indices[at] <= key"
+    ),
+    "vector that is not cleared in time": Mutation(
+        "streams", "quads[quad] = uint4{0, 0, 0, 0};", BARRIER, ""
+    ),
+    "vector that is not there in time": Mutation(
+        "streams", "dense[index - begin] = values[at];", BARRIER, ""
+    ),
     "search that ends early": Mutation("streams", "bool Contains(", "low < high", "low + 1 < high"),
     # hashing.cu
     "slots without atomics": Mutation(
@@ -312,6 +321,9 @@ def merge(ops: CudaOps) -> None:
         same_as_reference(ops, "accumulate_select", residual, [*gradient.split(2)], threshold)
     streams = [stream(40_000, 3000, seed) for seed in range(3)]
     assert_same(ops.merge_sum(streams, 40_000), reference.merge_sum(streams, 40_000))
+    dense = torch.ones(40_000)
+    ops.decode(dense, torch.arange(0, 40_000, 64, dtype=torch.int32), torch.ones(625))
+    assert_same(dense.nonzero().view(-1), torch.arange(0, 40_000, 64))
     kept = ops.difference(*streams[0], streams[1][0])
     assert_same(kept, reference.difference(*streams[0], streams[1][0]))
     ops.scatter_add(torch.zeros(4), *stream(9, 9, 0))

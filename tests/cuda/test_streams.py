@@ -58,6 +58,9 @@ def test_dense_vectors(cuda: CudaOps, nnz: int) -> None:
         cuda.decode(ours, indices, values)
         reference.decode(theirs, indices, values)
         assert_same(ours, theirs, str(dtype))
+        cuda.decode(ours[3:8200], *stream(8197, min(nnz, 900), 6))  # aligned nowhere
+        reference.decode(theirs[3:8200], *stream(8197, min(nnz, 900), 6))
+        assert_same(ours, theirs, str(dtype))
     ours, theirs = x.clone(), x.clone()
     for implementation, state in ((cuda, ours), (reference, theirs)):
         implementation.scatter_add(state, indices, values)
@@ -93,6 +96,13 @@ def test_an_index_out_of_range_is_left_out_and_told(cuda: CudaOps, index: int) -
     cuda.decode(x, indices, two)
     assert x.tolist() == [0.0, 5.0, 0.0, 0.0]
     seen()
+    many = torch.zeros(20_000)
+    if index not in range(many.numel()):
+        both = (index, 9000) if index < 0 else (9000, index)
+        cuda.decode(many, torch.tensor(both, dtype=torch.int32), two)
+        assert many.nonzero().tolist() == [[9000]]
+        with pytest.raises(ValueError, match=re.escape(f"in [0, 20000), got {index}: ")):
+            cuda.kth_magnitude(x, 1)
     with pytest.raises(ValueError, match=told):
         cuda.merge_sum([(indices, two)], 4)
     cuda.merge_sum([(indices[:1], two[:1])], 4)

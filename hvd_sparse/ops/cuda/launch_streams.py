@@ -18,6 +18,8 @@ from hvd_sparse.ops.cuda._launcher import Argument
 from hvd_sparse.ops.cuda._passes import KernelFamily, empty_stream, stream, thread_blocks, vector
 from hvd_sparse.ops.cuda._workspace import tile_count
 
+DECODED = 8192
+"""Elements that a block decodes (`kDecoded` in csrc/cuda/streams.cu)."""
 WORDS_PER_BLOCK = 1024
 """Words of a bitmap that a block ranks (`kRoundNumel` in csrc/cuda/gradients.cuh)."""
 
@@ -77,9 +79,8 @@ class CudaStreams(KernelFamily):
         )
 
     def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
-        out.zero_()
         self._launch(
-            *("scatter", thread_blocks(indices.numel())),
+            *("decode", -(-out.numel() // DECODED)),
             *(out, np.int32(DTYPE_CODES[out.dtype]), np.int64(out.numel())),
             *(*stream(indices, values), self._workspace.fault(out.device)),
         )
