@@ -72,7 +72,7 @@ def paths(job: Job) -> list[Path]:
         ),
         Path(
             "accumulate, exact top-k",
-            lambda o, j: o.accumulate_topk(j.plain, j.k, j.pivot),
+            lambda o, j: o.accumulate_topk(j.plain, j.k),
             12,
             0.75,
         ),

@@ -60,7 +60,7 @@ def momentum_masked(o: Ops, job: Job, corrected: Accumulation) -> object:
 
 
 def momentum_topk_masked(o: Ops, job: Job) -> object:
-    indices, values, threshold = o.accumulate_topk(job.corrected, job.k, job.corrected_pivot)
+    indices, values, threshold = o.accumulate_topk(job.corrected, job.k)
     o.take_at(job.buffer, indices)
     return indices, values, threshold
 
@@ -166,7 +166,6 @@ def hot_paths(job: Job) -> list[HotPath]:
         "torch add, abs, topk, gather, zero": torch_topk,
         "torch add, abs, compare, nonzero, gather, zero": torch_nonzero,
     }
-    topk = {"torch add, abs, topk, gather, zero": torch_topk}
     hashing = {
         "torch add, abs, compare, nonzero, hash, scatter, gather, zero": torch_hash(4 * job.k)
     }
@@ -188,16 +187,10 @@ def hot_paths(job: Job) -> list[HotPath]:
         ),
         HotPath(
             "accumulate, exact top-k",
-            lambda o, job: o.accumulate_topk(job.plain, job.k, job.pivot),
-            topk,
+            lambda o, job: o.accumulate_topk(job.plain, job.k),
+            {"torch add, abs, topk, gather, zero": torch_topk},
             {ADD: Limit()},
             speedup=20.0,
-        ),
-        HotPath(
-            "accumulate, exact top-k, no pivot",
-            lambda o, job: o.accumulate_topk(job.plain, job.k),
-            topk,
-            {ADD: Limit()},
         ),
         HotPath(
             "DGC: momentum, select, zero, mask",

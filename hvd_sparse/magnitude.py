@@ -39,11 +39,6 @@ def threshold_key(threshold: float) -> int:
     return min(max(1, magnitude_key(threshold)), INFINITE_KEY)
 
 
-def pivot_key(pivot: float) -> int:
-    """The key of a guess, or 0 for what cannot be one."""
-    return magnitude_key(pivot) if pivot > 0 and math.isfinite(pivot) else 0
-
-
 def key_magnitude(key: int) -> float:
     """The magnitude whose key is given."""
     magnitude: float = struct.unpack("<f", struct.pack("<I", key))[0]

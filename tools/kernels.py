@@ -18,7 +18,6 @@ QUEUED_CYCLES = 400_000
 launch is counted."""
 Event = torch.cuda.Event
 WARMUP_STEPS = 4
-PIVOT_FACTOR = 0.9
 MOMENTUM = 0.9
 GROUP_NUMEL = 512
 HASH_SEED = 0x9E3779B97F4A7C15
@@ -105,11 +104,9 @@ class Job:
         k: Entries to select.
         residual: Working copy, float32 `(n,)`; `reset` restores it.
         threshold: The k-th magnitude of residual + gradient.
-        pivot: Estimate of it from the last step's threshold.
         velocity: Working copy of DGC's v.
         buffer: Working copy of DGC's u.
         corrected_threshold: The k-th magnitude of the new v.
-        corrected_pivot: Estimate of it from the last step's.
         plain: Accumulation of the gradient into the residual.
         apart: Accumulation of residual and gradient into another tensor.
         corrected: Accumulation of the gradient into the velocity.
@@ -123,16 +120,13 @@ class Job:
         self._residual = torch.zeros(numel, device=device)
         self._velocity = torch.zeros(numel, device=device)
         self._buffer = torch.zeros(numel, device=device)
-        last = last_corrected = 0.0
         for seed in range(WARMUP_STEPS):
             g = gradient_like(numel, seed, device)
-            _, _, last = ops.accumulate_topk(Accumulation(self._residual, [g]), self.k)
+            ops.accumulate_topk(Accumulation(self._residual, [g]), self.k)
             corrected = Accumulation(self._velocity, [g], Momentum(self._buffer, MOMENTUM))
-            indices, _, last_corrected = ops.accumulate_topk(corrected, self.k)
+            indices, _, _ = ops.accumulate_topk(corrected, self.k)
             ops.take_at(self._buffer, indices)
         self.gradient = gradient_like(numel, WARMUP_STEPS, device)
-        self.pivot = PIVOT_FACTOR * last
-        self.corrected_pivot = PIVOT_FACTOR * last_corrected
         self.threshold = ops.kth_magnitude(self._residual + self.gradient, self.k)
         sums = self._buffer * MOMENTUM + self.gradient + self._velocity
         self.corrected_threshold = ops.kth_magnitude(sums, self.k)

@@ -46,7 +46,7 @@ Accumulation AccumulationOf(const HvdsAccumulation& accumulation) {
 }  // namespace hvds
 
 // Rises with every change of a function's arguments.
-HVDS_API int32_t hvds_abi_version() { return 9; }
+HVDS_API int32_t hvds_abi_version() { return 10; }
 
 // 0 portable, 1 AVX2, 2 AVX-512: what is live, and a switch for tests. Setting what the processor
 // lacks is kHvdsBadArgument.

@@ -76,17 +76,17 @@ HVDS_API int32_t hvds_take(int32_t* indices, float* values, int64_t nnz, int32_t
   });
 }
 
-// `indices` and `values` have room for min(k, n). `pivot_key` 0: no guess.
+// `indices` and `values` have room for min(k, n).
 HVDS_API int32_t hvds_accumulate_topk(const HvdsAccumulation* accumulation, int64_t k,
-                                      uint32_t pivot_key, int32_t threads, int32_t* indices,
-                                      float* values, int64_t* nnz, float* threshold) {
+                                      int32_t threads, int32_t* indices, float* values,
+                                      int64_t* nnz, float* threshold) {
   return Guarded([&] {
     if (k < 0) throw BadArgument();
     Workspace& workspace = ThreadWorkspace();
     uint32_t kth_key;
     *nnz = static_cast<int64_t>(hvds::AccumulateTopk(workspace, AccumulationOf(*accumulation),
-                                                     static_cast<size_t>(k), pivot_key, threads,
-                                                     indices, values, &kth_key));
+                                                     static_cast<size_t>(k), threads, indices,
+                                                     values, &kth_key));
     *threshold = hvds::FloatOf(kth_key);
     workspace.Trim();
   });

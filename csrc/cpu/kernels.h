@@ -57,13 +57,12 @@ struct SpoiledList {
 };
 
 // Adds the gradient to the residual; whatever sum reaches `key` goes, in ascending order, to
-// `indices` and `values`. A `take` pass leaves zero where an entry went out, a `scan` pass leaves
-// the sum.
+// `indices` and `values`. A `take` pass leaves zero where an entry went out; a `read` pass, which
+// has no gradient, writes nothing to the residual.
 //
 // Preconditions: 1 <= key; room for n entries, of which only those that are emitted get written; no
-// alignment beyond the element's. With kNoGradient, which goes with kPlain alone, a scan writes
-// nothing to the residual. Non-finite sums are noted in `spoiled` if it is not null, provided that
-// key <= kNonFiniteKey. Returns the number of entries.
+// alignment beyond the element's. kNoGradient goes with kPlain alone. Non-finite sums are noted in
+// `spoiled` if it is not null, provided that key <= kNonFiniteKey. Returns the number of entries.
 using PassFn = size_t (*)(const Span& span, uint32_t key, int32_t* indices, float* values,
                           SpoiledList* spoiled);
 
@@ -77,7 +76,7 @@ using FilterFn = size_t (*)(const int32_t* indices, const float* values, size_t 
 
 struct Kernels {
   PassFn take[kRules][kDtypes];
-  PassFn scan[kRules][kDtypes];
+  PassFn read;
   SumFn sum[kRules][kDtypes];
 
   FilterFn at_least;
@@ -105,7 +104,6 @@ struct Kernels {
     }                                                                                         \
   }
 #define HVDS_TAKE(rule, dtype) Pass<rule, dtype, true>
-#define HVDS_SCAN(rule, dtype) Pass<rule, dtype, false>
 #define HVDS_SUMS(rule, dtype) Sums<rule, dtype>
 
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };

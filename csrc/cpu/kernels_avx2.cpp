@@ -210,7 +210,7 @@ HVDS_AVX2 void NarrowToBFloat16(const float* from, size_t n, uint16_t* to) {
 
 const Kernels kAvx2Kernels = {
     HVDS_BY_RULE_AND_DTYPE(HVDS_TAKE),
-    HVDS_BY_RULE_AND_DTYPE(HVDS_SCAN),
+    Pass<kPlain, kNoGradient, false>,
     HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,

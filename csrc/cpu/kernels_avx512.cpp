@@ -229,7 +229,7 @@ HVDS_AVX512 void NarrowToBFloat16(const float* from, size_t n, uint16_t* to) {
 
 const Kernels kAvx512Kernels = {
     HVDS_BY_RULE_AND_DTYPE(HVDS_TAKE),
-    HVDS_BY_RULE_AND_DTYPE(HVDS_SCAN),
+    Pass<kPlain, kNoGradient, false>,
     HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,

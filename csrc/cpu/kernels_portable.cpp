@@ -76,7 +76,7 @@ void Narrow(const float* from, size_t n, uint16_t* to) {
 
 const Kernels kPortableKernels = {
     HVDS_BY_RULE_AND_DTYPE(HVDS_TAKE),
-    HVDS_BY_RULE_AND_DTYPE(HVDS_SCAN),
+    Pass<kPlain, kNoGradient, false>,
     HVDS_BY_RULE_AND_DTYPE(HVDS_SUMS),
     Filter<true>,
     Filter<false>,

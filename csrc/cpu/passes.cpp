@@ -17,15 +17,15 @@ constexpr int kTasksPerThread = 4;  // so that a thread that is held up holds up
 void AccumulateRange(Part& part, const Accumulation& accumulation, size_t begin, size_t end,
                      const Search& search, Mode mode) {
   const Kernels& kernels = ActiveKernels();
-  const PassFn* const pass = (mode == Mode::kTake ? kernels.take : kernels.scan)[accumulation.rule];
-  SpoiledList* const spoiled = mode == Mode::kRead ? nullptr : &part.spoiled;
+  SpoiledList* const spoiled = mode == Mode::kTake ? &part.spoiled : nullptr;
   uint32_t key = search.key;
   const auto pass_over = [&](size_t from, size_t to, bool inside) {
     accumulation.ForEachSpan(from, to, kBlock, [&](const Span& span, Dtype dtype) {
+      const PassFn pass =
+          mode == Mode::kTake ? kernels.take[accumulation.rule][dtype] : kernels.read;
       part.Reserve(part.count + span.n);
-      part.count +=
-          pass[dtype](span, inside ? key : kNonFiniteKey, part.indices.data() + part.count,
-                      part.values.data() + part.count, spoiled);
+      part.count += pass(span, inside ? key : kNonFiniteKey, part.indices.data() + part.count,
+                         part.values.data() + part.count, spoiled);
       if (part.count > search.limit) {
         key = search.raised_key;
         part.over_limit = true;

@@ -113,8 +113,7 @@ struct Search {
 
 enum class Mode {
   kTake,  // adds the gradients, and leaves zero where an entry went out
-  kScan,  // adds the gradients
-  kRead,  // like kScan, and non-finite values are not news
+  kRead,  // changes nothing: there are no gradients, and non-finite values are not news
 };
 
 // Adds the gradients; what reaches the key goes to the workspace's parts: ascending within a part,

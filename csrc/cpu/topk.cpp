@@ -1,7 +1,7 @@
 // The k-th largest magnitude is found among candidates: the entries at or above a pivot, compacted
-// by the pass that adds the gradients. The pivot is the caller's guess or comes from a sample.
-// Where that leaves too few or too many, another pass over the sums follows, with a pivot sampled
-// from them, and where a sample cannot tell (long ties, say), the k-th key is counted out exactly.
+// by the pass that adds the gradients. The pivot comes from a sample. Where that leaves too few or
+// too many (of long ties, say), the k-th key is counted out exactly, and another pass takes what
+// reaches it.
 #include "topk.h"
 
 #include <algorithm>
@@ -173,34 +173,30 @@ uint32_t FindCandidates(Workspace& workspace, float* x, size_t n, size_t k, bool
 
 }  // namespace
 
-size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, size_t k,
-                      uint32_t pivot_key, int threads, int32_t* indices, float* values,
-                      uint32_t* kth_key) {
+size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, size_t k, int threads,
+                      int32_t* indices, float* values, uint32_t* kth_key) {
   float* const residual = accumulation.residual;
-  const bool guessed = pivot_key > 0;
-  uint32_t pivot = guessed ? std::min(pivot_key, kNonFiniteKey)
-                           : EstimatePivot(workspace, accumulation, k, threads);
-  // A sampled pivot lets few through that are not wanted: the pass takes all out while it has them
-  // at hand, and the losers are put back. A guess may let through twice what is wanted: the pass
-  // leaves all in place, and the winners are taken out.
-  bool taken = !guessed;
-  // Beyond the limit only non-finite sums are of interest: they have to be noted.
-  Accumulate(workspace, accumulation, {pivot, CandidateLimit(k), kNonFiniteKey},
-             taken ? Mode::kTake : Mode::kScan, threads);
+  uint32_t pivot = EstimatePivot(workspace, accumulation, k, threads);
+  // The pivot lets few through that are not wanted: the pass takes all out while it has them at
+  // hand, and the losers are put back. Beyond the limit only non-finite sums are of interest: they
+  // have to be noted.
+  Accumulate(workspace, accumulation, {pivot, CandidateLimit(k), kNonFiniteKey}, Mode::kTake,
+             threads);
+  bool taken = true;
   const std::vector<SpoiledList> spoiled = workspace.TakeSpoiled();
   const auto put_back = [&](std::vector<Part>& parts) {
     Run(workspace.part_count, threads, [&](int p) { PutBack(parts[p], residual); });
   };
   if (k > 0 && !Sufficient(workspace, pivot, k)) {
-    if (taken) put_back(workspace.parts);
+    put_back(workspace.parts);
     taken = false;
-    pivot = FindCandidates(workspace, residual, accumulation.numel(), k, guessed, threads);
+    pivot = FindCandidates(workspace, residual, accumulation.numel(), k, false, threads);
   }
 
   *kth_key = 0;
   if (k == 0) {
     *kth_key = kNonFiniteKey;
-    if (taken) put_back(workspace.parts);
+    put_back(workspace.parts);
     workspace.Use(0);
   } else if (workspace.TotalCount() >= k) {
     *kth_key = KthCandidateKey(workspace, pivot, k, threads);

@@ -10,12 +10,10 @@
 namespace hvds {
 
 // Adds the gradients; moves the min(k, nonzeros) largest magnitudes to the output, ties to the
-// lower index, ascending by index. `pivot_key` is a guess at a key somewhat below the k-th, or 0.
-// Returns the number of entries; `kth_key` is the k-th largest key, 0 with fewer than k nonzeros
-// and infinity's for k = 0.
-size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, size_t k,
-                      uint32_t pivot_key, int threads, int32_t* indices, float* values,
-                      uint32_t* kth_key);
+// lower index, ascending by index. Returns the number of entries; `kth_key` is the k-th largest
+// key, 0 with fewer than k nonzeros and infinity's for k = 0.
+size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, size_t k, int threads,
+                      int32_t* indices, float* values, uint32_t* kth_key);
 
 // The k-th largest key of x; 1 <= k <= n.
 uint32_t KthKey(Workspace& workspace, const float* x, size_t n, size_t k, int threads);

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvd_sparse.magnitude import pivot_key, threshold_key
+from hvd_sparse.magnitude import threshold_key
 from hvd_sparse.ops._arguments import DTYPE_CODES, GAP_BLOCK, MAX_NUMEL, Entries, bad_index
 from hvd_sparse.ops.accumulation import Accumulation
 
@@ -33,7 +33,7 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "hash_select": (c_void_p, c_uint32, c_int64, c_int32, c_uint64, c_int32, c_void_p),
         "accumulate_group_topk": (c_void_p, c_int64, c_int64, c_int32, c_void_p),
         "take": (c_void_p, c_void_p, c_int64, c_int32),
-        "accumulate_topk": (c_void_p, c_int64, c_uint32, c_int32) + (c_void_p,) * 4,
+        "accumulate_topk": (c_void_p, c_int64, c_int32) + (c_void_p,) * 4,
         # estimation
         "kth_magnitude": (c_void_p, c_int64, c_int64, c_int32, c_void_p),
         "sample_accumulator": (c_void_p, c_int64, c_int64, c_uint64, c_int32, c_void_p),
@@ -57,7 +57,7 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 )
 """Arguments of the C functions, without their prefix `hvds_`; each returns an int32."""
 
-_ABI_VERSION = 9
+_ABI_VERSION = 10
 _OK, _BAD_INDEX, _BAD_ARGUMENT = 0, 2, 3
 
 
@@ -133,13 +133,11 @@ class NativeOps:
     ) -> Entries:
         return self._select("accumulate_group_topk", accumulation, k, group_numel)
 
-    def accumulate_topk(
-        self, accumulation: Accumulation, k: int, pivot: float = 0.0
-    ) -> tuple[Tensor, Tensor, float]:
+    def accumulate_topk(self, accumulation: Accumulation, k: int) -> tuple[Tensor, Tensor, float]:
         room, threshold = _Room(min(k, accumulation.numel)), c_float()
         self._call(
             "accumulate_topk",
-            *(byref(_AccumulationStruct(accumulation)), k, pivot_key(pivot), self._thread_count()),
+            *(byref(_AccumulationStruct(accumulation)), k, self._thread_count()),
             *(*room.arguments, byref(threshold)),
         )
         return *room.entries(), threshold.value

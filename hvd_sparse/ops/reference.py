@@ -73,10 +73,7 @@ def accumulate_select(
     return sums.move_out(_where(selected))
 
 
-def accumulate_topk(
-    accumulation: Accumulation, k: int, pivot: float = 0.0
-) -> tuple[Tensor, Tensor, float]:
-    del pivot  # it could only save time
+def accumulate_topk(accumulation: Accumulation, k: int) -> tuple[Tensor, Tensor, float]:
     sums = Sums(accumulation)
     acc, keys = sums.acc, sums.keys
     threshold = math.inf if k == 0 else kth_magnitude(acc, k) if k <= acc.numel() else 0.0

@@ -44,27 +44,20 @@ def accumulate_select(
     return unchecked(accumulation.device).accumulate_select(accumulation, threshold, start, stop)
 
 
-def accumulate_topk(
-    accumulation: Accumulation, k: int, pivot: float = 0.0
-) -> tuple[Tensor, Tensor, float]:
+def accumulate_topk(accumulation: Accumulation, k: int) -> tuple[Tensor, Tensor, float]:
     """Adds gradients to the residual and moves out the k largest magnitudes, exactly.
-
-    Takes the time of one pass where `pivot` lies somewhat below the k-th magnitude, so that it lets
-    a little more than k entries pass: 0.9 times the last step's threshold, say.
 
     Args:
         accumulation: As for `accumulate_select`; entries that become non-finite are the largest.
         k: How many entries to move out, >= 0; fewer move if fewer are nonzero. Of equal magnitudes
             the lower indices move.
-        pivot: A guess at a magnitude somewhat below the k-th. 0.0 is no guess; a bad one costs
-            time and changes nothing.
 
     Returns:
         `(indices, values, threshold)`: a stream, and the k-th largest magnitude (0.0 with fewer
         than k nonzeros, inf for k = 0).
     """
     checks.integer("k", k, 0)
-    return unchecked(accumulation.device).accumulate_topk(accumulation, k, pivot)
+    return unchecked(accumulation.device).accumulate_topk(accumulation, k)
 
 
 def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int = 512) -> Entries:

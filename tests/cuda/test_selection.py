@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 
+from hvd_sparse.magnitude import magnitude_key
 from hvd_sparse.ops.cuda import CudaOps
 from hvd_sparse.ops.cuda import launch_selection as selection
 from tests.ops.cases import INF, NAN, cut, generator, same_as_reference, vectors
@@ -17,6 +21,31 @@ NUMELS = (0, 1, 5, 1000, 4096, 9001)
 FORMS = (None, False, True)
 """Without momentum, with it, with Nesterov's."""
 SEED = 0x9E3779B97F4A7C15
+
+
+@pytest.fixture
+def went_on(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a pass left too few entries (`_with_more`) or found too many (`again`)."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            counts[name] += 1
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(selection.CudaSelection, "_with_more")
+    count(selection.Claims, "again")
+    return counts
+
+
+def set_pivot(monkeypatch: pytest.MonkeyPatch, pivot: float) -> None:
+    """Lets every sample say that `pivot` is the magnitude to take from; 0.0: all but zeros."""
+    key = torch.tensor([magnitude_key(pivot)], dtype=torch.int32)
+    monkeypatch.setattr(selection.CudaSelection, "_sampled_pivot", lambda *_: key)
 
 
 def buffer_for(numel: int, nesterov: bool | None) -> torch.Tensor | None:
@@ -60,12 +89,14 @@ def test_selection_that_outgrows_its_room(
 
 
 @pytest.mark.parametrize("numel", NUMELS)
-def test_topk(cuda: CudaOps, numel: int) -> None:
+def test_topk(cuda: CudaOps, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, residual, gradient in vectors(numel):
-        for k, pivot in ((0, 0.0), (1, 2.0), (17, 0.0), (17, 3.5), (numel, 0.0), (numel + 1, 2.0)):
-            same_as_reference(
-                cuda, "accumulate_topk", residual, [gradient], k, pivot, what=f"{name}, k {k}"
-            )
+        for k in (0, 17, numel):
+            same_as_reference(cuda, "accumulate_topk", residual, [gradient], k, what=name)
+    for k, pivot in ((1, 2.0), (17, 3.5), (numel + 1, 2.0)):
+        set_pivot(monkeypatch, pivot)
+        for name, residual, gradient in vectors(numel):
+            same_as_reference(cuda, "accumulate_topk", residual, [gradient], k, what=name)
 
 
 @pytest.mark.parametrize("nesterov", FORMS)
@@ -80,13 +111,23 @@ def test_topk_from_a_sampled_pivot(
         same_as_reference(cuda, "accumulate_topk", residual, gradients, 100, what=name, **momentum)
 
 
-@pytest.mark.parametrize("pivot", [0.0, 1e-3, 3.0, 100.0])
+@pytest.mark.parametrize(
+    ("pivot", "then"), [(0.0, "again"), (1e-3, "again"), (3.0, None), (100.0, "_with_more")]
+)
 def test_topk_with_little_room(
-    cuda: CudaOps, pivot: float, monkeypatch: pytest.MonkeyPatch
+    cuda: CudaOps,
+    pivot: float,
+    then: str | None,
+    went_on: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(selection, "LEAST_CAPACITY", 10)
+    set_pivot(monkeypatch, pivot)
     for name, residual, gradient in vectors(9001):
-        same_as_reference(cuda, "accumulate_topk", residual, [gradient], 200, pivot, what=name)
+        went_on.clear()
+        same_as_reference(cuda, "accumulate_topk", residual, [gradient], 200, what=name)
+        if name == "normal":
+            assert went_on == Counter([then] if then else [])
 
 
 def test_partition(cuda: CudaOps) -> None:
@@ -220,3 +261,20 @@ def test_what_was_before(
                 continue  # a block's shared memory would not hold it
             gradients = gradients_of(numel)["odd pieces"]
             check(cuda, op, state_of(numel), gradients, nesterov, f"{name}, {numel}")
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
+@pytest.mark.parametrize(("pivot", "then"), [(1e-30, "again"), (2.4, None), (1e9, "_with_more")])
+def test_topk_out_of_what_was_before(
+    cuda: CudaOps,
+    pivot: float,
+    then: str | None,
+    nesterov: bool | None,
+    went_on: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selection, "LEAST_CAPACITY", 300)
+    set_pivot(monkeypatch, pivot)
+    gradients = gradients_of(4097)["odd pieces"]
+    check(cuda, lambda o, a: o.accumulate_topk(a, 400), state_of(4097), gradients, nesterov, "")
+    assert went_on == Counter([then] * 2 if then else [])

@@ -12,6 +12,7 @@ import torch
 from hvd_sparse.methods import METHODS
 from hvd_sparse.ops import Accumulation
 from hvd_sparse.ops.cuda import Argument, CudaOps, _workspace
+from hvd_sparse.ops.cuda import launch_selection as selection
 from hvd_sparse.ops.cuda._workspace import MOST_TABLES, TILE, Workspace
 from tests.cuda.pretended import CUDA, Present, Pretended
 from tests.cuda.shim_launcher import Shim
@@ -92,14 +93,15 @@ class Counting:
 
 
 @pytest.mark.slow  # it compiles every kernel
-def test_an_operation_waits_once(sanitized: Shim) -> None:
+def test_an_operation_waits_once(sanitized: Shim, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "LEAST_SAMPLE", 1 << 9)
     counting = Counting(sanitized)
     ops, residual = CudaOps(counting), torch.randn(9000)
     workspace = ops._workspace
     accumulation = Accumulation(residual, list(torch.randn(9000).split(100)))
     calls = {
         "select": lambda: ops.accumulate_select(accumulation, 2.0),
-        "topk": lambda: ops.accumulate_topk(accumulation, 90, 2.0),
+        "topk": lambda: ops.accumulate_topk(accumulation, 90),
         "hash": lambda: ops.hash_select(accumulation, 2.0, 512, 1, 12345),
         "group topk": lambda: ops.accumulate_group_topk(accumulation, 5),
         "sample": lambda: ops.sample_accumulator(accumulation, 100, 8, 7),
@@ -111,7 +113,7 @@ def test_an_operation_waits_once(sanitized: Shim) -> None:
         counts[name] = (workspace.reads - before[0], len(counting.launched) - before[1])
     assert counts == {
         "select": (1, 2),
-        "topk": (1, 6),
+        "topk": (1, 10),
         "hash": (1, 3),
         "group topk": (1, 1),
         "sample": (0, 1),

@@ -59,6 +59,17 @@ def _vectors(numel: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "overflow", torch.full((numel,), 3e38), torch.full((numel,), 3e38)
 
 
+def misleading(numel: int) -> Iterator[tuple[str, Tensor]]:
+    """Vectors whose sample's pivot lets too many or too few pass, with 10,000 of 2**20 wanted."""
+    ties = torch.full((numel,), 1.5)
+    ties[::1000] = INF
+    yield "too many", ties
+    places = reference.sample_accumulator(Accumulation(torch.arange(float(numel))), 1024, 8, 0)
+    few = torch.randn(numel, generator=generator())
+    few[places.long()] = 9.0  # all that the native library's sample has
+    yield "too few", few
+
+
 def cut(gradient: Tensor, pieces: int) -> list[Tensor]:
     """Cuts into pieces of uneven lengths (empty ones too), of all dtypes, at any alignment."""
     bounds = torch.randint(gradient.numel() + 1, (pieces - 1,), generator=generator(pieces))

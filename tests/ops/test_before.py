@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import Accumulation, Before, Momentum, reference
 from hvd_sparse.ops.native import NativeOps
-from tests.ops.cases import DTYPES, INF, NAN, assert_same, cut, generator
+from tests.ops.cases import DTYPES, INF, NAN, assert_same, cut, generator, misleading
 from tests.ops.test_edge import run_python
 
 SEED = 0x9E3779B97F4A7C15
@@ -30,9 +30,6 @@ def every_op(numel: int) -> dict[str, Callable[[Any, Accumulation], Any]]:
         "select all": lambda o, a: o.accumulate_select(a, 0.0),
         "topk": lambda o, a: o.accumulate_topk(a, 17),
         "topk of nothing": lambda o, a: o.accumulate_topk(a, 0),
-        "topk, good guess": lambda o, a: o.accumulate_topk(a, 17, 2.0),
-        "topk, guess too high": lambda o, a: o.accumulate_topk(a, 17, 1e9),
-        "topk, guess too low": lambda o, a: o.accumulate_topk(a, 17, 1e-30),
         "group": lambda o, a: o.accumulate_group_topk(a, 5, 512),
         "group of odd width": lambda o, a: o.accumulate_group_topk(a, 5, 333),
         "one group": lambda o, a: o.accumulate_group_topk(a, 5, numel + 5),
@@ -109,6 +106,13 @@ def test_streamed(native: NativeOps, nesterov: bool | None) -> None:
     state = state_of(STREAMED_NUMEL)
     for name, op in every_op(STREAMED_NUMEL).items():
         check(native, op, state, gradients, nesterov, name)
+
+
+@pytest.mark.parametrize("nesterov", FORMS)
+def test_where_a_sample_misleads(native: NativeOps, nesterov: bool | None) -> None:
+    state = torch.zeros(STREAMED_NUMEL), torch.zeros(STREAMED_NUMEL)
+    for name, gradient in misleading(STREAMED_NUMEL):
+        check(native, lambda o, a: o.accumulate_topk(a, 10_000), state, [gradient], nesterov, name)
 
 
 @pytest.mark.parametrize("numel", [300, 2**20 + 9])

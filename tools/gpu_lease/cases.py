@@ -55,7 +55,6 @@ def cases(numel: int, device: torch.device) -> Iterator[tuple[str, Case]]:
                 accumulated(lambda o, a: o.accumulate_select(a, 60.0), dtype, momentum),
             )
     yield "accumulate_topk", accumulated(lambda o, a: o.accumulate_topk(a, k))
-    yield "accumulate_topk, pivot", accumulated(lambda o, a: o.accumulate_topk(a, k, 50.0))
     yield (
         "accumulate_topk momentum",
         accumulated(lambda o, a: o.accumulate_topk(a, k), momentum=True),

@@ -42,7 +42,7 @@ def calls_of(ops: CudaOps, accumulation: Accumulation) -> dict[str, Callable[[],
         "table that is kept": lambda: AccumulationInputs(accumulation, ops._workspace),
         "table made anew": lambda: AccumulationInputs(accumulation, Workspace()),
         "accumulate_select": lambda: ops.accumulate_select(accumulation, 8.0),
-        "accumulate_topk": lambda: ops.accumulate_topk(accumulation, k, 4.0),
+        "accumulate_topk": lambda: ops.accumulate_topk(accumulation, k),
         "hash_select": lambda: ops.hash_select(accumulation, 8.0, 4 * k, 1, HASH_SEED),
         "sample": lambda: ops.sample_accumulator(accumulation, accumulation.numel // 997, 8, 7),
     }

@@ -21,7 +21,7 @@ def main(numel: int) -> None:
     ops.accumulate_select(job.plain, job.threshold)
     ops.accumulate_select(job.corrected, job.corrected_threshold)
     ops.hash_select(job.plain, job.threshold, 4 * job.k, 1, HASH_SEED)
-    ops.accumulate_topk(job.plain, job.k, job.pivot)
+    ops.accumulate_topk(job.plain, job.k)
     ops.qsgd_quantize(job.gradient, 4, 512, 1)
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_pop()

@@ -8,8 +8,8 @@ stream of the bucket's own, so that neither backward nor the training thread wai
 * A selection's tiles of 4096 elements claim room for what they find, and a second kernel brings the
   claims into order (csrc/cuda/compact.cuh). Room is guessed. What finds none stays where it was,
   and the same launch again takes it.
-* Exact top-k takes what passes a pivot (given or sampled), finds the k-th key among that by radix
-  descent, and puts the rest back. The host looks once, at the end.
+* Exact top-k takes what passes a sampled pivot, finds the k-th key among that by radix descent,
+  and puts the rest back. The host looks once, at the end.
 * Sums of streams are taken stream by stream, without atomics: the same bits on every rank.
 * An index out of range is left out. The next operation that waits raises the ValueError.
 * What an operation costs the host is kept (`_workspace.py`): tables of segments by their gradients'

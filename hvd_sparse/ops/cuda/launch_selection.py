@@ -13,7 +13,6 @@ from hvd_sparse.magnitude import (
     INFINITE_KEY,
     key_magnitude,
     magnitude_keys,
-    pivot_key,
     threshold_key,
 )
 from hvd_sparse.ops._arguments import Entries
@@ -57,15 +56,13 @@ class CudaSelection(CudaEstimation):
         select(passed)
         return passed.finish(select)
 
-    def accumulate_topk(
-        self, accumulation: Accumulation, k: int, pivot: float = 0.0
-    ) -> tuple[Tensor, Tensor, float]:
+    def accumulate_topk(self, accumulation: Accumulation, k: int) -> tuple[Tensor, Tensor, float]:
         """Moves out the k largest magnitudes.
 
-        What reaches the pivot moves out, in the pass that accumulates; the k largest of that are
-        found by radix descent, and the others move back. Nothing is waited for in between. Where
-        the pivot let too few entries pass, or more than there is room for, the host finds out at
-        the end, and goes on from there.
+        What reaches a sampled pivot moves out, in the pass that accumulates; the k largest of that
+        are found by radix descent, and the others move back. Nothing is waited for in between.
+        Where the pivot let too few entries pass, or more than there is room for, the host finds out
+        at the end, and goes on from there.
         """
         residual, numel, device = accumulation.residual, accumulation.numel, accumulation.device
         if k == 0 or numel == 0:
@@ -73,11 +70,10 @@ class CudaSelection(CudaEstimation):
             return *empty_stream(0, device), math.inf if k == 0 else 0.0
         wanted = min(k, numel)
         inputs = AccumulationInputs(accumulation, self._workspace)
-        key = pivot_key(pivot)
-        key_at = None if key else self._sampled_pivot(inputs, wanted)
+        key_at = self._sampled_pivot(inputs, wanted)
 
         def select(claims: Claims) -> None:
-            self._select(inputs, claims, key, key_at, 0, numel)
+            self._select(inputs, claims, 0, key_at, 0, numel)
 
         capacity = min(numel, CANDIDATES_PER_ENTRY * wanted + LEAST_CAPACITY)
         passed = Claims(self, inputs.tiles, capacity, device)
@@ -225,10 +221,9 @@ class CudaSelection(CudaEstimation):
         residual[spoiled] = 0.0  # what they left behind is not to be taken now
         missing = k - indices.numel()
         threshold = self.kth_magnitude(residual, missing)
-        if threshold > 0.0:
-            more = self.accumulate_topk(Accumulation(residual), missing, threshold)[:2]
-        else:
-            more = self.accumulate_select(Accumulation(residual), 0.0)
+        more = self.accumulate_select(Accumulation(residual), threshold)
+        if more[0].numel() > missing:
+            more, _ = self._take_largest(residual, *more, missing)
         residual[spoiled] = kept
         indices, order = torch.cat([indices, more[0]]).sort()
         return (indices, torch.cat([values, more[1]])[order]), threshold
