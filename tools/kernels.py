@@ -13,8 +13,8 @@ from hvd_sparse.ops import Accumulation, Before, Momentum
 from hvd_sparse.ops.cuda import Argument, Launcher
 
 WARMUP_RUNS = 2
-QUEUED_CYCLES = 400_000
-"""The device sleeps about 0.2 ms before a measurement, and the host launches meanwhile, so that no
+QUEUED_CYCLES = 4_000_000
+"""The device sleeps about 2 ms before a measurement, and the host launches meanwhile, so that no
 launch is counted."""
 Event = torch.cuda.Event
 WARMUP_STEPS = 4
