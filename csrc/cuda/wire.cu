@@ -105,13 +105,13 @@ __device__ __forceinline__ u32 ShiftOf(u32 bucket_numel) {
 
 // The code of x: its level, whose fraction goes up by chance, above or below kLevels by its sign.
 //
-// The level is in [0, kLevels]; `per_level` is finite. Integers of floats are slow to get: the
+// The level is in [0, kLevels]; `per_unit` is finite. Integers of floats are slow to get: the
 // whole part comes by rounding towards zero where an ulp is 1, and the random bits are compared
 // with the fraction as a float, which holds as many.
 template <u32 kLevels>
-__device__ __forceinline__ u32 CodeOf(f32 x, f32 per_level, u32 random) {
+__device__ __forceinline__ u32 CodeOf(f32 x, f32 per_unit, u32 random) {
   constexpr f32 kUnit = 8388608.0f;  // 2^23
-  const f32 level = Min(Multiply(FloatOf(KeyOf(x)), per_level), static_cast<f32>(kLevels));
+  const f32 level = Min(Multiply(FloatOf(KeyOf(x)), per_unit), static_cast<f32>(kLevels));
   const f32 whole = AddTowardsZero(level, kUnit);
   const f32 fraction = Subtract(level, Subtract(whole, kUnit));
   const u32 goes_up = static_cast<f32>((random >> 8) + 1) <= Multiply(fraction, 2 * kUnit);
@@ -119,15 +119,30 @@ __device__ __forceinline__ u32 CodeOf(f32 x, f32 per_level, u32 random) {
   return BitsOf(x) >> 31 ? kLevels - rounded : kLevels + rounded;
 }
 
+// A bucket's scale and levels for each 1 of magnitude, by its largest key. NaN is the scale of what
+// is not finite, and 0 of what is zero, or too small for its levels.
+template <u32 kLevels>
+__device__ __forceinline__ f32 LevelsPerUnit(u32 key, f32& scale) {
+  scale = FloatOf(Min(key, kMostScaleKey));
+  f32 levels = Divide(static_cast<f32>(kLevels), scale);
+  if (key >= kNonFiniteKey) {
+    scale = levels = FloatOf(0x7fc00000u);
+  } else if (!IsFinite(levels)) {
+    scale = levels = 0.0f;
+  }
+  return levels;
+}
+
 template <u32 kBits>
 __device__ __forceinline__ void QuantizeTile(const f32* x, i64 n, u32 bucket_numel, u64 seed,
                                              u8* codes, f32* scales) {
-  SHARED(u32, largest, kRounds * kWarps);
+  SHARED(u32, largest, kRounds * kWarps);  // by round, then warp: in the order of the places
+  SHARED(f32, levels, kRounds * kWarps);
+  static_assert(kRounds * kWarps == kLanes, "one warp finds the levels");
   constexpr u32 kLevels = (1u << (kBits - 1)) - 1;
   constexpr u32 kOnes = ~0u / ((1u << kBits) - 1);  // a 1 in each code
   const i64 begin = static_cast<i64>(blockIdx.x) * kTile;
   const u32 numel = static_cast<u32>(Min<i64>(n - begin, kTile));
-  const u32 warps_of_bucket = bucket_numel / kGapBlock, bucket_shift = ShiftOf(bucket_numel);
   f32 values[kRounds][kQuad];
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
@@ -145,33 +160,32 @@ __device__ __forceinline__ void QuantizeTile(const f32* x, i64 n, u32 bucket_num
     if (Lane() == 0) largest[round * kWarps + WarpInBlock()] = key;
   }
   __syncthreads();
-  const u32 first_warp = WarpInBlock() & ~(warps_of_bucket - 1);
+  if (WarpInBlock() == 0) {  // a lane for each warp and round
+    u32 key = largest[Lane()];
+    for (u32 by = 1; by < bucket_numel / kGapBlock; by *= 2) {
+      const u32 other = __shfl_xor_sync(kAllLanes, key, by);
+      key = key < other ? other : key;
+    }
+    f32 scale;
+    levels[Lane()] = LevelsPerUnit<kLevels>(key, scale);
+    const u32 place = Lane() * kGapBlock;
+    if (place < numel && (place & (bucket_numel - 1)) == 0) {
+      scales[(begin + place) >> ShiftOf(bucket_numel)] = scale;
+    }
+  }
+  __syncthreads();
 #pragma unroll
   for (u32 round = 0; round < kRounds; ++round) {
     const u32 place = PlaceOf(round, 0);
     if (place >= numel) continue;
-    u32 key = 0;
-    for (u32 warp = first_warp; warp < first_warp + warps_of_bucket; ++warp) {
-      const u32 other = largest[round * kWarps + warp];
-      key = key < other ? other : key;
-    }
-    f32 scale = FloatOf(Min(key, kMostScaleKey));
-    f32 per_level = Divide(static_cast<f32>(kLevels), scale);
-    if (key >= kNonFiniteKey) {
-      scale = FloatOf(0x7fc00000u);
-    } else if (!IsFinite(per_level)) {  // the bucket is zero, or too small for its levels
-      scale = 0.0f;
-      per_level = 0.0f;
-    }
-    if ((place & (bucket_numel - 1)) == 0) scales[(begin + place) >> bucket_shift] = scale;
-
+    const f32 per_unit = levels[round * kWarps + WarpInBlock()];
     u32 packed = kLevels * kOnes;
-    if (key < kNonFiniteKey) {
+    if (IsFinite(per_unit)) {
       packed = 0;
 #pragma unroll
       for (u32 i = 0; i < kQuad; ++i) {
         const u32 random = Mixed(static_cast<u32>(begin + place + i), seed);
-        packed |= CodeOf<kLevels>(values[round][i], per_level, random) << (i * kBits);
+        packed |= CodeOf<kLevels>(values[round][i], per_unit, random) << (i * kBits);
       }
     }
     const u32 items = Min(numel - place, kQuad);

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hvd_sparse.ops import _dispatch, reference
-from hvd_sparse.ops.cuda import AddressTable, CompileError, CudaOps, CupyLauncher
+from hvd_sparse.ops.cuda import AddressTable, CompileError, CudaOps, CupyLauncher, _launcher
 
 DEVICE = torch.device("cuda", 0)
 
@@ -33,14 +36,13 @@ def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class FakeCupy(ModuleType):
-    """What `CupyLauncher` uses of CuPy; kernels are recorded, and those of one file refuse."""
+    """What `CupyLauncher` uses of CuPy, and of the driver; kernels of one file do not compile."""
 
     def __init__(self, broken: str = "") -> None:
         super().__init__("cupy")
         self.launches: list[tuple[object, ...]] = []
         self.options: list[tuple[str, ...]] = []
         compiler = SimpleNamespace(CompileException=type("CompileException", (Exception,), {}))
-        stream = SimpleNamespace(from_external=nullcontext)
 
         def device(index: int | None = None) -> object:
             context = nullcontext()
@@ -55,12 +57,21 @@ class FakeCupy(ModuleType):
             def get_function(self, name: str) -> object:
                 if broken and f'#line 1 "{broken}"' in self.code:
                     raise compiler.CompileException("expected a ;")
-                return lambda *call: launches.append((name, *call))
+                return SimpleNamespace(kernel=SimpleNamespace(ptr=name))
 
-        launches, told = self.launches, self.options
+        told = self.options
         self.RawModule = RawModule
         nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
-        self.cuda = SimpleNamespace(Device=device, Stream=stream, compiler=compiler, nvrtc=nvrtc)
+        driver = SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {}))
+        self.cuda = SimpleNamespace(Device=device, compiler=compiler, nvrtc=nvrtc, driver=driver)
+
+    def start(self, name: str, *call: Any) -> int:
+        """As CUDA's driver starts a kernel; a grid that is too large is its error 1."""
+        *sizes, stream, none, extra = call
+        assert none is None
+        ours = ctypes.string_at(extra[1], ctypes.c_size_t.from_address(extra[3]).value)
+        self.launches.append((name, *sizes, stream, ours))
+        return int(sizes[0] >= 2**31)
 
 
 @pytest.mark.usefixtures("torch_for_cuda")
@@ -82,7 +93,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("torch_for_cuda")
 def test_with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
+    fake(monkeypatch, FakeCupy())
     assert isinstance(_dispatch.unchecked(DEVICE), CudaOps)
     assert _dispatch.backend(DEVICE) == "cuda"
 
@@ -110,8 +121,17 @@ def test_a_home_that_cannot_be_written_costs_the_cache_alone(
     assert Path(os.environ["CUPY_CACHE_DIR"]).is_dir()
 
 
-def launcher(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> CupyLauncher:
+def fake(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    calls = dict.fromkeys(
+        ("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"), lambda *call: 0
+    )
+    driver = SimpleNamespace(cuLaunchKernel=cupy.start, **calls)
+    monkeypatch.setattr(_launcher, "_driver", lambda: driver)
+
+
+def launcher(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> CupyLauncher:
+    fake(monkeypatch, cupy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     return CupyLauncher(DEVICE)
 
@@ -122,11 +142,23 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(3)
     rows = torch.zeros(5, dtype=torch.int64)
     kernels.launch("scatter_add", 0, x)
-    kernels.launch("scatter_add", 2, x, AddressTable(rows, []), None, np.int64(5))
-    ((name, blocks, threads, arguments),) = cupy.launches
-    assert (name, blocks, threads) == ("scatter_add", (2,), (256,))
-    assert arguments == (x.data_ptr(), rows.data_ptr(), 0, 5)
-    assert [type(argument) for argument in arguments] == [np.uint64, np.uint64, np.uint64, np.int64]
+    given = (x, AddressTable(rows, []), None, np.int32(5), np.float32(0.5), np.uint64(2**40))
+    kernels.launch("scatter_add", 2, *given)
+    ((name, *sizes, stream, arguments),) = cupy.launches
+    assert (name, sizes, stream) == ("scatter_add", [2, 1, 1, 256, 1, 1, 0], 7)
+    addresses = (x.data_ptr(), rows.data_ptr(), 0)
+    assert arguments == struct.pack("<QQQifQ", *addresses, 5, 0.5, 2**40)
+
+
+def test_a_scalar_lies_where_the_kernel_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = FakeCupy()
+    launcher(monkeypatch, cupy).launch("scatter_add", 1, np.int32(5), None, np.uint32(6))
+    assert cupy.launches[0][-1] == struct.pack("<i4xQI", 5, 0, 6)
+
+
+def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="1"):
+        launcher(monkeypatch, FakeCupy()).launch("scatter_add", 2**31)
 
 
 def test_the_compiler_is_told_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,15 @@
-"""Kernels, launched on torch's current stream through CuPy."""
+"""Kernels, compiled by CuPy and launched on torch's current stream."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
+import struct
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from hvd_sparse.ops.cuda import _sources
 LOCK = "hvd_sparse.lock"
 THREADS = 256
 """Of a block, for every kernel (`kThreads` in csrc/cuda/common.cuh)."""
+CODES = {np.int32: "i", np.uint32: "I", np.int64: "q", np.uint64: "Q", np.float32: "f"}
+"""How `struct` writes a scalar, in the place that it has among a kernel's arguments."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,11 @@ class CompileError(RuntimeError):
 
 
 class CupyLauncher:
-    """Kernels on one device, compiled when they are first used, with these options.
+    """Kernels on one device, compiled by CuPy when they are first used, with these options.
+
+    They are started through CUDA's driver: by way of CuPy, each would take the host three times as
+    long. Python's lock is kept meanwhile, for some microseconds: whoever lets it go in a training
+    waits for others to do so.
 
     Raises:
         ImportError: CuPy is not installed.
@@ -57,41 +64,49 @@ class CupyLauncher:
 
     def __init__(self, device: torch.device, options: Sequence[str] = ()) -> None:
         self._cupy, self._cache = _cupy()
+        self._context = ctypes.c_void_p()
         try:
             with self._cupy.cuda.Device(device.index):
                 self._cupy.cuda.nvrtc.getVersion()
+            self._driver = _driver()
+            self._check(self._driver.cuDevicePrimaryCtxRetain(self._context, device.index))
         except Exception as error:
             raise CompileError(f"CuPy cannot compile kernels for {device}: {error}") from error
         self._device = device
         self._options = ("-std=c++17", *options)
         self._families = _sources.kernels()
         self._modules: dict[str, Any] = {}
-        self._functions: dict[str, Any] = {}
-        self._streams: dict[int, Any] = {}
+        self._functions: dict[str, tuple[int, struct.Struct]] = {}
         self._compiling = threading.Lock()
 
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
         if blocks == 0:
             return
-        stream = torch.cuda.current_stream(self._device)
-        with self._cupy.cuda.Device(self._device.index), self._on(stream):
-            function = self._functions.get(kernel) or self._compiled(kernel)
-            function((blocks,), (THREADS,), tuple(map(_as_argument, arguments)))
+        function, layout = self._functions.get(kernel) or self._compiled(kernel, arguments)
+        size = ctypes.c_size_t(layout.size)
+        packed = ctypes.create_string_buffer(layout.pack(*map(_as_number, arguments)), layout.size)
+        buffer, its_size, end = 1, 2, 0  # CU_LAUNCH_PARAM_…
+        extra = (ctypes.c_void_p * 5)(
+            *(buffer, ctypes.addressof(packed), its_size, ctypes.addressof(size), end)
+        )
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        grid, block, shared_bytes = (blocks, 1, 1), (THREADS, 1, 1), 0
+        self._driver.cuCtxPushCurrent_v2(self._context)
+        try:
+            self._check(
+                self._driver.cuLaunchKernel(
+                    function, *grid, *block, shared_bytes, stream, None, extra
+                )
+            )
+        finally:
+            self._driver.cuCtxPopCurrent_v2(ctypes.c_void_p())
 
-    def _on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """CuPy's object for a stream, made once: torch's streams live as long as the process."""
-        known: AbstractContextManager[Any] | None = self._streams.get(stream.cuda_stream)
-        if known is None:
-            known = self._streams[stream.cuda_stream] = self._foreign(stream)
-        return known
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise self._cupy.cuda.driver.CUDADriverError(status)
 
-    def _foreign(self, stream: torch.cuda.Stream) -> Any:
-        streams = self._cupy.cuda
-        if hasattr(streams.Stream, "from_external"):  # CuPy 14; ExternalStream goes away then
-            return streams.Stream.from_external(_ForeignStream(stream))
-        return streams.ExternalStream(stream.cuda_stream, self._device.index)
-
-    def _compiled(self, kernel: str) -> Any:
+    def _compiled(self, kernel: str, arguments: Sequence[Argument]) -> tuple[int, struct.Struct]:
+        """A kernel's handle, and how its arguments lie."""
         family = self._families[kernel]
         with self._compiling, (self._cache / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes then find it compiled
@@ -101,14 +116,26 @@ class CupyLauncher:
                     code=_sources.source(family), options=self._options, backend="nvrtc"
                 )
             try:
-                function = self._modules[family].get_function(kernel)
+                with self._cupy.cuda.Device(self._device.index):
+                    function = self._modules[family].get_function(kernel).kernel.ptr
             except self._cupy.cuda.compiler.CompileException as error:
                 architecture = self._cupy.cuda.Device().compute_capability
                 raise CompileError(
                     f"kernel {kernel} ({family}.cu) does not compile for sm_{architecture}: {error}"
                 ) from error
-            self._functions[kernel] = function
-            return function
+            layout = struct.Struct("".join(CODES.get(type(each), "P") for each in arguments))
+            self._functions[kernel] = function, layout
+            return function, layout
+
+
+def _driver() -> Any:
+    """CUDA's, as far as launches need it."""
+    driver = ctypes.PyDLL("libcuda.so.1")
+    numbers, addresses = [ctypes.c_uint] * 7, [ctypes.c_void_p] * 3
+    driver.cuLaunchKernel.argtypes = [ctypes.c_void_p, *numbers, *addresses]
+    driver.cuDevicePrimaryCtxRetain.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int]
+    driver.cuCtxPopCurrent_v2.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+    return driver
 
 
 def _cupy() -> tuple[Any, Path]:
@@ -125,21 +152,9 @@ def _cupy() -> tuple[Any, Path]:
     return cupy, cache
 
 
-class _ForeignStream:
-    """A stream of torch's by CUDA's stream protocol, which older releases of torch lack."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self._stream.cuda_stream)
-
-
-def _as_argument(argument: Argument) -> Any:
+def _as_number(argument: Argument) -> Any:
     if argument is None:
-        return np.uint64(0)
+        return 0
     if isinstance(argument, AddressTable):
-        return np.uint64(argument.rows.data_ptr())
-    if isinstance(argument, Tensor):
-        return np.uint64(argument.data_ptr())
-    return argument
+        return argument.rows.data_ptr()
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument

@@ -18,8 +18,8 @@ from hvd_sparse.ops.cuda._launcher import Argument
 from hvd_sparse.ops.cuda._passes import KernelFamily, empty_stream, stream, thread_blocks, vector
 from hvd_sparse.ops.cuda._workspace import tile_count
 
-DECODED = 8192
-"""Elements that a block decodes (`kDecoded` in csrc/cuda/streams.cu)."""
+DECODED = 4 * 8192
+"""Elements that a block decodes (`kStretches` and `kDecoded` in csrc/cuda/streams.cu)."""
 WORDS_PER_BLOCK = 1024
 """Words of a bitmap that a block ranks (`kRoundNumel` in csrc/cuda/gradients.cuh)."""
 
