@@ -133,21 +133,6 @@ __device__ __forceinline__ void WidenQuad(i32 dtype, uint2 bits, f32 (&x)[kQuad]
   x[3] = WidenHalf(dtype, static_cast<u16>(bits.y >> 16));
 }
 
-// Four floats as halfs, of which the first `left` have a place.
-__device__ __forceinline__ void StoreHalfQuad(u16* to, i32 dtype, u32 left, const f32 (&x)[kQuad]) {
-  u32 bits[kQuad];
-  for (u32 i = 0; i < kQuad; ++i) {
-    bits[i] = dtype == kFloat16 ? NarrowFloat16(x[i]) : NarrowBFloat16(x[i]);
-  }
-  if (left == kQuad && IsAligned(to, 8)) {
-    *reinterpret_cast<uint2*>(to) = uint2{bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
-  } else {
-    for (u32 i = 0; i < kQuad; ++i) {
-      if (i < left) to[i] = static_cast<u16>(bits[i]);
-    }
-  }
-}
-
 // The gradient of a thread's elements in a wide tile. Raw words are loaded for all rounds before
 // the first is widened, lest each round wait for the one before.
 __device__ __forceinline__ void LoadWideGradients(const Tile& tile, f32 (&x)[kRounds][kQuad]) {

@@ -171,8 +171,7 @@ KERNEL clear_at(f32* x, i64 numel, const i32* indices, i64 count, f32* values, u
 
 // -- The whole dense vector ----------------------------------------------------------------------
 
-constexpr u32 kDecoded = 8192;  // elements that a block has in shared memory
-constexpr u32 kStretches = 4;   // that it decodes, one after the other
+constexpr u32 kDecodedBytes = 1 << 15;  // of a block
 
 // The first of ascending indices that is not below `key`: its place. A warp calls it, and looks at
 // 32 places at a time.
@@ -188,63 +187,46 @@ __device__ inline i64 FirstFrom(const i32* indices, i64 count, i64 key) {
   return low;
 }
 
-// How many threads of the block hold that. All threads call it.
-__device__ inline u32 ThreadsWhere(bool it_is_so) {
-  SHARED(u32, of_warp, kWarps);
-  const u32 in_warp = __popc(__ballot_sync(kAllLanes, it_is_so));
-  __syncthreads();  // the array may be in use
-  if (Lane() == 0) of_warp[WarpInBlock()] = in_warp;
-  __syncthreads();
-  u32 sum = 0;
-  for (u32 warp = 0; warp < kWarps; ++warp) sum += of_warp[warp];
-  return sum;
-}
-
-// Writes a stream over `out`, of the given dtype, and zeros elsewhere. A block puts kStretches
-// times kDecoded elements together in shared memory; it searches for its first entry, and the
-// others follow. An index out of range comes before all others or after them: the outer blocks tell
-// of it. Where indices do not ascend, some entries are left out.
+// Writes a stream over `out`, of the given dtype, and zeros elsewhere. A block puts kDecodedBytes
+// together in shared memory. An index out of range comes before all others or after them: the outer
+// blocks tell of it. Where indices do not ascend, some entries are left out.
 KERNEL decode(void* out, i32 dtype, i64 numel, const i32* indices, const f32* values, i64 count,
               u64* fault) {
-  SHARED(uint4, quads, kDecoded / kQuad);
-  SHARED(i64, first, 1);
-  f32* const dense = reinterpret_cast<f32*>(quads);
-  const i64 of_block = static_cast<i64>(blockIdx.x) * kStretches * kDecoded;
+  SHARED(uint4, quads, kDecodedBytes / sizeof(uint4));
+  SHARED(i64, ends, 2);
+  u16* const halfs = reinterpret_cast<u16*>(quads);
+  const u32 item_bytes = ItemBytes(dtype), of_block = kDecodedBytes / item_bytes;
+  const i64 begin = static_cast<i64>(blockIdx.x) * of_block;
+  const i64 stop = Min<i64>(begin + of_block, numel);
   if (WarpInBlock() == 0) {
-    const i64 place = blockIdx.x == 0 ? 0 : FirstFrom(indices, count, of_block);
-    if (Lane() == 0) first[0] = place;
+    const i64 first = blockIdx.x == 0 ? 0 : FirstFrom(indices, count, begin);
+    if (Lane() == 0) ends[0] = first;
+  } else if (WarpInBlock() == 1) {
+    const i64 after = blockIdx.x + 1 == gridDim.x ? count : FirstFrom(indices, count, stop);
+    if (Lane() == 0) ends[1] = after;
   }
-  for (u32 quad = threadIdx.x; quad < kDecoded / kQuad; quad += kThreads) {
+  for (u32 quad = threadIdx.x; quad < kDecodedBytes / sizeof(uint4); quad += kThreads) {
     quads[quad] = uint4{0, 0, 0, 0};
   }
   __syncthreads();
-  i64 next = first[0];
-  const i64 end = Min(of_block + kStretches * kDecoded, numel);
-  for (i64 begin = of_block; begin < end; begin += kDecoded) {
-    const i64 stop = Min<i64>(begin + kDecoded, numel);
-    u32 found = kThreads;
-    while (found == kThreads) {
-      const i64 at = next + threadIdx.x;
-      const i32 index = at < count ? indices[at] : 0;
-      const bool is_here = at < count && (index < stop || stop == numel);
-      if (is_here && IsIndex(index, numel, fault) && index >= begin) {
-        dense[index - begin] = values[at];
-      }
-      found = ThreadsWhere(is_here);
-      next += found;
+  for (i64 at = ends[0] + threadIdx.x; at < ends[1]; at += kThreads) {
+    const i32 index = indices[at];
+    if (!IsIndex(index, numel, fault) || index < begin || index >= stop) continue;
+    const f32 value = values[at];
+    if (dtype == kFloat32) {
+      reinterpret_cast<f32*>(quads)[index - begin] = value;
+    } else {
+      halfs[index - begin] = dtype == kFloat16 ? NarrowFloat16(value) : NarrowBFloat16(value);
     }
-    for (i64 at = begin + threadIdx.x * kQuad; at < stop; at += kRoundNumel) {
-      uint4& quad = quads[(at - begin) / kQuad];
-      f32 x[kQuad];
-      FloatsOf(quad, x);
-      quad = uint4{0, 0, 0, 0};
-      const u32 left = static_cast<u32>(Min<i64>(stop - at, kQuad));
-      if (dtype == kFloat32) {
-        StoreQuad(static_cast<f32*>(out) + at, left, x);
-      } else {
-        StoreHalfQuad(static_cast<u16*>(out) + at, dtype, left, x);
-      }
-    }
-    __syncthreads();
+  }
+  __syncthreads();
+  u8* const to = static_cast<u8*>(out) + begin * item_bytes;
+  const u32 bytes = static_cast<u32>(stop - begin) * item_bytes;
+  const u32 wide_bytes = IsAligned(to, sizeof(uint4)) ? bytes / sizeof(uint4) * sizeof(uint4) : 0;
+  for (u32 at = threadIdx.x * sizeof(uint4); at < wide_bytes; at += kThreads * sizeof(uint4)) {
+    *reinterpret_cast<uint4*>(to + at) = quads[at / sizeof(uint4)];
+  }
+  for (u32 at = wide_bytes + threadIdx.x * sizeof(u16); at < bytes; at += kThreads * sizeof(u16)) {
+    *reinterpret_cast<u16*>(to + at) = halfs[at / sizeof(u16)];
   }
 }

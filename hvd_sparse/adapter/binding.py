@@ -12,6 +12,8 @@ from torch.nn import Module, Parameter
 
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
+from hvd_sparse.ops import moved
+from hvd_sparse.streams import CPU
 
 SPARSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Types that are exchanged sparsely; the residual is float32, so float64 would lose precision."""
@@ -168,9 +170,13 @@ def any_of_each(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def told(flags: Sequence[Tensor]) -> list[bool]:
-    """The flags on the host; a device is waited for once."""
+    """The flags on the host; a device is waited for once.
+
+    They come through pinned memory: a copy to other memory that waits for backward keeps all other
+    streams' copies waiting, too.
+    """
     if flags and flags[0].device.type == "cuda" and len({flag.device for flag in flags}) == 1:
-        return list(map(bool, torch.stack(list(flags)).tolist()))
+        flags = list(moved((torch.stack(list(flags)),), CPU)[0])
     return list(map(bool, flags))
 
 

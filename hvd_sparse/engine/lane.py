@@ -1,7 +1,8 @@
 """The CUDA stream in which a bucket's work runs, beside the training's own.
 
 The training thread hands gradients over and takes results back by events, and never waits for the
-device. The background thread waits for the counts and the entries that it is about to send.
+device. The background thread waits for the gradients, and for the counts and the entries that it is
+about to send.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class DeviceLane:
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._givers: dict[torch.cuda.Stream, None] = {}
+        self._given: list[torch.cuda.Event] = []
         self._here: tuple[torch.Tensor, ...] | None = None
         self._most_k = 0
         if device.type == "cuda":
@@ -46,7 +48,7 @@ class DeviceLane:
             self._givers[torch.cuda.current_stream(self._stream.device)] = None
 
     def hand_over(self) -> None:
-        """On the training thread: the lane's next work waits for all streams that were noted."""
+        """On the training thread: the lane's next work begins after what those streams have now."""
         if self._stream is not None:
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError(
@@ -54,15 +56,25 @@ class DeviceLane:
                     "capture the forward pass alone"
                 )
             for giver in self._givers:  # one, unless the training has streams of its own
-                self._stream.wait_stream(giver)
+                given = torch.cuda.Event(blocking=True)
+                given.record(giver)
+                self._given.append(given)
             self._givers.clear()
 
     def work(self) -> AbstractContextManager[object]:
         """On the background thread: a block whose work runs in the lane."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def await_gradients(self) -> None:
+        """On the background thread: wait until the device has what was handed over.
+
+        It is given no work before: what waits in its queues keeps other lanes' copies waiting.
+        """
+        while self._given:
+            self._given.pop().synchronize()
+
     def begin(self) -> None:
-        """In the lane: what is timed begins, since the gradients are there."""
+        """In the lane: what is timed begins."""
         if self._stream is not None:
             self._began.record()
 

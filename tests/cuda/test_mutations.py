@@ -233,11 +233,9 @@ MUTATIONS = {
         "streams", "i64 FirstFrom(", "indices[at] < key", "indices[at] <= key"
     ),
     "vector that is not cleared in time": Mutation(
-        "streams", "StoreHalfQuad(static_cast<u16*>(out)", BARRIER, ""
+        "streams", "quads[quad] = uint4{0, 0, 0, 0};", BARRIER, ""
     ),
-    "vector that is not there in time": Mutation(
-        "streams", "if (Lane() == 0) of_warp[WarpInBlock()] = in_warp;", BARRIER, ""
-    ),
+    "vector that is not there in time": Mutation("streams", "halfs[index - begin] = ", BARRIER, ""),
     "search that ends early": Mutation("streams", "bool Contains(", "low < high", "low + 1 < high"),
     # hashing.cu
     "slots without atomics": Mutation(

@@ -28,19 +28,15 @@ class FakeStream:
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device = device
         self.priority = priority
-        self.waited_for: list[object] = []
-
-    def wait_stream(self, other: object) -> None:
-        calls["wait_stream"] += 1
-        self.waited_for.append(other)
 
 
 class FakeEvent:
-    def __init__(self, *, enable_timing: bool, blocking: bool) -> None:
+    def __init__(self, *, enable_timing: bool = False, blocking: bool) -> None:
         assert blocking, "a wait that spins takes a core"
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         calls["record"] += 1
+        self.stream = stream
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return 2.0
@@ -76,11 +72,14 @@ def test_a_bucket_is_handed_over_once(training: list[FakeStream]) -> None:
     bucket = new_bucket(60)
     for place in range(59):
         assert not bucket.put(place, torch.zeros(3))
-    assert calls["wait_stream"] == 0
+    assert calls["record"] == 0
     assert bucket.put(59, torch.zeros(3))
-    assert calls["wait_stream"] == 1
+    assert calls["record"] == 1
     assert bucket.put(4, torch.ones(3))  # another gradient in the place of one that is there
-    assert calls["wait_stream"] == 2
+    assert calls["record"] == 2
+    for waits in (2, 2):  # once each
+        bucket.lane.await_gradients()
+        assert calls["synchronize"] == waits
 
 
 def test_a_capture_is_refused(training: list[FakeStream]) -> None:
@@ -98,7 +97,7 @@ def test_every_stream_that_gave_a_gradient_is_waited_for(training: list[FakeStre
     bucket.put(2, torch.zeros(3))
     stream = bucket.lane._stream
     assert isinstance(stream, FakeStream)
-    assert stream.waited_for == training
+    assert [given.stream for given in bucket.lane._given] == training
     assert stream.priority < 0
 
 

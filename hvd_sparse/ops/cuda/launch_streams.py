@@ -18,8 +18,8 @@ from hvd_sparse.ops.cuda._launcher import Argument
 from hvd_sparse.ops.cuda._passes import KernelFamily, empty_stream, stream, thread_blocks, vector
 from hvd_sparse.ops.cuda._workspace import tile_count
 
-DECODED = 4 * 8192
-"""Elements that a block decodes (`kStretches` and `kDecoded` in csrc/cuda/streams.cu)."""
+DECODED_BYTES = 1 << 15
+"""Of a block (`kDecodedBytes` in csrc/cuda/streams.cu)."""
 WORDS_PER_BLOCK = 1024
 """Words of a bitmap that a block ranks (`kRoundNumel` in csrc/cuda/gradients.cuh)."""
 
@@ -80,7 +80,7 @@ class CudaStreams(KernelFamily):
 
     def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
         self._launch(
-            *("decode", -(-out.numel() // DECODED)),
+            *("decode", -(-out.nbytes // DECODED_BYTES)),
             *(out, np.int32(DTYPE_CODES[out.dtype]), np.int64(out.numel())),
             *(*stream(indices, values), self._workspace.fault(out.device)),
         )
