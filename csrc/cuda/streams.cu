@@ -58,8 +58,10 @@ KERNEL add_stream(const i32* indices, const f32* values, i64 count, i64 numel, c
 
 // -- What tiles have claimed room for, in the order of the tiles ---------------------------------
 
-// One block per group of tiles, and one warp after the other for a tile. Does nothing where the
-// claims of `header`, which has `tiles` status words, did not all fit.
+constexpr u32 kAtOnce = 4;  // entries that a thread has on their way
+
+// One block per group of tiles. Does nothing where the claims of `header`, which has `tiles` status
+// words, did not all fit.
 KERNEL order_tiles(Header* header, i64 tiles, u64 capacity, const i32* indices, const f32* values,
                    i32* out_indices, f32* out_values) {
   SHARED(u64, claims, kOrderedTiles);
@@ -79,11 +81,26 @@ KERNEL order_tiles(Header* header, i64 tiles, u64 capacity, const i32* indices, 
     places[threadIdx.x] = static_cast<u32>(in_block >> 32) + static_cast<u32>(place);
   }
   __syncthreads();
-  for (u32 tile = WarpInBlock(); tile < kOrderedTiles; tile += kWarps) {
-    const u64 from = PlaceOfClaim(claims[tile]), to = places[tile];
-    for (u32 i = Lane(); i < CountOfClaim(claims[tile]); i += kLanes) {
-      out_indices[to + i] = indices[from + i];
-      out_values[to + i] = values[from + i];
+  const u32 first = places[0], count = static_cast<u32>(in_block);
+  for (u32 begin = threadIdx.x; begin < count; begin += kAtOnce * kThreads) {
+    i32 index[kAtOnce];
+    f32 value[kAtOnce];
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u32 to = first + begin + i * kThreads;
+      if (to - first >= count) continue;
+      u32 tile = 0;  // the last that begins at or before this place
+      for (u32 by = kOrderedTiles / 2; by > 0; by /= 2) tile += places[tile + by] <= to ? by : 0;
+      const u64 from = PlaceOfClaim(claims[tile]) + (to - places[tile]);
+      index[i] = indices[from];
+      value[i] = values[from];
+    }
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u32 to = first + begin + i * kThreads;
+      if (to - first >= count) continue;
+      out_indices[to] = index[i];
+      out_values[to] = value[i];
     }
   }
 }

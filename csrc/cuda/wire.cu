@@ -114,9 +114,10 @@ __device__ __forceinline__ u32 CodeOf(f32 x, f32 per_unit, u32 random) {
   const f32 level = Min(Multiply(FloatOf(KeyOf(x)), per_unit), static_cast<f32>(kLevels));
   const f32 whole = AddTowardsZero(level, kUnit);
   const f32 fraction = Subtract(level, Subtract(whole, kUnit));
-  const u32 goes_up = static_cast<f32>((random >> 8) + 1) <= Multiply(fraction, 2 * kUnit);
-  const u32 rounded = BitsOf(whole) - BitsOf(kUnit) + goes_up;
-  return BitsOf(x) >> 31 ? kLevels - rounded : kLevels + rounded;
+  const f32 above = Subtract(Multiply(fraction, 2 * kUnit), static_cast<f32>((random >> 8) + 1));
+  const u32 rounded = BitsOf(whole) - (BitsOf(kUnit) - 1) - (BitsOf(above) >> 31);
+  const u32 sign = static_cast<u32>(static_cast<i32>(BitsOf(x)) >> 31);  // all ones, or none
+  return kLevels + (rounded ^ sign) - sign;
 }
 
 // A bucket's scale and levels for each 1 of magnitude, by its largest key. NaN is the scale of what

@@ -269,7 +269,7 @@ MUTATIONS = {
         "wire", "steps[i] = 0;", "byte * 8 < bit % 8 + width", "byte * 8 < width"
     ),
     "denormals compared as numbers": Mutation(
-        "wire", "u32 goes_up = ", "BitsOf(x) >> 31", "x < 0.0f"
+        "wire", "const u32 sign = ", "static_cast<i32>(BitsOf(x)) >> 31", "-(x < 0.0f)"
     ),
     "gaps before the first": Mutation("wire", "if (at < count) gap = ", "start - 1", "start"),
 }
