@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Row, write_report
-from hvd_sparse.collectives.registry import CANDIDATES
+from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
 from hvd_sparse.collectives.two_levels import Levels, flat, shared, two_levels
 from hvd_sparse.cost_model import Link
 from hvd_sparse.files import replacing
@@ -45,6 +45,7 @@ BETWEEN = Link(1e-5, 8 / (GBIT_S * 1e9), 5e-12)
 INSIDE = Link(5e-6, 1 / 300e9)
 STREAMS = SyntheticStreams(overlap=0.1)
 ALGORITHMS = ("dense", "topk_dsa", "oktopk")
+CANDIDATES = (*LOSSLESS_CANDIDATES, "oktopk", "spardl")
 RING = "dense, a ring"
 CARDS_GBIT_S = (1.0, 10.0, 25.0, 100.0, 400.0)
 INSIDES = {"300 GB/s inside": INSIDE, "5 GB/s inside": Link(1e-5, 1 / 5e9)}

@@ -42,8 +42,6 @@ class Algorithm:
         formula: What it costs; None where nobody has written that down.
         aliases: Names that other papers have for it.
         is_lossless: Whether it applies all entries that the ranks send.
-        is_candidate: Whether it is worth choosing; `collective="auto"` considers it where it is
-            lossless, too.
         is_selectable: Whether `collective=` may name it. What scopes selection has a method of its
             own instead.
         keeps_state: Whether a step depends on the one before.
@@ -56,7 +54,6 @@ class Algorithm:
     formula: Formula | None = None
     aliases: tuple[str, ...] = ()
     is_lossless: bool = False
-    is_candidate: bool = False
     is_selectable: bool = True
     keeps_state: bool = False
     control_bytes: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -82,7 +79,7 @@ class Algorithm:
         return self.formula(world_size, numel, k, wire) if world_size > 1 else NOTHING
 
 
-_lossless = partial(Algorithm, is_lossless=True, is_candidate=True)
+_lossless = partial(Algorithm, is_lossless=True)
 _scoped = partial(Algorithm, is_selectable=False, keeps_state=True)
 
 ALGORITHMS = (
@@ -97,11 +94,10 @@ ALGORITHMS = (
     Algorithm("gtopk", GTopk, cost_model.gtopk),
     Algorithm(
         *("oktopk", OkTopk, partial(cost_model.oktopk, head_bytes=HEAD_BYTES)),
-        is_candidate=True,
         keeps_state=True,
         control_bytes={"shares": inf, "allgather": HEAD_BYTES},
     ),
-    Algorithm("spardl", SparDL, cost_model.spardl, is_candidate=True, keeps_state=True),
+    Algorithm("spardl", SparDL, cost_model.spardl, keeps_state=True),
     Algorithm("index_union", IndexUnion, cost_model.index_union, is_lossless=True),
     _scoped("exdyna", ExDyna, partial(cost_model.exdyna, head_bytes=LEVEL_BYTES)),
     _scoped("clt_k", CyclicLeader, cost_model.clt_k, is_lossless=True),
@@ -130,13 +126,11 @@ STREAMED = names_of(lambda e: e.formula is not None and not issubclass(e.collect
 the ranks did not select."""
 SELECTABLE = names_of(lambda entry: entry.is_selectable, aliases=True)
 """What `collective=` may name, beside "auto"."""
-CANDIDATES = names_of(lambda entry: entry.is_candidate)
-"""What may be chosen from, where it need not apply everything."""
-LOSSLESS_CANDIDATES = names_of(lambda entry: entry.is_candidate and entry.is_lossless)
-"""Those of them that apply everything: what `collective="auto"` chooses from. With two ranks the
-first two send the same."""
 CHOOSABLE = names_of(lambda entry: entry.is_selectable and entry.name in STREAMED, aliases=True)
 """What a user may list to choose from."""
+LOSSLESS_CANDIDATES = names_of(lambda entry: entry.is_lossless and entry.name in CHOOSABLE)
+"""Those of them that apply everything: what `collective="auto"` chooses from. With two ranks the
+first two send the same."""
 
 
 def name_of(collective: Collective) -> str:

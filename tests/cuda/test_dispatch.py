@@ -161,6 +161,16 @@ def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
         launcher(monkeypatch, FakeCupy()).launch("scatter_add", 2**31)
 
 
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, asked = FakeCupy(), []
+    fake(monkeypatch, kernels)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", asked.append)
+    with pytest.raises(AttributeError):  # it asked, and got no stream
+        CupyLauncher(torch.device("cuda")).launch("scatter_add", 1)
+    assert asked == [torch.device("cuda", 3)]
+
+
 def test_the_compiler_is_told_more(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = FakeCupy()
     launcher(monkeypatch, cupy)

@@ -7,7 +7,7 @@ What they cannot find is an order of memory accesses that a CPU never shows: a m
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -273,6 +273,14 @@ MUTATIONS = {
     ),
     "gaps before the first": Mutation("wire", "if (at < count) gap = ", "start - 1", "start"),
 }
+
+
+@pytest.fixture(autouse=True)
+def inputs_of_its_own() -> Iterator[None]:
+    """A mistaken kernel may write to what it should only read."""
+    yield
+    vectors.cache_clear()
+    stream.cache_clear()
 
 
 def select(ops: CudaOps) -> None:

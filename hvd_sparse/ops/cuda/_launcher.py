@@ -53,9 +53,8 @@ class CompileError(RuntimeError):
 class CupyLauncher:
     """Kernels on one device, compiled by CuPy when they are first used, with these options.
 
-    They are started through CUDA's driver: by way of CuPy, each would take the host three times as
-    long. Python's lock is kept meanwhile, for some microseconds: whoever lets it go in a training
-    waits for others to do so.
+    The driver starts them, which takes the host a third of what CuPy takes. Python's lock is kept
+    for these microseconds: whoever lets it go waits for other threads.
 
     Raises:
         ImportError: CuPy is not installed.
@@ -65,14 +64,16 @@ class CupyLauncher:
     def __init__(self, device: torch.device, options: Sequence[str] = ()) -> None:
         self._cupy, self._cache = _cupy()
         self._context = ctypes.c_void_p()
+        index: int | None = device.index  # torch's stubs know of no device without one
+        index = torch.cuda.current_device() if index is None else index
+        self._device = torch.device("cuda", index)
         try:
-            with self._cupy.cuda.Device(device.index):
+            with self._cupy.cuda.Device(index):
                 self._cupy.cuda.nvrtc.getVersion()
             self._driver = _driver()
-            self._check(self._driver.cuDevicePrimaryCtxRetain(self._context, device.index))
+            self._check(self._driver.cuDevicePrimaryCtxRetain(self._context, index))
         except Exception as error:
             raise CompileError(f"CuPy cannot compile kernels for {device}: {error}") from error
-        self._device = device
         self._options = ("-std=c++17", *options)
         self._families = _sources.kernels()
         self._modules: dict[str, Any] = {}
@@ -85,21 +86,14 @@ class CupyLauncher:
         function, layout = self._functions.get(kernel) or self._compiled(kernel, arguments)
         size = ctypes.c_size_t(layout.size)
         packed = ctypes.create_string_buffer(layout.pack(*map(_as_number, arguments)), layout.size)
-        buffer, its_size, end = 1, 2, 0  # CU_LAUNCH_PARAM_…
-        extra = (ctypes.c_void_p * 5)(
-            *(buffer, ctypes.addressof(packed), its_size, ctypes.addressof(size), end)
-        )
+        where = ctypes.addressof(packed), ctypes.addressof(size)
+        extra = (ctypes.c_void_p * 5)(1, where[0], 2, where[1], 0)  # buffer, its size, end
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        grid, block, shared_bytes = (blocks, 1, 1), (THREADS, 1, 1), 0
+        grid, block = (blocks, 1, 1), (THREADS, 1, 1)
         self._driver.cuCtxPushCurrent_v2(self._context)
-        try:
-            self._check(
-                self._driver.cuLaunchKernel(
-                    function, *grid, *block, shared_bytes, stream, None, extra
-                )
-            )
-        finally:
-            self._driver.cuCtxPopCurrent_v2(ctypes.c_void_p())
+        status = self._driver.cuLaunchKernel(function, *grid, *block, 0, stream, None, extra)
+        self._driver.cuCtxPopCurrent_v2(ctypes.c_void_p())
+        self._check(status)
 
     def _check(self, status: int) -> None:
         if status != 0:

@@ -17,7 +17,7 @@ from hvd_sparse.magnitude import (
 )
 from hvd_sparse.ops._arguments import Entries
 from hvd_sparse.ops.accumulation import Accumulation, Before
-from hvd_sparse.ops.cuda._launcher import THREADS
+from hvd_sparse.ops.cuda._launcher import THREADS, Argument
 from hvd_sparse.ops.cuda._passes import AccumulationInputs, Claims, empty_stream, stream
 from hvd_sparse.ops.cuda._workspace import tile_count
 from hvd_sparse.ops.cuda.launch_estimation import KEY, CudaEstimation
@@ -46,11 +46,11 @@ class CudaSelection(CudaEstimation):
         self, accumulation: Accumulation, threshold: float, start: int = 0, stop: int | None = None
     ) -> Entries:
         inputs, numel = AccumulationInputs(accumulation, self._workspace), accumulation.numel
-        key = threshold_key(threshold)
+        within = np.int64(start), np.int64(numel if stop is None else stop)
         capacity = min(numel, max(LEAST_CAPACITY, numel // CAPACITY_SHARE))
 
         def select(claims: Claims) -> None:
-            self._select(inputs, claims, key, None, start, numel if stop is None else stop)
+            self._select(inputs, claims, np.uint32(threshold_key(threshold)), None, *within)
 
         passed = Claims(self, inputs.tiles, capacity, accumulation.device)
         select(passed)
@@ -73,7 +73,7 @@ class CudaSelection(CudaEstimation):
         key_at = self._sampled_pivot(inputs, wanted)
 
         def select(claims: Claims) -> None:
-            self._select(inputs, claims, 0, key_at, 0, numel)
+            self._select(inputs, claims, np.uint32(0), key_at, np.int64(0), np.int64(numel))
 
         capacity = min(numel, CANDIDATES_PER_ENTRY * wanted + LEAST_CAPACITY)
         passed = Claims(self, inputs.tiles, capacity, device)
@@ -139,12 +139,8 @@ class CudaSelection(CudaEstimation):
             return self._topk_of_each(accumulation, k, group_numel)
         inputs = AccumulationInputs(accumulation, self._workspace)
         header, entries = self._header(blocks, device), empty_stream(min(numel, groups * k), device)
-        self._launch(
-            kernel,
-            blocks,
-            *inputs.whole,
-            *(np.int64(numel), np.int64(group_numel), np.uint32(k), header, *entries),
-        )
+        grouped = np.int64(numel), np.int64(group_numel), np.uint32(k)
+        self._launch(kernel, blocks, *inputs.whole, *grouped, header, *entries)
         count = self._total_of(header)
         return entries[0][:count], entries[1][:count]
 
@@ -157,21 +153,12 @@ class CudaSelection(CudaEstimation):
             taken.append((indices + start, values))
         return torch.cat([one[0] for one in taken]), torch.cat([one[1] for one in taken])
 
-    def _select(
-        self,
-        inputs: AccumulationInputs,
-        claims: Claims,
-        key: int,
-        key_at: Tensor | None,
-        start: int,
-        stop: int,
-    ) -> None:
-        """Launches one pass that accumulates and selects."""
+    def _select(self, inputs: AccumulationInputs, claims: Claims, *selected: Argument) -> None:
+        """Launches one pass that accumulates and selects: by a key, its place, from and up to."""
         kernel, accumulated = "accumulate_momentum_select", inputs.whole
         if inputs.momentum[0] is None:
             kernel = "accumulate_select"
             accumulated = (inputs.before, inputs.written[0], *inputs.table)
-        selected = (np.uint32(key), key_at, np.int64(start), np.int64(stop))
         self._launch(kernel, claims.blocks, *accumulated, *selected, *claims.outputs())
 
     def _sampled_pivot(self, inputs: AccumulationInputs, k: int) -> Tensor | None:
