@@ -48,7 +48,6 @@ __device__ __forceinline__ T Min(T a, T b) {
 __device__ __forceinline__ i64 ThreadInGrid() {
   return static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
 }
-__device__ __forceinline__ i64 ThreadsInGrid() { return static_cast<i64>(gridDim.x) * kThreads; }
 
 #ifdef HVDS_SHIM
 

@@ -172,8 +172,7 @@ def any_of_each(gradients: list[Tensor]) -> list[Tensor]:
 def told(flags: Sequence[Tensor]) -> list[bool]:
     """The flags on the host; a device is waited for once.
 
-    They come through pinned memory: a copy to other memory that waits for backward keeps all other
-    streams' copies waiting, too.
+    Through pinned memory: another copy that waits for backward holds up all streams' copies.
     """
     if flags and flags[0].device.type == "cuda" and len({flag.device for flag in flags}) == 1:
         flags = list(moved((torch.stack(list(flags)),), CPU)[0])

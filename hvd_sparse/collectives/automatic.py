@@ -141,7 +141,7 @@ def cheapest_algorithm(
         TransportError: A peer is gone or did not answer.
     """
     P, link = transport.world_size, link_of(transport)
-    if transport.feeds_device:  # which sums a hundred times as fast as entries arrive
+    if transport.feeds_device:  # which sums far faster than entries arrive: 18 a nanosecond
         link = replace(link, reduction_s_per_byte=0.0, pace=None)
     return cheapest(algorithms, P, numel, k, link, wire.expected_bytes(numel, k))
 

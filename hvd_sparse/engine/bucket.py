@@ -86,6 +86,8 @@ class Bucket:
         self.shard = slice(0, self.numel) if self.inside is None else self.inside.shard
         numel = self.shard.stop - self.shard.start
         peers = transport if hosts is None else hosts.across
+        if device.type == "cuda":
+            peers.land_pinned()
         self.collective = method.collective(peers, numel, method.k(numel))
         self.stages = Stages(self.collective, self.selector, takes_all=self._is_alone)
         self.memory = method.memory.make(numel, device, peers.world_size)
@@ -363,7 +365,6 @@ def make_buckets(
     the gradients are, by the tensors' names.
     """
     for device in {each for each in devices.values() if each.type == "cuda"}:
-        transport.land_pinned()
         ops.backend(device)  # which says now if it cannot be had
     buckets: list[Bucket] = []
     wholes: dict[str, Tensor] = {}

@@ -308,7 +308,7 @@ def agree_on_plan(
     """
     plan = form_buckets(arrivals, assignment, devices)
     places = list(dict.fromkeys(devices[name] for name in sorted(devices)))
-    at = {name: places.index(device) for name, device in devices.items()}
+    at = {name: f"{device.type}:{places.index(device)}" for name, device in devices.items()}
     told = [
         {"method": bucket.method.id.to_json(), "specs": [_told(s, at) for s in bucket.specs]}
         for bucket in plan
@@ -325,8 +325,8 @@ def agree_on_plan(
     ]
 
 
-def _told(spec: TensorSpec, at: Mapping[str, int]) -> dict[str, Any]:
-    """Devices are numbers among this rank's: other ranks may have others, with tensors alike."""
+def _told(spec: TensorSpec, at: Mapping[str, str]) -> dict[str, Any]:
+    """Devices have numbers among this rank's: other ranks may have others, with tensors alike."""
     place = at[spec.name]
     return {"name": spec.label, "shape": spec.shape, "dtype": spec.dtype, "place": place}
 
@@ -377,7 +377,7 @@ def _tensors(message: dict[str, Any]) -> dict[str, MethodId]:
     for bucket in message["plan"]:
         method = MethodId.from_json(bucket["method"])
         for spec in bucket["specs"]:
-            place = f" on device {spec['place']}" * bool(spec["place"])
+            place = f" on device {spec['place']}" * (spec["place"] != "cpu:0")
             name = f"{spec['dtype']}{tuple(spec['shape'])}{place} by {method.name}"
             found[spec["name"]] = MethodId(name, method.options)
     return found

@@ -56,22 +56,18 @@ class DeviceLane:
                     "capture the forward pass alone"
                 )
             for giver in self._givers:  # one, unless the training has streams of its own
-                given = torch.cuda.Event(blocking=True)
-                given.record(giver)
-                self._given.append(given)
+                self._given.append(giver.record_event(torch.cuda.Event(blocking=True)))
             self._givers.clear()
 
     def work(self) -> AbstractContextManager[object]:
-        """On the background thread: a block whose work runs in the lane."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        """On a background thread: a block whose work runs in the lane.
 
-    def await_gradients(self) -> None:
-        """On the background thread: wait until the device has what was handed over.
-
-        It is given no work before: what waits in its queues keeps other lanes' copies waiting.
+        Waits until the device has what was handed over, and gives it no work before: what waits in
+        its queues keeps other lanes' copies waiting.
         """
-        while self._given:
-            self._given.pop().synchronize()
+        for given in self._given:
+            given.synchronize()
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def begin(self) -> None:
         """In the lane: what is timed begins."""
@@ -112,3 +108,4 @@ class DeviceLane:
         """On the training thread: what is issued here next waits for all of the lane's work."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._given.clear()

@@ -294,7 +294,6 @@ class Worker(Leaving):
 
     def _select_now(self, bucket: Bucket) -> None:
         with bucket.lane.work():
-            bucket.lane.await_gradients()
             if self._clipping is not None:
                 assert self.scale is not None  # the first results bring it, and then the plan
                 self._clipping.apply(bucket, self.scale / self.unit)

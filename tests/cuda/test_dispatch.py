@@ -156,6 +156,11 @@ def test_a_scalar_lies_where_the_kernel_looks_for_it(monkeypatch: pytest.MonkeyP
     assert cupy.launches[0][-1] == struct.pack("<i4xQI", 5, 0, 6)
 
 
+def test_a_scalar_without_a_type_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AttributeError, match="dtype"):
+        launcher(monkeypatch, FakeCupy()).launch("scatter_add", 1, 5)  # type: ignore[arg-type]
+
+
 def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="1"):
         launcher(monkeypatch, FakeCupy()).launch("scatter_add", 2**31)

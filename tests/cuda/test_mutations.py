@@ -226,6 +226,18 @@ MUTATIONS = {
     "all tiles in one place": Mutation(
         "streams", "places[threadIdx.x] = ", "static_cast<u32>(place)", "0u"
     ),
+    "groups without atomics": Mutation(
+        "accumulate",
+        "StatusOf(header)[blockIdx.x] = kClaimed",
+        "atomicAdd(&GroupsOf(header, gridDim.x)[blockIdx.x / kOrderedTiles], u64{count});",
+        "NonAtomicAdd(&GroupsOf(header, gridDim.x)[blockIdx.x / kOrderedTiles], u64{count});",
+    ),
+    "groups that are not counted": Mutation(
+        "streams", "const u64 place = ", "sums << 32", "u64{0}"
+    ),
+    "vector without its tail": Mutation(
+        "streams", "const u32 wide_bytes = ", "at < bytes", "at + 2 < bytes"
+    ),
     "tiles that are not there": Mutation(
         "streams", "const i64 own_tile = ", "own_tile < tiles", "true"
     ),
@@ -327,11 +339,12 @@ def merge(ops: CudaOps) -> None:
         same_as_reference(ops, "accumulate_select", residual, [*gradient.split(2)], threshold)
     streams = [stream(40_000, 3000, seed) for seed in range(3)]
     assert_same(ops.merge_sum(streams, 40_000), reference.merge_sum(streams, 40_000))
-    dense = torch.ones(40_000)
-    for step in (64, 4096):  # several looks in a stretch, and less than one
-        indices = torch.arange(0, 40_000, step, dtype=torch.int32)
-        ops.decode(dense, indices, torch.ones(indices.numel()))
-        assert_same(dense.nonzero().view(-1), indices.long())
+    dense, expected = torch.full((2, 40_001), 3.0)
+    for step in (64, 8000):
+        indices = torch.arange(0, 40_001, step, dtype=torch.int32)
+        for decoded, each in ((dense, ops), (expected, reference)):
+            each.decode(decoded, indices, 1.0 / (1 + indices))
+        assert_same(dense, expected)
     kept = ops.difference(*streams[0], streams[1][0])
     assert_same(kept, reference.difference(*streams[0], streams[1][0]))
     ops.scatter_add(torch.zeros(4), *stream(9, 9, 0))

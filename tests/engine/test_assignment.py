@@ -95,7 +95,7 @@ def test_a_bucket_is_on_one_device_and_ranks_place_tensors_alike(
             return str(error)
         return [[spec.name for spec in bucket.specs] for bucket in plan]
 
-    refusal = "ranks have different gradients for 'b': rank 0 torch.float32(8,) on device 1"
+    refusal = "ranks have different gradients for 'a': rank 0 torch.float32(8,) on device cuda:0"
     for found in run_ranks(2, rank):
         assert found == [["a", "c"], ["b", "d"]] if agree else str(found).startswith(refusal)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hvd_sparse.engine import clipping
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.bucketing import TensorSpec
 from hvd_sparse.engine.lane import DeviceLane
@@ -28,6 +30,13 @@ class FakeStream:
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device = device
         self.priority = priority
+
+    def wait_stream(self, other: object) -> None:
+        calls["wait_stream"] += 1
+
+    def record_event(self, event: FakeEvent) -> FakeEvent:
+        event.record(self)
+        return event
 
 
 class FakeEvent:
@@ -77,9 +86,12 @@ def test_a_bucket_is_handed_over_once(training: list[FakeStream]) -> None:
     assert calls["record"] == 1
     assert bucket.put(4, torch.ones(3))  # another gradient in the place of one that is there
     assert calls["record"] == 2
-    for waits in (2, 2):  # once each
-        bucket.lane.await_gradients()
+    for waits in (2, 4):  # any thread that works in the lane does so
+        bucket.lane.work()
         assert calls["synchronize"] == waits
+    bucket.lane.hand_back()
+    bucket.lane.work()
+    assert calls.pop("synchronize") == 4
 
 
 def test_a_capture_is_refused(training: list[FakeStream]) -> None:
@@ -99,6 +111,18 @@ def test_every_stream_that_gave_a_gradient_is_waited_for(training: list[FakeStre
     assert isinstance(stream, FakeStream)
     assert [given.stream for given in bucket.lane._given] == training
     assert stream.priority < 0
+
+
+def test_clipping_waits_for_the_gradients_of_all_buckets(
+    training: list[FakeStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buckets, waits = [new_bucket(1), new_bucket(1)], []
+    for bucket in buckets:
+        bucket.put(0, torch.zeros(3))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(clipping, "norm_of", lambda *_: waits.append(calls["synchronize"]) or 0.0)
+    clipping.StepClipping(buckets, 1).apply(buckets[0], 1.0)
+    assert waits == [1, 2]
 
 
 def test_entries_are_waited_for_once_and_stay_on_the_device(training: list[FakeStream]) -> None:

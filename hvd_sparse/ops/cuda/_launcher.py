@@ -23,8 +23,6 @@ from hvd_sparse.ops.cuda import _sources
 LOCK = "hvd_sparse.lock"
 THREADS = 256
 """Of a block, for every kernel (`kThreads` in csrc/cuda/common.cuh)."""
-CODES = {np.int32: "i", np.uint32: "I", np.int64: "q", np.uint64: "Q", np.float32: "f"}
-"""How `struct` writes a scalar, in the place that it has among a kernel's arguments."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class CupyLauncher:
     """Kernels on one device, compiled by CuPy when they are first used, with these options.
 
     The driver starts them, which takes the host a third of what CuPy takes. Python's lock is kept
-    for these microseconds: whoever lets it go waits for other threads.
+    meanwhile, some microseconds as a rule: whoever lets it go waits for other threads.
 
     Raises:
         ImportError: CuPy is not installed.
@@ -77,20 +75,20 @@ class CupyLauncher:
         self._options = ("-std=c++17", *options)
         self._families = _sources.kernels()
         self._modules: dict[str, Any] = {}
-        self._functions: dict[str, tuple[int, struct.Struct]] = {}
+        self._functions: dict[str, tuple[int, struct.Struct, object]] = {}
         self._compiling = threading.Lock()
 
     def launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
         if blocks == 0:
             return
-        function, layout = self._functions.get(kernel) or self._compiled(kernel, arguments)
+        function, layout, _ = self._functions.get(kernel) or self._compiled(kernel, arguments)
         size = ctypes.c_size_t(layout.size)
         packed = ctypes.create_string_buffer(layout.pack(*map(_as_number, arguments)), layout.size)
         where = ctypes.addressof(packed), ctypes.addressof(size)
         extra = (ctypes.c_void_p * 5)(1, where[0], 2, where[1], 0)  # buffer, its size, end
         stream = torch.cuda.current_stream(self._device).cuda_stream
         grid, block = (blocks, 1, 1), (THREADS, 1, 1)
-        self._driver.cuCtxPushCurrent_v2(self._context)
+        self._check(self._driver.cuCtxPushCurrent_v2(self._context))
         status = self._driver.cuLaunchKernel(function, *grid, *block, 0, stream, None, extra)
         self._driver.cuCtxPopCurrent_v2(ctypes.c_void_p())
         self._check(status)
@@ -99,8 +97,10 @@ class CupyLauncher:
         if status != 0:
             raise self._cupy.cuda.driver.CUDADriverError(status)
 
-    def _compiled(self, kernel: str, arguments: Sequence[Argument]) -> tuple[int, struct.Struct]:
-        """A kernel's handle, and how its arguments lie."""
+    def _compiled(
+        self, kernel: str, arguments: Sequence[Argument]
+    ) -> tuple[int, struct.Struct, object]:
+        """A kernel's handle, how its arguments lie, and what keeps it loaded."""
         family = self._families[kernel]
         with self._compiling, (self._cache / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes then find it compiled
@@ -111,15 +111,14 @@ class CupyLauncher:
                 )
             try:
                 with self._cupy.cuda.Device(self._device.index):
-                    function = self._modules[family].get_function(kernel).kernel.ptr
+                    function = self._modules[family].get_function(kernel).kernel
             except self._cupy.cuda.compiler.CompileException as error:
                 architecture = self._cupy.cuda.Device().compute_capability
                 raise CompileError(
                     f"kernel {kernel} ({family}.cu) does not compile for sm_{architecture}: {error}"
                 ) from error
-            layout = struct.Struct("".join(CODES.get(type(each), "P") for each in arguments))
-            self._functions[kernel] = function, layout
-            return function, layout
+            layout = struct.Struct("".join(map(_code_of, arguments)))
+            return self._functions.setdefault(kernel, (function.ptr, layout, function))
 
 
 def _driver() -> Any:
@@ -144,6 +143,13 @@ def _cupy() -> tuple[Any, Path]:
     import cupy
 
     return cupy, cache
+
+
+def _code_of(argument: Argument) -> str:
+    """What `struct` calls its type, which then lies where C has it."""
+    if argument is None or isinstance(argument, Tensor | AddressTable):
+        return "P"
+    return argument.dtype.char
 
 
 def _as_number(argument: Argument) -> Any:

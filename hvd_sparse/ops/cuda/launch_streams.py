@@ -80,7 +80,7 @@ class CudaStreams(KernelFamily):
 
     def decode(self, out: Tensor, indices: Tensor, values: Tensor) -> None:
         self._launch(
-            *("decode", -(-out.nbytes // DECODED_BYTES)),
+            *("decode", max(-(-out.nbytes // DECODED_BYTES), min(1, indices.numel()))),
             *(out, np.int32(DTYPE_CODES[out.dtype]), np.int64(out.numel())),
             *(*stream(indices, values), self._workspace.fault(out.device)),
         )
