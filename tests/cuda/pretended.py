@@ -179,3 +179,6 @@ class Stream:
 
     def wait_stream(self, other: object) -> None:
         pass
+
+    def record_event(self, event: Event) -> Event:
+        return event
