@@ -156,18 +156,11 @@ void KeepLargest(Workspace& workspace, std::vector<Part>& losers, uint32_t kth_k
   }
 }
 
-// Fills the parts with candidates out of `x`, to which nothing is added, and returns their pivot.
-uint32_t FindCandidates(Workspace& workspace, float* x, size_t n, size_t k, bool may_sample,
-                        int threads) {
-  const Accumulation accumulation{x, Gradients::None(n)};
-  if (may_sample) {
-    const uint32_t pivot = EstimatePivot(workspace, accumulation, k, threads);
-    Accumulate(workspace, accumulation, {pivot, CandidateLimit(k), kNever}, Mode::kRead, threads);
-    if (Sufficient(workspace, pivot, k)) return pivot;
-  }
+// Fills the parts with the candidates out of `x` that reach its k-th key, and returns that.
+uint32_t CountOut(Workspace& workspace, float* x, size_t n, size_t k, int threads) {
   // k entries from the front of a part are enough of it once its later ties are left out.
   const uint32_t exact = std::max(1u, ExactKey(x, n, std::min(k, n), threads));
-  Accumulate(workspace, accumulation, {exact, k, exact + 1}, Mode::kRead, threads);
+  Accumulate(workspace, {x, Gradients::None(n)}, {exact, k, exact + 1}, Mode::kRead, threads);
   return exact;
 }
 
@@ -190,7 +183,7 @@ size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, si
   if (k > 0 && !Sufficient(workspace, pivot, k)) {
     put_back(workspace.parts);
     taken = false;
-    pivot = FindCandidates(workspace, residual, accumulation.numel(), k, false, threads);
+    pivot = CountOut(workspace, residual, accumulation.numel(), k, threads);
   }
 
   *kth_key = 0;
@@ -218,8 +211,11 @@ size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, si
 }
 
 uint32_t KthKey(Workspace& workspace, const float* x, size_t n, size_t k, int threads) {
-  // Read mode writes nothing, hence the cast.
-  const uint32_t pivot = FindCandidates(workspace, const_cast<float*>(x), n, k, true, threads);
+  float* const unchanged = const_cast<float*>(x);  // read mode writes nothing
+  const Accumulation accumulation{unchanged, Gradients::None(n)};
+  uint32_t pivot = EstimatePivot(workspace, accumulation, k, threads);
+  Accumulate(workspace, accumulation, {pivot, CandidateLimit(k), kNever}, Mode::kRead, threads);
+  if (!Sufficient(workspace, pivot, k)) pivot = CountOut(workspace, unchanged, n, k, threads);
   return workspace.TotalCount() >= k ? KthCandidateKey(workspace, pivot, k, threads) : 0;
 }
 

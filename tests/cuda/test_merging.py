@@ -55,8 +55,6 @@ def steps_of_rank(
     collective = partial(BY_NAME[name].collective, wire=WIRES[wire])
 
     def train() -> list[Any]:
-        if device is not None:
-            transport.land_pinned()
         bucket = bucket_of(transport, numel, k, ExactTopK, collective, memory, place)
         random, found = generator(transport.rank), list[Any]()
         gradient = torch.zeros(numel).to(place)  # one, as its address is kept
