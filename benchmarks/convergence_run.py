@@ -90,8 +90,10 @@ class Averaging:
         self.engine: Engine | None = None
         if method is not None:
             self.engine = Engine(method)
-            grid = Grid.regular(hosts, engine.world_size // hosts, engine.rank) if hosts else None
-            self.engine.connect(engine, None if grid is None else Hosts(engine, grid))
+            self.engine.connect(engine)
+            if hosts:
+                grid = Grid.regular(hosts, engine.world_size // hosts, engine.rank)
+                self.engine.hosts = Hosts(engine, grid)
             self.engine.scale = 1 / engine.world_size
 
     def is_sparse(self, parameter: Tensor) -> bool:

@@ -43,7 +43,7 @@ from hvd_sparse.topology import (
     in_flight,
 )
 
-INDEX_BYTES, VALUE_BYTES = 4, 4
+WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Pace:
     @staticmethod
     def of_bytes(seconds: float) -> Pace:
         """The same seconds for every byte in every kind of work."""
-        entry_s, value_s = (INDEX_BYTES + VALUE_BYTES) * seconds, VALUE_BYTES * seconds
+        entry_s, value_s = 2 * WORD_BYTES * seconds, WORD_BYTES * seconds
         return Pace(entry_s, entry_s, value_s, value_s, entry_s)
 
-    def seconds(self, work: Work, value_bytes: float = VALUE_BYTES) -> float:
+    def seconds(self, work: Work, value_bytes: float = WORD_BYTES) -> float:
         """The seconds of some work, whose values, or rows of values, have `value_bytes` each."""
-        by_values = value_bytes / VALUE_BYTES
-        by_entries = (INDEX_BYTES + value_bytes) / (INDEX_BYTES + VALUE_BYTES)
+        by_values = value_bytes / WORD_BYTES
+        by_entries = (WORD_BYTES + value_bytes) / (2 * WORD_BYTES)
         total: float = sum(
             getattr(work, name)
             * getattr(self, name)
@@ -107,9 +107,6 @@ class Pace:
             for name in KINDS
         )
         return total
-
-
-WORD_BYTES = 4
 
 
 @dataclass(frozen=True)

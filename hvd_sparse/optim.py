@@ -23,6 +23,17 @@ def reducer_of(parameter: object) -> Any:
     return None if reference is None else reference()
 
 
+def parameters_of(optimizer: Any) -> list[Parameter]:
+    """All that an optimizer updates."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def is_due(parameter: Parameter) -> bool:
+    """Whether a step applies its gradient: that of a frozen one is zeros, which Horovod makes."""
+    gradient = parameter.grad
+    return gradient is not None and (parameter.requires_grad or bool(gradient.any()))
+
+
 class MomentumCorrectedSGD(torch.optim.Optimizer):
     """Momentum SGD that leaves the momentum of compressed gradients to the compression.
 
@@ -90,7 +101,7 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
             self._drop_zeros()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter.requires_grad:
+                if is_due(parameter):
                     reducer = reducer_of(parameter)
                     corrected = reducer is not None and reducer.corrects_momentum(parameter)
                     self._update(parameter, group, corrected)
@@ -148,7 +159,12 @@ class SparseAdamW(torch.optim.AdamW):
             its["exponent"] = exponent.to(torch.int8)  # torch gives it the parameter's type
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of `torch.optim.AdamW`, with zeros where a momentum begins anew."""
+        """As that of `torch.optim.AdamW`, with zeros where a momentum begins anew.
+
+        Horovod broadcasts into what is returned here: units become new objects, as when loaded.
+        """
+        for its in filter(None, self.state.values()):
+            its["exponent"] = its["exponent"].clone()
         packed: dict[str, Any] = super().state_dict()
         for key, its in packed["state"].items():
             if "exp_avg" not in its:
@@ -162,7 +178,7 @@ class SparseAdamW(torch.optim.AdamW):
             loss = None if closure is None else closure()
         for group in self.param_groups:
             parts: dict[bool, list[Parameter]] = {False: [], True: []}
-            for p in (p for p in group["params"] if p.grad is not None and p.requires_grad):
+            for p in filter(is_due, group["params"]):
                 reducer = reducer_of(p)
                 parts[reducer is not None and reducer.preconditions(p)].append(p)
             beta1, beta2 = group["betas"]
@@ -170,8 +186,8 @@ class SparseAdamW(torch.optim.AdamW):
             self._update(group, parts[False], beta1, beta2)
             self._update(group, parts[True], None, beta2)
             step = group["sparse_steps"] = group.get("sparse_steps", 0) + 1
-            is_due = step % (4 if step < REFRESH_STEPS else REFRESH_STEPS) == 0
-            if parts[True] and (is_due or has_new or step < 4):
+            refreshes = step % (4 if step < REFRESH_STEPS else REFRESH_STEPS) == 0
+            if parts[True] and (refreshes or has_new or step < 4):
                 states = [self.state[p] for p in parts[True]]
                 steps = (its["step"].to(its["exp_avg_sq"].device) for its in states)
                 biases = ((1 - beta2**step).clamp(min=1e-8) for step in steps)

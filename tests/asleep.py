@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from hvd_sparse.transports.horovod_handles import outcome_of, wait_for
+from hvd_sparse.transports.waiting import outcome_of, wait_for
 
 
 def allreduce(tensor: Tensor, name: str) -> Tensor:

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (
             launches
             or ranks not in (None, QUICK_RANKS)
-            or parameters.get("world_size", 0) > LARGEST_QUICK_WORLD
+            or parameters.get("world_size", parameters.get("P", 0)) > LARGEST_QUICK_WORLD
         ):
             item.add_marker(pytest.mark.slow)
 

@@ -316,14 +316,6 @@ def test_a_tensor_that_no_optimizer_handed_over_is_left_alone() -> None:
     assert compression.decompress(handed, context) is tensor
 
 
-def test_a_pickled_copy_has_the_same_method() -> None:
-    compression = Compression.oktopk(nn.Linear(3, 3).named_parameters(), density=0.25)
-    copy = pickle.loads(pickle.dumps(compression))
-    assert copy.method.density == 0.25
-    assert copy.method.description == compression.method.description
-    assert type(copy.method.selector()) is type(compression.method.selector())
-
-
 def test_a_methods_identity_is_its_name_and_options() -> None:
     half, same, tenth = (METHODS["topk"](density=density).make() for density in (0.5, 0.5, 0.1))
     assert half.id == same.id
@@ -364,7 +356,3 @@ def test_the_core_runs_where_horovod_and_mpi4py_are_not_installed() -> None:
         "hvd_sparse.Compression.topk()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_version() -> None:
-    assert hvd_sparse.__version__ == "0.2.0"

@@ -174,8 +174,7 @@ class SparseCompressor:
         Any thread may call it at any time. A skipped step is counted once the next one has begun.
         """
         embeddings = self._session.embeddings
-        traffic = None if embeddings is None else embeddings.traffic
-        sent = 0 if traffic is None else traffic.bytes_sent
+        sent = 0 if embeddings is None else embeddings.traffic.bytes_sent
         return replace(self._engine.stats(), dense=self._left_dense(), embedding_bytes=sent)
 
     def _left_dense(self) -> dict[str, list[str]]:
@@ -275,7 +274,7 @@ class SparseCompressor:
                 planner.load_state_dict(plan)
             self._session.agree_again()  # momenta are where the state's plan had them
         if self._door is not None:
-            self._door.rewinds.forgive()  # it is not to be dropped with the optimizer's
+            self._door.forgives = True  # it is not to be dropped with the optimizer's
 
     def _shapes(self) -> dict[str, tuple[int, ...]] | None:
         named = self._parameters
@@ -370,7 +369,7 @@ class SparseCompressor:
             ConfigError: There is no such parameter, or a step is under way.
         """
         names = [names] if isinstance(names, str) else list(names)
-        known = [] if self._parameters is None else self._parameters.known_as(names)
+        known = names if self._parameters is None else self._parameters.known_as(names)
         self._settle("forget()", between_steps=True)
         return self._engine.forget(known)
 
@@ -382,7 +381,8 @@ class SparseCompressor:
         """
         if self._door is not None:
             self._door.fates.applied()
-            self._door.rewinds.stepped()
+            for rewinds in self._door.rewinds:
+                rewinds.stepped()
 
     def give_up_step(self) -> None:
         """Let go of a step that has failed, after which a state is loaded; see `TorchState`."""
@@ -512,7 +512,7 @@ class SparseCompressor:
         assert self._parameters is not None
         self._door = door
         self._take_units(**self._loaded_units)
-        door.rewinds.forgive()  # what was loaded before there was one
+        door.forgives = True  # what was loaded before there was one
         engine, below, alive = self._engine, self._dense_below, weakref.ref(door)
         by_name, sparse = dict(self._parameters), self._parameters.sparse()
 

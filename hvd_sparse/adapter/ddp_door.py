@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -38,8 +36,8 @@ from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import keep_forever
 from hvd_sparse.transports.connect import not_all_came
-from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
 from hvd_sparse.transports.meeting import describe_host
+from hvd_sparse.transports.waiting import SPIN_S, Pauses
 
 AGENT_VARIABLE = "GROUP_RANK"
 """Where torchrun says which of its agents has started a rank: each is a host."""
@@ -112,10 +110,8 @@ class Distributed:
         world = self.bootstrap(self._group)
         host = f"{describe_host().host}/{os.environ.get(AGENT_VARIABLE, '')}"
         hosts = world.allgather_object(host, "slot", timeout_s)
-        local_rank = hosts[: world.rank].count(host)
-        # The hosts that have a rank in this place, too.
-        peers = [h for h, count in Counter(hosts).items() if count > local_rank]
-        return Slot(local_rank, hosts.count(host), peers.index(host), len(peers))
+        number = list(dict.fromkeys(hosts)).index(host)
+        return Slot(hosts[: world.rank].count(host), hosts.count(host), number)
 
     def allreduce_of(self, group: Any) -> Callable[[Tensor], object]:
         return lambda tensor: dist.all_reduce(tensor, group=group)
@@ -157,8 +153,8 @@ class DdpDoor(Entrance):
         named = model.module.named_parameters()
         self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for n, p in named}
         fates = Fates(self._entries, engine.corrects_momentum, "backward()")
-        super().__init__(parameters, engine, session, dense_below, fates, self._entries.values())
-        self._model = weakref.ref(model)
+        mine = self._entries.values()
+        super().__init__(parameters, engine, session, dense_below, fates, mine, model)
         self._group, self._finds_unused = model.process_group, model.find_unused_parameters
         self._late_buckets = len(model._get_ddp_logging_data()["bucket_sizes"].split(","))
         self._futures: list[tuple[Future[Any], Tensor]] = []
@@ -211,7 +207,7 @@ class DdpDoor(Entrance):
 
     @override
     def _open_step(self) -> None:
-        model = self._model()
+        model = self._served()
         if model is not None and model._join_config.enable:
             raise UnsupportedError(
                 "model.join() cannot be used: sparse gradients are averaged over all ranks"
@@ -308,7 +304,7 @@ class DdpDoor(Entrance):
 
     def serves(self, model: DistributedDataParallel) -> bool:
         """Whether this is the model's, and not that of which it is a copy."""
-        return self._model() is model
+        return self._served() is model
 
     def _begin_dense(self) -> list[Dense]:
         """Begin to reduce what is dense: one tensor for each type, and each sparse tensor."""

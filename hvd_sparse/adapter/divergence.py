@@ -28,20 +28,16 @@ class Divergence:
 
     Args:
         parameters: Those that the optimizer updates, sparse and dense; the same on all ranks.
-        interval_steps: From one comparison to the next.
     """
 
-    def __init__(
-        self, parameters: Iterable[tuple[str, Parameter]], interval_steps: int = INTERVAL_STEPS
-    ) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         self._parameters = list(parameters)
-        self._interval_steps = interval_steps
         self._step = 1  # the first step, numbered 0, is that in which the ranks connect
 
     def begin_step(self) -> bool:
         """Count a step; returns whether weights are to be compared in it. The same on all ranks."""
         self._step += 1
-        return (self._step - 2) % self._interval_steps == 0 and bool(self._parameters)
+        return (self._step - 2) % INTERVAL_STEPS == 0 and bool(self._parameters)
 
     def compare(self, transport: Transport) -> None:
         """Compare the ranks' weights; all ranks call this together. Warns once."""
@@ -52,7 +48,7 @@ class Divergence:
 
     def _compare(self, transport: Transport) -> str:
         """The first rank that differs from rank 0, and where; "" where none does."""
-        mine = torch.stack([digest(p) for _, p in self._parameters]).cpu()
+        mine = torch.stack([digest(p).cpu() for _, p in self._parameters])
         gathered = transport.allgather((mine,), channel="weights")
         digests = torch.stack([message.view(torch.int64) for message in gathered])
         differs = (digests != digests[0]).nonzero().tolist()

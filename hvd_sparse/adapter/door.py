@@ -36,8 +36,9 @@ from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Engine
 from hvd_sparse.errors import ConfigError, UnsupportedError
-from hvd_sparse.transports import horovod_handles
-from hvd_sparse.transports.horovod_handles import SPIN_S, Pauses
+from hvd_sparse.optim import parameters_of
+from hvd_sparse.transports import waiting
+from hvd_sparse.transports.waiting import SPIN_S, Pauses
 
 FUSED_NUMEL = 1 << 16
 """Dense gradients of fewer elements are reduced together, at the end of backward."""
@@ -84,10 +85,6 @@ class Door(Entrance):
         engine: Reduces what is compressed.
         session: Connects the ranks.
         dense_below: Tensors of fewer elements are reduced by Horovod.
-
-    Attributes:
-        fates: Follows what was given back.
-        rewinds: Sees that the optimizer's state was loaded.
     """
 
     def __init__(
@@ -108,18 +105,18 @@ class Door(Entrance):
         for entry in self._entries.values():
             entry.handle = functools.partial(self._result, entry), None
         fates = Fates(self._entries, engine.corrects_momentum)
-        self._optimizer = weakref.ref(optimizer)
-        super().__init__(parameters, engine, session, dense_below, fates, self._entries.values())
+        mine = [self._entries[id(p)] for p in parameters_of(optimizer) if p in labels]
+        super().__init__(parameters, engine, session, dense_below, fates, mine, optimizer)
         self._meet_optimizer(optimizer)
         self._needing: list[bool] = []
         self._op: Any = None
         self._begun: list[tuple[str, str, int]] = []
         self._pulse: int | None
         self._results: Mapping[str, Tensor]
-        own = sorted(labels[p] for g in optimizer.param_groups for p in g["params"] if p in labels)
+        own = sorted(entry.label for entry in mine)
         self._pulse_name = f"hvd_sparse.step.{crc32(repr(own).encode()):08x}"
         self._open_nothing()
-        self._warn_of_strangers(self._entries.values())
+        self._warn_of_strangers(mine)
         optimizer._groups = None  # they are for fusion in Horovod, which gets no tensors
         optimizer._allreduce_grad_async = self.hand_in
         optimizer.synchronize = torch.compiler.disable(self.synchronize)
@@ -130,7 +127,7 @@ class Door(Entrance):
     @override
     def optimizer(self) -> Any:
         """Horovod's; None once it is gone."""
-        return self._optimizer()
+        return self._served()
 
     @property
     @override
@@ -140,12 +137,12 @@ class Door(Entrance):
     @override
     def _follows(self, optimizer: Any) -> bool:
         """Horovod's, and those of the class that it has wrapped."""
-        own = self._optimizer()
+        own = self._served()
         return own is not None and isinstance(optimizer, type(own).__bases__)
 
     @override
     def _ends_passes(self, optimizer: Any) -> bool:
-        return optimizer is self._optimizer()
+        return optimizer is self._served()
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -449,7 +446,7 @@ class Door(Entrance):
 
     @override
     def _connect(self) -> None:
-        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        trained = parameters_of(self.optimizer)
         self._session.connect(self.group, trained, self._parameters, self._device())
         self._warn_where_forgotten()
         self._begin_what_others_have_begun()
@@ -490,7 +487,7 @@ class Door(Entrance):
         """Return once Horovod's `synchronize` would return at once for every one of the handles."""
         raise_failure = self._session.raise_failure
         pauses = Pauses(SPIN_S, SLEPT_SHARE, LONGEST_SLEEP_S)
-        horovod_handles.wait_for(handles, raise_failure, pauses)
+        waiting.wait_for(handles, raise_failure, pauses)
         raise_failure()  # Horovod may have ended because of it: this is the first cause
 
     def _read_pulse(self) -> float:

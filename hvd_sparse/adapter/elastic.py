@@ -21,11 +21,10 @@ import secrets
 import sys
 from typing import Any, NamedTuple
 
-import torch
 from horovod.common.elastic import State, notification_manager
 from horovod.torch.elastic import state as horovod_state
 
-from hvd_sparse.engine.state import EngineState
+from hvd_sparse.engine.state import EngineState, l1_of
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -104,7 +103,7 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
             HorovodInternalError: In a commit, a peer is gone, which is named; nothing is committed.
         """
         state = copy.deepcopy(self.value.state_dict())
-        l1 = _l1(state)
+        l1 = l1_of(state["residual"].values())
         if _is_called_by_commit():
             self._tell_all(l1)
         mark = Mark(self._syncs, self._mark.number + 1)
@@ -144,7 +143,7 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
         state = self.value.state_dict()
         mark = self._mark._replace(steps=state["step"] - self._base_step)
         kept = {commit.mark: commit.l1 for commit in self._commits}
-        return Standing(self._worker, mark, state["step"], _l1(state), kept)
+        return Standing(self._worker, mark, state["step"], l1_of(state["residual"].values()), kept)
 
     def _follow(self, mine: Standing, target: Standing) -> None:
         """Go to where rank 0 stands, or drop the residuals."""
@@ -181,10 +180,6 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
         """Workers that are gone took their residuals along."""
         gone = self._l1_of.keys() - present
         self.value._engine.lost_l1 += sum(self._l1_of[worker] for worker in gone)
-
-
-def _l1(state: dict[str, Any]) -> float:
-    return sum(float(t.norm(1, dtype=torch.float64)) for t in state["residual"].values())
 
 
 def _is_called_by_commit() -> bool:

@@ -22,7 +22,7 @@ class EmbeddingExchange:
         algorithm: See `sparse_allreduce`.
 
     Attributes:
-        traffic: What was sent and received since it connected; None before.
+        traffic: What was sent and received since it connected.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]], algorithm: str) -> None:
@@ -33,7 +33,7 @@ class EmbeddingExchange:
         self._waiting: dict[Parameter, Tensor] = {}
         self._handles: dict[Parameter, SparseHandle[Tensor]] = {}
         self._communicator: Communicator | None = None
-        self.traffic: Traffic | None = None
+        self.traffic = Traffic()
         self._end: Callable[[], object] = lambda: None
 
     def connect(self, transport: Transport) -> None:

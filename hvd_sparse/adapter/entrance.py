@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, warn
-from hvd_sparse.optim import REDUCED_BY, SparseAdamW, reducer_of
+from hvd_sparse.optim import REDUCED_BY, SparseAdamW, parameters_of, reducer_of
 
 LOOK_S = 0.05
 """From one look for a failure to the next, while exchanges are waited for."""
@@ -44,9 +45,11 @@ class Entrance:
         dense_below: Tensors of fewer elements are reduced by the framework.
         fates: Follows what was given back.
         entries: Of the optimizer's or model's parameters.
+        served: Horovod's optimizer, or the model; is not kept alive.
 
     Attributes:
-        rewinds: Sees that the optimizer's state was loaded.
+        fates: Follows what was given back.
+        forgives: Whether the compression's own state was loaded, too, before the next step.
         seen_scale: What `scale()` was when residuals last gathered; None: not known.
         doors: All there are, which hear of every optimizer's steps.
     """
@@ -61,14 +64,17 @@ class Entrance:
         dense_below: int,
         fates: Fates,
         entries: Iterable[Entry],
+        served: Any,
     ) -> None:
         self._parameters, self._engine, self._session = parameters, engine, session
         self._dense_below = dense_below
-        self.fates, self.rewinds = fates, Rewinds()
+        self.fates = fates
         self.seen_scale: float | None = None
         self._warned: set[str] = set()
-        self._momenta: dict[int, list[tuple[Any, Any]]] = {}
-        self._optimizers: list[weakref.ref[Any]] = []
+        self._momenta: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
+        self._met: WeakKeyDictionary[Any, Rewinds] = WeakKeyDictionary()
+        self._served = weakref.ref(served)
+        self.forgives = False
         self._thread = threading.get_ident()
         self._handed: list[Entry] = []
         self._is_open = self._holds_back = False
@@ -87,7 +93,12 @@ class Entrance:
     @property
     def optimizers(self) -> list[Any]:
         """Those that were met, and are still there."""
-        return [o for each in self._optimizers if (o := each()) is not None]
+        return list(self._met)
+
+    @property
+    def rewinds(self) -> list[Rewinds]:
+        """What sees that their states were loaded; those that share parameters have one."""
+        return list(dict.fromkeys(self._met.values()))
 
     @property
     def group(self) -> Any:
@@ -105,11 +116,12 @@ class Entrance:
 
     def corrects_momentum(self, parameter: Parameter) -> bool:
         """Whether the last gradient of a parameter came out of momentum correction."""
-        return self._engine.corrects_momentum(self._parameters.name_of(parameter))
+        name = None if self._served() is None else self._parameters.name_of(parameter)
+        return self._engine.corrects_momentum(name)
 
     def preconditions(self, parameter: Parameter) -> bool:
         """Whether the last gradient of a parameter was selected in units of `SparseAdamW`."""
-        name = self._parameters.name_of(parameter)
+        name = None if self._served() is None else self._parameters.name_of(parameter)
         method = None if name is None else self._engine.method_of(name)
         return method is not None and method.memory.preconditioned
 
@@ -125,7 +137,7 @@ class Entrance:
         Raises:
             ConfigError: Momentum would be applied a second time, or another one.
         """
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = parameters_of(optimizer)
         if not self._follows(optimizer) or not any(reducer_of(p) is self for p in parameters):
             return
         self._thread = threading.get_ident()
@@ -148,11 +160,15 @@ class Entrance:
         return True
 
     def _meet_optimizer(self, optimizer: Any) -> None:
-        self._optimizers.append(weakref.ref(optimizer))
-        self._momenta.pop(id(optimizer), None)  # of one that is gone
+        parameters = set(parameters_of(optimizer))
+        alike = (r for o, r in self._met.items() if not parameters.isdisjoint(parameters_of(o)))
+        rewinds = self._met[optimizer] = next(alike, None) or Rewinds()
         ClippedMomenta(optimizer)
-        self.rewinds.follow(optimizer)
-        optimizer.register_step_post_hook(weakly(self.rewinds.stepped))
+        rewinds.follow(optimizer)
+        optimizer.register_step_post_hook(weakly(rewinds.stepped))
+        hooks = optimizer._optimizer_step_post_hooks
+        if after_step not in hooks.values():  # before the script's, which may raise
+            hooks.move_to_end(optimizer.register_step_post_hook(after_step).id, last=False)
 
     def settle(self, call: str | None = None) -> None:
         """See what became of the last step's results; the residuals follow the loss scale.
@@ -163,7 +179,7 @@ class Entrance:
         undone = self.fates.settle(call)
         if self._is_open:  # it has failed: nothing of it was given back
             undone.update(self._handed)
-        self._engine.settle(counts=True, undone={e.name for e in undone if e.name is not None})
+        self._engine.settle(undone={e.name for e in undone if e.name is not None})
         factor = self.fates.rescaling()
         if factor != 1.0:
             self._engine.rescale(factor)
@@ -180,7 +196,7 @@ class Entrance:
         if is_within and self._engine.error is None:
             raise ConfigError(f"{call} must be called between steps, got a call within one")
 
-    def give_up(self, *_: object) -> None:
+    def give_up(self) -> None:
         """Let go of a step that has failed, or that the framework forgets."""
         if self._is_open:
             self.settle("load_state_dict()")
@@ -191,8 +207,10 @@ class Entrance:
     def _open_step(self) -> None:
         """The step's first gradient is there, or none has come at its end."""
         self.settle()
-        if self.rewinds.seen():
-            self._drop_residuals()
+        for rewinds in self.rewinds:
+            if rewinds.seen() and not self.forgives:
+                self._drop_residuals(rewinds)
+        self.forgives = False
         scale = self.scale()
         if self.seen_scale not in (None, scale):  # in a world of another size: nothing weighs more
             self._engine.rescale(self.seen_scale / scale)
@@ -211,13 +229,15 @@ class Entrance:
             ConfigError: Momentum would be applied a second time, or another one.
         """
         momenta = [(group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
-        if momenta != self._momenta.get(id(optimizer)):
+        if momenta != self._momenta.get(optimizer):
             assignment = self._engine.assignment
             refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
-            self._momenta[id(optimizer)] = momenta
+            self._momenta[optimizer] = momenta
 
-    def _drop_residuals(self) -> None:
-        lost = self._engine.forget([name for name, _ in self._parameters])
+    def _drop_residuals(self, rewinds: Rewinds) -> None:
+        owners = (o for o, each in self._met.items() if each is rewinds)
+        names = (self._parameters.name_of(p) for o in owners for p in parameters_of(o))
+        lost = self._engine.forget(list(dict.fromkeys(filter(None, names))))
         if lost:
             warn(
                 "dropped the residuals, since optimizer.load_state_dict() went back to another "
@@ -399,6 +419,4 @@ def with_leftover(spec: TensorSpec, gradient: Tensor, leftover: Tensor, engine: 
         )
     released = engine.residuals.release(spec.name, gradient)
     assert released is not None
-    together = released.to(gradient.device) + gradient  # float32, or 64
-    # What a rank with nothing left hands over, too.
-    return together.half() if gradient.dtype == torch.float16 else together
+    return (released.to(gradient.device) + gradient).to(gradient.dtype)

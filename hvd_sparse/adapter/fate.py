@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -30,6 +30,7 @@ from hvd_sparse.adapter.binding import (
     told,
 )
 from hvd_sparse.errors import ConfigError, UnsupportedError
+from hvd_sparse.optim import parameters_of
 
 SEARCHED_FRAMES = 16
 """From an optimizer's hook up to the loss scaler that called its `step`."""
@@ -162,9 +163,8 @@ class Fates:
         unknown = {key for key in keys if self._entries[key].given is not None}
         if not unknown:
             return set()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found = [p for p in parameters if id(p) in unknown and p.grad is not None]
-        flags = told(any_of_each([p.grad for p in found]))
+        found = [p for p in parameters_of(optimizer) if id(p) in unknown and p.grad is not None]
+        flags = told(any_of_each([p.grad for p in found if p.grad is not None]))
         kept = {id(p) for p, flag in zip(found, flags, strict=True) if flag}
         waiting = {id(p) for p in found if self._entries[id(p)].was_zero}
         if not kept and len(waiting) < len(found):
@@ -325,36 +325,30 @@ class Rewinds:
     """
 
     def __init__(self) -> None:
-        self._sampled: list[Tensor] = []
-        self._is_loaded = self._is_forgiven = False
+        self._sampled: Sequence[Tensor] = ()
+        self._is_loaded = False
         self._left: list[Tensor] | None = None
 
     def follow(self, optimizer: Any) -> None:
         """Look at this optimizer from now on."""
         self._left = None
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        moving = [p for p in parameters if p.requires_grad and p.numel()]
+        moving = [p for p in parameters_of(optimizer) if p.requires_grad and p.numel()]
         self._sampled = sorted(moving, key=torch.numel)[-SAMPLED_TENSORS:]
         optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
 
     def seen(self) -> bool:
         """Whether a state was loaded, and weights are other ones, since the last step."""
-        is_due = self._is_loaded and not self._is_forgiven
-        self._is_loaded = self._is_forgiven = False
+        is_due, self._is_loaded = self._is_loaded, False
         if not is_due or self._left is None:
             return False
         pairs = zip(self._left, self._sampled, strict=True)
         return not all(torch.equal(left, sample(p)) for left, p in pairs)
 
-    def forgive(self) -> None:
-        """The compression's own state goes along: before or after the optimizer's."""
-        self._is_forgiven = True
-
-    def stepped(self, *_: object) -> None:
+    def stepped(self) -> None:
         """The optimizer has done a step."""
         self._left = list(map(sample, self._sampled))
 
-    def _loaded(self, optimizer: Any) -> None:
+    def _loaded(self) -> None:
         self._is_loaded = True
 
 
@@ -399,17 +393,14 @@ def calling_scaler() -> torch.amp.GradScaler | None:
     return None
 
 
-def weakly(method: Callable[..., None], *bound: Any, takes: int = 1) -> Callable[..., None]:
-    """A hook that does not keep the method's object alive.
-
-    The method gets the first `takes` of `bound` and the hook's arguments.
-    """
+def weakly(method: Callable[..., None], *bound: Any) -> Callable[..., None]:
+    """A hook that calls a method with what is `bound`, and does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
     @unserializable_hook  # type: ignore[untyped-decorator]
-    def hook(*arguments: Any) -> None:
+    def hook(*_: object) -> None:
         alive = reference()
         if alive is not None:
-            alive(*(*bound, *arguments)[:takes])
+            alive(*bound)
 
     return hook  # type: ignore[no-any-return]

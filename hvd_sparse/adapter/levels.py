@@ -67,7 +67,9 @@ def agree_on_levels(
         return None
     slots = [Slot(*each) for _, each in told]
     try:
-        grid = _possible(slots, assignment, transport)
+        if planner_of(assignment) is not None:
+            raise ConfigError("compress: auto plans for one level")
+        grid = grid_of(slots, transport.rank)
         if requested == AUTO:
             _check_that_it_pays(grid, assignment, specs, transport)
         hosts = _connected(grid, transport)
@@ -78,13 +80,6 @@ def agree_on_levels(
         return None
     logger.info("rank %d: %s exchange on two levels", transport.rank, grid)
     return hosts
-
-
-def _possible(slots: Sequence[Slot], assignment: Assignment, transport: Transport) -> Grid:
-    """The grid of the ranks; a ConfigError says why there can be no two levels."""
-    if planner_of(assignment) is not None:
-        raise ConfigError("compress: auto plans for one level")
-    return grid_of(slots, transport.rank)
 
 
 def _check_that_it_pays(

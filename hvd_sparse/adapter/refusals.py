@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from hvd_sparse.errors import ConfigError, UnsupportedError, warn
 from hvd_sparse.memories import MemoryOptions
-from hvd_sparse.optim import MomentumCorrectedSGD, reducer_of
+from hvd_sparse.optim import MomentumCorrectedSGD, parameters_of, reducer_of
 
 LOOKS, EQUAL_NORMS, NORM_TOLERANCE = 50, 3, 1e-4
 """Steps in which `ClippedMomenta` looks, and how many with one norm are no coincidence."""
@@ -91,7 +91,7 @@ def refuse_double_momentum(optimizer: Any, corrected: Mapping[Parameter, MemoryO
                     "or momentum=0 in the compression"
                 )
 
-    lone = [p for group in optimizer.param_groups for p in group["params"] if p not in corrected]
+    lone = [p for p in parameters_of(optimizer) if p not in corrected]
     if corrected and lone and not is_ours:
         warn(
             f"the compression's momentum is for {len(corrected)} tensors; {len(lone)} others, which"
@@ -120,7 +120,7 @@ class ClippedMomenta:
         if not self._looks:
             return
         self._looks -= 1
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         reducers = [(p, reducer_of(p)) for p in parameters]
         if any(by is not None and by.corrects_momentum(p) for p, by in reducers):
             gradients = [p.grad for p in parameters if p.grad is not None]

@@ -6,7 +6,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -30,8 +30,8 @@ from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import Bootstrap, HorovodBootstrap, create_transport
-from hvd_sparse.transports.horovod_handles import outcome_of
-from hvd_sparse.transports.transport import gather_json, start_thread
+from hvd_sparse.transports.transport import gather_json, started
+from hvd_sparse.transports.waiting import outcome_of
 
 logger = logging.getLogger("hvd_sparse")
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Horovod:
     def slot(self, timeout_s: float) -> Slot:
         import horovod.torch as hvd
 
-        return Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+        return Slot(hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
 
     def allreduce_of(self, group: Any) -> Callable[[Tensor], object]:
         import horovod.torch as hvd
@@ -139,7 +139,7 @@ class Session(Leaving):
         self._engine = engine
         self._timeout_s, self._carrier = timeout_s, (transport, timeout_s, busy_timeout_s)
         self._hierarchical = hierarchical
-        self._divergence: Divergence | None = None
+        self._divergence: Divergence
         self._must_agree = self._compares = False
         self._connecting = False
         self._world: object | None = None
@@ -234,10 +234,9 @@ class Session(Leaving):
 
     def begin_step(self) -> bool:
         """Count a step; returns whether the ranks have to meet in it. The same on all ranks."""
-        compares = self._divergence is not None and self._divergence.begin_step()
+        self._compares = self._divergence.begin_step()
         reviews = self.planning is not None and self.planning.begin_step()
-        self._compares = compares
-        return self._must_agree or compares or reviews
+        return self._must_agree or self._compares or reviews
 
     def meet(self) -> None:
         """Agree on what is due: on the plan, and on whether the ranks' weights are alike."""
@@ -246,7 +245,7 @@ class Session(Leaving):
                 self._agree()
             elif self.planning is not None and self.planning.is_due:
                 self.planning.review()
-            if self._compares and self._divergence is not None:
+            if self._compares:
                 self._divergence.compare(self._transport)
 
     def gather_objects(self, mine: object, channel: str) -> list[Any]:
@@ -362,24 +361,13 @@ def interruptibly(call: Callable[[], T], abort: Callable[[BaseException], None])
         call: What to do, in a thread of its own.
         abort: Ends the call early, with the error by which this thread was interrupted.
     """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
+    outcome: Future[T] | None = None
     try:
-        thread = start_thread("hvd_sparse.call", run)
-    except TransportError as error:
-        abort(error)
-        raise
-    try:
+        outcome = started("hvd_sparse.call", call)
         return outcome.result()
     except BaseException as error:
-        if not outcome.done():
+        if outcome is None or not outcome.done():
             abort(error)
+        if outcome is not None:
+            wait([outcome])
         raise
-    finally:
-        thread.join()

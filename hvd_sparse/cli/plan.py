@@ -44,7 +44,7 @@ from hvd_sparse.lab.predicted import modelled
 from hvd_sparse.planner.choose import ChosenPlan, TimedTensor, choose_plan
 from hvd_sparse.planner.costs import Profile, place_of, processor
 from hvd_sparse.policy.assignment import PolicyAssignment
-from hvd_sparse.policy.load import owning_modules, sparse_embeddings
+from hvd_sparse.policy.load import Policy, owning_modules, sparse_embeddings
 from hvd_sparse.tables import shown_s, table
 from hvd_sparse.transports import LocalWorld
 
@@ -96,9 +96,8 @@ def run(options: argparse.Namespace) -> Output:
     if options.plot is not None:
         load_pyplot(options.plot)  # fails now, not after all the work
     model = load_model(options.model)
-    rules = PolicyAssignment(policy_of(options).rules, {})
-    owners = owning_modules(model)
-    rules.modules = {name: owners[id(p)] for name, p in model.named_parameters()}
+    policy = policy_of(options)
+    rules = PolicyAssignment(policy.rules, owning_modules(model, model.named_parameters()))
     profiles = profiles_of(options, rules)
     apart = sparse_embeddings(model)
     specs = [
@@ -128,7 +127,8 @@ def run(options: argparse.Namespace) -> Output:
         "rests_on": costs_from(options, profile),
     }
     written = write_outputs(
-        options, rules, profile, tensors, plan, in_two_levels=profile is not profiles[0]
+        *(options, policy, rules, profile, tensors, plan),
+        in_two_levels=profile is not profiles[0],
     )
     return Output(report, text_of(report, options.backward) + written)
 
@@ -174,6 +174,7 @@ def costs_from(options: argparse.Namespace, profile: Profile) -> str:
 
 def write_outputs(
     options: argparse.Namespace,
+    policy: Policy,
     rules: PolicyAssignment,
     profile: Profile,
     tensors: list[TimedTensor],
@@ -188,7 +189,7 @@ def write_outputs(
         words += f"\ntimeline: {options.plot}"
     if options.write_policy is not None:
         specs = [tensor.spec for tensor in reversed(tensors)]
-        data = pinned(policy_of(options), rules, specs, plan.placements)
+        data = pinned(policy, rules, specs, plan.placements)
         if in_two_levels:
             data["hierarchical"] = "auto"
         title = f"# A plan of hvd-sparse {__version__}: {profile.source}; "

@@ -11,7 +11,7 @@ import torch
 from hvd_sparse.cli.command import Command, Output, add_candidate_arguments, policy_of
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.offline_plan import candidates_of
-from hvd_sparse.planner.costs import CPU, Profile
+from hvd_sparse.planner.costs import Profile
 from hvd_sparse.planner.measure import LIMIT_S, measure_profile
 from hvd_sparse.planner.planner import meet
 from hvd_sparse.tables import shown_s, table
@@ -24,7 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_candidate_arguments(parser)
     add = parser.add_argument
     add("--transport", default="auto", choices=TRANSPORT_NAMES)
-    add("--device", default=CPU, choices=(CPU, "cuda"), help="of gradients (default: %(default)s)")
+    add(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="of gradients (default: %(default)s)",
+    )
     add("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds (default: %(default)s)")
     add("-o", "--output", type=Path, default=Path("profile.json"), help="(default: %(default)s)")
 
@@ -63,8 +68,8 @@ def run(options: argparse.Namespace) -> Output | None:
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
     """The device on which a rank measures; on CUDA, the one with its number on the host."""
-    if kind == CPU:
-        return torch.device(CPU)
+    if kind == "cpu":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device")
     device = torch.device(kind, local_rank % torch.cuda.device_count())
@@ -80,7 +85,7 @@ def shown(profile: Profile) -> str:
     for method, costs in profile.methods.items():
         rows.append((method.short, *(shown_s(costs.seconds(numel)) for numel in SHOWN_NUMELS)))
     title = f"{place.world_size} ranks, {place.host_class}, {place.transport}, torch {place.torch}"
-    title += "" if place.device == CPU else f", {place.device}"
+    title += "" if place.device == "cpu" else f", {place.device}"
     return f"{title}\n{table(rows)}"
 
 

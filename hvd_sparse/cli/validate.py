@@ -40,9 +40,7 @@ def run(options: argparse.Namespace) -> Output:
     policy = load_policy(options.policy)
     model = None if options.model is None else load_model(options.model)
     named = None if model is None else list(model.named_parameters())
-    owners = {} if model is None else owning_modules(model)
-    modules = {name: owners[id(p)] for name, p in named or ()}
-    assignment = PolicyAssignment(policy.rules, modules)
+    assignment = PolicyAssignment(policy.rules, owning_modules(model, named or ()))
     warned = warnings_of(policy, assignment, named)
     apart = set() if model is None else sparse_embeddings(model)
     tensors = tensors_of(assignment, named or (), apart)

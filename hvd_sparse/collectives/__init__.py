@@ -9,8 +9,8 @@ ranks' accumulators at the union of indices (`IndexUnion`: ExDyna, CLT-k).
 link; `two_levels.py` predicts what they cost where ranks share a host's network card. Collectives
 tell their transport what they compute (`transport.worked`), by which the simulator's clock moves.
 
-Collectives work on the host. One with a `device` also takes streams there, and leaves the sum
-there: `TopkAllgather` does, on a transport between devices and with the plain wire.
+Collectives are one text for host and device: a `Packer` brings messages to where they are summed,
+the stream's `home`. One that `reads_on` a device takes streams that are there alone.
 """
 
 from hvd_sparse.collectives.automatic import AutomaticCollective, lossless_wire

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from hashlib import sha256
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -25,6 +24,7 @@ from hvd_sparse.cost_model import ORDINARY_LINK, PLAIN_BYTES, Link, Pace
 from hvd_sparse.streams import ENTRY_BYTES, DenseSum, Part, SparseStream
 from hvd_sparse.topology import MESSAGES_IN_FLIGHT
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.transport import gather_json
 from hvd_sparse.wire import PLAIN, WIRES, Wire
 
 logger = logging.getLogger("hvd_sparse")
@@ -39,7 +39,7 @@ GAPS = WIRES["float32+gap"]
 LEAST_SAVED_S = 250e-6
 """By how much gaps must shorten an exchange: their calls take some of it, whatever their number."""
 
-_links: dict[tuple[bytes, ...], Link] = {}
+_links: dict[tuple[str, ...], Link] = {}
 """What this process has measured, by transport and the processes of all ranks. It outlives the
 transports: a measurement is noise in part, and a second one in the same world could choose another
 collective."""
@@ -181,23 +181,21 @@ def _remembered(transport: Transport) -> Link:
     """
     if transport.world_size == 1:
         return ORDINARY_LINK
-    token = torch.frombuffer(bytearray(_process_token()), dtype=torch.uint8)
-    tokens = [bytes(m.numpy()) for m in transport.allgather((token,), channel="link.processes")]
+    tokens = gather_json(transport, _process_token(), "link.processes")
     if len(set(tokens)) < len(tokens):  # threads: what they measure says nothing of another world
         return measure_link(transport)
-    world = (transport.name.encode(), *tokens)
+    world = (transport.name, *tokens)
     link = _links.get(world)
-    digest = torch.frombuffer(bytearray(sha256(repr(link).encode()).digest()), dtype=torch.uint8)
-    everyone = transport.allgather((digest,), channel="link.known")
-    if link is None or not all(torch.equal(message, digest) for message in everyone):
+    known = gather_json(transport, repr(link), "link.known")  # by ranks without one, too
+    if link is None or len(set(known)) > 1:
         link = _links[world] = measure_link(transport)
     return link
 
 
 @cache
-def _process_token() -> bytes:
+def _process_token() -> str:
     """What tells this process from all others."""
-    return os.urandom(TOKEN_BYTES)
+    return secrets.token_hex(TOKEN_BYTES)
 
 
 def measure_link(transport: Transport) -> Link:
@@ -267,7 +265,6 @@ def _kinds_of_work() -> list[tuple[Callable[[], object], int]]:
         out[at] = torch.add(out[at], stream[1])
 
     def scan() -> None:
-        total.isfinite()
         total.write(out, 1.0)
 
     def select() -> None:

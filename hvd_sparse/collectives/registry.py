@@ -110,9 +110,7 @@ BY_NAME: Mapping[str, Algorithm] = MappingProxyType(
 """The entries by all their names, aliases included."""
 
 
-def names_of(
-    wanted: Callable[[Algorithm], bool] = lambda entry: True, *, aliases: bool = False
-) -> tuple[str, ...]:
+def names_of(wanted: Callable[[Algorithm], bool], *, aliases: bool = False) -> tuple[str, ...]:
     """Names of the algorithms that `wanted` accepts, in order."""
     return tuple(
         name for name, entry in BY_NAME.items() if wanted(entry) and (aliases or name == entry.name)

@@ -26,7 +26,7 @@ from hvd_sparse.collectives.registry import BY_NAME, cost
 from hvd_sparse.cost_model import (
     NOTHING,
     PLAIN_BYTES,
-    VALUE_BYTES,
+    WORD_BYTES,
     Cost,
     Link,
     WireBytes,
@@ -104,7 +104,7 @@ def shared(card: Link, local_size: int) -> Link:
 
 def through_memory(link: Link) -> Link:
     """The link inside a host where nobody has measured it: a byte takes what adding it takes."""
-    beta = link.computing.added_values / VALUE_BYTES
+    beta = link.computing.added_values / WORD_BYTES
     return Link(min(INSIDE_ALPHA_S, link.alpha_s), beta)
 
 

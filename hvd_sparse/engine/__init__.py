@@ -15,7 +15,8 @@ docs/architecture.md has the steps of a bucket (`exchange.py`); `worker.py` runs
 * `state.py` is one rank's state by parameter, so that it fits any plan and, through
   `checkpoint.py`, any number of ranks.
 
-The engine knows neither Horovod nor what is on a device; `lane.py` alone names CUDA.
+The engine does not know Horovod. `lane.py` orders a bucket's work on a CUDA device; elsewhere a
+device decides on sizes, and on where messages land.
 """
 
 from hvd_sparse.engine.account import Observer

@@ -57,7 +57,6 @@ class Bucket:
             views. It is written again only after all of the bucket's next gradients have come.
         taken: The entries to send, between selection and exchange; else None.
         reduced: The step's result before it is decoded; else None.
-        poisoned: Whether the step's result is non-finite somewhere.
         is_open: Whether the last step has changed the state, and nobody has said if it counts.
         exponents_of: Gives a preconditioned tensor's units by name, contiguous int8 `(*shape)`,
             another object for others; None: they are 1.
@@ -108,7 +107,6 @@ class Bucket:
         self.reduced: Sum | None = None
         parts = decoded.split([spec.numel for spec in specs])
         self._views: list[Tensor] = [x.view(s.shape) for x, s in zip(parts, specs, strict=True)]
-        self.poisoned = False
         self.is_open = False
         self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None
         self.exponents_of: Callable[[str], Tensor | None] = lambda name: None

@@ -331,10 +331,6 @@ def _told(spec: TensorSpec, at: Mapping[str, str]) -> dict[str, Any]:
     return {"name": spec.label, "shape": spec.shape, "dtype": spec.dtype, "place": place}
 
 
-def text_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
 def _exchanged(
     assignment: Assignment, plan: list[dict[str, Any]], transport: Transport, channel: str
 ) -> list[dict[str, Any]]:

@@ -121,19 +121,17 @@ class Engine:
         method = None if name is None else self.method_of(name)
         return method is not None and method.memory.momentum > 0
 
-    def settle(self, counts: bool | None = None, undone: Collection[str] = ()) -> bool:
+    def settle(self, counts: bool = True, undone: Collection[str] = ()) -> bool:
         """Keep the last step, or take it back as if it had never been; between steps.
 
         A step that was not settled is settled when the first gradient of the next one is submitted.
-        `counts` says whether its results were applied (None: if all are finite), and `undone` which
-        tensors' results were not all the same. Returns whether this call took a step back.
+        `counts` says whether its results were applied, and `undone` which tensors' results were not
+        all the same. Returns whether this call took a step back.
         """
         self._spent = []
         if not (self._unsettled or self.residuals.is_releasing):
             return False
         self._unsettled = False
-        if counts is None:
-            counts = not any(bucket.poisoned for bucket in self._buckets)
         if undone and self.residuals.changed <= set(undone):
             counts = False
         if not counts:
@@ -199,14 +197,10 @@ class Engine:
         assert self._transport is not None
         agree_on_assignment(self.assignment, self._transport)
 
-    def connect(self, transport: Transport, hosts: Hosts | None = None) -> None:
-        """Use a transport from the next step on, with a new plan and the old residuals.
-
-        Without `hosts` there are no two levels: all ranks exchange with each other.
-        """
+    def connect(self, transport: Transport) -> None:
+        """Use a transport from the next step on, with a new plan and the old residuals."""
         self.disconnect()
         self._worker.connect(transport)
-        self.hosts = hosts
 
     def disconnect(self) -> None:
         """Stop the background threads and close the transport; keep the state."""

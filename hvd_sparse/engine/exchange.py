@@ -66,7 +66,6 @@ def reduce(bucket: Bucket) -> Reduction:
         bucket.reduced = applied if bucket.inside is None else bucket.inside.gather(applied)
     bucket.step += 1
     of_all = reduction.reduced if bucket.inside is None else bucket.reduced
-    bucket.poisoned = not of_all.isfinite()
 
     spent = transport.traffic.since(traffic)
     stats.nnz_selected, stats.nnz_applied = taken.nnz, of_all.nnz

@@ -19,10 +19,10 @@ from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.collectives import Collective, IndexUnion
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, Algorithm, name_of
 from hvd_sparse.collectives.sparcml import SsarRecursiveDouble
-from hvd_sparse.cost_model import INDEX_BYTES, WireBytes
+from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.selectors import Selector
 from hvd_sparse.selectors.correction import MOST_TIMES_K
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.streams import INDEX_BYTES, SparseStream
 from hvd_sparse.wire import PLAIN
 
 

@@ -11,8 +11,8 @@ p.grad ◄─ decode all shards ◄───────────────
 * `Grid` says which rank is on which host (hosts.py). A `GroupTransport` connects the ranks of a
   host (`Hosts.inside`), another one the ranks with the same local rank (`Hosts.across`).
 * `InsideHost` is the exchange inside the host. `SharedHost` (shared.py) uses shared memory;
-  `OverTransport` (inside.py) sends messages; `OverDevices` (inside.py) sends gradients from device
-  to device over NCCL. All ranks of a host decode the same bytes.
+  `OverDevices` (inside.py) sends gradients from device to device over NCCL. All ranks of a host
+  decode the same bytes.
 * A state has whole tensors, zero outside the shard, so that the sum over all ranks is as with one
   level. `Bucket.load` adds up what the ranks of a host bring, and keeps the shard. The states of
   selectors and collectives belong to the shard.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.hosts.inside import SHARDS, InsideHost, OverDevices, OverTransport, scattered
+from hvd_sparse.hosts.inside import InsideHost, OverDevices, scattered
 from hvd_sparse.hosts.shared import SharedHost, share
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.nccl import NcclTransport
@@ -28,7 +28,6 @@ class Slot(NamedTuple):
     local_rank: int
     local_size: int
     cross_rank: int
-    cross_size: int
 
 
 @dataclass(frozen=True)
@@ -103,21 +102,18 @@ class Hosts:
     """What an engine needs for two levels; `transport` connects all ranks.
 
     `across` connects the ranks with this local rank, one of each host, and `inside` those of this
-    host, which exchange by messages unless they share memory.
+    host.
     """
 
-    def __init__(
-        self, transport: PointToPointTransport, grid: Grid, *, shares_memory: bool = True
-    ) -> None:
+    def __init__(self, transport: PointToPointTransport, grid: Grid) -> None:
         self.grid = grid
         self.across = GroupTransport(transport, grid.across, ACROSS)
         self.inside = GroupTransport(transport, grid.inside, INSIDE)
         self._transport = transport
-        self._shares_memory = shares_memory
 
     def problem(self) -> str:
         """Why the ranks of this host cannot share memory, or ""; collective over the host."""
-        return share(self.inside, 0)[1] if self._shares_memory else ""
+        return share(self.inside, 0)[1]
 
     @property
     def kind(self) -> str:
@@ -132,10 +128,8 @@ class Hosts:
         transport = self._transport
         if isinstance(transport, NcclTransport) and device.type == transport.device.type:
             return OverDevices(transport, self.inside, numel)
-        if self._shares_memory:
-            return SharedHost(transport, self.inside, numel, dtype)
-        return OverTransport(self.inside, numel)
+        return SharedHost(transport, self.inside, numel, dtype)
 
     def shard_of(self, whole: Tensor, exchange: InsideHost) -> Tensor:
         """The sum over the host's ranks of this rank's shard of a float32 vector, between steps."""
-        return scattered(self.inside, whole, exchange.bounds, SHARDS)
+        return scattered(self.inside, whole, exchange.bounds)

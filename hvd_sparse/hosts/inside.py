@@ -2,7 +2,7 @@
 
 Symbols: L ranks of one host, n elements of the bucket, m those of a shard, about n / L.
 
-| step | over a transport, a rank sends | through shared memory, a rank reads and writes |
+| step | between devices, a rank sends | through shared memory, a rank reads and writes |
 |---|---|---|
 | reduce_scatter | n (L - 1) / L values | 2 (n - m) values to copy, n + m to sum |
 | gather | its stream L - 1 times | its stream, and L - 1 others |
@@ -27,7 +27,7 @@ from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.nccl import NcclTransport
 from hvd_sparse.wire import PLAIN
 
-SUMS, STREAMS, SHARDS = "host.sums", "host.streams", "host.shards"
+STREAMS, SHARDS = "host.streams", "host.shards"
 
 SHARD_ALIGNMENT = 16
 """In elements: shards of float32 begin on cache lines, so that no two ranks write one line."""
@@ -78,26 +78,7 @@ class InsideHost(ABC):
         return DenseSum(tuple(parts), self.bounds[-1])
 
 
-class OverTransport(InsideHost):
-    """The exchange by messages; `transport` connects the ranks of the host, and no others."""
-
-    needs_order = True
-
-    def __init__(self, transport: Transport, numel: int) -> None:
-        super().__init__(transport.rank, transport.world_size, numel)
-        self._transport = transport
-
-    @override
-    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        return scattered(self._transport, flat, self.bounds, SUMS)
-
-    @override
-    def gather(self, own: Sum) -> DenseSum:
-        return self._read(self._transport.allgather(self._message(own), channel=STREAMS))
-
-
-class OverDevices(OverTransport):
+class OverDevices(InsideHost):
     """The exchange where the ranks of a host have a device each.
 
     Gradients are cut into shards on the device, and go to the other devices over NCCL, all to all.
@@ -106,15 +87,17 @@ class OverDevices(OverTransport):
     streams, which are on the host, go by messages. `transport` connects the devices of all ranks.
     """
 
+    needs_order = True
+
     def __init__(self, transport: NcclTransport, inside: GroupTransport, numel: int) -> None:
-        super().__init__(inside, numel)
-        self._devices, self._ranks = transport, inside.ranks
+        super().__init__(inside.rank, inside.world_size, numel)
+        self._devices, self._inside = transport, inside
 
     @override
     def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         sizes = [stop - start for start, stop in pairwise(self.bounds)]
-        shards = dict(zip(self._ranks, flat.split(sizes), strict=True))
+        shards = dict(zip(self._inside.ranks, flat.split(sizes), strict=True))
         by_rank = sorted(shards)  # the order of an all-to-all's parts
         if by_rank != list(shards):
             flat = torch.cat([shards[rank] for rank in by_rank])
@@ -124,20 +107,24 @@ class OverDevices(OverTransport):
             dict.fromkeys(by_rank, self.shard_numel * flat.itemsize),
         )
         vectors = dict(zip(by_rank, arrived.view(flat.dtype).chunk(len(by_rank)), strict=True))
-        first, *others = (vectors[rank] for rank in self._ranks)
+        first, *others = (vectors[rank] for rank in self._inside.ranks)
         total = first.to(torch.float32, copy=True)
         for vector in others:
             total += vector
         return total
 
+    @override
+    def gather(self, own: Sum) -> DenseSum:
+        return self._read(self._inside.allgather(self._message(own), channel=STREAMS))
 
-def scattered(inside: Transport, flat: Tensor, bounds: Sequence[int], channel: str) -> Tensor:
+
+def scattered(inside: Transport, flat: Tensor, bounds: Sequence[int]) -> Tensor:
     """The sum over a host's ranks of this rank's shard of a vector.
 
     `flat` is `(n,)`, of a gradient's type, on any device; the sum is float32 `(m,)` on the same.
     """
     mine = ops.moved((flat,), CPU)[0].split([stop - start for start, stop in pairwise(bounds)])
-    arrived = inside.all_to_all([(shard,) for shard in mine], channel=channel)
+    arrived = inside.all_to_all([(shard,) for shard in mine], channel=SHARDS)
     total = torch.empty(mine[inside.rank].numel(), dtype=torch.float32, device="cpu")
     ops.sum_vectors(total, [message.view(flat.dtype) for message in arrived])
     return ops.moved((total,), flat.device)[0]

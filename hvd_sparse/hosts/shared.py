@@ -34,10 +34,10 @@ from hvd_sparse.hosts.inside import InsideHost
 from hvd_sparse.ops.pages import ask_for_large_pages
 from hvd_sparse.streams import CPU, DenseSum, Sum
 from hvd_sparse.transports.group import GroupTransport
-from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 from hvd_sparse.transports.supervised import Awaiting
 from hvd_sparse.transports.transport import gather_json
+from hvd_sparse.transports.waiting import Pauses
 
 SPIN_S = 1e-4
 LINE_BYTES = 64

@@ -39,6 +39,7 @@ from hvd_sparse import ops
 from hvd_sparse.memories.error_feedback import ErrorFeedback, within
 from hvd_sparse.streams import SparseStream, Sum, sum_of
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.transport import gather_json
 
 
 class GlobalMomentum(ErrorFeedback):
@@ -149,9 +150,7 @@ class GlobalMomentum(ErrorFeedback):
             return
         share = self.share.to("cpu")
         digest = hashlib.sha256(share.indices.numpy().tobytes() + share.values.numpy().tobytes())
-        mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
-        theirs = transport.allgather((mine,), channel="momentum")
-        if all(torch.equal(each, theirs[0]) for each in theirs):
+        if len(set(gather_json(transport, digest.hexdigest(), "momentum"))) == 1:
             return
         total = torch.zeros(share.numel, dtype=torch.float32, device="cpu")
         ops.decode(total, share.indices, share.values)

@@ -27,7 +27,7 @@ def sample_accumulator(accumulation: Accumulation, runs: int, run_numel: int, se
     Run r is one of the stretches from multiple to multiple of `run_numel` with numbers from
     r·m // runs up to (r + 1)·m // runs, where m = n // run_numel: every part of the vector has its
     share, and no order within it, such as a layer's width, meets that of the sample. Memory is read
-    by the cache line: 8 consecutive elements cost little more than one does.
+    by the cache line: 16 consecutive elements cost little more than one does.
 
     There are `runs` in `[0, m]`, each of at least one element; the seed is in [0, 2**64). Returns
     float32 `(runs · run_numel,)`, in the order of the elements.

@@ -20,7 +20,6 @@ from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import write_text
 
 VERSION = 4
-CPU = "cpu"
 REFERENCE_NUMEL = 1 << 20
 """Elements at which costs of two worlds are compared."""
 
@@ -93,7 +92,7 @@ class Place:
     world_size: int
     transport: str
     torch: str
-    device: str = CPU
+    device: str = "cpu"
 
     @staticmethod
     def from_json(data: Any) -> Place:
@@ -244,6 +243,6 @@ def processor() -> str:
     return names[0] if names else "unknown processor"
 
 
-def place_of(transport_name: str, world_size: int, hosts: int, device: str = CPU) -> Place:
+def place_of(transport_name: str, world_size: int, hosts: int, device: str = "cpu") -> Place:
     """The place of this process."""
     return Place(host_class(hosts), world_size, transport_name, str(torch.__version__), device)

@@ -22,6 +22,7 @@ from hvd_sparse.engine.bucketing import Method, MethodId, TensorSpec
 from hvd_sparse.engine.exchange import decode, reduce, select
 from hvd_sparse.engine.stats import StepStats
 from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, Profile, fit_line
+from hvd_sparse.streams import CPU
 from hvd_sparse.transports import Transport
 
 LIMIT_S = 3.0
@@ -30,7 +31,6 @@ LEAST_SIZES = 2
 """Sizes that are always measured: a line needs two points."""
 LEAST_GROWTH = 3.0
 """Sizes grow at least until the fixed part is no longer most of the time."""
-CPU_DEVICE = torch.device("cpu")
 WARMUP_STEPS = 3
 TIMED_STEPS = 5
 AFTER_WARMUP = 1 << 30
@@ -46,7 +46,7 @@ def measure_profile(
     methods: Mapping[MethodId, Method],
     place: Place,
     limit_s: float = LIMIT_S,
-    device: torch.device = CPU_DEVICE,
+    device: torch.device = CPU,
     most_numel: int = NUMELS[-1],
 ) -> Profile:
     """Measure dense allreduces and all methods; all ranks call this together.
@@ -87,7 +87,7 @@ def measure_method(
     method: Method,
     numels: Sequence[int],
     share_s: float,
-    device: torch.device = CPU_DEVICE,
+    device: torch.device = CPU,
 ) -> MethodCosts:
     """The costs of one method, measured in about `share_s` seconds."""
     seconds = _sweep(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from hvd_sparse.engine.bucketing import Choice, Method, MethodId, TensorSpec, text_tensor
+from hvd_sparse.engine.bucketing import Choice, Method, MethodId, TensorSpec
 from hvd_sparse.errors import HvdSparseError, PlanError, warn
 from hvd_sparse.planner.choose import (
     ChosenPlan,
@@ -31,7 +31,7 @@ from hvd_sparse.planner.choose import (
     dense_plan,
     matched_to,
 )
-from hvd_sparse.planner.costs import CPU, Place, Profile, place_of
+from hvd_sparse.planner.costs import Place, Profile, place_of
 from hvd_sparse.planner.measure import LIMIT_S, DenseAllreduce, measure_profile
 from hvd_sparse.planner.remembered import (
     Key,
@@ -45,7 +45,9 @@ from hvd_sparse.planner.remembered import (
     recall,
 )
 from hvd_sparse.planner.trial import CONTENDERS, TIMED_STEPS, Took, Trial, lateness, slowest
+from hvd_sparse.streams import CPU
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.transport import gather_json
 
 if TYPE_CHECKING:  # the policy package needs pydantic, which a planner does not
     from hvd_sparse.policy.assignment import PolicyAssignment
@@ -122,7 +124,7 @@ class World:
 
     transport: Transport
     dense_allreduce: DenseAllreduce
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    device: torch.device = CPU
 
 
 class Planner:
@@ -277,7 +279,8 @@ class Planner:
                 decision = decide()
             except (HvdSparseError, OSError) as error:
                 decision = {"error": str(error)}
-        sent = transport.broadcast((text_tensor(json.dumps(decision)),), 0, channel="planner")
+        text = torch.frombuffer(bytearray(json.dumps(decision).encode()), dtype=torch.uint8)
+        sent = transport.broadcast((text,), 0, channel="planner")
         decision = json.loads(bytes(sent.numpy()))
         if "error" in decision:
             raise PlanError(f"rank 0 cannot plan: {decision['error']}")
@@ -442,17 +445,16 @@ def tell(words: str) -> None:
         print(f"hvd_sparse: Planner: {words}.", file=sys.stderr, flush=True)
 
 
-def meet(transport: Transport, device: torch.device | None = None) -> Place:
+def meet(transport: Transport, device: torch.device) -> Place:
     """Where the ranks are. The number of host names is the number of hosts."""
-    names = transport.allgather((text_tensor(socket.gethostname()),), channel="hosts")
-    hosts = len({bytes(name.numpy()) for name in names})
+    hosts = len(set(gather_json(transport, socket.gethostname(), "hosts")))
     return place_of(transport.name, transport.world_size, hosts, device_name(device))
 
 
-def device_name(device: torch.device | None) -> str:
+def device_name(device: torch.device) -> str:
     """The device as costs depend on it: "cpu", or the name of a CUDA device."""
-    if device is None or device.type == "cpu":
-        return CPU
+    if device.type == "cpu":
+        return "cpu"
     if device.type == "cuda" and torch.cuda.is_available():
         return str(torch.cuda.get_device_name(device))
     return device.type

@@ -23,9 +23,6 @@ from hvd_sparse.policy.assignment import Condition, PolicyAssignment, Rule
 from hvd_sparse.policy.document import Document, Path, read_file, shown, suggestion
 from hvd_sparse.policy.schema import Match, policy_model
 
-PLANNABLE = LOSSLESS_CANDIDATES
-"""Collectives among which a planner chooses, where a rule names none. Others it must name."""
-
 
 @dataclass(frozen=True)
 class Policy:
@@ -110,9 +107,7 @@ def assign(
     Raises:
         ConfigError: A rule asks for a module's class, but there is no model.
     """
-    owners = {} if model is None else owning_modules(model)
-    modules = {name: owners[id(p)] for name, p in named or () if id(p) in owners}
-    assignment = PolicyAssignment(policy.rules, modules)
+    assignment = PolicyAssignment(policy.rules, owning_modules(model, named or ()))
     asking = assignment.needs_modules()
     if asking and model is None:
         path = ("rules", asking[0].place, "match", "module")
@@ -146,10 +141,11 @@ def taken_by(rules: Iterable[Rule]) -> set[str]:
     return taken | {"compressor", "bucket"}
 
 
-def owning_modules(model: Module) -> dict[int, str]:
-    """The class of the module that owns each parameter, by the parameter's `id`."""
-    pairs = ((p, module) for module in model.modules() for p in module.parameters(recurse=False))
-    return {id(p): type(module).__name__ for p, module in pairs}
+def owning_modules(model: Module | None, named: Iterable[tuple[str, Parameter]]) -> dict[str, str]:
+    """The class of the module that owns each parameter, by name, where the model has it."""
+    modules = () if model is None else model.modules()
+    owners = {id(p): type(m).__name__ for m in modules for p in m.parameters(recurse=False)}
+    return {name: owners[id(p)] for name, p in named if id(p) in owners}
 
 
 def sparse_embeddings(model: Module) -> set[int]:
@@ -213,7 +209,7 @@ def collectives_of(arguments: Mapping[str, Any]) -> Sequence[Any]:
     """
     named = arguments.get("collective", AUTOMATIC)
     if named == AUTOMATIC:
-        return PLANNABLE
+        return LOSSLESS_CANDIDATES
     return check_collective("collective", named).split(SEPARATOR)
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from hvd_sparse.accumulator import Accumulator
 from hvd_sparse.selectors.correction import keep_largest, take_more
-from hvd_sparse.selectors.sampled import SampledThreshold
+from hvd_sparse.selectors.sampled import SAMPLE_SHARE, SampledThreshold
 from hvd_sparse.selectors.selector import Selector, own_k
 from hvd_sparse.selectors.thresholded import TOLERANCE
 from hvd_sparse.streams import SparseStream
@@ -35,12 +35,11 @@ class BisectionTopK(SampledThreshold, Selector):
 
     def __init__(
         self,
-        sample_share: float = 0.01,
+        sample_share: float = SAMPLE_SHARE,
         tolerance: float = TOLERANCE,
         halvings: int = HALVINGS,
-        seed: int = 0,
     ) -> None:
-        super().__init__(sample_share, seed)
+        super().__init__(sample_share)
         self.tolerance = tolerance
         self.halvings = halvings
         self.threshold = 0.0

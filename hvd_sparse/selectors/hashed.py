@@ -44,18 +44,15 @@ class HashedExtraction(Extraction):
 
     kept = ("step",)
 
-    def __init__(
-        self, slots_per_entry: float = 3.0, slots_per_bucket: int = 8, seed: int = 0
-    ) -> None:
+    def __init__(self, slots_per_entry: float = 3.0, slots_per_bucket: int = 8) -> None:
         self.slots_per_entry = slots_per_entry
         self.slots_per_bucket = slots_per_bucket
-        self.seed = seed
         self.step = 0
 
     @override
     def extract(self, accumulator: Accumulator, threshold: float, expected: float) -> SparseStream:
         buckets = math.ceil(self.slots_per_entry * expected / self.slots_per_bucket)
-        seed = mixed(self.seed, self.step)
+        seed = mixed(0, self.step)
         self.step += 1
         return accumulator.hash_select(
             threshold, buckets * self.slots_per_bucket, self.slots_per_bucket, seed

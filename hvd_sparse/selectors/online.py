@@ -24,13 +24,7 @@ CANDIDATE_MARGIN = 0.9
 
 
 class OnlineThreshold(SampledThreshold, Selector):
-    """Candidates: everything in the scope that reaches 0.9 of the ranks' threshold.
-
-    The `seed` is that of the samples that stand in where there is no threshold yet.
-    """
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed=seed)
+    """Candidates: everything in the scope that reaches 0.9 of the ranks' threshold."""
 
     @override
     def select(self, accumulator: Accumulator, k: int) -> SparseStream:

@@ -47,15 +47,14 @@ class SamplingEstimator(Estimator):
 
     kept = ("step",)
 
-    def __init__(self, sample_share: float = SAMPLE_SHARE, seed: int = 0) -> None:
+    def __init__(self, sample_share: float = SAMPLE_SHARE) -> None:
         self.share = sample_share
-        self.seed = seed
         self.step = 0
 
     def sample(self, accumulator: Accumulator) -> Tensor:
         """Magnitudes of some thousand elements at least, or of all; float32 `(R, run)`."""
         runs, run_numel = runs_of(accumulator.numel, self.share)
-        magnitudes = accumulator.sample(runs, run_numel, mixed(self.seed, self.step))
+        magnitudes = accumulator.sample(runs, run_numel, mixed(0, self.step))
         self.step += 1
         return magnitudes.view(-1, run_numel)
 

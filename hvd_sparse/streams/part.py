@@ -240,14 +240,6 @@ class DenseSum:
     def as_stream(self) -> SparseStream:
         return self._stream
 
-    def isfinite(self) -> bool:
-        for part in self.parts:
-            if part.values.numel():
-                low, high = torch.aminmax(part.values)  # NaN goes through
-                if not bool(low.isfinite() & high.isfinite()):
-                    return False
-        return True
-
     def write(self, out: Tensor, scale: float) -> None:
         """Write the vector times `scale`; as `SparseStream.write` does."""
         for part in self.parts:

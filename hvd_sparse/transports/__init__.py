@@ -16,7 +16,7 @@ from one, and the collectives are made of it. All ranks make the same calls in t
   what NCCL pads.
 * A rank that fails, is silent or makes other calls ends its peers' waits (supervised.py, watch.py,
   lines.py). docs/reliability.md lists the bounds, and the ports.
-* `auto` never takes NCCL: its second communicator beside Horovod's has run on no device yet.
+* `auto` never takes NCCL: its communicator has run on one device only, and beside no other.
 * A `GroupTransport` (group.py) is a view of some ranks, for two levels (`hvd_sparse.hosts`).
 """
 

@@ -28,7 +28,6 @@ from hvd_sparse.errors import (
     TransportTimeout,
 )
 from hvd_sparse.transports.gloo import CONNECTING_S, GlooTransport
-from hvd_sparse.transports.horovod_handles import outcome_of, wait_for
 from hvd_sparse.transports.lines import Address, Line, connect_lines
 from hvd_sparse.transports.local import LocalWorld
 from hvd_sparse.transports.meeting import (
@@ -45,6 +44,7 @@ from hvd_sparse.transports.mpi import MpiTransport, problem_with_mpi
 from hvd_sparse.transports.nccl import NcclTransport, problem_with_nccl
 from hvd_sparse.transports.supervised import SupervisedTransport
 from hvd_sparse.transports.transport import Transport
+from hvd_sparse.transports.waiting import outcome_of, wait_for
 from hvd_sparse.transports.watch import Watch
 
 TRANSPORT_NAMES = ("auto", "gloo", "mpi", "nccl")

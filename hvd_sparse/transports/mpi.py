@@ -19,9 +19,9 @@ import torch
 from typing_extensions import override
 
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
-from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.point_to_point import Exchange, PointToPointTransport, Request
 from hvd_sparse.transports.transport import started
+from hvd_sparse.transports.waiting import Pauses
 
 SPIN_S = 50e-6
 """Spin this long before sleeping: longer than a small message takes between two cores."""

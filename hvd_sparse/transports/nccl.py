@@ -38,11 +38,11 @@ from typing_extensions import override
 from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports.framing import POOLED_BYTES, Payload
 from hvd_sparse.transports.gloo import LONGEST_WAIT, GlooTransport
-from hvd_sparse.transports.horovod_handles import Pauses
 from hvd_sparse.transports.meeting import MeetingStore, dist
 from hvd_sparse.transports.point_to_point import Request
 from hvd_sparse.transports.supervised import Awaiting
 from hvd_sparse.transports.transport import Handle, started
+from hvd_sparse.transports.waiting import Pauses
 
 DIRECT_BYTES = POOLED_BYTES
 """Up to this capacity gloo is quicker: NCCL needs two copies and a launch first."""

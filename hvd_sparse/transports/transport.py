@@ -347,7 +347,7 @@ def started(name: str, call: Callable[[], Result]) -> Future[Result]:
     def run() -> None:
         try:
             outcome.set_result(call())
-        except Exception as error:  # of MPI or NCCL, which have no common type
+        except BaseException as error:  # whatever it is, the one who waits is told
             outcome.set_exception(error)
 
     start_thread(name, run)

@@ -40,10 +40,10 @@ from hvd_sparse.errors import (
     TransportTimeout,
 )
 from hvd_sparse.transports.framing import Context
-from hvd_sparse.transports.horovod_handles import WAITING
 from hvd_sparse.transports.lines import Line, Message
 from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
 from hvd_sparse.transports.transport import start_thread
+from hvd_sparse.transports.waiting import WAITING
 
 logger = logging.getLogger("hvd_sparse")
 

@@ -127,7 +127,7 @@ def test_what_is_not_finite_reaches_every_rank(name: str, wire: str, spoil: floa
         return build(transport, 1000, 20, wire=TESTED_WIRES[wire]).reduce(stream).reduced
 
     for reduced in run_ranks(3, worker):
-        assert not reduced.isfinite()
+        assert not reduced.as_stream().isfinite()
 
 
 def test_gtopk_returns_what_a_node_dropped_and_another_path_applied() -> None:

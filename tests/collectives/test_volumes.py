@@ -26,6 +26,7 @@ from hvd_sparse.collectives import (
     TopkAllgather,
 )
 from hvd_sparse.collectives.oktopk import BINS, FINE, HEAD_BYTES
+from hvd_sparse.collectives.registry import BY_NAME, cost
 from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.topology import allgather_messages
@@ -371,3 +372,22 @@ def test_oktopk_refuses_a_message_without_its_counts() -> None:
             collective.reduce(stream)
 
     run_ranks(3, worker)
+
+
+@pytest.mark.parametrize("P", [3, 4, 7])
+@pytest.mark.parametrize("name", ["topk_allgather", "ssar_recursive_double", "gtopk", "spardl"])
+def test_no_pattern_exceeds_a_formula(name: str, P: int) -> None:
+    """Sent and received by any rank, against the most that the cost model allows for."""
+    k, numel = 100 * P, 100 * P * 60
+    most = cost(name, P, numel, k).most.words
+    for pattern in PATTERNS:
+        streams = PatternStreams(pattern=pattern)
+
+        def drawn(
+            numel: int, k: int, rank: int, P: int, streams: PatternStreams = streams
+        ) -> SparseStream:
+            return streams.stream(rank, 0, numel, k, P)
+
+        volume, _ = volume_of(P, numel, k, drawn, BY_NAME[name].collective)
+        for end in (0, 1):
+            assert max(volume.words(end)) <= 1.1 * most + slack(volume, P), (pattern, end)

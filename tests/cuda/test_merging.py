@@ -25,17 +25,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 Device = Pretended | Present
 NUMEL, K, STEPS = 6000, 300, 4
 COSTS = {
-    "dense": (6, 4, 1),
-    "topk_allgather": (5, 6, 2),
-    "ssar_recursive_double": (5, 6, 2),
-    "ssar_split_allgather": (6, 8, 6),
-    "dsar_split_allgather": (8, 6, 5),
-    "gtopk": (11, 14, 5),
-    "oktopk": (7, 9, 3),
-    "spardl": (14, 18, 7),
-    "index_union": (9, 7, 5),
-    "exdyna": (8, 8, 7),
-    "clt_k": (6, 4, 5),
+    "dense": (5, 3, 1),
+    "topk_allgather": (4, 5, 2),
+    "ssar_recursive_double": (4, 5, 2),
+    "ssar_split_allgather": (5, 7, 6),
+    "dsar_split_allgather": (6, 6, 5),
+    "gtopk": (10, 13, 5),
+    "oktopk": (6, 8, 3),
+    "spardl": (13, 17, 7),
+    "index_union": (8, 6, 5),
+    "exdyna": (7, 7, 7),
+    "clt_k": (5, 3, 5),
 }
 """Of a step of the first of two ranks: waits of the host, copies to the host, copies from it."""
 

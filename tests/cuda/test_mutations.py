@@ -427,10 +427,13 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "FEW_GROUPS", 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_without_mutation(shims: dict[bool, Shim], family: str) -> None:
+@pytest.mark.parametrize(
+    ("sanitized", "family"),
+    [*((False, family) for family in FAMILIES), (True, "accumulate"), (True, "streams")],
+)
+def test_without_mutation(shims: dict[bool, Shim], family: str, sanitized: bool) -> None:
     for seed in range(2):
-        run(shims[False], family, None, seed)
+        run(shims[sanitized], family, None, seed)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

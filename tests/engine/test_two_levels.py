@@ -144,7 +144,8 @@ def test_tensors_leave_and_come_back_by_shards(part_numel: int | None) -> None:
     def worker(transport: LocalTransport) -> list[dict[str, Any]]:
         method = METHODS["topk"](density=0.05, bucket_numel=10_000).make()
         engine = Engine(replace(method, part_numel=part_numel))
-        engine.connect(transport, Hosts(transport, Grid.regular(2, 2, transport.rank)))
+        engine.connect(transport)
+        engine.hosts = Hosts(transport, Grid.regular(2, 2, transport.rank))
         rank, states = transport.rank, []
 
         def step(number: int, frozen: str = "") -> None:
@@ -202,9 +203,9 @@ def test_two_levels_give_way_to_one_and_come_back() -> None:
 
         def worker(transport: LocalTransport, grid: Any = grid, round_: int = round_) -> Any:
             engine = engines[transport.rank]
-            hosts = grid and Hosts(transport, Grid.regular(*grid, transport.rank))
             before = engine.state_dict()
-            engine.connect(transport, hosts)
+            engine.connect(transport)
+            engine.hosts = grid and Hosts(transport, Grid.regular(*grid, transport.rank))
             results = reduced(engine, gradients_of(round_, transport.rank))
             engine.settle(counts=True)
             after = engine.state_dict()

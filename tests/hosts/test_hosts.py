@@ -10,11 +10,7 @@ from hvd_sparse.hosts import Grid, Slot, grid_of
 
 def slots(*hosts: int) -> list[Slot]:
     """Of ranks that count through hosts of so many workers."""
-    return [
-        Slot(local, size, host, len(hosts))
-        for host, size in enumerate(hosts)
-        for local in range(size)
-    ]
+    return [Slot(local, size, host) for host, size in enumerate(hosts) for local in range(size)]
 
 
 def test_a_grid_knows_who_is_in_the_host_and_who_is_across() -> None:

@@ -138,24 +138,6 @@ def test_one_entry_step_by_step() -> None:
         assert seen[3] == [5.0, 0.0, 0.0]  # 0.5 · 8 + 1 each
 
 
-def test_it_has_no_buffer_of_the_vectors_size() -> None:
-    """What it holds beside plain error feedback grows with k."""
-
-    def worker(transport: Transport) -> int:
-        method = replace(method_of("global", density=4 / NUMEL), selector=ExactTopK)
-        bucket = bucket_by(method, transport, NUMEL)
-        for step in range(3):
-            step_of(bucket, [gradient(0, step)])
-        held = set()
-        for value in vars(bucket.memory).values():
-            for each in value if isinstance(value, tuple) else (value,):
-                if isinstance(each, SparseStream):
-                    held.add(each.nnz)
-        return max(held)
-
-    assert run_ranks(1, worker, timeout_s=10.0) == [4]
-
-
 def test_a_sum_that_is_not_finite_leaves_a_finite_share() -> None:
     memory = GlobalMomentum(3, torch.device("cpu"), 1, momentum=0.5)
     memory.accumulate([torch.ones(3)], 1)

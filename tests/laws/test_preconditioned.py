@@ -44,8 +44,9 @@ def engine_of(
     options = {"density": 0.05, "bucket_numel": 600, "momentum": 0.0, **REQUIRED.get(name, {})}
     method = METHODS[name](**options, preconditioned=True, dense_steps=DENSE_STEPS, **arguments)
     engine = Engine(method.make())
-    hosts = None if grid is None else Hosts(transport, Grid.regular(*grid, transport.rank))
-    engine.connect(transport, hosts)
+    engine.connect(transport)
+    if grid is not None:
+        engine.hosts = Hosts(transport, Grid.regular(*grid, transport.rank))
     engine.exponents_of = units.now.get
     return engine
 

@@ -62,7 +62,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "local": {"momentum": 0.5, "momentum_kind": "local"},
     "global": {"momentum": 0.5, "momentum_kind": "global"},
     "global nesterov": {"momentum": 0.5, "momentum_kind": "global", "nesterov": True},
-    "clipped": {"clip_norm": 1e9},
+    "clipped": {"clip_norm": 100.0},
 }
 
 

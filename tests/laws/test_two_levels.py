@@ -27,13 +27,12 @@ def engine_of(
     transport: LocalTransport,
     grid: tuple[int, int],
     name: str = "topk",
-    shares_memory: bool = True,
     **arguments: Any,
 ) -> Engine:
     arguments = {"density": 0.05, "bucket_numel": 600, **REQUIRED.get(name, {}), **arguments}
     engine = Engine(METHODS[name](**arguments).make())
-    hosts = Hosts(transport, Grid.regular(*grid, transport.rank), shares_memory=shares_memory)
-    engine.connect(transport, hosts)
+    engine.connect(transport)
+    engine.hosts = Hosts(transport, Grid.regular(*grid, transport.rank))
     return engine
 
 
@@ -84,13 +83,10 @@ def check_laws(ranks: list[Steps], steps: int, dtype: torch.dtype = torch.float3
             before = left
 
 
-@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "messages"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_shards_and_what_was_applied_are_the_gradients(
-    grid: tuple[int, int], shares_memory: bool
-) -> None:
+def test_shards_and_what_was_applied_are_the_gradients(grid: tuple[int, int]) -> None:
     def worker(transport: LocalTransport) -> Steps:
-        return trained(engine_of(transport, grid, shares_memory=shares_memory), transport.rank, 4)
+        return trained(engine_of(transport, grid), transport.rank, 4)
 
     ranks = run_ranks(grid[0] * grid[1], worker, timeout_s=60.0)
     check_laws(ranks, 4)
@@ -113,7 +109,7 @@ def test_every_compressor(name: str) -> None:
 
 
 CASES = [("plain", collective) for collective in COLLECTIVES]
-CASES += [(memory, "oktopk") for memory in MEMORIES if memory != "plain"]
+CASES += [(memory, "oktopk") for memory in MEMORIES if memory not in ("plain", "clipped")]
 
 
 @pytest.mark.parametrize("wire", ["float32", "float16+gap", "qsgd4"])
@@ -135,20 +131,22 @@ def test_every_memory_collective_and_wire(memory: str, collective: str, wire: st
     ranks = run_ranks(4, worker, timeout_s=60.0)
     m = arguments.get("momentum", 0.0)
     for name in SHAPES:
-        before = momentum = torch.zeros(SHAPES[name], dtype=torch.float64)
+        before = momentum = lead = torch.zeros(SHAPES[name], dtype=torch.float64)
         for step, states in enumerate(zip(*ranks, strict=True)):
             applied = states[0][0][name]
             assert all(torch.equal(results[name], applied) for results, _ in states)
             came = sum(gradients_of(step, rank)[name].double() for rank in range(4))
             left = sum(state["residual"][name].double() for _, state in states)
-            if "nesterov" not in arguments:  # its lead over the sum is the optimizer's alone
-                torch.testing.assert_close(
-                    applied + left,
-                    before + came + m * momentum,
-                    rtol=0,
-                    atol=2e-3,
-                    msg=f"{name}, step {step}",
-                )
+            total = applied.double()
+            if "nesterov" in arguments:  # its lead over the sum is the optimizer's alone
+                total = lead = (total + m * lead) / (1 + m)
+            torch.testing.assert_close(
+                total + left,
+                before + came + m * momentum,
+                rtol=0,
+                atol=2e-3,
+                msg=f"{name}, step {step}",
+            )
             before = left
             if m:
                 momentum = sum(state["momentum"][name].double() for _, state in states)
@@ -183,12 +181,11 @@ def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "messages"])
-def test_gradients_may_be_strided_and_the_last_results(shares_memory: bool) -> None:
+def test_gradients_may_be_strided_and_the_last_results() -> None:
     """What is read of them must be read before the next results are written over them."""
 
     def worker(transport: LocalTransport) -> Tensor:
-        engine = engine_of(transport, (2, 2), shares_memory=shares_memory, density=1.0)
+        engine = engine_of(transport, (2, 2), density=1.0)
         gradients = gradients_of(0, transport.rank)
         gradients["a"] = gradients["a"].t().contiguous().t()
         for name, gradient in gradients.items():
@@ -206,10 +203,9 @@ def test_gradients_may_be_strided_and_the_last_results(shares_memory: bool) -> N
 
 
 @pytest.mark.parametrize("name", ["topk", "oktopk", "dgc", "exdyna"])
-@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "messages"])
-def test_a_skipped_step_leaves_no_trace(name: str, shares_memory: bool) -> None:
+def test_a_skipped_step_leaves_no_trace(name: str) -> None:
     def worker(transport: LocalTransport) -> None:
-        engine = engine_of(transport, (2, 2), name, shares_memory)
+        engine = engine_of(transport, (2, 2), name)
         for step in range(4):
             before = flattened(engine.state_dict())
             if step in (1, 3):
@@ -217,7 +213,7 @@ def test_a_skipped_step_leaves_no_trace(name: str, shares_memory: bool) -> None:
                 if transport.rank == 3:
                     gradients["a"][2, 3] = float("inf")
                 assert not reduced(engine, gradients)["a"].isfinite().all()  # on all ranks
-                engine.settle()
+                engine.settle(counts=False)
                 assert flattened(engine.state_dict()) == before, step
             reduced(engine, gradients_of(step, transport.rank))
             engine.settle(counts=True)

@@ -267,25 +267,13 @@ def test_single_slots_lose_what_the_lemma_says() -> None:
     p = (1 - 1 / m) ** entries
     epsilon = 0.01
     outside = 0
-    for step in range(40):
+    for step in range(10):
         generator = torch.Generator().manual_seed(step)
         x = torch.zeros(numel)
         x[torch.randperm(numel, generator=generator)[:entries]] = 1.0
-        extraction = HashedExtraction(1.0, 1, seed=step)
+        extraction = HashedExtraction(1.0, 1)
+        extraction.step = step
         stream = extraction.extract(Accumulator(Accumulation(x)), 0.5, entries)
         assert stream.nnz + int(x.count_nonzero()) == entries  # who lost its slot is still there
         outside += abs((m - stream.nnz) / m - p) >= epsilon
-    assert outside <= 1  # the lemma's bound is 2 exp(-m ε² / 3p) / √m, 0.4 % of the runs
-
-
-@pytest.mark.parametrize(("slots", "per_bucket", "most"), [(2.0, 8, 0.01), (4.0, 1, 0.12)])
-def test_what_loses_its_slot(slots: float, per_bucket: int, most: float) -> None:
-    numel, entries = 1 << 20, 20_000
-    generator = torch.Generator().manual_seed(9)
-    x = torch.zeros(numel)
-    x[torch.randperm(numel, generator=generator)[:entries]] = 1.0
-    extraction = HashedExtraction(slots, per_bucket)
-    lost = entries - extraction.extract(Accumulator(Accumulation(x)), 0.5, entries).nnz
-    assert 0 < lost <= most * entries
-    again = extraction.extract(Accumulator(Accumulation(x)), 0.5, entries)  # under another hash
-    assert again.nnz > 0.95 * lost
+    assert outside == 0  # the lemma's bound is 2 exp(-m ε² / 3p) / √m, 0.4 % of the runs

@@ -19,7 +19,7 @@ from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError, Transpor
 from hvd_sparse.transports import Context, Transport
 from hvd_sparse.transports import connect as handshake
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
-from hvd_sparse.transports.horovod_handles import WAITING
+from hvd_sparse.transports.waiting import WAITING
 from tests.asleep import meet
 from tests.launch import Controller, horovodrun
 from tests.lean import start_lean

@@ -22,7 +22,7 @@ from torch import Tensor
 from hvd_sparse.checks import check_at_least, check_choice, check_count
 from hvd_sparse.collectives.registry import BY_NAME, STREAMED, Algorithm, cost, names_of
 from hvd_sparse.collectives.two_levels import applied_entries, encoding
-from hvd_sparse.cost_model import VALUE_BYTES, Work
+from hvd_sparse.cost_model import WORD_BYTES, Work
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.simulator.network import Network, VirtualClock
 from hvd_sparse.lab.simulator.scheduler import Pick, first_come
@@ -329,7 +329,7 @@ class SimulatedRank:
 
     def _sum_inside(self) -> None:
         """A reduce-scatter: each rank receives its shard from the others, and adds it up."""
-        rank, L, nbytes = self.inside.rank, self.shards, VALUE_BYTES * self.numel
+        rank, L, nbytes = self.inside.rank, self.shards, WORD_BYTES * self.numel
         for distances in batches(L):
             handles = [
                 self.inside.pretend(nbytes, (rank + s) % L, (rank - s) % L, channel="host.sums")
