@@ -1,4 +1,4 @@
-"""Gradient sparsification for Horovod: `hvd.DistributedOptimizer(compression=…)`."""
+"""Gradient sparsification for Horovod's `compression=`, and for DDP as its communication hook."""
 
 from hvd_sparse import ddp
 from hvd_sparse._version import __version__

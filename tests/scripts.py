@@ -115,6 +115,8 @@ def balance(script: Script, make: Callable[[float | None], Training]) -> None:
         script(training)
         assert torch.cat([p.detach() for p in training.parameters]).any()
         ends.append(training.moved())
+        if density == DENSITY:
+            assert training.compression.stats().totals.nnz_selected
         training.close()
     rounding = 0.0 if training.size == 2 else 1e-4  # thirds are no binary numbers
     for end in ends[1:]:

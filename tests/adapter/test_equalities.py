@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -17,11 +15,10 @@ from torch import Tensor, nn
 import hvd_sparse
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner import Planner
-from hvd_sparse.planner.costs import Line, MethodCosts, Profile, place_of
-from hvd_sparse.planner.trial import TURN_STEPS, Turn
-from hvd_sparse.policy import load_policy
+from hvd_sparse.planner.trial import TURN_STEPS
 from tests.asleep import allreduce, meet, synchronize_asleep
 from tests.launch import horovodrun
+from tests.plans import FIRST_TURN_STEPS, policy_with_a_profile
 from tests.ranks import Ranks, World, with_ranks
 from tests.serve import ALL_BUT_RANK_0
 
@@ -233,14 +230,6 @@ def process_sets(run: Run) -> nn.Module:
     """The members train together; rank 0 is in no set that does, and trains alone."""
     model = Net()
     train(model, run.distributed(sgd(model), model, process_set=ALL_BUT_RANK_0[0]))
-    return model
-
-
-@scenario
-def zero_grad_to_none(run: Run) -> nn.Module:
-    model = Net()
-    optimizer = run.distributed(sgd(model), model)
-    train(model, optimizer, lambda: model.zero_grad(set_to_none=True))
     return model
 
 
@@ -496,23 +485,6 @@ def policy(run: Run) -> nn.Module:
     return model
 
 
-FIRST_TURN_STEPS = sum(Turn.of(100.0))
-"""That of all dense, since its reductions are said to take so long."""
-
-
-def policy_with_a_profile(**options: Any) -> dict[str, Any]:
-    """A policy that leaves all to a planner, whose profile promises much of compressing."""
-    rule = {"compress": "auto", "compressor": "topk", "density": 1.0, **options}
-    policy = {"version": 1, "transport": "gloo", "plan_cache": "none", "rules": [rule]}
-    candidates = load_policy(policy).rules[0].methods
-    costs = MethodCosts("oktopk", 1.0, *(Line(1e-9, 1e-12) for _ in range(3)))
-    place = place_of("gloo", hvd.size(), 1)
-    methods = {method.id: costs for method in candidates}
-    path = Path(tempfile.mkdtemp()) / "profile.json"
-    Profile(place, Line(1.0, 1e-3), methods).save(path)
-    return {**policy, "profile": str(path)}
-
-
 @scenario
 def planned(run: Run) -> nn.Module:
     """Dense, then sparse by plans that a profile of a slow network promises much of."""
@@ -520,7 +492,9 @@ def planned(run: Run) -> nn.Module:
     compression: Any = hvd.Compression.none
     steps = FIRST_TURN_STEPS + TURN_STEPS + 3
     if run.sparse:
-        compression = hvd_sparse.Compression.from_policy(policy_with_a_profile(), run.named(model))
+        compression = hvd_sparse.Compression.from_policy(
+            policy_with_a_profile(hvd.size()), run.named(model)
+        )
     optimizer = run.distributed(sgd(model), model, compression=compression)
     for step in range(steps):
         model.zero_grad()
@@ -550,7 +524,7 @@ def planned_with_momentum(run: Run, kind: str) -> nn.Module:
             model(data(step)).square().mean().backward()
             distributed.step()
         return model
-    policy = policy_with_a_profile(momentum=0.5, momentum_kind=kind)
+    policy = policy_with_a_profile(hvd.size(), momentum=0.5, momentum_kind=kind)
 
     def made(model: nn.Module) -> tuple[Any, Any]:
         compression = hvd_sparse.Compression.from_policy(policy, run.named(model))
@@ -606,7 +580,7 @@ def reassigned_to_a_plan(run: Run, kind: str) -> nn.Module:
     compression: Any = hvd.Compression.none
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.5, 0.5)
     if run.sparse:
-        policy = policy_with_a_profile(**momentum)
+        policy = policy_with_a_profile(hvd.size(), **momentum)
         compression = hvd_sparse.Compression.from_policy(policy, run.named(model))
         optimizer = hvd_sparse.MomentumCorrectedSGD(model.parameters(), 0.5, 0.5)
     distributed = run.distributed(optimizer, model, compression=compression)
@@ -686,12 +660,6 @@ def test_a_lossless_exchange_trains_to_the_same_weights(ranks: Ranks, scenario: 
 @pytest.mark.parametrize("scenario", PLANNED)
 def test_a_planner_hands_momentum_over(ranks: Ranks, scenario: str) -> None:
     ranks.run(check, scenario, "topk")
-
-
-@with_ranks(World(2))
-@pytest.mark.parametrize("scenario", ["average", "process_sets", "num_groups"])
-def test_a_transport_can_be_asked_for(ranks: Ranks, scenario: str) -> None:
-    ranks.run(check, scenario, "topk", env={"HVD_SPARSE_TRANSPORT": "gloo"})
 
 
 @pytest.mark.launches

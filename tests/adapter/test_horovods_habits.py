@@ -171,7 +171,7 @@ def compare(name: str) -> None:
     assert torch.equal(found, expected), (found - expected).abs().max()
 
 
-@with_ranks(World(2), World(2, "mpi"))
+@with_ranks(World(2))
 @pytest.mark.parametrize("name", CHECKS)
 def test_as_horovod_tests_it(ranks: Ranks, name: str) -> None:
     ranks.run(compare, name)

@@ -26,11 +26,7 @@ SPECS = [TensorSpec("w", (1 << 22,), "torch.float32")]
 
 
 def places(*hosts: int) -> list[Slot]:
-    return [
-        Slot(local, size, host, len(hosts))
-        for host, size in enumerate(hosts)
-        for local in range(size)
-    ]
+    return [Slot(local, size, host) for host, size in enumerate(hosts) for local in range(size)]
 
 
 def decided(requested: Any, where: list[Slot], link: Any = SLOW, **changes: Any) -> list[Any]:

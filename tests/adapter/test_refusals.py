@@ -82,7 +82,7 @@ def join_in_the_middle() -> None:
     hvd.join()
 
 
-@with_ranks(World(2), World(2, "mpi"))
+@with_ranks(World(2))
 def test_what_cannot_work_is_refused_by_name(ranks: Ranks) -> None:
     for rank in ranks.run(refuse_operations):
         for op in ("Min", "Max", "Product", "Adasum"):

@@ -21,7 +21,7 @@ from hvd_sparse.lab.report.page import report_page
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import planner as planner_module
 from hvd_sparse.transports import Transport, run_ranks
-from tests.adapter.test_equalities import policy_with_a_profile
+from tests.plans import policy_with_a_profile
 from tests.ranks import Ranks, World, with_ranks
 
 NUMEL = 20_000
@@ -85,7 +85,7 @@ def train_through_changes(record: str) -> None:
         mock.patch.object(planner_module, "RECALLED_REVIEW_STEPS", RECALLED_STEPS),
         mock.patch.object(planner_module, "TRIAL_SHARE", 1.0),
     ):
-        policy = policy_with_a_profile(density=0.001)
+        policy = policy_with_a_profile(hvd.size(), density=0.001)
         compression = training.connect(policy, record)
         clock.planner = compression.method
         training.train()

@@ -33,7 +33,8 @@ def connected(grid: tuple[int, int], timeout_s: float = 60.0, **arguments: Any) 
     transport: Any = create_transport("auto", HorovodBootstrap(), timeout_s)
     arguments = {"density": 0.02, "bucket_numel": 600, **arguments}
     engine = Engine(METHODS["oktopk"](**arguments).make())
-    engine.connect(transport, Hosts(transport, Grid.regular(*grid, transport.rank)))
+    engine.connect(transport)
+    engine.hosts = Hosts(transport, Grid.regular(*grid, transport.rank))
     return engine
 
 

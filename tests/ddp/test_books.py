@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,18 +33,18 @@ UNUSED: dict[str, dict[str, Any]] = {
 HABITS = ("plain", "accumulates", "skips", "loses one", "zeroes", "keeps", "accumulates reduced")
 
 
-def keep_books(options: dict[str, Any]) -> None:
+def keep_books(options: dict[str, Any], **compression: Any) -> None:
     for habit in HABITS:
         if habit in ("keeps", "accumulates reduced") and torch.distributed.get_world_size() != 2:
             continue  # a mean of three is no whole number of the next pass
         if habit != "accumulates" or "static_graph" not in options:  # which DDP itself refuses
-            keep_book(habit, options)
+            keep_book(habit, options, **compression)
 
 
-def keep_book(habit: str, options: dict[str, Any]) -> None:
+def keep_book(habit: str, options: dict[str, Any], **compression: Any) -> None:
     finds_unused = "find_unused_parameters" in options
     shapes = {**SHAPES, **NEVER} if finds_unused else SHAPES
-    books = Books(0.02, shapes, **options)
+    books = Books(0.02, shapes, **compression, **options)
     for step in range(STEPS):
         rank = torch.distributed.get_rank()
         without = ["never"]
@@ -82,6 +84,12 @@ def keep_book(habit: str, options: dict[str, Any]) -> None:
 @with_ranks(World(2, "torchrun"))
 def test_nothing_is_lost(ranks: Ranks, options: str) -> None:
     ranks.run(keep_books, {**PLAIN, **UNUSED}[options])
+
+
+@pytest.mark.parametrize("compressor", ["oktopk", "exdyna", "clt_k"])
+@with_ranks(World(2, "torchrun"))
+def test_nothing_is_lost_by_other_collectives(ranks: Ranks, compressor: str) -> None:
+    ranks.run(partial(keep_books, UNUSED["unused, buckets"], compressor=compressor))
 
 
 @with_ranks(World(3, "torchrun"))
@@ -196,3 +204,35 @@ def freeze_in_training() -> None:
 @with_ranks(World(2, "torchrun"))
 def test_parameters_freeze_and_thaw(ranks: Ranks) -> None:
     ranks.run(freeze_in_training)
+
+
+def one_of_two_optimizers_goes_back(who: str) -> None:
+    """It loses what waits for its own tensor; the other one goes on with all of its own."""
+    books = Books(0.02, {"a": (40, 50), "b": (40, 50)})
+    values = books.module.values
+    optimizers = {name: torch.optim.SGD([p], lr=1.0) for name, p in values.items()}
+    lost = 0.0
+    for step in range(STEPS):
+        if step == 3:
+            kept = values[who].detach().clone(), optimizers[who].state_dict()
+        if step == 6:
+            waits = books.compression.state_dict()["residual"][f"values.{who}"]
+            lost = float(waits.abs().sum())
+            with torch.no_grad():
+                values[who].copy_(kept[0])
+            optimizers[who].load_state_dict(kept[1])
+            books.expected[who] = -values[who].detach().double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it tells what it drops
+            books.backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    assert books.compression.stats().dropped_l1 == lost
+    books.check()
+
+
+@pytest.mark.parametrize("who", ["a", "b"])
+@with_ranks(World(2, "torchrun"))
+def test_what_waits_is_lost_for_one_optimizer_alone(ranks: Ranks, who: str) -> None:
+    ranks.run(one_of_two_optimizers_goes_back, who)

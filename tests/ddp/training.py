@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ class Books:
     """What plain DDP would have delivered, beside what has been delivered and what waits.
 
     Args:
-        density: Of `Compression.topk`.
+        density: Of the compression.
+        compressor: Its constructor.
+        arguments: More of the constructor's.
         shapes: Of the parameters, by name.
         transposed: Whether their last dimension is the outermost in memory.
         options: Of DDP.
@@ -52,11 +55,14 @@ class Books:
         shapes: Mapping[str, tuple[int, ...]] = SHAPES,
         *,
         transposed: bool = False,
+        compressor: str = "topk",
+        arguments: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         self.module = Given(shapes, transposed=transposed)
         self.model = DistributedDataParallel(self.module, **options)
-        made = hvd_sparse.Compression.topk(density=density, dense_below=100, timeout_s=30.0)
+        make = getattr(hvd_sparse.Compression, compressor)
+        made = make(density=density, dense_below=100, timeout_s=30.0, **arguments)
         self.compression = hvd_sparse.ddp.register(self.model, made)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
         self.expected = {
@@ -86,9 +92,11 @@ class Books:
 
     def check(self) -> None:
         """What was delivered and what waits is what plain DDP would have delivered."""
-        held = self.compression.state_dict()["residual"]
+        state = self.compression.state_dict()
+        held, unit = state["residual"], state.get("unit") or 1.0
+        assert self.compression.stats().totals.nnz_selected
         for name, expected in self.expected.items():
-            waits = held.get(f"values.{name}", torch.zeros(1)).double()
+            waits = held.get(f"values.{name}", torch.zeros(1)).double() / unit
             waits = waits.expand(expected.shape) if waits.numel() == 1 else waits.view_as(expected)
             sums = torch.stack([expected, waits])
             dist.all_reduce(sums)

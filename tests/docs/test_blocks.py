@@ -176,6 +176,8 @@ def test_commands(
             case ["torchrun", "--nproc-per-node", count, file, *_]:
                 assert count.isdigit()
                 check_file(["python", file])
+            case ["hvd-sparse", "tuned", *launch]:
+                check_launch(launch, check)
             case ["horovodrun", *_]:
                 check_launch(words, check)
             case ["pip" | "apt-get", "install", *_]:

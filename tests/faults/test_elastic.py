@@ -308,6 +308,7 @@ def train_through(
     report(folder)
     balanced = re.findall(r"BALANCED in a world of (\d), lost ([\d.e+]+)", output)
     assert balanced, output
+    assert "AssertionError" not in output, output
     return str(balanced[0][0])
 
 
