@@ -1,4 +1,4 @@
-"""What a CUDA device shows of this package, in two calls of a quarter of an hour.
+"""What a CUDA device shows of this package, in two calls of ten minutes at most.
 
 `python3 -m tools.gpu_lease --dry-run --out DIR` prints the calls, with their minutes, and needs no
 device. Each call leaves one file in DIR, an archive; a phase that is through is not run again.
