@@ -29,7 +29,7 @@ def parameters_of(optimizer: Any) -> list[Parameter]:
 
 
 def is_due(parameter: Parameter) -> bool:
-    """Whether a step applies its gradient: that of a frozen one is zeros, which Horovod makes."""
+    """Whether a step applies its gradient: zeros of a frozen one are Horovod's, or nothing new."""
     gradient = parameter.grad
     return gradient is not None and (parameter.requires_grad or bool(gradient.any()))
 
@@ -40,8 +40,8 @@ class MomentumCorrectedSGD(torch.optim.Optimizer):
     Source: Lin et al., "Deep Gradient Compression" (ICLR 2018), and the optimizer of its release.
     A gradient after momentum correction contains its momentum. Only weight decay, which is added
     here, still needs one: w = m w + λ p; p -= lr (g + w). Every other gradient (small tensors, one
-    worker, no compression) gets ordinary momentum, as from `torch.optim.SGD`. A parameter that no
-    longer requires a gradient does not change, although Horovod gives it a gradient of zeros.
+    worker, no compression) gets ordinary momentum, as from `torch.optim.SGD`. A parameter that
+    requires no gradient does not change by zeros, which Horovod gives it.
 
     Args:
         params: As for any optimizer.
@@ -163,8 +163,9 @@ class SparseAdamW(torch.optim.AdamW):
 
         Horovod broadcasts into what is returned here: units become new objects, as when loaded.
         """
-        for its in filter(None, self.state.values()):
-            its["exponent"] = its["exponent"].clone()
+        for its in self.state.values():
+            if "exponent" in its:
+                its["exponent"] = its["exponent"].clone()
         packed: dict[str, Any] = super().state_dict()
         for key, its in packed["state"].items():
             if "exp_avg" not in its:

@@ -366,7 +366,8 @@ class SparseCompressor:
             L1 norm of what this rank let go of; `stats().dropped_l1` counts it.
 
         Raises:
-            ConfigError: There is no such parameter, or a step is under way.
+            ConfigError: There is no such parameter, as far as they are known; or a step is under
+                way.
         """
         names = [names] if isinstance(names, str) else list(names)
         known = names if self._parameters is None else self._parameters.known_as(names)

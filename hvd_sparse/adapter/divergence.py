@@ -48,10 +48,11 @@ class Divergence:
 
     def _compare(self, transport: Transport) -> str:
         """The first rank that differs from rank 0, and where; "" where none does."""
-        mine = torch.stack([digest(p).cpu() for _, p in self._parameters])
+        digests = [digest(p) for _, p in self._parameters]
+        mine = torch.stack([each.to(digests[0].device) for each in digests]).cpu()
         gathered = transport.allgather((mine,), channel="weights")
-        digests = torch.stack([message.view(torch.int64) for message in gathered])
-        differs = (digests != digests[0]).nonzero().tolist()
+        theirs = torch.stack([message.view(torch.int64) for message in gathered])
+        differs = (theirs != theirs[0]).nonzero().tolist()
         if not differs:
             return ""
         rank, place = differs[0]

@@ -266,6 +266,8 @@ class Door(Entrance):
     @override
     def _reduce_densely(self, entry: Entry, gradient: Tensor) -> None:
         """Let Horovod reduce a gradient: now, or where it is small, together with others."""
+        if gradient.dtype == torch.bfloat16:  # which Horovod does not take
+            gradient = gradient.float()
         if gradient.numel() < FUSED_NUMEL:
             self._small.append((entry, gradient))
             entry.reduced = lambda: gradient  # it is Horovod's; `_begin_small` says how it ends
@@ -283,13 +285,12 @@ class Door(Entrance):
         self._small.clear()
 
     def _give_to_horovod(self, parts: Sequence[tuple[Entry, Tensor]]) -> None:
-        """Begin to reduce gradients of one type: not bfloat16, which Horovod does not take."""
+        """Begin to reduce gradients of one type."""
         import horovod.torch as hvd
 
         # By `.data`, with a count of changes of its own: on a GPU without NCCL, Horovod counts.
         flat = [gradient.data.contiguous().view(-1) for _, gradient in parts]
         whole = torch.cat(flat) if len(flat) > 1 else flat[0]
-        whole = whole.float() if whole.dtype == torch.bfloat16 else whole
         handle = self._allreduce(whole, f"hvd_sparse.dense.{parts[0][0].label}")
         self._handles.append(handle)
         finish = functools.cache(functools.partial(hvd.synchronize, handle))
@@ -298,7 +299,7 @@ class Door(Entrance):
             finish()
             if entry.is_followed and entry.name is not None:
                 self._engine.residuals.flushed(entry.name)
-            return value.view(gradient.shape).to(gradient.dtype)
+            return value.view(gradient.shape).to(entry.parameter.dtype)
 
         values = whole.split([each.numel() for each in flat])
         for part, value in zip(parts, values, strict=True):

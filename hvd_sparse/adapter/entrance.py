@@ -93,7 +93,7 @@ class Entrance:
     @property
     def optimizers(self) -> list[Any]:
         """Those that were met, and are still there."""
-        return list(self._met)
+        return [o for each in self._met.keyrefs() if (o := each()) is not None]
 
     @property
     def rewinds(self) -> list[Rewinds]:
@@ -165,10 +165,10 @@ class Entrance:
         rewinds = self._met[optimizer] = next(alike, None) or Rewinds()
         ClippedMomenta(optimizer)
         rewinds.follow(optimizer)
-        optimizer.register_step_post_hook(weakly(rewinds.stepped))
         hooks = optimizer._optimizer_step_post_hooks
-        if after_step not in hooks.values():  # before the script's, which may raise
-            hooks.move_to_end(optimizer.register_step_post_hook(after_step).id, last=False)
+        own = [weakly(rewinds.stepped), *[after_step] * (after_step not in hooks.values())]
+        for hook in own:  # before the script's, which may raise
+            hooks.move_to_end(optimizer.register_step_post_hook(hook).id, last=False)
 
     def settle(self, call: str | None = None) -> None:
         """See what became of the last step's results; the residuals follow the loss scale.
@@ -419,4 +419,6 @@ def with_leftover(spec: TensorSpec, gradient: Tensor, leftover: Tensor, engine: 
         )
     released = engine.residuals.release(spec.name, gradient)
     assert released is not None
-    return (released.to(gradient.device) + gradient).to(gradient.dtype)
+    together = released.to(gradient.device) + gradient  # float32, or 64
+    # What a rank with nothing left hands over, too.
+    return together.half() if gradient.dtype == torch.float16 else together

@@ -121,23 +121,22 @@ class Engine:
         method = None if name is None else self.method_of(name)
         return method is not None and method.memory.momentum > 0
 
-    def settle(self, counts: bool = True, undone: Collection[str] = ()) -> bool:
+    def settle(self, counts: bool = True, undone: Collection[str] = ()) -> None:
         """Keep the last step, or take it back as if it had never been; between steps.
 
         A step that was not settled is settled when the first gradient of the next one is submitted.
         `counts` says whether its results were applied, and `undone` which tensors' results were not
-        all the same. Returns whether this call took a step back.
+        all the same.
         """
         self._spent = []
         if not (self._unsettled or self.residuals.is_releasing):
-            return False
+            return
         self._unsettled = False
         if undone and self.residuals.changed <= set(undone):
             counts = False
         if not counts:
             self.skipped_steps += 1
         self.residuals.settle(counts, undone)
-        return not counts
 
     def let_go(self) -> None:
         """Drop the last step's gradients on a background thread: freeing memory takes time."""

@@ -136,8 +136,8 @@ class Residuals:
     def release(self, name: str, gradient: Tensor) -> Tensor | None:
         """The part of a leftover that is to be added to this rank's dense gradient, or None.
 
-        Its norm is at most half the gradient's, so that a long residual takes several steps. Where
-        gradients have 16 bits it is the rounded sum minus the gradient, and the rest waits.
+        Its norm is at most half the gradient's, so that a long residual takes several steps. With a
+        float16 gradient it is the rounded sum minus the gradient, and the rest waits.
         """
         residual = self.leftover(name)
         if residual is None:
@@ -145,9 +145,9 @@ class Residuals:
         norm, limit = norm_of(residual), RELEASED_SHARE * norm_of(gradient)
         # All of it also where the gradient is NaN, since that step will not count.
         part = residual * (limit / norm) if limit < norm else residual
-        if gradient.itemsize == 2:
+        if gradient.dtype == torch.float16:
             own = gradient.contiguous().to(part)
-            together = (own + part).to(gradient.dtype)
+            together = (own + part).half()
             part = torch.where(together.isfinite(), together - own, 0.0)
         self._released[name] = part
         return part

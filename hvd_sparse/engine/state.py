@@ -250,7 +250,7 @@ def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> str:
 
 def l1_of(tensors: Iterable[Tensor]) -> float:
     """L1 norm of tensors together."""
-    return sum(float(tensor.double().abs().sum()) for tensor in tensors)
+    return sum(float(tensor.norm(1, dtype=torch.float64)) for tensor in tensors)
 
 
 # -- checks of a state that was read from somewhere: nothing of it is believed ---------------------

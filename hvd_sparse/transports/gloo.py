@@ -75,6 +75,7 @@ class GlooTransport(PointToPointTransport):
         self, rank: int, world_size: int, meeting: MeetingStore, *, host: str, timeout_s: float
     ) -> None:
         super().__init__(rank, world_size, timeout_s)
+        self.host = host
         self._store = meeting  # torch holds its C++ part only, and would call what is gone
         self.unsent: set[_Send] = set()
         self._sends: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()

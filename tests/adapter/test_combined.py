@@ -171,7 +171,8 @@ def goes_on_densely_in_half_precision(dtype: torch.dtype) -> None:
         return torch.cat(ends)
 
     ours, plain = train(dtype, True), train(torch.float32, False)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=1.0)  # of up to 56, in 8 bits
+    rounding = 1.0 if dtype == torch.bfloat16 else 0.05  # of up to 56
+    torch.testing.assert_close(ours, plain, rtol=0, atol=rounding)
 
 
 def takes_the_compression_off() -> None:
@@ -225,6 +226,7 @@ def broadcasts_an_earlier_state_of_adamw() -> None:
         optimizer.load_state_dict(kept[1])
     hvd.broadcast_parameters(named, root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(p.detach(), kept[0])
     train(range(21, 24), torch.ones(50))
     ends = hvd.allgather(p.detach()[None], name="earlier.ends")
     assert torch.equal(ends[0], ends[1])

@@ -389,5 +389,7 @@ def test_no_pattern_exceeds_a_formula(name: str, P: int) -> None:
             return streams.stream(rank, 0, numel, k, P)
 
         volume, _ = volume_of(P, numel, k, drawn, BY_NAME[name].collective)
+        channels = {record[0] for record in volume.records} - {"boundaries"}  # of a histogram
         for end in (0, 1):
-            assert max(volume.words(end)) <= 1.1 * most + slack(volume, P), (pattern, end)
+            sent = max(volume.words(end, *channels))
+            assert sent <= 1.1 * most + slack(volume, P), (pattern, end)

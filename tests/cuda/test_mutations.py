@@ -409,7 +409,7 @@ def shims() -> dict[bool, Shim]:
     mutations = tuple(MUTATIONS.values())
     return {
         False: Shim(FAMILIES, TRACED, mutations),
-        True: Shim(("accumulate", "streams"), SANITIZED, mutations),
+        True: Shim(("accumulate", "streams", "topk"), SANITIZED, mutations),
     }
 
 
