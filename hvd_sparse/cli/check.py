@@ -83,7 +83,7 @@ def horovod() -> Finding:
     """Whether Horovod's torch module loads, and which controllers it was built with."""
     version = _version("horovod")
     if version is None:
-        return Finding("horovod", "problem", "not installed: nothing can be exchanged without it")
+        return Finding("horovod", "problem", "not installed: only DDP trains without it")
     try:
         hvd: Any = importlib.import_module("horovod.torch")
     except Exception as error:  # a build for another torch fails in many ways
