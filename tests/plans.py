@@ -1,4 +1,4 @@
-"""A policy whose planner compresses whenever it may, for trainings through either door."""
+"""What tensors are assigned to, for trainings through either door."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner.costs import Line, MethodCosts, Profile, place_of
 from hvd_sparse.planner.trial import Turn
 from hvd_sparse.policy import load_policy
 
 FIRST_TURN_STEPS = sum(Turn.of(100.0))
 """That of all dense, since its reductions are said to take so long."""
+
+
+class AllDense:
+    """An assignment that leaves everything to Horovod, or to DDP."""
+
+    description = "all dense"
+
+    def choice_of(self, spec: TensorSpec) -> Choice:
+        return Choice(None)
 
 
 def policy_with_a_profile(world_size: int, **options: Any) -> dict[str, Any]:

@@ -204,7 +204,7 @@ KINDS_OF_WORK = {
 
 @pytest.mark.parametrize("kind", KINDS_OF_WORK)
 @pytest.mark.parametrize("algorithm", DISTINCT)
-@pytest.mark.parametrize(("world_size", "density"), [(8, 0.05), (8, 0.3)])
+@pytest.mark.parametrize(("world_size", "density"), [(4, 0.01), (8, 0.05), (8, 0.3)])
 def test_predicted_work_is_what_the_collectives_do(
     algorithm: str, world_size: int, density: float, kind: str
 ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hvd_sparse
 from hvd_sparse import Compression
-from hvd_sparse.engine import Choice, TensorSpec
+from tests.plans import AllDense
 from tests.ranks import Ranks, World, with_ranks
 
 NUMEL = 3000
@@ -130,15 +130,6 @@ def names_what_another_optimizer_has() -> None:
         model(torch.ones(2, 40)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
-
-
-class AllDense:
-    """An assignment that leaves everything to Horovod."""
-
-    description = "all dense"
-
-    def choice_of(self, spec: TensorSpec) -> Choice:
-        return Choice(None)
 
 
 def goes_on_densely_in_half_precision(dtype: torch.dtype) -> None:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import hvd_sparse
-from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner import Planner
 from hvd_sparse.planner.trial import TURN_STEPS
 from tests.asleep import allreduce, meet, synchronize_asleep
 from tests.launch import horovodrun
-from tests.plans import FIRST_TURN_STEPS, policy_with_a_profile
+from tests.plans import FIRST_TURN_STEPS, AllDense, policy_with_a_profile
 from tests.ranks import Ranks, World, with_ranks
 from tests.serve import ALL_BUT_RANK_0
 
@@ -370,15 +369,6 @@ def state_saved_and_loaded(run: Run) -> nn.Module:
         compression.load_state_dict(compression.state_dict())
     train(model, optimizer)
     return model
-
-
-class AllDense:
-    """An assignment that leaves everything to Horovod."""
-
-    description = "all dense"
-
-    def choice_of(self, spec: TensorSpec) -> Choice:
-        return Choice(None)
 
 
 @scenario

@@ -17,7 +17,7 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
 from hvd_sparse import Compression, ConfigError, PlanError, UnsupportedError, dgc_sgd
-from tests.adapter.test_equalities import AllDense
+from tests.plans import AllDense
 from tests.ranks import Ranks, World, with_ranks
 
 made = 0

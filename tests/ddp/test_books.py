@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_sparse
-from hvd_sparse.engine import Choice, TensorSpec
 from tests.ddp.training import NEVER, SHAPES, Books
+from tests.plans import AllDense
 from tests.ranks import Ranks, World, with_ranks
 
 STEPS = 8
@@ -111,15 +111,6 @@ def reassign_in_training() -> None:
 @with_ranks(World(2, "torchrun"))
 def test_another_plan_finds_gradients_in_place(ranks: Ranks) -> None:
     ranks.run(reassign_in_training)
-
-
-class AllDense:
-    """An assignment that leaves everything to DDP."""
-
-    description = "all dense"
-
-    def choice_of(self, spec: TensorSpec) -> Choice:
-        return Choice(None)
 
 
 def hand_momenta_to_two_optimizers() -> None:

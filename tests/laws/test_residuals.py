@@ -13,6 +13,7 @@ from hvd_sparse.engine.residuals import RELEASED_SHARE, Residuals
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import Transport, run_ranks
+from tests.plans import AllDense
 
 MEMORIES: dict[str, dict[str, Any]] = {
     "plain": {"momentum": 0.0},
@@ -22,15 +23,6 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "global nesterov": {"momentum": 0.5, "momentum_kind": "global", "nesterov": True},
 }
 SHAPES = {"a": (30, 20), "b": (300,)}
-
-
-class Nothing:
-    """The assignment that leaves all tensors dense."""
-
-    description = "nothing"
-
-    def choice_of(self, spec: TensorSpec) -> Choice:
-        return Choice(None)
 
 
 def method_of(memory: str = "plain", density: float = 0.02, name: str = "topk") -> Method:
@@ -77,7 +69,7 @@ def test_a_residual_that_becomes_dense_is_no_jump() -> None:
             engine.settle(counts=True)
         residual = engine.state_dict()["residual"]["w"]
         long = float(residual.norm() / gradient(transport.rank, 0).norm())
-        engine.reassign(Nothing())
+        engine.reassign(AllDense())
         norms = []
         for step in range(before, before + after):
             g = gradient(transport.rank, step)
@@ -142,13 +134,13 @@ def test_momentum_leaves_the_compression_alike_in_a_new_process(memory: str) -> 
         first.connect(transport)
         train_step(first, transport.rank, 0)
         state = first.state_dict()
-        first.reassign(Nothing())
+        first.reassign(AllDense())
         expected = first.take_momentum(SHAPES)
         assert all(tensor.any() for tensor in expected)
         second = Engine(method_of(memory))
         second.load_state_dict(state)
         second.connect(transport)
-        second.reassign(Nothing())
+        second.reassign(AllDense())
         for mine, theirs in zip(second.take_momentum(SHAPES), expected, strict=True):
             assert torch.equal(mine, theirs)
         assert torch.equal(second.take_momentum({"scalar": ()})[0], torch.tensor(0.0))
@@ -272,7 +264,7 @@ def test_what_is_forgotten_is_gone_and_counted(memory: str) -> None:
             assert not after[kind]["a"].any()
             assert torch.equal(after[kind]["b"], before[kind]["b"])
         train_step(engine, transport.rank, 4)
-        engine.reassign(Nothing())
+        engine.reassign(AllDense())
         assert engine.residuals.leftover("b") is not None
         engine.forget(["b"])
         assert engine.residuals.leftover("b") is None
@@ -291,7 +283,7 @@ def test_what_has_turned_dense_for_good_is_saved_and_loaded(memory: str) -> None
         engine.connect(transport)
         for step in range(4):
             train_step(engine, transport.rank, step)
-        engine.reassign(Nothing())
+        engine.reassign(AllDense())
         for name, shape in SHAPES.items():
             assert engine.residuals.release(name, torch.full(shape, 100.0)) is not None
             engine.residuals.flushed(name)

@@ -65,7 +65,7 @@ def check(ranks: list[list[Any]], most_bytes: float) -> None:
             assert sent <= most_bytes
 
 
-@pytest.mark.parametrize("world_size", [2, 8, 3])
+@pytest.mark.parametrize("world_size", [2, 4, 8, 3])
 @pytest.mark.parametrize("density", [1.0, 0.7, 0.5, 0.25])
 @pytest.mark.parametrize("name", ["dgc", "oktopk", "exdyna", "clt_k", "topk", "dragonn"])
 def test_no_density_sends_more_than_a_dense_ring(

@@ -12,13 +12,14 @@ import torch
 
 from hvd_sparse import ConfigError, Recorder
 from hvd_sparse.collectives import TopkAllgather
-from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
+from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.engine import account as account_module
 from hvd_sparse.lab.report.summary import slowest_rank
 from hvd_sparse.recording.recorder import SAVED_S, Budget
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
+from tests.plans import AllDense
 from tests.recordings import NUMEL, last_run, page_of, record, train
 
 
@@ -99,12 +100,6 @@ def test_changes_of_the_plan_are_recorded(tmp_path: Path) -> None:
     """Another density after 3 steps, all dense after 6."""
     path = tmp_path / "run.jsonl"
     densities = {0: 0.05, 3: 0.2, 6: None}
-
-    class AllDense:
-        description = "all dense"
-
-        def choice_of(self, spec: TensorSpec) -> Choice:
-            return Choice(None)
 
     def worker(transport: Transport) -> None:
         spec = TensorSpec("w", (NUMEL,), "torch.float32")

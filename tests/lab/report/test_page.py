@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hvd_sparse import Recorder
-from hvd_sparse.engine import Choice, Engine, TensorSpec
+from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.lab.report import figures
 from hvd_sparse.lab.report.log import Plan, Recording, read_runs
 from hvd_sparse.lab.report.page import report_page
@@ -21,17 +21,11 @@ from hvd_sparse.methods import METHODS
 from hvd_sparse.recording.recorder import Budget
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalWorld, run_ranks
+from tests.plans import AllDense
 from tests.recordings import page_of, record
 
 NUMEL = 2000
 SPECS = [TensorSpec(f"layer{i}.weight", (NUMEL,), "torch.float32") for i in range(2)]
-
-
-class AllDense:
-    description = "all dense"
-
-    def choice_of(self, spec: TensorSpec) -> Choice:
-        return Choice(None)
 
 
 @pytest.fixture(autouse=True)
