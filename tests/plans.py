@@ -9,7 +9,6 @@ from typing import Any
 from hvd_sparse.engine import Choice, TensorSpec
 from hvd_sparse.planner.costs import Line, MethodCosts, Profile, place_of
 from hvd_sparse.planner.trial import Turn
-from hvd_sparse.policy import load_policy
 
 FIRST_TURN_STEPS = sum(Turn.of(100.0))
 """That of all dense, since its reductions are said to take so long."""
@@ -26,6 +25,8 @@ class AllDense:
 
 def policy_with_a_profile(world_size: int, **options: Any) -> dict[str, Any]:
     """It leaves all to a planner, whose profile promises much of compressing."""
+    from hvd_sparse.policy import load_policy  # a device machine has no pydantic
+
     rule = {"compress": "auto", "compressor": "topk", "density": 1.0, **options}
     policy = {"version": 1, "transport": "gloo", "plan_cache": "none", "rules": [rule]}
     candidates = load_policy(policy).rules[0].methods
