@@ -24,6 +24,7 @@ from benchmarks._launch import keep_memory
 from benchmarks.convergence_adamw import ADAMW_DENSITIES
 from benchmarks.convergence_cases import (
     HOSTS,
+    LOW_RATE,
     MEMORIES,
     METHOD_NAMES,
     RATES,
@@ -144,7 +145,7 @@ def tuning_cases(arguments: argparse.Namespace) -> Iterable[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    add = parser.add_argument
+    add, rates = parser.add_argument, (*RATES, LOW_RATE)
     add("--json", type=Path, default=Path("build/convergence.jsonl"), help="one line a training")
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add("--methods", nargs="+", choices=METHOD_NAMES, default=list(METHOD_NAMES))
@@ -153,7 +154,7 @@ def main() -> None:
     add(
         "--densities", nargs="+", type=float, choices=ADAMW_DENSITIES, default=list(ADAMW_DENSITIES)
     )
-    add("--rates", nargs="+", type=float, choices=RATES, default=list(RATES), help="AdamW's")
+    add("--rates", nargs="+", type=float, choices=rates, default=list(rates))
     add("--workers", nargs="+", type=int, choices=WORKERS, default=list(WORKERS))
     add("--seeds", nargs="+", type=int, default=list(SEEDS))
     add("--report", type=Path, help="where to write the report, as JSON")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -44,11 +45,13 @@ class Block(nn.Module):
 class LanguageTransformer(nn.Module):
     """Predicts the next character from those before it."""
 
-    def __init__(self, characters: int, length: int, width: int = 96, layers: int = 3) -> None:
+    def __init__(self, characters: int, length: int, width: int = 96, *, tied: bool = False):
         super().__init__()
         self.embedding, self.places = nn.Embedding(characters, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, 4, is_causal=True) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, 4, is_causal=True) for _ in range(3)))
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, characters)
+        if tied:
+            self.out.weight = self.embedding.weight
         for embedding in (self.embedding, self.places):
             nn.init.normal_(embedding.weight, std=0.02)
 
@@ -66,12 +69,46 @@ class TransformerText(PythonHelp):
     recipe = Recipe(8, lr_warmup_steps=30, momentum=0.9, clip_norm=1.0, optimizer="adamw")
     budgets: ClassVar[Mapping[float, Budget]] = budgets(600, 3e-3)
     hard_thresholds: ClassVar[Mapping[float, float]] = {}
-    length = 32
+    length, width, tied = 32, 96, False
     test_rows = 256
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return LanguageTransformer(self.characters, self.length)
+        return LanguageTransformer(self.characters, self.length, self.width, tied=self.tied)
+
+
+class Longer(TransformerText):
+    """The same transformer for four times as long."""
+
+    name = "transformer-x4"
+    budgets: ClassVar[Mapping[float, Budget]] = budgets(2400, 3e-3)
+
+
+class Batches(TransformerText):
+    """The same transformer with batches of four times as much text."""
+
+    name = "transformer-batch-x4"
+    recipe = replace(TransformerText.recipe, batch=32)
+
+
+class Tied(TransformerText):
+    """The same transformer with one matrix for both embeddings."""
+
+    name, tied = "transformer-tied", True
+
+
+class Unclipped(TransformerText):
+    """The same transformer without clipping."""
+
+    name = "transformer-unclipped"
+    recipe = replace(TransformerText.recipe, clip_norm=1e9)
+
+
+class Wide(TransformerText):
+    """A transformer of 9.6 million parameters."""
+
+    name, width = "transformer-9.6M", 512
+    budgets: ClassVar[Mapping[float, Budget]] = budgets(300, 1e-3)
 
 
 class VisionNet(nn.Module):

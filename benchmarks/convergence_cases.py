@@ -8,9 +8,14 @@ from typing import Any, NamedTuple
 
 from benchmarks.convergence_adamw import (
     ADAMW_DENSITIES,
+    Batches,
+    Longer,
     Recommender,
+    Tied,
     TransformerText,
+    Unclipped,
     VisionTransformer,
+    Wide,
 )
 from benchmarks.convergence_tasks import Budget, Digits, FashionMnist, PythonHelp, Sources, Task
 from benchmarks.powersgd import PowerSgd
@@ -20,7 +25,8 @@ from hvd_sparse.methods import METHODS
 WORLD_SIZE = 4
 SGD_TASKS: tuple[type[Task], ...] = (Digits, PythonHelp, Sources)
 ADAMW_TASKS: tuple[type[Task], ...] = (TransformerText, VisionTransformer, Recommender)
-ALL_TASKS: tuple[type[Task], ...] = (*SGD_TASKS, FashionMnist, *ADAMW_TASKS)
+VARIED_TASKS: tuple[type[Task], ...] = (Longer, Batches, Tied, Unclipped, Wide)
+ALL_TASKS: tuple[type[Task], ...] = (*SGD_TASKS, FashionMnist, *ADAMW_TASKS, *VARIED_TASKS)
 TASKS: dict[str, type[Task]] = {task.name: task for task in ALL_TASKS}
 DENSITIES = (0.01, 0.001)
 SEEDS = (10, 11, 12)
@@ -38,13 +44,21 @@ DENSE_FIRST = ("oktopk", "exdyna", "clt_k")
 """Compressors that apply only k entries a step: their first steps are dense, as in some trainings
 of Ok-Topk's authors."""
 
-MEMORIES = ("plain", "local", "global", "beta1=0", "sparse_adamw")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sparse_adamw, decay 0.99": {"residual_decay": 0.99},
+    "sparse_adamw, decay 0.95": {"residual_decay": 0.95},
+    "sparse_adamw, ramp": {"warmup_steps": 200},
+}
+"""What is tried beside `sparse_adamw` for the sake of low densities."""
+MEMORIES = ("plain", "local", "global", "beta1=0", "sparse_adamw", *VARIANTS)
 """plain: error feedback, and the optimizer's own momentum after the exchange. local: DGC's momentum
 correction. global: momentum of what all ranks applied. With AdamW, beta1=0: no momentum after the
-exchange; sparse_adamw: neither, and the longest steps are sent."""
+exchange; local: the momentum is before it; sparse_adamw: none, and the longest steps are sent."""
 SMALL_DENSITIES = (0.003, 0.001)
 RATES = (1.0, 0.3, 3.0)
 """Learning rates of AdamW, in units of the task's."""
+LOW_RATE = 0.5
+"""The rate that the recipe has for density 0.001, in units of the dense one."""
 WORKERS = (WORLD_SIZE, 2, 8)
 PAPER_MEMORY = {"dgc": "local", "dragonn": "local"}
 """The memory in a method's paper, where it is not plain error feedback."""
@@ -128,6 +142,7 @@ class Case(NamedTuple):
             "dense_steps": budget.dense_steps if self.has_dense_steps else 0,
             "wire": self.wire,
             **memory_arguments(self.memory, task.recipe.momentum),
+            **VARIANTS.get(self.memory, {}),
         }
         if self.method == "hard_threshold":
             arguments["threshold"] = task.hard_thresholds[self.density]
@@ -167,7 +182,10 @@ def memory_arguments(memory: str, momentum: float) -> dict[str, Any]:
     if memory in ("local", "global"):
         return {"momentum": momentum, "momentum_kind": memory}
     # DGC corrects momentum unless it is told not to.
-    return {"momentum": 0.0, **({"preconditioned": True} if memory == "sparse_adamw" else {})}
+    return {
+        "momentum": 0.0,
+        **({"preconditioned": True} if memory.startswith("sparse_adamw") else {}),
+    }
 
 
 def memories_of(method: str) -> tuple[str, ...]:
@@ -197,6 +215,25 @@ def cases() -> Iterator[Case]:
             yield Case(task, "topk", "local", DENSITIES[0], "float32", seed)
     for task in (each.name for each in ADAMW_TASKS):
         yield from with_adamw(task)
+    yield from varied()
+
+
+def varied() -> Iterator[Case]:
+    """With AdamW: longer, larger, tied, unclipped, β1 before the exchange, and low densities."""
+    base = Case("transformer", "topk", "sparse_adamw", ADAMW_DENSITIES[0], "float32", SEEDS[0])
+    for task in VARIED_TASKS:
+        each = base._replace(task=task.name, workers=2 if task is Wide else WORLD_SIZE)
+        yield from (each.dense, each, each._replace(memory="plain"))
+    yield base._replace(memory="local")
+    low = base._replace(density=SMALL_DENSITIES[-1])
+    for memory in VARIANTS:
+        yield low._replace(memory=memory)
+    for rate in RATES[1:]:
+        yield low._replace(rate=rate)
+    for task in (Longer, Batches):
+        for memory in ("sparse_adamw", "beta1=0"):
+            yield low._replace(task=task.name, memory=memory)
+    yield low._replace(task=Longer.name, density=SMALL_DENSITIES[0])
 
 
 def with_adamw(task: str) -> Iterator[Case]:
@@ -259,6 +296,8 @@ def fashion() -> Iterator[Case]:
             if seed == SEEDS[0]:
                 yield Case("fashion", "oktopk", "global", density, "float32", seed, LEVELS_HOSTS)
         yield Case("fashion", POWERSGD, "plain", DENSITIES[0], "float32", seed)
+        low = Case("fashion", "oktopk", "local", DENSITIES[1], "float32", seed, rate=LOW_RATE)
+        yield from (low.dense, low)
 
 
 def lossy(task: str, seed: int) -> Iterator[Case]:

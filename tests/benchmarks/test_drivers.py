@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import training
+from benchmarks.convergence_tasks import FashionMnist
 from benchmarks.report import Row, comparison, promises, write_report
 from tests.launch import REPOSITORY, launch_environment, run_in_group
 from tests.rest import rest
@@ -171,3 +172,24 @@ def test_an_unknown_way_is_refused(
     with pytest.raises(SystemExit, match="2"):
         training.main()
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.launches
+@pytest.mark.skipif(not FashionMnist.folder.is_dir(), reason="dataset-fashion-mnist is missing")
+def test_accuracy_over_time(tmp_path: Path) -> None:
+    arguments = (
+        "--steps",
+        "30",
+        "--ways",
+        "horovod",
+        "topk@0.01",
+        "--plot",
+        str(tmp_path / "plot"),
+    )
+    _, report = benchmark("time_to_accuracy", tmp_path / "report.json", *arguments)
+    metrics = metrics_of(report)
+    for way in ("horovod", "topk@0.01"):
+        assert 5 < metrics[f"accuracy in the end, {way}"]["value"] < 90
+        assert metrics[f"time of the training, {way}"]["value"] > 0
+    assert "baseline" in metrics["time of the training, topk@0.01"]
+    assert (tmp_path / "plot-loopback.png").stat().st_size > 10_000
