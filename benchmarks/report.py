@@ -121,7 +121,7 @@ def write_report(benchmark: str, rows: Sequence[Row], path: Path | str | None) -
 
 
 def as_object(row: Row) -> dict[str, Any]:
-    """The row for JSON: seven significant digits, without defaults."""
+    """The row for JSON: five significant digits, without defaults."""
     return {
         field.name: _rounded(value)
         for field in fields(row)
@@ -138,7 +138,7 @@ def as_text(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
 def _rounded(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_rounded(each) for each in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def table(rows: Sequence[Row]) -> str:
