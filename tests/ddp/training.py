@@ -44,6 +44,7 @@ class Books:
         density: Of the compression.
         compressor: Its constructor.
         arguments: More of the constructor's.
+        unit: What gradients are multiples of: from 129 on float16 cannot hold all of them.
         shapes: Of the parameters, by name.
         transposed: Whether their last dimension is the outermost in memory.
         options: Of DDP.
@@ -57,8 +58,10 @@ class Books:
         transposed: bool = False,
         compressor: str = "topk",
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        unit: int = 1,
         **options: Any,
     ) -> None:
+        self.unit = unit * dist.get_world_size()  # a mean over the ranks then is whole
         self.module = Given(shapes, transposed=transposed)
         self.model = DistributedDataParallel(self.module, **options)
         make = getattr(hvd_sparse.Compression, compressor)
@@ -73,8 +76,7 @@ class Books:
     def draw(self, *without: str) -> dict[str, Tensor]:
         """Whole numbers that their mean over the ranks leaves whole."""
         return {
-            name: torch.randint(-8, 9, p.shape, generator=self._generator).to(p)
-            * dist.get_world_size()
+            name: torch.randint(-8, 9, p.shape, generator=self._generator).to(p) * self.unit
             for name, p in self.module.values.items()
             if name not in without and p.requires_grad
         }
