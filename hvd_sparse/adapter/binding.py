@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -49,8 +50,7 @@ def caller_of(compressor: object) -> Caller:
     Horovod hands over a tensor, and says neither whose it is nor for whom.
     """
     parameter: Parameter | None = None
-    frame = sys._getframe(1)
-    for _ in range(SEARCHED_FRAMES):
+    for frame in callers(SEARCHED_FRAMES):
         own = frame.f_locals
         if parameter is None and isinstance(own.get("p"), Tensor):
             parameter = own["p"]
@@ -58,10 +58,17 @@ def caller_of(compressor: object) -> Caller:
             names = [f.f_code.co_name for f in (frame, frame.f_back) if f is not None]
             groups = "_grouped_allreduce_grad_async" in names
             return Caller(own["self"], parameter, "synchronize" in names, groups)
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
     return Caller()
+
+
+def callers(most: int) -> list[FrameType]:
+    """The frames of who called the function that asks, of who called that, and so on."""
+    frames: list[FrameType] = []
+    frame = sys._getframe(1).f_back
+    while frame is not None and len(frames) < most:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:

@@ -18,12 +18,12 @@ import copy
 import logging
 import math
 import secrets
-import sys
 from typing import Any, NamedTuple
 
 from horovod.common.elastic import State, notification_manager
 from horovod.torch.elastic import state as horovod_state
 
+from hvd_sparse.adapter.binding import callers
 from hvd_sparse.engine.state import EngineState, l1_of
 
 logger = logging.getLogger("hvd_sparse")
@@ -184,14 +184,7 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
 
 def _is_called_by_commit() -> bool:
     """Whether all ranks are here: `State.save` may be called on one alone, `commit` may not."""
-    frame = sys._getframe(1)
-    for _ in range(SEARCHED_FRAMES):
-        if frame.f_code is State.commit.__code__:
-            return True
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return False
+    return State.commit.__code__ in [frame.f_code for frame in callers(SEARCHED_FRAMES)]
 
 
 def register(cls: type) -> None:

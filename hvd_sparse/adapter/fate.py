@@ -10,11 +10,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,12 +25,13 @@ from hvd_sparse.adapter.binding import (
     Entry,
     any_of,
     any_of_each,
+    callers,
     told,
 )
 from hvd_sparse.errors import ConfigError, UnsupportedError
 from hvd_sparse.optim import parameters_of
 
-SEARCHED_FRAMES = 16
+SEARCHED_FRAMES = 17
 """From an optimizer's hook up to the loss scaler that called its `step`."""
 
 PATIENCE_STEPS = 3
@@ -377,19 +376,15 @@ def calling_scaler() -> torch.amp.GradScaler | None:
     No other frame's variables are looked at: until Python 3.12 a frame keeps what was seen of them,
     so that an optimizer which its caller has let go of would stay.
     """
-    frame: FrameType | None = sys._getframe(2)
     kinds: list[type] = [torch.amp.GradScaler]
     for kind in kinds:
         kinds += kind.__subclasses__()
     steps = [inspect.unwrap(vars(k)["step"]).__code__ for k in kinds if "step" in vars(k)]
-    for _ in range(SEARCHED_FRAMES):
-        if frame is None:
-            break
+    for frame in callers(SEARCHED_FRAMES):
         if frame.f_code in steps:
             scaler = frame.f_locals.get("self")
             if isinstance(scaler, torch.amp.GradScaler):
                 return scaler
-        frame = frame.f_back
     return None
 
 
