@@ -232,22 +232,13 @@ class DdpDoor(Entrance):
 
     @override
     def _pass_on(self, entry: Entry, gradient: Tensor) -> None:
-        embeddings, parameter = self._session.embeddings, entry.parameter
-        if parameter.is_complex():
-            self._reduce_densely(entry, gradient)
-            return
-        if not gradient.is_sparse:
-            self._pass_on_dense(entry, gradient)
-            return
-        if embeddings is not None and embeddings.takes(parameter):
-            embeddings.hand_in(parameter, gradient)
-            entry.reduced = lambda: embeddings.result(parameter, self.scale())
+        if entry.parameter.is_complex():
+            self._give_to_framework(entry, gradient)
         else:
-            self._reduce_densely(entry, gradient)
-        self._pass_on_zeros(entry)
+            super()._pass_on(entry, gradient)
 
     @override
-    def _reduce_densely(self, entry: Entry, gradient: Tensor) -> None:
+    def _give_to_framework(self, entry: Entry, gradient: Tensor) -> None:
         self._dense.append((entry, gradient))
         entry.reduced = lambda: gradient  # a sparse one is reduced in place
 

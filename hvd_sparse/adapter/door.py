@@ -256,16 +256,17 @@ class Door(Entrance):
 
     @override
     def _pass_on(self, entry: Entry, gradient: Tensor) -> None:
-        if gradient.is_sparse:
-            if not self.optimizer.sparse_as_dense:
-                self._pass_on_sparse(entry, gradient)
-                return
+        if gradient.is_sparse and self.optimizer.sparse_as_dense:
             gradient = gradient.to_dense()
-        self._pass_on_dense(entry, gradient)
+        super()._pass_on(entry, gradient)
 
     @override
-    def _reduce_densely(self, entry: Entry, gradient: Tensor) -> None:
+    def _give_to_framework(self, entry: Entry, gradient: Tensor) -> None:
         """Let Horovod reduce a gradient: now, or where it is small, together with others."""
+        if gradient.is_sparse:
+            gather = self.optimizer._sparse_allreduce_grad_async
+            entry.reduced, _ = gather(entry.parameter, entry.label)
+            return
         if gradient.dtype == torch.bfloat16:  # which Horovod does not take
             gradient = gradient.float()
         if gradient.numel() < FUSED_NUMEL:
@@ -304,15 +305,6 @@ class Door(Entrance):
         values = whole.split([each.numel() for each in flat])
         for part, value in zip(parts, values, strict=True):
             part[0].reduced = functools.partial(reduced, *part, value)
-
-    def _pass_on_sparse(self, entry: Entry, gradient: Tensor) -> None:
-        embeddings, p = self._session.embeddings, entry.parameter
-        if embeddings is not None and embeddings.takes(p):
-            embeddings.hand_in(p, gradient)
-            entry.reduced = self._session.errors()(lambda: embeddings.result(p, self.scale()))
-        else:
-            entry.reduced, _ = self.optimizer._sparse_allreduce_grad_async(p, entry.label)
-        self._pass_on_zeros(entry)
 
     def _allreduce(self, tensor: Tensor, name: str | None) -> int:
         """Horovod's, as its own optimizer would call it: in place."""

@@ -265,17 +265,28 @@ class Entrance:
 
     def _pass_on(self, entry: Entry, gradient: Tensor) -> None:
         """Give a gradient to the engine, to the embeddings' exchange, or to the framework."""
-        raise NotImplementedError
+        if not gradient.is_sparse:
+            self._pass_on_dense(entry, gradient)
+            return
+        embeddings, p, name = self._session.embeddings, entry.parameter, entry.name
+        if embeddings is not None and embeddings.takes(p):
+            embeddings.hand_in(p, gradient)
+            entry.reduced = self._session.errors()(lambda: embeddings.result(p, self.scale()))
+        else:
+            self._give_to_framework(entry, gradient)
+        if name is not None and self._engine.planned and self._engine.expects(name):
+            zeros = torch.zeros_like(p, requires_grad=False)  # it had a dense gradient before
+            self._engine.submit(entry.spec_of(zeros), zeros, frozen=True)
 
-    def _reduce_densely(self, entry: Entry, gradient: Tensor) -> None:
-        """Let the framework reduce a gradient."""
+    def _give_to_framework(self, entry: Entry, gradient: Tensor) -> None:
+        """Let the framework reduce a gradient, dense or sparse."""
         raise NotImplementedError
 
     def _pass_on_dense(self, entry: Entry, gradient: Tensor) -> None:
         """The same for a gradient that is no sparse tensor."""
         engine, planning, name = self._engine, self._session.planning, entry.name
         if name is None:
-            self._reduce_densely(entry, gradient)
+            self._give_to_framework(entry, gradient)
             return
         if planning is not None:
             planning.arrived(name)
@@ -294,13 +305,7 @@ class Entrance:
         if leftover is not None:
             gradient = with_leftover(spec, gradient, leftover, engine)
             entry.is_followed = True
-        self._reduce_densely(entry, gradient)
-
-    def _pass_on_zeros(self, entry: Entry) -> None:
-        """A tensor of the plan has a sparse gradient now: without any, it had a dense one first."""
-        if entry.name is not None and self._engine.planned and self._engine.expects(entry.name):
-            zeros = torch.zeros_like(entry.parameter, requires_grad=False)
-            self._engine.submit(entry.spec_of(zeros), zeros, frozen=True)
+        self._give_to_framework(entry, gradient)
 
     def _is_sparse(self, spec: TensorSpec, gradient: Tensor) -> bool:
         if not is_large(gradient, self._engine, self._dense_below) or not self._engine.takes(spec):
