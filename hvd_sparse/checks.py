@@ -34,10 +34,10 @@ def check_below_one(name: str, value: float) -> float:
     return float(value)
 
 
-def check_above(name: str, value: float, limit: float) -> float:
-    """A finite number above a limit."""
-    if not _is_real(value) or not limit < value < math.inf:
-        raise ConfigError(f"{name} must be a finite number above {limit:g}, got {value!r}")
+def check_above_zero(name: str, value: float) -> float:
+    """A finite number above 0."""
+    if not _is_real(value) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a finite number above 0, got {value!r}")
     return float(value)
 
 
@@ -96,10 +96,6 @@ def at_most(most: float) -> Check:
         return float(value)
 
     return check
-
-
-def above(limit: float) -> Check:
-    return lambda name, value: check_above(name, value, limit)
 
 
 def count(least: int) -> Check:

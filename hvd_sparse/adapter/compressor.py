@@ -23,7 +23,7 @@ from hvd_sparse.adapter.handover import Handover, left_dense, refuse_momenta
 from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.refusals import refuse_operation
 from hvd_sparse.adapter.session import Horovod, Session
-from hvd_sparse.checks import check_above, check_choice
+from hvd_sparse.checks import check_above_zero, check_choice
 from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, WithDense, with_dense
 from hvd_sparse.engine.checkpoint import Gather, load_checkpoint, save_checkpoint
 from hvd_sparse.errors import ConfigError, UnsupportedError, warn
@@ -344,7 +344,7 @@ class SparseCompressor:
         Raises:
             ConfigError: It is no finite number above 0, or a step is under way.
         """
-        check_above("factor", factor, 0.0)
+        check_above_zero("factor", factor)
         self._settle("rescale()", between_steps=True)
         self._engine.rescale(factor)
         units = self._units()

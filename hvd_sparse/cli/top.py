@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from hvd_sparse.checks import check_above
+from hvd_sparse.checks import check_above_zero
 from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.cli.report import add_recording_arguments
 from hvd_sparse.errors import UnsupportedError
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Output | None:
     """Show and update until Ctrl-C; only once where the output is no terminal."""
-    check_above("interval", options.interval, 0)
+    check_above_zero("interval", options.interval)
     if not options.recording.exists():
         told = f"{options.recording}: no such file; a training with record= writes it"
         return Output({"error": told}, told, status=1)

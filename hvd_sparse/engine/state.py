@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse._version import __version__
-from hvd_sparse.checks import check_above, check_count
+from hvd_sparse.checks import check_above_zero, check_count
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.transports import Transport
@@ -285,7 +285,7 @@ def _check_origin(state: Mapping[str, Any]) -> None:
     check_count(f"{WHERE}: step", state["step"], 0)
     for key in ("unit", "scale"):
         if state[key] is not None:
-            check_above(f"{WHERE}: {key}", state[key], 0.0)
+            check_above_zero(f"{WHERE}: {key}", state[key])
     if not isinstance(state["planner"], Mapping | None):
         raise _refuse(f"planner must be a mapping or None, got {state['planner']!r}")
     if not isinstance(state["package"], str):

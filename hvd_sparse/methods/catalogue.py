@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing_extensions import override
 
 from hvd_sparse.checks import (
-    above,
     at_least,
     at_most,
+    check_above_zero,
     check_below_one,
     check_count,
     check_flag,
@@ -116,7 +116,7 @@ class HardThresholdOptions(AnyCollectiveOptions):
     threshold: float = field(
         metadata={
             "meaning": "λ, above 0, in units of the gradients (of the scaled loss, with scaling).",
-            "check": above(0),
+            "check": check_above_zero,
         }
     )
 

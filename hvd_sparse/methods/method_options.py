@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from hvd_sparse.checks import (
-    above,
     at_least,
+    check_above_zero,
     check_below_one,
     check_choice,
     check_flag,
@@ -112,7 +112,7 @@ class MethodOptions(ABC):
         "Limit on the L2 norm of the whole gradient that the optimizer sees, above 0: each of P "
         "ranks clips its own to P^(-1/2) times the limit before accumulating it. No exchange "
         "begins before the last gradient is ready. None: no limit.",
-        optional(above(0)),
+        optional(check_above_zero),
     )
     warmup: str = option(
         "exponential",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_sparse.checks import check_above, check_at_least, check_count, check_share
+from hvd_sparse.checks import check_above_zero, check_at_least, check_count, check_share
 from hvd_sparse.collectives.registry import COSTED, cost
 from hvd_sparse.cost_model import PLAIN_BYTES, WireBytes
 from hvd_sparse.engine.bucketing import MethodId
@@ -215,7 +215,7 @@ def _line(data: Mapping[str, Any]) -> Line:
 
 def _method_costs(data: Mapping[str, Any]) -> MethodCosts:
     lines = {name: _line(data[name]) for name in ("encode", "exchange", "decode")}
-    wire = WireBytes(**{name: check_above(name, value, 0) for name, value in data["wire"].items()})
+    wire = WireBytes(**{name: check_above_zero(name, v) for name, v in data["wire"].items()})
     density = check_share("density", data["density"])
     return MethodCosts(str(data["collective"]), density, **lines, wire=wire)
 
