@@ -136,7 +136,7 @@ def bucket_curves(axes: Any, plan: Plan, name: str, label: str) -> None:
 def ranks(axes: Any, recording: Recording) -> None:
     """By how much each rank comes later than the first: the longest bar is the slowest rank's."""
     at = np.arange(recording.run["world_size"])
-    exchange_ms = rank_ms(recording, "exchange_s").mean(axis=0)
+    exchange_ms = rank_ms(recording).mean(axis=0)
     axes.bar(at, exchange_ms.max() - exchange_ms, 0.7, color=COLOURS[5], alpha=0.85)
     axes.set_xlim(-0.6, max(len(at) - 0.4, 0.6))
     _finish(axes, "ms later than the first", "rank", legend=False)

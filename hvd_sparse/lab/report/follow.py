@@ -120,7 +120,7 @@ def present(recording: Recording) -> Present | None:
         steps += line["steps"]
     numel = max(1, sum(bucket["numel"] for bucket in plan.buckets))
     sums = {name: sum(sum(line[name]) for line in lines) / steps for name in SHOWN}
-    exchange_ms = rank_ms(recording, "exchange_s")[-1] if recording.ranks else np.zeros(0)
+    exchange_ms = rank_ms(recording)[-1] if recording.ranks else np.zeros(0)
     return Present(
         steps=steps_of(recording),
         step_ms=1e3 * sum(line["seconds"] for line in lines) / steps,

@@ -210,7 +210,7 @@ def ranks_section(recording: Recording) -> str:
     """The rank that the others wait for, if there is one."""
     if not recording.ranks or recording.run["world_size"] < 2:
         return ""
-    exchange_ms = rank_ms(recording, "exchange_s").mean(axis=0)
+    exchange_ms = rank_ms(recording).mean(axis=0)
     slowest = slowest_rank(recording)
     if slowest is None:
         text = (

@@ -151,10 +151,9 @@ def with_holes(steps: list[float], values: list[float]) -> tuple[list[float], li
     return at.tolist(), np.insert(values, holes, np.nan).tolist()
 
 
-def collectives(plan: Plan, buckets: Sequence[int] | None = None) -> list[str]:
+def collectives(plan: Plan, buckets: Sequence[int]) -> list[str]:
     """The collectives that exchanged some buckets, in the order of their first use."""
-    places = range(len(plan.buckets)) if buckets is None else buckets
-    used = [line["collective"][b] for line in plan.steps for b in places]
+    used = [line["collective"][b] for line in plan.steps for b in buckets]
     return [name for name in dict.fromkeys(used) if name]
 
 
@@ -170,10 +169,10 @@ def kinds(plan: Plan) -> list[str]:
     ]
 
 
-def rank_ms(recording: Recording, name: str) -> Floats:
-    """Milliseconds per step of a phase, one row per comparison and one column per rank."""
+def rank_ms(recording: Recording) -> Floats:
+    """Milliseconds per step in exchanges, one row per comparison and one column per rank."""
     steps = np.array([line["steps"] for line in recording.ranks], dtype=np.float64)
-    every = np.array([line[name] for line in recording.ranks], dtype=np.float64)
+    every = np.array([line["exchange_s"] for line in recording.ranks], dtype=np.float64)
     return np.asarray(1e3 * every / steps[:, None], dtype=np.float64)
 
 
@@ -184,7 +183,7 @@ def slowest_rank(recording: Recording) -> int | None:
     """
     if not recording.ranks or recording.run["world_size"] < 2:
         return None
-    exchange_ms = rank_ms(recording, "exchange_s")
+    exchange_ms = rank_ms(recording)
     mean_ms = exchange_ms.mean(axis=0)
     slowest = int(mean_ms.argmin())
     others_ms = float(np.median(np.delete(mean_ms, slowest)))
