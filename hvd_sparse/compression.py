@@ -284,7 +284,7 @@ class Compression:
         checked = load_policy(policy)
         rules = assign(checked, named, model)
         method: Assignment = rules
-        if rules.needs_planner:
+        if any(rule.is_auto for rule in rules.rules):
             path = checked.plan_cache or default_path()
             cache = None if path in (NO_CACHE, None) else PlanCache(path)
             method = Planner(rules, checked.profile, cache)

@@ -27,19 +27,14 @@ class Condition:
     def matches(self, spec: TensorSpec, module: str | None) -> bool:
         """Whether a tensor, owned by a module of that class, meets all conditions."""
         return (
-            self.matches_name(spec.name)
+            (self.name is None or fnmatchcase(spec.name, self.name))
+            and (self.name_regex is None or re.fullmatch(self.name_regex, spec.name) is not None)
             and (self.min_numel is None or spec.numel >= self.min_numel)
             and (self.max_numel is None or spec.numel <= self.max_numel)
             and self.ndim in (None, len(spec.shape))
             and self.dtype in (None, spec.dtype.removeprefix("torch."))
             and self.module in (None, module)
         )
-
-    def matches_name(self, name: str) -> bool:
-        """Whether a name meets the conditions on names."""
-        if self.name is not None and not fnmatchcase(name, self.name):
-            return False
-        return self.name_regex is None or re.fullmatch(self.name_regex, name) is not None
 
 
 @dataclass(frozen=True)
@@ -105,11 +100,6 @@ class PolicyAssignment:
         return rule.methods if rule is not None and rule.is_auto else ()
 
     @property
-    def needs_planner(self) -> bool:
-        """Whether any rule leaves its tensors to a planner."""
-        return any(rule.is_auto for rule in self.rules)
-
-    @property
     def clip_norm(self) -> float | None:
         """The limit, which is the same in all methods."""
         return next((m.clip_norm for rule in self.rules for m in rule.methods), None)
@@ -127,10 +117,6 @@ class PolicyAssignment:
                 names = " and ".join(f"rules[{place}]" for place in places)
                 idle.append((rule, f"is shadowed: {names} decide{'s' * (len(places) == 1)} before"))
         return idle
-
-    def needs_modules(self) -> list[Rule]:
-        """Rules that ask for a module's class."""
-        return [rule for rule in self.rules if rule.condition.module is not None]
 
     def unreachable_rules(self) -> list[tuple[Rule, str]]:
         """Rules behind one that matches everything, whatever the model."""

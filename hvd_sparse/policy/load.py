@@ -108,7 +108,7 @@ def assign(
         ConfigError: A rule asks for a module's class, but there is no model.
     """
     assignment = PolicyAssignment(policy.rules, owning_modules(model, named or ()))
-    asking = assignment.needs_modules()
+    asking = [rule for rule in policy.rules if rule.condition.module is not None]
     if asking and model is None:
         path = ("rules", asking[0].place, "match", "module")
         raise policy.document.error(path, "model must be given where a rule asks for a module")
