@@ -53,8 +53,9 @@ class Bucket:
         inside: Exchanges inside this host; None: there is one level.
         shard: This rank's shard of the vector: all of it without two levels.
         step: Steps done; the position in the warm-up.
-        decoded: `(n,)`, in the gradients' type: the reduced gradient, of which the optimizer sees
-            views. It is written again only after all of the bucket's next gradients have come.
+        decoded: `(n,)`, in the gradients' type: the reduced gradient. It is written again only
+            after all of the bucket's next gradients have come.
+        views: Each tensor's part of it, in the tensor's shape, which the optimizer sees.
         taken: The entries to send, between selection and exchange; else None.
         reduced: The step's result before it is decoded; else None.
         is_open: Whether the last step has changed the state, and nobody has said if it counts.
@@ -106,7 +107,7 @@ class Bucket:
         self.taken: SparseStream | None = None
         self.reduced: Sum | None = None
         parts = decoded.split([spec.numel for spec in specs])
-        self._views: list[Tensor] = [x.view(s.shape) for x, s in zip(parts, specs, strict=True)]
+        self.views = [x.view(s.shape) for x, s in zip(parts, specs, strict=True)]
         self.is_open = False
         self._before: tuple[int, dict[str, Any], dict[str, Any]] | None = None
         self.exponents_of: Callable[[str], Tensor | None] = lambda name: None
@@ -239,9 +240,6 @@ class Bucket:
         self.phase = Phase.COLLECTING
         return gradients
 
-    def view(self, slot: int) -> Tensor:
-        return self._views[slot]
-
     def split(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, dict[str, Tensor]]]:
         """Each tensor's part of vectors `(n,)`: views in its shape, by name."""
         for spec, (start, stop) in zip(self.specs, pairwise(self.starts), strict=True):
@@ -331,7 +329,7 @@ class Location:
 
     @property
     def reduced(self) -> Tensor:
-        return self.bucket.view(self.slot) if self.whole is None else self.whole
+        return self.bucket.views[self.slot] if self.whole is None else self.whole
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[Bucket, int, Tensor]]:
         for bucket, slot in self.slots:

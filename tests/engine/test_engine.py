@@ -147,7 +147,7 @@ def test_no_new_memory_of_the_buckets_size_after_the_first_steps() -> None:
             reduce(bucket)
             decode(bucket, 0.5, bucket.step_stats)
             bucket.close_step()
-            return bucket.view(0).data_ptr()
+            return bucket.views[0].data_ptr()
 
         addresses = {one() for _ in range(3)}
         with torch.profiler.profile(profile_memory=True) as profile:

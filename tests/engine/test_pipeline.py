@@ -159,7 +159,7 @@ def test_results_are_those_of_one_bucket_after_the_other(name: str) -> None:
                 decode(bucket, 1.0, bucket.step_stats)
                 bucket.is_open = False
                 bucket.close_step()
-            found.append({b.specs[0].name: b.view(0).clone() for b in buckets})
+            found.append({b.specs[0].name: b.views[0].clone() for b in buckets})
         held = {
             spec.name: tensors["residual"]
             for b in buckets
