@@ -135,8 +135,7 @@ def not_all_came(
     world: Bootstrap, name: str, timeout_s: float, missing: Sequence[int] = ()
 ) -> TransportTimeout:
     """The error where ranks did not come to connect: some, or those that are `missing`."""
-    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    told = ", ".join(f"rank {rank}" for rank in missing[:8]) + more or "at least one of them"
+    told = _some([f"rank {rank}" for rank in missing]) or "at least one of them"
     return TransportTimeout(
         f"rank {world.rank} has waited {timeout_s:g} s for the other {world.size - 1} ranks "
         f"to connect ({name}), and {told} did not come: each rank needs a compression of "
@@ -224,7 +223,7 @@ def check_releases(releases: Sequence[tuple[int, str]]) -> None:
         raise PlanError(f"all ranks must run the same release of hvd_sparse, got {told}")
 
 
-def _some(ranks: Sequence[int]) -> str:
+def _some(ranks: Sequence[object]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
 
