@@ -21,6 +21,5 @@ p.grad ◄─ decode all shards ◄───────────────
 """
 
 from hvd_sparse.hosts.hosts import Grid, Hosts, Slot, grid_of
-from hvd_sparse.hosts.inside import InsideHost, shard_bounds
 
-__all__ = ["Grid", "Hosts", "InsideHost", "Slot", "grid_of", "shard_bounds"]
+__all__ = ["Grid", "Hosts", "Slot", "grid_of"]

@@ -9,6 +9,5 @@ a plan or a policy uses; `hvd_sparse.Compression` puts it behind Horovod's `comp
 """
 
 from hvd_sparse.methods.catalogue import METHODS, DgcOptions
-from hvd_sparse.methods.method_options import MethodOptions
 
-__all__ = ["METHODS", "DgcOptions", "MethodOptions"]
+__all__ = ["METHODS", "DgcOptions"]

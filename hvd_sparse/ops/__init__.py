@@ -31,7 +31,7 @@ made or read from a message: `streams/` and `wire/` hand them to `unchecked(devi
 same operations without the checks.
 """
 
-from hvd_sparse.ops._arguments import GAP_BLOCK, Entries
+from hvd_sparse.ops._arguments import GAP_BLOCK
 from hvd_sparse.ops._dispatch import Ops, backend, unchecked
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
 from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
@@ -57,7 +57,6 @@ __all__ = [
     "GAP_BLOCK",
     "Accumulation",
     "Before",
-    "Entries",
     "Momentum",
     "Ops",
     "accumulate_group_topk",

@@ -26,8 +26,7 @@ Only rank 0 decides; it broadcasts each `Decision`. Plans change between two ste
 `reassign`, and momenta change sides with them (`adapter/session.py`).
 """
 
-from hvd_sparse.planner.costs import Profile
 from hvd_sparse.planner.planner import Planner, World, planner_of
 from hvd_sparse.planner.remembered import PlanCache, default_path
 
-__all__ = ["PlanCache", "Planner", "Profile", "World", "default_path", "planner_of"]
+__all__ = ["PlanCache", "Planner", "World", "default_path", "planner_of"]

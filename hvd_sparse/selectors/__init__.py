@@ -26,13 +26,11 @@ from hvd_sparse.selectors.random_k import RandomK
 from hvd_sparse.selectors.reused import ReusedThreshold
 from hvd_sparse.selectors.sampled import SampledThreshold
 from hvd_sparse.selectors.selector import Selector
-from hvd_sparse.selectors.thresholded import Estimator, Extraction, ThresholdSelector
+from hvd_sparse.selectors.thresholded import ThresholdSelector
 
 __all__ = [
     "BisectionTopK",
-    "Estimator",
     "ExactTopK",
-    "Extraction",
     "GaussianThreshold",
     "GroupedTopK",
     "HardThreshold",

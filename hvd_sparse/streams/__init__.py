@@ -14,8 +14,6 @@ into the gradient, once. It has the `indices` and `values` of a stream for whoev
 
 from hvd_sparse.streams.part import (
     INDEX_BYTES,
-    MAX,
-    MIN,
     OPERATIONS,
     SUM,
     DenseSum,
@@ -33,8 +31,6 @@ __all__ = [
     "CPU",
     "ENTRY_BYTES",
     "INDEX_BYTES",
-    "MAX",
-    "MIN",
     "OPERATIONS",
     "SUM",
     "DenseSum",

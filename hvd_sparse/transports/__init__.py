@@ -22,11 +22,10 @@ from one, and the collectives are made of it. All ranks make the same calls in t
 
 from hvd_sparse.transports.framing import Context, Payload
 from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
-from hvd_sparse.transports.transport import Handle, Traffic, Transport
+from hvd_sparse.transports.transport import Traffic, Transport
 
 __all__ = [
     "Context",
-    "Handle",
     "LocalTransport",
     "LocalWorld",
     "Payload",

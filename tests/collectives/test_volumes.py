@@ -30,8 +30,9 @@ from hvd_sparse.collectives.registry import BY_NAME, cost
 from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.topology import allgather_messages
-from hvd_sparse.transports import Handle, LocalTransport, Payload, run_ranks
+from hvd_sparse.transports import LocalTransport, Payload, run_ranks
 from hvd_sparse.transports.framing import payload_nbytes
+from hvd_sparse.transports.transport import Handle
 from hvd_sparse.wire import WIRES
 from tests.streams import dense
 

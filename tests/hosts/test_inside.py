@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hvd_sparse.errors import TransportError
-from hvd_sparse.hosts import Grid, Hosts, shard_bounds
-from hvd_sparse.hosts.inside import OverDevices
+from hvd_sparse.hosts import Grid, Hosts
+from hvd_sparse.hosts.inside import OverDevices, shard_bounds
 from hvd_sparse.hosts.shared import SharedHost
 from hvd_sparse.transports.nccl import NcclTransport
 from tests.laws.test_two_levels import Steps, check_laws, engine_of, trained

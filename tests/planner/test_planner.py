@@ -21,7 +21,7 @@ from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
 from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError, PeerLostError, PlanError
 from hvd_sparse.lab.predicted import modelled, verdict
-from hvd_sparse.planner import Planner, Profile, World
+from hvd_sparse.planner import Planner, World
 from hvd_sparse.planner import planner as planner_module
 from hvd_sparse.planner.choose import (
     ChosenPlan,
@@ -33,7 +33,7 @@ from hvd_sparse.planner.choose import (
     finish_s,
     predict,
 )
-from hvd_sparse.planner.costs import Line, MethodCosts, Place, fit_line
+from hvd_sparse.planner.costs import Line, MethodCosts, Place, Profile, fit_line
 from hvd_sparse.planner.measure import measure_profile
 from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS, Trial, Turn, lateness, slowest
 from hvd_sparse.selectors import ExactTopK

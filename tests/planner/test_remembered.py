@@ -17,9 +17,9 @@ from hvd_sparse import Compression
 from hvd_sparse.engine import Choice, Method, TensorSpec
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.methods import METHODS
-from hvd_sparse.planner import PlanCache, Planner, Profile, World, default_path
+from hvd_sparse.planner import PlanCache, Planner, World, default_path
 from hvd_sparse.planner import planner as planner_module
-from hvd_sparse.planner.costs import Line, MethodCosts, Place
+from hvd_sparse.planner.costs import Line, MethodCosts, Place, Profile
 from hvd_sparse.planner.planner import RECALLED_REVIEW_STEPS
 from hvd_sparse.planner.remembered import (
     MOST_ENTRIES,
