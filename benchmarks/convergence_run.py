@@ -20,7 +20,7 @@ from benchmarks.powersgd import Compressed, PowerSgd
 from hvd_sparse import MomentumCorrectedSGD, SparseAdamW
 from hvd_sparse.compression import RunOptions
 from hvd_sparse.engine import Engine, Method, TensorSpec
-from hvd_sparse.hosts import Grid, Hosts
+from hvd_sparse.hosts import Hosts, Slot, grid_of
 from hvd_sparse.optim import REDUCED_BY
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import LocalTransport, LocalWorld, run_ranks
@@ -92,8 +92,9 @@ class Averaging:
             self.engine = Engine(method)
             self.engine.connect(engine)
             if hosts:
-                grid = Grid.regular(hosts, engine.world_size // hosts, engine.rank)
-                self.engine.hosts = Hosts(engine, grid)
+                L = engine.world_size // hosts
+                slots = [Slot(rank % L, L, rank // L) for rank in range(engine.world_size)]
+                self.engine.hosts = Hosts(engine, grid_of(slots, engine.rank))
             self.engine.scale = 1 / engine.world_size
 
     def is_sparse(self, parameter: Tensor) -> bool:

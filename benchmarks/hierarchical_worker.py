@@ -40,7 +40,7 @@ def main() -> None:
     L = hvd.size()
     transport = create_transport("auto", HorovodBootstrap(hvd.global_process_set), 60.0)
     assert isinstance(transport, PointToPointTransport)
-    inside = Hosts(transport, Grid.regular(1, L, hvd.rank())).exchange_of(
+    inside = Hosts(transport, Grid((tuple(range(L)),), 0, hvd.rank())).exchange_of(
         options.numel, "torch.float32", torch.device("cpu")
     )
     (gradient,) = make_gradients(options.numel, 1)

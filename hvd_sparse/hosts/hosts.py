@@ -58,14 +58,6 @@ class Grid:
     def __str__(self) -> str:
         return f"{self.hosts} hosts x {self.local_size} workers"
 
-    @staticmethod
-    def regular(hosts: int, local_size: int, rank: int) -> Grid:
-        """A grid whose ranks are numbered host by host."""
-        rows = tuple(
-            tuple(range(host * local_size, (host + 1) * local_size)) for host in range(hosts)
-        )
-        return Grid(rows, *divmod(rank, local_size))
-
 
 def grid_of(slots: Sequence[Slot], rank: int) -> Grid:
     """The grid that the ranks fill, from their slots in order, as seen from `rank`.

@@ -19,14 +19,11 @@ from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import Planner
 from hvd_sparse.policy import assign, load_policy
 from hvd_sparse.transports import LocalTransport, run_ranks
+from tests.grids import slots
 
 SLOW = replace(ORDINARY_LINK, beta_s_per_byte=8e-8)  # 100 Mb/s
 FREE = Link(0.0, 0.0, pace=Pace(added_values=1e-8))  # but adding dense vectors is not
 SPECS = [TensorSpec("w", (1 << 22,), "torch.float32")]
-
-
-def places(*hosts: int) -> list[Slot]:
-    return [Slot(local, size, host) for host, size in enumerate(hosts) for local in range(size)]
 
 
 def decided(requested: Any, where: list[Slot], link: Any = SLOW, **changes: Any) -> list[Any]:
@@ -46,22 +43,22 @@ def decided(requested: Any, where: list[Slot], link: Any = SLOW, **changes: Any)
 
 
 def test_what_is_asked_for_and_possible() -> None:
-    assert decided(True, places(2, 2)) == [(2, 2)] * 4
-    assert decided(True, places(3)) == [(1, 3)] * 3
-    assert decided("auto", places(2, 2)) == [(2, 2)] * 4
-    assert decided(False, places(2, 2)) == [None] * 4
-    assert decided(True, places(1, 1)) == [None] * 2  # each worker is a host: one level
-    assert decided(True, places(1)) == [None]
+    assert decided(True, slots(2, 2)) == [(2, 2)] * 4
+    assert decided(True, slots(3)) == [(1, 3)] * 3
+    assert decided("auto", slots(2, 2)) == [(2, 2)] * 4
+    assert decided(False, slots(2, 2)) == [None] * 4
+    assert decided(True, slots(1, 1)) == [None] * 2  # each worker is a host: one level
+    assert decided(True, slots(1)) == [None]
 
 
 @pytest.mark.parametrize(
     ("where", "link", "reason"),
     [
-        (places(2, 1), SLOW, "every host must have as many workers"),
-        (places(2, 2)[:3], SLOW, "a process set must have whole hosts"),
-        (places(2), SLOW, "there is one host"),
-        (places(1, 1), SLOW, "each host has one worker"),
-        (places(2, 2), FREE, "the cost model expects"),
+        (slots(2, 1), SLOW, "every host must have as many workers"),
+        (slots(2, 2)[:3], SLOW, "a process set must have whole hosts"),
+        (slots(2), SLOW, "there is one host"),
+        (slots(1, 1), SLOW, "each host has one worker"),
+        (slots(2, 2), FREE, "the cost model expects"),
     ],
 )
 def test_auto_takes_one_level_and_says_why(
@@ -74,16 +71,16 @@ def test_auto_takes_one_level_and_says_why(
 
 
 def test_what_is_impossible_is_refused_by_name() -> None:
-    for answer in decided(True, places(2, 1)):
+    for answer in decided(True, slots(2, 1)):
         assert answer.startswith("hierarchical=True is impossible: every host must have")
     planned = assign(
         load_policy({"version": 1, "rules": [{"compress": "auto", "compressor": "topk"}]}),
         None,
         None,
     )
-    for answer in decided(True, places(2, 2), assignment=Planner(planned, None)):
+    for answer in decided(True, slots(2, 2), assignment=Planner(planned, None)):
         assert answer == "hierarchical=True is impossible: compress: auto plans for one level"
-    for answer in decided([True, "auto"], places(2)):
+    for answer in decided([True, "auto"], slots(2)):
         assert answer == (
             "hierarchical must be the same on all ranks, got rank 0 True, rank 1 'auto'"
         )

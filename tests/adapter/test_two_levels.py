@@ -17,10 +17,11 @@ from torch import Tensor, nn
 import hvd_sparse
 from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.errors import TransportError
-from hvd_sparse.hosts import Grid, Hosts
+from hvd_sparse.hosts import Hosts
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from tests.asleep import meet
+from tests.grids import regular_grid
 from tests.launch import horovodrun
 from tests.lean import start_lean
 from tests.ranks import Ranks, World, with_ranks
@@ -34,7 +35,7 @@ def connected(grid: tuple[int, int], timeout_s: float = 60.0, **arguments: Any) 
     arguments = {"density": 0.02, "bucket_numel": 600, **arguments}
     engine = Engine(METHODS["oktopk"](**arguments).make())
     engine.connect(transport)
-    engine.hosts = Hosts(transport, Grid.regular(*grid, transport.rank))
+    engine.hosts = Hosts(transport, regular_grid(*grid, transport.rank))
     return engine
 
 

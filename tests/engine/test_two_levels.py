@@ -13,10 +13,11 @@ from torch import Tensor
 
 from hvd_sparse.engine import Choice, Engine, TensorSpec
 from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
-from hvd_sparse.hosts import Grid, Hosts
+from hvd_sparse.hosts import Hosts
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import LocalTransport, run_ranks
 from tests.engine.test_checkpoint import gather_over
+from tests.grids import regular_grid
 from tests.laws.test_step_commit import flattened
 from tests.laws.test_two_levels import SHAPES, engine_of, gradients_of, reduced
 
@@ -145,7 +146,7 @@ def test_tensors_leave_and_come_back_by_shards(part_numel: int | None) -> None:
         method = METHODS["topk"](density=0.05, bucket_numel=10_000).make()
         engine = Engine(replace(method, part_numel=part_numel))
         engine.connect(transport)
-        engine.hosts = Hosts(transport, Grid.regular(2, 2, transport.rank))
+        engine.hosts = Hosts(transport, regular_grid(2, 2, transport.rank))
         rank, states = transport.rank, []
 
         def step(number: int, frozen: str = "") -> None:
@@ -205,7 +206,7 @@ def test_two_levels_give_way_to_one_and_come_back() -> None:
             engine = engines[transport.rank]
             before = engine.state_dict()
             engine.connect(transport)
-            engine.hosts = grid and Hosts(transport, Grid.regular(*grid, transport.rank))
+            engine.hosts = grid and Hosts(transport, regular_grid(*grid, transport.rank))
             results = reduced(engine, gradients_of(round_, transport.rank))
             engine.settle(counts=True)
             after = engine.state_dict()

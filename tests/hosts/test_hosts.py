@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.hosts import Grid, Slot, grid_of
-
-
-def slots(*hosts: int) -> list[Slot]:
-    """Of ranks that count through hosts of so many workers."""
-    return [Slot(local, size, host) for host, size in enumerate(hosts) for local in range(size)]
+from hvd_sparse.hosts import Grid, grid_of
+from tests.grids import slots
 
 
 def test_a_grid_knows_who_is_in_the_host_and_who_is_across() -> None:
     every = slots(2, 2, 2)
     grid = grid_of(every, 3)
-    assert grid == Grid.regular(3, 2, 3)
+    assert grid == Grid(((0, 1), (2, 3), (4, 5)), 1, 1)
     assert (grid.hosts, grid.local_size, grid.host, grid.local_rank) == (3, 2, 1, 1)
     assert (grid.inside, grid.across) == ((2, 3), (1, 3, 5))
     # MPI may count through all hosts first.

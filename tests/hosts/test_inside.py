@@ -13,6 +13,7 @@ from hvd_sparse.hosts import Grid, Hosts
 from hvd_sparse.hosts.inside import OverDevices, shard_bounds
 from hvd_sparse.hosts.shared import SharedHost
 from hvd_sparse.transports.nccl import NcclTransport
+from tests.grids import regular_grid
 from tests.laws.test_two_levels import Steps, check_laws, engine_of, trained
 from tests.transports.test_nccl import over_nccl
 
@@ -30,7 +31,7 @@ def place_in(grid: Grid, rank: int) -> Grid:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [1, 5, 64, 1000])
-@pytest.mark.parametrize("grid", [Grid.regular(2, 2, 0), Grid.regular(1, 3, 0), MIXED], ids=str)
+@pytest.mark.parametrize("grid", [regular_grid(2, 2, 0), regular_grid(1, 3, 0), MIXED], ids=str)
 def test_the_bits_are_those_of_the_hosts_memory(grid: Grid, numel: int, dtype: torch.dtype) -> None:
     def rank(transport: NcclTransport) -> None:
         hosts = Hosts(transport, place_in(grid, transport.rank))
@@ -56,7 +57,7 @@ def test_laws(grid: tuple[int, int]) -> None:
 
 def test_a_rank_that_does_not_come_is_told_by_all() -> None:
     def rank(transport: NcclTransport) -> Any:
-        hosts = Hosts(transport, Grid.regular(1, 3, transport.rank))
+        hosts = Hosts(transport, regular_grid(1, 3, transport.rank))
         inside = hosts.exchange_of(100, "torch.float32", CPU)
         if transport.rank == 2:
             return None

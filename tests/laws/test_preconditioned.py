@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.engine import Engine
-from hvd_sparse.hosts import Grid, Hosts
+from hvd_sparse.hosts import Hosts
 from hvd_sparse.memories import Preconditioned
 from hvd_sparse.methods import METHODS
 from hvd_sparse.selectors import ExactTopK
 from hvd_sparse.transports import LocalTransport, run_ranks
 from tests.devices import on_every_device
+from tests.grids import regular_grid
 from tests.laws.test_step_commit import REQUIRED
 from tests.laws.test_two_levels import SHAPES, gradients_of, reduced, residuals_of
 
@@ -46,7 +47,7 @@ def engine_of(
     engine = Engine(method.make())
     engine.connect(transport)
     if grid is not None:
-        engine.hosts = Hosts(transport, Grid.regular(*grid, transport.rank))
+        engine.hosts = Hosts(transport, regular_grid(*grid, transport.rank))
     engine.exponents_of = units.now.get
     return engine
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from hvd_sparse.collectives.registry import ALGORITHMS
 from hvd_sparse.engine import Engine, TensorSpec
-from hvd_sparse.hosts import Grid, Hosts
+from hvd_sparse.hosts import Hosts
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import LocalTransport, run_ranks
 from tests.devices import on_every_device
+from tests.grids import regular_grid
 from tests.laws.test_step_commit import MEMORIES, REQUIRED, flattened
 
 SHAPES = {"a": (30, 40), "b": (257,), "c": (5,), "d": ()}
@@ -32,7 +33,7 @@ def engine_of(
     arguments = {"density": 0.05, "bucket_numel": 600, **REQUIRED.get(name, {}), **arguments}
     engine = Engine(METHODS[name](**arguments).make())
     engine.connect(transport)
-    engine.hosts = Hosts(transport, Grid.regular(*grid, transport.rank))
+    engine.hosts = Hosts(transport, regular_grid(*grid, transport.rank))
     return engine
 
 
