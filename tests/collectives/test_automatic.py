@@ -28,7 +28,7 @@ from hvd_sparse.collectives.registry import (
 from hvd_sparse.cost_model import KINDS, ORDINARY_LINK, Link, Pace
 from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.lab.simulator import Network, SyntheticStreams, Workload, run_simulated, simulate
+from hvd_sparse.lab.simulator import Network, SimulatedWorld, SyntheticStreams, Workload, simulate
 from hvd_sparse.recording import Recorder
 from hvd_sparse.topology import MESSAGES_IN_FLIGHT, allgather_messages
 from hvd_sparse.transports import Transport, run_ranks
@@ -327,5 +327,5 @@ def test_the_pick_is_nearly_the_best_that_is_simulated(
         transport.link = link
         return cheapest_algorithm(transport, numel, workload.k, CANDIDATES)
 
-    picked = run_simulated(world_size, choose, Network(link))[0]
+    picked = SimulatedWorld(world_size, Network(link)).run(choose)[0]
     assert seconds[picked] <= 1.2 * min(seconds.values())

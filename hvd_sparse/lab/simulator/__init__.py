@@ -18,7 +18,7 @@
 """
 
 from hvd_sparse.lab.simulator.network import Network
-from hvd_sparse.lab.simulator.simulated_transport import SimulatedTransport, run_simulated
+from hvd_sparse.lab.simulator.simulated_transport import SimulatedTransport, SimulatedWorld
 from hvd_sparse.lab.simulator.simulation import (
     ALGORITHMS,
     DISTINCT,
@@ -36,9 +36,9 @@ __all__ = [
     "Network",
     "SimulatedOutcome",
     "SimulatedTransport",
+    "SimulatedWorld",
     "SyntheticStreams",
     "Workload",
-    "run_simulated",
     "simulate",
     "simulate_all",
     "with_efficiency",

@@ -40,17 +40,6 @@ from hvd_sparse.transports.transport import (
 Result = TypeVar("Result")
 
 
-def run_simulated(
-    world_size: int,
-    fn: Callable[[SimulatedTransport], Result],
-    network: Network,
-    *,
-    stretch: float = 1.0,
-) -> list[Result]:
-    """Run `fn(transport)` once per rank of a simulated network; see `SimulatedWorld`."""
-    return SimulatedWorld(world_size, network, stretch).run(fn)
-
-
 class SimulatedWorld:
     """P ranks of a simulated network.
 

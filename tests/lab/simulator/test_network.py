@@ -11,11 +11,7 @@ import torch
 from hvd_sparse.cost_model import Link, Work
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.lab.simulator.network import Network, VirtualClock
-from hvd_sparse.lab.simulator.simulated_transport import (
-    SimulatedTransport,
-    SimulatedWorld,
-    run_simulated,
-)
+from hvd_sparse.lab.simulator.simulated_transport import SimulatedTransport, SimulatedWorld
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.framing import HEADER_BYTES
 
@@ -32,7 +28,7 @@ def seconds(world_size: int, fn: object, network: Network = NETWORK) -> list[flo
         fn(transport)  # type: ignore[operator]
         return transport.clock.now_s
 
-    return run_simulated(world_size, one_rank, network)
+    return SimulatedWorld(world_size, network).run(one_rank)
 
 
 def test_a_message_alone_takes_alpha_and_its_bytes() -> None:
@@ -163,7 +159,7 @@ def test_ranks_that_wait_for_each_other_are_told() -> None:
         t.exchange(None, None, (t.rank + 1) % 3, channel="never").wait()
 
     with pytest.raises(PlanError, match=r"3 ranks wait .* rank 0 for channel 'never' from rank 1"):
-        run_simulated(3, wrong, NETWORK)
+        SimulatedWorld(3, NETWORK).run(wrong)
 
 
 def test_ranks_at_different_calls_are_told() -> None:
@@ -171,7 +167,7 @@ def test_ranks_at_different_calls_are_told() -> None:
         t.exchange(payload(100), 1 - t.rank, 1 - t.rank, channel="ab"[t.rank]).wait()
 
     with pytest.raises(PlanError, match="different calls"):
-        run_simulated(2, wrong, NETWORK)
+        SimulatedWorld(2, NETWORK).run(wrong)
 
 
 def test_the_first_failure_reaches_the_caller() -> None:
@@ -181,7 +177,7 @@ def test_the_first_failure_reaches_the_caller() -> None:
         t.exchange(None, None, 2, channel="a").wait()
 
     with pytest.raises(RuntimeError, match="rank 2 broke"):
-        run_simulated(5, fails, NETWORK)
+        SimulatedWorld(5, NETWORK).run(fails)
 
 
 @pytest.mark.parametrize(

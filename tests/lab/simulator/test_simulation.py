@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from hvd_sparse.lab.simulator import (
     DISTINCT,
     Network,
     SimulatedTransport,
+    SimulatedWorld,
     SyntheticStreams,
     Workload,
-    run_simulated,
     simulate,
     simulate_all,
     with_efficiency,
@@ -56,11 +57,9 @@ def test_allgather_is_that_of_all_transports(world_size: int) -> None:
         return [b.tolist() for b in blocks], transport.clock.now_s, transport.traffic
 
     for stretch in (1.0, 7.0):
-        ours = run_simulated(
-            world_size, lambda t: gather(t, SimulatedTransport.allgather), NETWORK, stretch=stretch
-        )
-        theirs = run_simulated(
-            world_size, lambda t: gather(t, Transport.allgather), NETWORK, stretch=stretch
+        ours, theirs = (
+            SimulatedWorld(world_size, NETWORK, stretch).run(partial(gather, method=method))
+            for method in (SimulatedTransport.allgather, Transport.allgather)
         )
         for mine, reference in zip(ours, theirs, strict=True):
             assert mine[0] == reference[0]
@@ -78,7 +77,7 @@ def test_loads_of_an_allgather_are_what_its_ranks_send(world_size: int) -> None:
         return transport.traffic.bytes_sent, transport.traffic.messages_sent
 
     loads = allgather_loads(sizes)
-    for rank, (sent, messages) in enumerate(run_simulated(world_size, gather, NETWORK)):
+    for rank, (sent, messages) in enumerate(SimulatedWorld(world_size, NETWORK).run(gather)):
         tables = 0 if world_size <= DIRECT_ALLGATHER_RANKS else 8 * (world_size - 1)
         assert sent == loads[rank] + tables + HEADER_BYTES * messages
 
@@ -101,7 +100,7 @@ def test_bytes_and_results_are_those_of_the_local_transport(
             traffic.bytes_received,
         )
 
-    assert run_simulated(world_size, reduce, NETWORK) == run_ranks(world_size, reduce)
+    assert SimulatedWorld(world_size, NETWORK).run(reduce) == run_ranks(world_size, reduce)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -16,9 +16,9 @@ from hvd_sparse.lab.simulator import (
     Network,
     SimulatedOutcome,
     SimulatedTransport,
+    SimulatedWorld,
     SyntheticStreams,
     Workload,
-    run_simulated,
     simulate,
 )
 from hvd_sparse.transports.framing import HEADER_BYTES
@@ -99,6 +99,6 @@ def test_groups_count_their_calls_apart() -> None:
         whole.allgather((own,), channel="all")
         return [int(m.view(torch.int64)) for m in messages], whole.abroad.messages_received
 
-    everyone = run_simulated(4, talk, network(2))
+    everyone = SimulatedWorld(4, network(2)).run(talk)
     assert [ranks for ranks, _ in everyone] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [abroad for _, abroad in everyone] == [3] * 4  # one across, two of all
