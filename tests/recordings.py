@@ -147,3 +147,8 @@ def text_of(*lines: Any) -> str:
 def of_run(run: str, *lines: dict[str, Any]) -> str:
     """The lines as those of the run with that id."""
     return text_of(*({**line, "id": run} for line in lines))
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)

@@ -14,12 +14,7 @@ import pytest
 from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.cli.top import watch
 from hvd_sparse.lab.report.follow import Follower
-from tests.recordings import PLAN, RUN, ranks, steps, text_of
-
-
-def append(path: Path, text: str) -> None:
-    with path.open("a") as file:
-        file.write(text)
+from tests.recordings import PLAN, RUN, append, ranks, steps, text_of
 
 
 def test_each_look_is_drawn(tmp_path: Path) -> None:

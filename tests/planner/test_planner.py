@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hvd_sparse.collectives import OkTopk, TopkAllgather
 from hvd_sparse.cost_model import Link
-from hvd_sparse.engine import Choice, Engine, Method, TensorSpec
+from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError, PeerLostError, PlanError
 from hvd_sparse.lab.predicted import modelled, verdict
@@ -39,6 +39,7 @@ from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS, Trial, Turn, laten
 from hvd_sparse.selectors import ExactTopK
 from hvd_sparse.transports import LocalWorld, Transport
 from hvd_sparse.transports.local import run_ranks
+from tests.plans import AllDense
 
 GATHER = Method(0.01, 1 << 23, ExactTopK, TopkAllgather, "gather 0.01")
 OKTOPK = Method(0.01, 1 << 23, ExactTopK, OkTopk, "oktopk 0.01")
@@ -319,13 +320,10 @@ def test_a_profile_has_all_that_was_measured() -> None:
 # -- one plan on all ranks -------------------------------------------------------------------------
 
 
-class Rules:
+class Rules(AllDense):
     """Everything above 1000 elements is the planner's."""
 
     description = "above 1000"
-
-    def choice_of(self, spec: TensorSpec) -> Choice:
-        return Choice(None)
 
     def candidates_of(self, spec: TensorSpec) -> tuple[Method, ...]:
         return (GATHER, OKTOPK) if spec.numel > 1000 else ()

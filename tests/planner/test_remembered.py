@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import Compression
-from hvd_sparse.engine import Choice, Method, TensorSpec
+from hvd_sparse.engine import Method, TensorSpec
 from hvd_sparse.errors import ConfigError, PlanError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import PlanCache, Planner, World, default_path
@@ -30,6 +30,7 @@ from hvd_sparse.planner.remembered import (
 from hvd_sparse.planner.trial import TIMED_STEPS, TURN_STEPS
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
+from tests.plans import AllDense
 
 TOPK = METHODS["topk"](density=0.001).make()
 SPECS = [TensorSpec(name, (1000, 100), "torch.float32") for name in ("last", "first")]
@@ -41,13 +42,10 @@ COSTS = Profile(
 )
 
 
-class Rules:
+class Rules(AllDense):
     """All is the planner's."""
 
     description = "all"
-
-    def choice_of(self, spec: TensorSpec) -> Choice:
-        return Choice(None)
 
     def candidates_of(self, spec: TensorSpec) -> tuple[Method, ...]:
         return (TOPK,)

@@ -24,11 +24,11 @@ from hvd_sparse import ConfigError, Recorder
 from hvd_sparse.collectives import TopkAllgather
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.engine import account as account_module
-from hvd_sparse.lab.report.log import Recording, read_runs
 from hvd_sparse.recording.recorder import Budget
 from hvd_sparse.selectors import ReusedThreshold
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.local import run_ranks
+from tests.recordings import last_run
 
 NUMEL, STEPS, RANKS = 500, 9, 3
 SPECS = [TensorSpec(f"layer{i}.weight", (NUMEL,), "torch.float32") for i in range(2)]
@@ -68,10 +68,6 @@ def results(
         return torch.stack(reduced), state
 
     return run_ranks(RANKS, worker, timeout_s=20.0)
-
-
-def last_run(path: Path) -> Recording:
-    return read_runs(path)[-1]
 
 
 def residuals(state: dict[str, Any]) -> Tensor:

@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvd_sparse.lab.report.follow import Follower, present
-from tests.recordings import PLAN, RUN, of_run, ranks, steps, text_of
-
-
-def append(path: Path, text: str) -> None:
-    with path.open("a") as file:
-        file.write(text)
+from tests.recordings import PLAN, RUN, append, of_run, ranks, steps, text_of
 
 
 def test_it_follows_a_file_that_grows(tmp_path: Path) -> None:
