@@ -264,9 +264,7 @@ class StreamLayout:
 
     def restore(self, part: Part, operation: Operation) -> SparseVector:
         """A whole vector of the user's kind."""
-        sparse = part.to_sparse(operation)
-        assert sparse.indices is not None
-        return SparseStream(sparse.indices, sparse.values, self.numel)
+        return part.to_stream(self.numel, operation)
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,9 @@ class Part:
         indices = (kept + self.start).to(torch.int32)
         return Part(indices, self.values[kept], self.start, self.stop)
 
-    def to_stream(self, numel: int) -> SparseStream:
-        """Its float32 entries as a stream over a vector of `numel` elements."""
-        sparse = self.to_sparse()
+    def to_stream(self, numel: int, operation: Operation = SUM) -> SparseStream:
+        """Its entries as a stream over a vector of `numel` elements."""
+        sparse = self.to_sparse(operation)
         assert sparse.indices is not None
         return SparseStream(sparse.indices, sparse.values, numel)
 
