@@ -348,9 +348,8 @@ class OkTopk(Collective):
         self.level_counts = heads[:, :LEVELS].clone()
         self._all_received, held, left = heads[:, LEVELS:].T.tolist()
         self.regions_are_uneven = sum(held) > max(FEW_ENTRIES, self.k * len(held) / MANY)
-        bodies = zip((m[HEAD_BYTES:] for m in messages), spans, strict=True)
-        parts = [self._read(body, packer, span) for body, span in bodies]
-        parts[rank] = packer.land(own).to_stream(self.numel)
+        bodies = (m[HEAD_BYTES:] for m in messages)
+        parts = [part.to_stream(self.numel) for part in packer.read_all(bodies, own, spans)]
         is_apart = spans[0][1] < self.numel or len(spans) == 1
         u = SparseStream.concatenate(parts, self.numel) if is_apart else sum_of(parts, self.numel)
         return u, [part.nnz for part in parts], sum(left)

@@ -185,10 +185,7 @@ def _split_and_reduce(
     payloads = [() if i == rank else packer.pack(region)[0] for i, region in enumerate(regions)]
     own = packer.land(regions[rank])
     messages = transport.all_to_all(payloads, channel="sparcml.split")
-    parts = [
-        own if source == rank else packer.read(message, own.start, own.stop)
-        for source, message in enumerate(messages)
-    ]
+    parts = packer.read_all(messages, own, [(own.start, own.stop)] * P)
     return _combine_on(transport, parts, operation)
 
 
@@ -198,11 +195,7 @@ def _allgather_regions(
     """Every rank's region, in order, as all ranks read them."""
     payload, own = packer.pack(region)
     messages = transport.allgather(payload, channel="sparcml.gather")
-    spans = uniform_regions(numel, transport.world_size)
-    return [
-        packer.land(own) if source == transport.rank else packer.read(message, *span)
-        for source, (message, span) in enumerate(zip(messages, spans, strict=True))
-    ]
+    return packer.read_all(messages, own, uniform_regions(numel, transport.world_size))
 
 
 def _combine_on(transport: Transport, parts: Sequence[Part], operation: Operation) -> Part:

@@ -87,10 +87,7 @@ class SparDL(Collective):
         total, rest = self._largest(held, 1)
         payload, own = packer.pack(Part.of(total, *self._span(rank, 1)))
         messages = self.transport.allgather(payload, channel="spardl.gather")
-        blocks = [
-            packer.land(own) if i == rank else packer.read(message, *self._span(i, 1))
-            for i, message in enumerate(messages)
-        ]
+        blocks = packer.read_all(messages, own, [self._span(i, 1) for i in range(P)])
         u = join(blocks).to_stream(self.numel).largest(self.k)
         self.is_due = u.nnz < LEAST_SHARE * self.k and not draws
         self.step += 1

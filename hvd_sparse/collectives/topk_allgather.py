@@ -81,12 +81,8 @@ class TopkAllgather(Collective):
         payload, own = packer.pack(Part.of(stream))
         messages = self.transport.allgather(payload, channel="topk_allgather")
         self.step += 1
-        rank, n = self.transport.rank, self.numel
-        parts = [
-            packer.land(own) if source == rank else packer.read(message, 0, n)
-            for source, message in enumerate(messages)
-        ]
-        streams = [part.to_stream(n) for part in parts]
+        parts = packer.read_all(messages, own, [(0, self.numel)] * len(messages))
+        streams = [part.to_stream(self.numel) for part in parts]
         self.transport.worked(Work(sum(part.nnz for part in streams)))
         return Reduction(merge(streams, self.numel), packer.lost(self.numel))
 

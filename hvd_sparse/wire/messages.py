@@ -7,6 +7,7 @@ message's own bytes do not bear out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from ctypes import c_int64
 
 import torch
@@ -130,6 +131,13 @@ class Packer:
     def read(self, message: Tensor, start: int, stop: int) -> Part:
         """What a message says of the elements `[start, stop)`, landed; see `Wire.decode`."""
         return self.land(self.wire.decode(message, start, stop))
+
+    def read_all(
+        self, messages: Iterable[Tensor], own: Part, spans: Iterable[tuple[int, int]]
+    ) -> list[Part]:
+        """What every rank's message says of its span; this rank's own part is there already."""
+        pairs = enumerate(zip(messages, spans, strict=True))
+        return [self.land(own) if r == self.rank else self.read(m, *span) for r, (m, span) in pairs]
 
     def lost(self, numel: int) -> SparseStream:
         """What rounding has lost so far and this rank is to keep, as one stream, landed."""
