@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import IPv4Interface, IPv4Network
@@ -65,9 +65,8 @@ class HostReport:
     horovod_choice: str | None = None
 
 
-def describe_host(environment: Mapping[str, str] | None = None) -> HostReport:
-    variables = os.environ if environment is None else environment
-    named = (variables.get(name) or None for name in (OWN_VARIABLE, HOROVOD_VARIABLE))
+def describe_host() -> HostReport:
+    named = (os.environ.get(name) or None for name in (OWN_VARIABLE, HOROVOD_VARIABLE))
     return HostReport(_host_id(), _interfaces(), *named)
 
 

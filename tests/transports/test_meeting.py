@@ -179,10 +179,13 @@ def test_a_useless_choice_of_the_user_is_an_error(useless: str | None) -> None:
         choose_addresses(reports)
 
 
-def test_this_host_can_be_described() -> None:
-    described = describe_host({"HVD_SPARSE_IFACE": "", "HOROVOD_GLOO_IFACE": "eth0"})
+def test_this_host_can_be_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_SPARSE_IFACE", "")
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth0")
+    described = describe_host()
     assert described.own_choice is None
     assert described.horovod_choice == "eth0"
     assert any(interface.is_loopback for interface in described.interfaces)
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE")
     assert described.host == describe_host().host
     assert choose_addresses([described, describe_host()])[1] == "127.0.0.1"
