@@ -30,9 +30,10 @@ class KernelFamily:
         """A `Header` and the status words of a pass over `tiles` tiles."""
         return self._workspace.zeros(HEADER_WORDS + tiles, device)
 
-    def _total_of(self, header: Tensor) -> int:
-        """The number of entries that a pass has found; waits for it."""
-        return self._workspace.read(header[1:2])[0]
+    def _found(self, header: Tensor, entries: Entries) -> Entries:
+        """The entries that a pass has found; waits for their number."""
+        nnz = self._workspace.read(header[1:2])[0]
+        return entries[0][:nnz], entries[1][:nnz]
 
 
 class AccumulationInputs:

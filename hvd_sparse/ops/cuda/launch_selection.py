@@ -141,8 +141,7 @@ class CudaSelection(CudaEstimation):
         header, entries = self._header(blocks, device), empty_stream(min(numel, groups * k), device)
         grouped = np.int64(numel), np.int64(group_numel), np.uint32(k)
         self._launch(kernel, blocks, *inputs.whole, *grouped, header, *entries)
-        count = self._total_of(header)
-        return entries[0][:count], entries[1][:count]
+        return self._found(header, entries)
 
     def _topk_of_each(self, accumulation: Accumulation, k: int, group_numel: int) -> Entries:
         """The same by `accumulate_topk` of one group after the other."""

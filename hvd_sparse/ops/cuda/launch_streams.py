@@ -51,8 +51,7 @@ class CudaStreams(KernelFamily):
                 *("add_stream", thread_blocks(indices.numel()), *stream(indices, values)),
                 *(np.int64(numel), bitmap, before, merged, total),
             )
-        nnz = self._total_of(header)
-        return merged[:nnz], total[:nnz]
+        return self._found(header, (merged, total))
 
     def difference(self, indices: Tensor, values: Tensor, other: Tensor) -> Entries:
         return self._filter("keep_absent", indices, values, *vector(other))
@@ -69,8 +68,7 @@ class CudaStreams(KernelFamily):
         kept = empty_stream(numel, device)
         entries = stream(indices, values)
         self._launch(kernel, tile_count(numel), *entries, *arguments, header, *kept)
-        nnz = self._total_of(header)
-        return kept[0][:nnz], kept[1][:nnz]
+        return self._found(header, kept)
 
     def scatter_add(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
         self._launch(
