@@ -293,7 +293,7 @@ class Entrance:
         spec, is_frozen = entry.spec_of(gradient), not entry.parameter.requires_grad
         if is_frozen and not entry.is_made:  # some scripts give it one by hand
             is_frozen = not any_of(gradient)
-        if engine.awaits(spec) or self._is_sparse(spec, gradient):
+        if engine.awaits(spec) or self._is_sparse(spec, gradient, is_frozen):
             values = gradient
             if self._is_changed_in_place():
                 values = gradient.data  # with a count of changes of its own
@@ -307,13 +307,14 @@ class Entrance:
             entry.is_followed = True
         self._give_to_framework(entry, gradient)
 
-    def _is_sparse(self, spec: TensorSpec, gradient: Tensor) -> bool:
+    def _is_sparse(self, spec: TensorSpec, gradient: Tensor, is_frozen: bool) -> bool:
         if not is_large(gradient, self._engine, self._dense_below) or not self._engine.takes(spec):
             return False
         if not self._engine.expects(spec.name):
-            self._warn_once(
-                f"{spec.name!r} had no gradient in the first step: it is reduced densely"
-            )
+            if not is_frozen:  # as an embedding may be, whose gradients were sparse
+                self._warn_once(
+                    f"{spec.name!r} had no gradient in the first step: it is reduced densely"
+                )
             return False
         return True
 

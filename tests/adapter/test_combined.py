@@ -297,7 +297,30 @@ def forgets_before_the_names_are_known(folder: str) -> None:
     compression.close()
 
 
+def freezes_a_sparse_embedding() -> None:
+    """In mid-training, where warnings are errors: Horovod then gives it dense zeros."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(100, 32, sparse=True), nn.Linear(32, 40))
+    named = [(f"embedding.{name}", p) for name, p in model.named_parameters()]
+    compression = Compression.topk(named, density=0.5, **ALL)
+    compression.exchange_embeddings(named)
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=named, compression=compression
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for step in range(4):
+            before = weights(model[0])
+            model[0].requires_grad_(step < 2)
+            wrapped.zero_grad()
+            model(torch.arange(12).view(3, 4) + step + hvd.rank()).square().mean().backward()
+            wrapped.step()
+            assert torch.equal(before, weights(model[0])) == (step >= 2)
+    compression.close()
+
+
 SCENARIOS: dict[str, tuple[Any, ...]] = {
+    "freezes an embedding": (freezes_a_sparse_embedding,),
     "a GAN by dgc_sgd": (switches_a_discriminator_off, "dgc_sgd"),
     "a GAN by sparse_adamw": (switches_a_discriminator_off, "sparse_adamw"),
     "all names": (gives_each_optimizer_all_names,),
