@@ -22,7 +22,7 @@ from benchmarks.ways import check_names
 from hvd_sparse.lab.plots import load_pyplot
 
 WORKER = "benchmarks/time_to_accuracy_worker.py"
-RANKS, POINTS = 4, 15
+RANKS = 4
 DENSE = "horovod"
 WAYS = (DENSE, "ddp", "powersgd-2", "topk@0.01", "planned@0.01")
 Found = Mapping[str, Sequence[Any]]
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS, help="see benchmarks/ways.py")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, help="of a training; default: the task's")
+    parser.add_argument("--points", type=int, default=15, help="of each curve")
     parser.add_argument("--plot", type=Path, metavar="PREFIX", help="PREFIX-RATE.png")
     Launcher.add_arguments(parser, several=True)
     Jobs.add_arguments(parser)
@@ -80,7 +81,7 @@ def main() -> None:
         parser.error(f"--ways: {wrong}")
     if options.ways[0] != DENSE:
         parser.error(f"--ways: {DENSE} must be the first; the others are compared with it")
-    arguments = ["--points", str(POINTS)]
+    arguments = ["--points", str(options.points)]
     if options.steps:
         arguments += ["--steps", str(options.steps)]
     jobs = Jobs(

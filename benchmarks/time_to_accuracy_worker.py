@@ -30,7 +30,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1000 * options.seed + hvd.rank())
     sent, train_s = interface_bytes(options.interface), 0.0
     curve: list[tuple[float, float]] = []
-    every = budget.steps // options.points
+    every = max(1, budget.steps // options.points)
     for first in range(0, budget.steps, every):
         dist.barrier()
         start = time.perf_counter()

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from hvd_sparse.adapter.binding import Entry, Parameters, any_of
+from hvd_sparse.adapter.binding import Entry, Parameters
 from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_shared
 from hvd_sparse.adapter.fate import Fates
 from hvd_sparse.adapter.session import Session
@@ -327,7 +327,7 @@ class DdpDoor(Entrance):
     def _end_step(self) -> None:
         """DDP has put the reduced gradients into their places, or has left what was there."""
         followed = [
-            (entry, self._has_its_result(entry, *before) or self._coasts(entry))
+            (entry, self._has_its_result(entry, *before))
             for entry, before in zip(self._handed, self._before, strict=True)
             if entry.is_followed
         ]
@@ -350,16 +350,6 @@ class DdpDoor(Entrance):
         if own._version != version:  # parts of a buffer count each other's changes
             return not (self._finds_unused and is_part(own)) or torch.equal(own, result)
         return own.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
-
-    def _coasts(self, entry: Entry) -> bool:
-        """Put a result where DDP has left zeros, by which a momentum goes on as torch's does."""
-        own, result = entry.parameter.grad, entry.gradient
-        if own is None or result is None or not self._engine.corrects_momentum(entry.name):
-            return False
-        if any_of(own):
-            return False
-        own.copy_(result)
-        return True
 
     @override
     def _open_nothing(self) -> None:

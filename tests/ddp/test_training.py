@@ -408,46 +408,7 @@ def weights_moved_by_hand() -> None:
     assert any("compression.applied()" in str(each.message) for each in caught)
 
 
-class Heads(nn.Module):
-    """A body, and a head for each of two tasks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(32, 64)
-        self.heads = nn.ModuleList(nn.Linear(64, 30) for _ in range(2))
-
-    @override
-    def forward(self, x: Tensor, task: int) -> Tensor:
-        out: Tensor = self.heads[task](torch.tanh(self.body(x)))
-        return out
-
-
-def zeroed_heads() -> None:
-    """Of a head that no rank uses DDP leaves the zeros, by which momentum goes on."""
-    ends = []
-    for compressed in (True, False):
-        torch.manual_seed(0)
-        module = Heads()
-        model = DistributedDataParallel(module, find_unused_parameters=True)
-        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        if compressed:
-            optimizer, compression = hvd_sparse.dgc_sgd(
-                module.named_parameters(), lr=0.05, momentum=0.9, density=1.0, dense_below=0
-            )
-            hvd_sparse.ddp.register(model, compression)
-        for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=False)
-            model(batch(step), step % 2).square().mean().backward()
-            optimizer.step()
-        assert_alike_on_all_ranks(module)
-        ends.append(weights(module))
-        if compressed:
-            compression.close()
-    torch.testing.assert_close(*ends, rtol=0.0, atol=1e-6)
-
-
 SCENARIOS: dict[str, tuple[Any, ...]] = {
-    "zeroed heads": (zeroed_heads,),
     "complex": (complex_numbers,),
     "large halves": (large_halves,),
     "two models": (two_models_of_one_optimizer,),

@@ -44,7 +44,7 @@ class Books:
         density: Of the compression.
         compressor: Its constructor.
         arguments: More of the constructor's.
-        unit: What gradients are multiples of: from 129 on float16 cannot hold all of them.
+        unit: What gradients are multiples of; of a large one, float16 cannot hold all sums.
         shapes: Of the parameters, by name.
         transposed: Whether their last dimension is the outermost in memory.
         options: Of DDP.
