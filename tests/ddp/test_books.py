@@ -92,10 +92,9 @@ def test_nothing_is_lost_by_other_collectives(ranks: Ranks, compressor: str) -> 
     ranks.run(partial(keep_books, UNUSED["unused, buckets"], compressor=compressor))
 
 
-@pytest.mark.parametrize("wire", ["float32+gap", "float16+gap"])
 @with_ranks(World(2, "torchrun"))
-def test_nothing_is_lost_over_other_wires(ranks: Ranks, wire: str) -> None:
-    ranks.run(partial(keep_books, PLAIN["buckets"], arguments={"wire": wire}, unit=131))
+def test_nothing_is_lost_over_a_wire_that_rounds(ranks: Ranks) -> None:
+    ranks.run(partial(keep_books, PLAIN["buckets"], arguments={"wire": "float16+gap"}, unit=131))
 
 
 @with_ranks(World(3, "torchrun"))
