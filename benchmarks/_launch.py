@@ -242,6 +242,13 @@ class Jobs:
                 found.setdefault(job.world, []).append(self._lines[job.key]["result"])
         return found
 
+    def by_place(self) -> dict[str, dict[str, list[Any]]]:
+        """The results of each case, by the network that it ran on."""
+        places: dict[str, dict[str, list[Any]]] = {}
+        for (case, place, _), results in self.results().items():
+            places.setdefault(place, {})[case] = results
+        return places
+
     @property
     def missing(self) -> list[Job]:
         return [job for job in self.jobs if job.key not in self._lines]

@@ -44,13 +44,14 @@ DENSE_FIRST = ("oktopk", "exdyna", "clt_k")
 """Compressors that apply only k entries a step: their first steps are dense, as in some trainings
 of Ok-Topk's authors."""
 
-VARIANTS: dict[str, dict[str, Any]] = {
+PRECONDITIONED: dict[str, dict[str, Any]] = {
+    "sparse_adamw": {},
     "sparse_adamw, decay 0.99": {"residual_decay": 0.99},
     "sparse_adamw, decay 0.95": {"residual_decay": 0.95},
     "sparse_adamw, ramp": {"warmup_steps": 200},
 }
-"""What is tried beside `sparse_adamw` for the sake of low densities."""
-MEMORIES = ("plain", "local", "global", "beta1=0", "sparse_adamw", *VARIANTS)
+"""`sparse_adamw`, and what is tried with it for the sake of low densities."""
+MEMORIES = ("plain", "local", "global", "beta1=0", *PRECONDITIONED)
 """plain: error feedback, and the optimizer's own momentum after the exchange. local: DGC's momentum
 correction. global: momentum of what all ranks applied. With AdamW, beta1=0: no momentum after the
 exchange; local: the momentum is before it; sparse_adamw: none, and the longest steps are sent."""
@@ -142,7 +143,6 @@ class Case(NamedTuple):
             "dense_steps": budget.dense_steps if self.has_dense_steps else 0,
             "wire": self.wire,
             **memory_arguments(self.memory, task.recipe.momentum),
-            **VARIANTS.get(self.memory, {}),
         }
         if self.method == "hard_threshold":
             arguments["threshold"] = task.hard_thresholds[self.density]
@@ -182,10 +182,9 @@ def memory_arguments(memory: str, momentum: float) -> dict[str, Any]:
     if memory in ("local", "global"):
         return {"momentum": momentum, "momentum_kind": memory}
     # DGC corrects momentum unless it is told not to.
-    return {
-        "momentum": 0.0,
-        **({"preconditioned": True} if memory.startswith("sparse_adamw") else {}),
-    }
+    if memory in PRECONDITIONED:
+        return {"momentum": 0.0, "preconditioned": True, **PRECONDITIONED[memory]}
+    return {"momentum": 0.0}
 
 
 def memories_of(method: str) -> tuple[str, ...]:
@@ -226,7 +225,7 @@ def varied() -> Iterator[Case]:
         yield from (each.dense, each, each._replace(memory="plain"))
     yield base._replace(memory="local")
     low = base._replace(density=SMALL_DENSITIES[-1])
-    for memory in VARIANTS:
+    for memory in list(PRECONDITIONED)[1:]:
         yield low._replace(memory=memory)
     for rate in RATES[1:]:
         yield low._replace(rate=rate)

@@ -18,11 +18,11 @@ from typing import Any
 
 from benchmarks._launch import Job, Jobs, Launcher
 from benchmarks.report import Row, Spread, row_of, write_report
+from benchmarks.time_to_loss import plot_curves
 from benchmarks.ways import check_names
-from hvd_sparse.lab.plots import load_pyplot
 
 WORKER = "benchmarks/time_to_accuracy_worker.py"
-RANKS = 4
+MODEL, RANKS = "Fashion-MNIST, ResNet of 78,000 parameters", 4
 DENSE = "horovod"
 WAYS = (DENSE, "ddp", "powersgd-2", "topk@0.01", "planned@0.01")
 Found = Mapping[str, Sequence[Any]]
@@ -31,7 +31,7 @@ Found = Mapping[str, Sequence[Any]]
 
 def rows_of(place: str, found: Found) -> Iterator[Row]:
     """Accuracy, seconds and megabytes of every way, beside plain Horovod's."""
-    case = f"Fashion-MNIST, ResNet of 78,000 parameters; {place}, P={RANKS}"
+    case = f"{MODEL}; {place}, P={RANKS}"
     dense = {
         "accuracy": Spread.of(found[DENSE], lambda result: result["curve"][-1][1]).middle,
         "seconds": Spread.of(found[DENSE], lambda result: result["curve"][-1][0]).middle,
@@ -46,23 +46,6 @@ def rows_of(place: str, found: Found) -> Iterator[Row]:
         yield row_of(case, f"time of the training, {way}", seconds, "s", **compared, **ratio)
         sent = Spread.of(results, lambda result: result["mbytes"])
         yield row_of(case, f"sent by a worker, {way}", sent, "MB")
-
-
-def plot_curves(place: str, found: Found, path: Path) -> None:
-    """Accuracy over seconds of training, a line for each way and seed."""
-    pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for number, (way, results) in enumerate(found.items()):
-        for seed, result in enumerate(results):
-            seconds, accuracies = zip(*result["curve"], strict=True)
-            label = None if seed else way
-            axes.plot(seconds, accuracies, color=f"C{number}", alpha=0.8, label=label)
-    axes.set(xlabel="seconds of training", ylabel="test accuracy, %", ylim=(75, 92))
-    axes.set_title(f"Fashion-MNIST, ResNet of 78,000 parameters; {place}, {RANKS} workers")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def main() -> None:
@@ -87,27 +70,20 @@ def main() -> None:
     jobs = Jobs(
         options.json,
         [
-            Job(
-                way,
-                at,
-                RANKS,
-                seed,
-                WORKER,
-                ("--way", way, "--seed", str(seed), *arguments),
-            )
+            Job(way, at, RANKS, seed, WORKER, ("--way", way, "--seed", str(seed), *arguments))
             for at in Launcher.each_of(parser, options)
             for seed in range(10, 10 + options.seeds)
             for way in options.ways
         ],
     )
     jobs.run(options.minutes, timeout_s=1800.0)
-    places: dict[str, dict[str, Sequence[Any]]] = {}
-    for (way, place, _), results in jobs.results().items():
-        places.setdefault(place, {})[way] = results
+    places = jobs.by_place()
     rows = [row for place, found in places.items() for row in rows_of(place, found)]
-    for place, found in places.items():
-        if options.plot:
-            plot_curves(place, found, options.plot.with_name(f"{options.plot.name}-{place}.png"))
+    if options.plot:
+        for place, found in places.items():
+            path = options.plot.with_name(f"{options.plot.name}-{place}.png")
+            title = f"{MODEL}; {place}, {RANKS} workers"
+            plot_curves(found, path, title, "test accuracy, %", ylim=(75, 92))
     write_report("time_to_accuracy", rows, options.json)
     jobs.exit_where_missing("trainings")
 

@@ -49,9 +49,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     dist.barrier()
     sent = interface_bytes(options.interface) - sent
     check_replicas(list(model.parameters()), options.way)
-    stats = str(way.compression.stats()) if way.compression else ""
     way.close()
-    return {"curve": curve, "mbytes": sent / 1e6, "stats": stats}
+    return {"curve": curve, "mbytes": sent / 1e6}
 
 
 def main() -> None:

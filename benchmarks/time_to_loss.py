@@ -133,16 +133,21 @@ def rows_of(place: str, found: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
             )
 
 
-def plot_curves(place: str, found: Mapping[str, Sequence[Any]], path: Path) -> None:
-    """Held-out loss over seconds of training, a line for each way and seed."""
+def plot_curves(
+    found: Mapping[str, Sequence[Any]], path: Path, title: str, label: str, **axis: Any
+) -> None:
+    """The last figure of each measurement over seconds of training, a line for each way and seed.
+
+    `label` and the options of `axis` are the vertical axis'.
+    """
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for number, (way, results) in enumerate(found.items()):
         for seed, result in enumerate(results):
-            seconds, _, losses = zip(*result["curve"], strict=True)
-            axes.plot(seconds, losses, color=f"C{number}", label=None if seed else way)
-    axes.set(xlabel="seconds of training", ylabel="loss on held-out files, nats per token")
-    axes.set_title(f"{title_of(found)}; {place}, {RANKS} workers")
+            seconds, *_, figures = zip(*result["curve"], strict=True)
+            axes.plot(seconds, figures, color=f"C{number}", label=None if seed else way)
+    axes.set(xlabel="seconds of training", ylabel=label, **axis)
+    axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)
@@ -151,13 +156,13 @@ def plot_curves(place: str, found: Mapping[str, Sequence[Any]], path: Path) -> N
 
 def report(jobs: Jobs, options: argparse.Namespace) -> None:
     """Write the rows and plots of the finished trainings."""
-    places: dict[str, dict[str, Sequence[Any]]] = {}
-    for (way, place, _), results in jobs.results().items():
-        places.setdefault(place, {})[way] = results
+    places = jobs.by_place()
     rows = [row for place, found in places.items() for row in rows_of(place, found)]
     if options.plot:
         for place, found in places.items():
-            plot_curves(place, found, options.plot.with_name(f"{options.plot.name}-{place}.png"))
+            path = options.plot.with_name(f"{options.plot.name}-{place}.png")
+            title = f"{title_of(found)}; {place}, {RANKS} workers"
+            plot_curves(found, path, title, "loss on held-out files, nats per token")
     write_report("time_to_loss", rows, options.json)
 
 

@@ -177,15 +177,8 @@ def test_an_unknown_way_is_refused(
 @pytest.mark.launches
 @pytest.mark.skipif(not FashionMnist.folder.is_dir(), reason="dataset-fashion-mnist is missing")
 def test_accuracy_over_time(tmp_path: Path) -> None:
-    arguments = (
-        "--steps",
-        "30",
-        "--ways",
-        "horovod",
-        "topk@0.01",
-        "--plot",
-        str(tmp_path / "plot"),
-    )
+    arguments = ("--steps", "30", "--points", "2", "--ways", "horovod", "topk@0.01")
+    arguments += ("--plot", str(tmp_path / "plot"))
     _, report = benchmark("time_to_accuracy", tmp_path / "report.json", *arguments)
     metrics = metrics_of(report)
     for way in ("horovod", "topk@0.01"):
