@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from hvd_sparse.collectives.automatic import link_of
-from hvd_sparse.collectives.registry import ALGORITHMS, LOSSLESS_CANDIDATES
+from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES, name_of
 from hvd_sparse.collectives.two_levels import (
     Levels,
-    Prediction,
     flat,
     through_memory,
     two_levels,
@@ -19,6 +18,7 @@ from hvd_sparse.engine import Assignment, Method, TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.hosts import Grid, Hosts, Slot, grid_of
 from hvd_sparse.planner import planner_of
+from hvd_sparse.planner.costs import REFERENCE_NUMEL
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 from hvd_sparse.transports.transport import gather_json
@@ -98,8 +98,12 @@ def _check_that_it_pays(
         if method is not None:
             _, numel = methods.get(method.description, (method, 0))
             methods[method.description] = method, numel + spec.numel
+    vectors = [  # the tensors of each method as one
+        (_algorithms(method, transport), numel, method.k(numel))
+        for method, numel in methods.values()
+    ]
     mine = [
-        sum(_least_s(form, method, levels, numel) for method, numel in methods.values())
+        sum(min(form(name, levels, n, k).seconds for name in names) for names, n, k in vectors)
         for form in (flat, two_levels)
     ]
     one_s, two_s = gather_json(transport, mine, CHANNEL)[0]
@@ -110,14 +114,11 @@ def _check_that_it_pays(
         )
 
 
-def _least_s(
-    form: Callable[[str, Levels, int, int], Prediction], method: Method, levels: Levels, numel: int
-) -> float:
-    """Seconds of a method's tensors as one vector, by its collective or the best of several."""
-    own = getattr(method.collective, "func", method.collective)
-    named = tuple(a.name for a in ALGORITHMS if a.collective is own and a.formula is not None)
-    names = named or LOSSLESS_CANDIDATES
-    return min(form(name, levels, numel, method.k(numel)).seconds for name in names)
+def _algorithms(method: Method, transport: Transport) -> Sequence[str]:
+    """A method's collective, or those that it may choose from; all ranks call this together."""
+    made = method.collective(transport, REFERENCE_NUMEL, method.k(REFERENCE_NUMEL))
+    own = name_of(made) if made.chosen is made else ""
+    return [own] if own else LOSSLESS_CANDIDATES
 
 
 def _connected(grid: Grid, transport: Transport) -> Hosts | None:

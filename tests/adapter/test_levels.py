@@ -11,6 +11,7 @@ import torch
 
 import hvd_sparse
 from hvd_sparse.adapter.levels import agree_on_levels
+from hvd_sparse.collectives.two_levels import Levels, flat, through_memory, two_levels
 from hvd_sparse.cost_model import ORDINARY_LINK, Link, Pace
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
@@ -68,6 +69,24 @@ def test_auto_takes_one_level_and_says_why(
         assert decided("auto", where, link) == [None] * len(where)
     told = [record.getMessage() for record in caplog.records]
     assert sum("takes one level" in each and reason in each for each in told) == len(where)
+
+
+@pytest.mark.parametrize("name", ["oktopk", "topk", "exdyna"])
+def test_auto_judges_a_method_by_its_own_collective(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where that loses, what the cost model expects of it is told."""
+    method = METHODS[name](density=0.01).make()
+    algorithm = "topk_allgather" if name == "topk" else name
+    n = SPECS[0].numel
+    levels = Levels(2, 2, FREE, through_memory(FREE))
+    expected = [
+        1e3 * form(algorithm, levels, n, method.k(n)).seconds for form in (two_levels, flat)
+    ]
+    with caplog.at_level(logging.INFO, "hvd_sparse"):
+        assert decided("auto", slots(2, 2), FREE, assignment=method) == [None] * 4
+    told = "expects {:.3g} ms a step, and {:.3g} ms of one level".format(*expected)
+    assert sum(told in record.getMessage() for record in caplog.records) == 4
 
 
 def test_what_is_impossible_is_refused_by_name() -> None:
