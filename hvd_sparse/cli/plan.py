@@ -40,9 +40,8 @@ from hvd_sparse.lab.offline_plan import (
 )
 from hvd_sparse.lab.pin import pinned
 from hvd_sparse.lab.plots import load_pyplot, plot_timelines
-from hvd_sparse.lab.predicted import modelled
 from hvd_sparse.planner.choose import ChosenPlan, TimedTensor, choose_plan
-from hvd_sparse.planner.costs import Profile, place_of, processor
+from hvd_sparse.planner.costs import Profile, processor
 from hvd_sparse.policy.assignment import PolicyAssignment
 from hvd_sparse.policy.load import Policy, owning_modules, sparse_embeddings
 from hvd_sparse.tables import shown_s, table
@@ -88,10 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Output:
     if options.hosts is None and options.local != 1:
         raise ConfigError(f"--local must be 1 without --hosts, got {options.local}")
-    ranks = 4 if options.hosts is None else levels_of(options).world_size
-    if options.hosts is not None and options.ranks not in (None, ranks):
+    if options.ranks is None:
+        options.ranks = 4 if options.hosts is None else levels_of(options).world_size
+    elif options.hosts is not None and options.ranks != (ranks := levels_of(options).world_size):
         raise ConfigError(f"--ranks must be {ranks}, --hosts times --local, got {options.ranks}")
-    options.ranks = ranks if options.ranks is None else options.ranks
     check_count("--ranks", options.ranks, 2)
     if options.plot is not None:
         load_pyplot(options.plot)  # fails now, not after all the work
@@ -145,19 +144,16 @@ def profiles_of(options: argparse.Namespace, rules: PolicyAssignment) -> list[Pr
         raise ConfigError(f"{options.policy}: no rule with compress: auto, nothing to plan")
     print(f"measuring how {len(methods)} methods encode and decode here …", file=sys.stderr)
     costs = measure_encoding(LocalWorld(1).transport(0), methods)
-    if options.hosts is not None:
-        return profiles_of_hosts(levels_of(options), costs)
-    link = Link(options.latency, 1 / options.bandwidth)
-    return [modelled(place_of("modelled", options.ranks, options.ranks), link, costs)]
+    return profiles_of_hosts(levels_of(options), costs)
 
 
 def levels_of(options: argparse.Namespace) -> Levels:
-    """The hosts that the options describe.
+    """The hosts that the options describe; without `--hosts` each rank is one.
 
     Raises:
         ConfigError: An option is out of its range.
     """
-    hosts = check_count("--hosts", options.hosts, 1)
+    hosts = options.ranks if options.hosts is None else check_count("--hosts", options.hosts, 1)
     local_size = check_count("--local", options.local, 1)
     card = Link(options.latency, 1 / options.bandwidth)
     inside = Link(options.local_latency, 1 / options.local_bandwidth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -13,8 +13,7 @@ from hvd_sparse.cost_model import Cost, Work
 from hvd_sparse.engine import Method, TensorSpec
 from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.lab.predicted import Verdict, schedule, verdict
-from hvd_sparse.planner.choose import MARGIN, ChosenPlan, TimedTensor, jobs_of
+from hvd_sparse.planner.choose import MARGIN, ChosenPlan, TimedTensor, jobs_of, schedule
 from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, Profile, place_of
 from hvd_sparse.planner.measure import LIMIT_S, NUMELS, measure_method
 from hvd_sparse.policy.assignment import PolicyAssignment, Rule
@@ -35,6 +34,49 @@ def measure_encoding(
         name: measure_method(transport, method, NUMELS, LIMIT_S / len(methods))
         for name, method in methods.items()
     }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """DRAGONN's equation (1) for one tensor: compress it where encode + decode < dense - sparse."""
+
+    dense_s: float
+    encode_s: float
+    decode_s: float
+    exchange_s: float
+
+    @property
+    def encode_decode_s(self) -> float:
+        """The left side of the equation."""
+        return self.encode_s + self.decode_s
+
+    @property
+    def sparse_s(self) -> float:
+        """All of its sparse reduction."""
+        return self.encode_decode_s + self.exchange_s
+
+    @property
+    def holds(self) -> bool:
+        """Encode + decode < dense - sparse."""
+        return self.encode_decode_s < self.dense_s - self.exchange_s
+
+
+def verdict(
+    profile: Profile, costs: MethodCosts, numel: int, bucket_numel: int | None = None
+) -> Verdict:
+    """Equation (1) of Wang et al., "DRAGONN" (ICML '22), with this profile's costs.
+
+    A tensor that shares a bucket of `bucket_numel` elements has its share of the fixed costs, and
+    what it saves is its own part of Horovod's fused reduction.
+    """
+    if bucket_numel is None:
+        encode_s, decode_s = costs.encode.at(numel), costs.decode.at(numel)
+        return Verdict(profile.dense.at(numel), encode_s, decode_s, costs.exchange.at(numel))
+    share = numel / bucket_numel
+    encode_s, decode_s, exchange_s = (
+        share * line.at(bucket_numel) for line in (costs.encode, costs.decode, costs.exchange)
+    )
+    return Verdict(profile.dense.per_element_s * numel, encode_s, decode_s, exchange_s)
 
 
 def profiles_of_hosts(levels: Levels, costs: Mapping[MethodId, MethodCosts]) -> list[Profile]:

@@ -8,9 +8,8 @@ from typing import Any
 
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.files import replacing
-from hvd_sparse.lab.predicted import Span, schedule
 from hvd_sparse.lab.simulator.simulation import SimulatedOutcome
-from hvd_sparse.planner.choose import Placement, TimedTensor, jobs_of
+from hvd_sparse.planner.choose import Placement, Span, TimedTensor, jobs_of, schedule
 from hvd_sparse.planner.costs import Profile
 
 

@@ -22,8 +22,9 @@ its last tensor, and has a fixed cost of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hvd_sparse.engine.bucketing import Method, MethodId, TensorSpec
 from hvd_sparse.planner.costs import Profile
@@ -270,12 +271,26 @@ class Job:
     label: str = ""
 
 
-def finish_s(jobs: Sequence[Job], fixed_s: float) -> float:
-    """When the last of the jobs is done."""
+class Span(NamedTuple):
+    """When a job of a step begins and is done, from the first gradient on."""
+
+    job: Job
+    start_s: float
+    stop_s: float
+
+
+def schedule(jobs: Sequence[Job]) -> Iterator[Span]:
+    """The jobs' times, one after the other."""
     time_s = 0.0
     for job in sorted(jobs, key=lambda job: job.ready_s):
-        time_s = max(time_s, job.ready_s) + job.seconds
-    return time_s + fixed_s
+        start_s = max(time_s, job.ready_s)
+        time_s = start_s + job.seconds
+        yield Span(job, start_s, time_s)
+
+
+def finish_s(jobs: Sequence[Job], fixed_s: float) -> float:
+    """When the last of the jobs is done."""
+    return max((span.stop_s for span in schedule(jobs)), default=0.0) + fixed_s
 
 
 def predict(

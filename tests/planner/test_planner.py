@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.collectives import OkTopk, TopkAllgather
+from hvd_sparse.collectives.two_levels import Levels
 from hvd_sparse.cost_model import Link
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError, PeerLostError, PlanError
-from hvd_sparse.lab.predicted import modelled, verdict
+from hvd_sparse.lab.offline_plan import profiles_of_hosts, verdict
 from hvd_sparse.planner import Planner, World
 from hvd_sparse.planner import planner as planner_module
 from hvd_sparse.planner.choose import (
@@ -292,16 +293,16 @@ def test_a_profile_of_another_world_size_is_carried_over_and_says_so() -> None:
 
 def test_a_profile_by_the_cost_model() -> None:
     link = Link(alpha_s=30e-6, beta_s_per_byte=8 / 25e9)
-    place = replace(HERE, world_size=64)
-    made = modelled(place, link, SLOW_NETWORK.methods)
-    assert made.dense.fixed_s == pytest.approx(12 * 30e-6)
+    levels = Levels(64, 1, link, link)
+    (made,) = profiles_of_hosts(levels, SLOW_NETWORK.methods)  # each rank is a host: one form
+    assert made.dense.fixed_s == pytest.approx(2 * 63 * 30e-6)  # a ring, as Horovod's
     assert made.dense.per_element_s == pytest.approx(2 * 4 * 63 / 64 * 8 / 25e9)
     gather = made.methods[GATHER.id]
     assert gather.exchange.fixed_s == pytest.approx(6 * 30e-6)
     assert gather.exchange.per_element_s == pytest.approx(0.01 * 8 * 63 * 8 / 25e9, rel=1e-3)
     assert gather.encode == SLOW_NETWORK.methods[GATHER.id].encode
     with pytest.raises(ConfigError, match="no formula"):
-        modelled(place, link, {GATHER.id: costs(0, 0, "")})
+        profiles_of_hosts(levels, {GATHER.id: costs(0, 0, "")})
 
 
 def test_a_profile_has_all_that_was_measured() -> None:
