@@ -27,6 +27,9 @@ WARMUP_KINDS = ("exponential", "linear", "constant")
 CPU_BUCKET_NUMEL, CUDA_BUCKET_NUMEL = 1 << 23, 1 << 25
 """A bucket on a device costs the host milliseconds, and its elements cost the device next to
 nothing: BERT-base's step on an H200, in 14 buckets or in 4, took 117 ms or 85."""
+LEAST_CUT_NUMEL = 1 << 24
+"""Smaller tensors are never cut, however small buckets are: each part costs messages of its own,
+and selecting from so few elements takes no longer than these."""
 STAGES = 4
 """Densities of an exponential warm-up, each for the same number of steps."""
 
@@ -168,8 +171,6 @@ class Method:
         warmup: Densities of the first steps.
         summary: What a user set, for a reader.
         options: Everything above as data; with the name, ranks must have the same.
-        part_numel: Elements above which a tensor is cut into parts with buckets of their own, so
-            that one is selected from while another is exchanged; None: no tensor is.
     """
 
     density: float
@@ -181,7 +182,6 @@ class Method:
     warmup: Warmup = field(default_factory=Warmup)
     summary: str = ""
     options: tuple[tuple[str, Option], ...] = ()
-    part_numel: int | None = None
 
     @property
     def id(self) -> MethodId:
@@ -220,7 +220,7 @@ class Choice:
     """How one tensor is reduced.
 
     A `method` of None leaves it to Horovod, densely. Tensors of one method, type and bucket name
-    are exchanged as one vector; the empty name leaves it to `bucket_numel` and `part_numel`.
+    are exchanged as one vector; the empty name leaves it to `bucket_numel`.
     """
 
     method: Method | None
@@ -260,14 +260,12 @@ def form_buckets(
     for spec in arrivals:
         choice = assignment.choice_of(spec)
         assert choice.method is not None
-        device, part_numel = devices.get(spec.name), choice.method.part_numel
+        device = devices.get(spec.name)
         most = choice.method.bucket_numel_on(device)
         key = (spec.dtype, device, choice.method.id, choice.bucket)
-        if part_numel is not None and choice.method.bucket_numel is None:
-            part_numel = max(part_numel, most)
-        if part_numel is not None and not choice.bucket and spec.numel > part_numel:
+        if not choice.bucket and spec.numel > max(most, LEAST_CUT_NUMEL):
             open_groups.pop(key, None)
-            parts = spec.cut(part_numel)
+            parts = spec.cut(max(most, LEAST_CUT_NUMEL))
             groups += [[part] for part in parts]
             methods += [choice.method] * len(parts)
             continue

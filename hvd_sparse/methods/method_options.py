@@ -30,7 +30,13 @@ from hvd_sparse.checks import (
 from hvd_sparse.collectives import AutomaticCollective, Collective, lossless_wire
 from hvd_sparse.collectives.registry import BY_NAME, CHOOSABLE, SELECTABLE
 from hvd_sparse.engine import Method
-from hvd_sparse.engine.bucketing import CPU_BUCKET_NUMEL, CUDA_BUCKET_NUMEL, WARMUP_KINDS, Warmup
+from hvd_sparse.engine.bucketing import (
+    CPU_BUCKET_NUMEL,
+    CUDA_BUCKET_NUMEL,
+    LEAST_CUT_NUMEL,
+    WARMUP_KINDS,
+    Warmup,
+)
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.memories import MOMENTUM_KINDS, MemoryOptions
 from hvd_sparse.selectors import Selector
@@ -40,9 +46,6 @@ from hvd_sparse.wire import WIRES
 CollectiveFactory = Callable[..., Collective]
 """Makes one bucket's collective, from the transport, numel, k and `wire`."""
 
-LEAST_CUT_NUMEL = 1 << 24
-"""Smaller tensors are never cut, however small buckets are: each part costs messages of its own,
-and selecting from so few elements takes no longer than these."""
 AUTOMATIC = "auto"
 COLLECTIVES = (AUTOMATIC, *SELECTABLE)
 """Names of collectives in arguments."""
@@ -191,7 +194,6 @@ class MethodOptions(ABC):
             warmup,
             self.summary(),
             tuple(options.items()),
-            max(self.bucket_numel or 0, LEAST_CUT_NUMEL),
         )
 
     def _on_its_wire(self, transport: Transport, numel: int, k: int) -> Collective:

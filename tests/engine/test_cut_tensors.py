@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,16 +31,21 @@ MEMORIES = {
 }
 
 
-def method(memory: str = "error feedback", part_numel: int | None = 250) -> Method:
+@pytest.fixture
+def any_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a tensor that is as small as those here."""
+    monkeypatch.setattr("hvd_sparse.engine.bucketing.LEAST_CUT_NUMEL", 1)
+
+
+def method(memory: str = "error feedback", bucket_numel: int = 250) -> Method:
     collective = partial(OkTopk, threshold_interval=3, repartition_interval=5)
     return Method(
         0.05,
-        250,
+        bucket_numel,
         partial(ReusedThreshold, 4),
         collective,
         "cut",
         MEMORIES[memory],
-        part_numel=part_numel,
     )
 
 
@@ -78,6 +82,7 @@ def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(part, theirs[name]), name
 
 
+@pytest.mark.usefixtures("any_is_cut")
 def test_where_tensors_are_cut() -> None:
     row = TensorSpec("row", (1, 700), "torch.float32")
     scalar = TensorSpec("scalar", (), "torch.float32")
@@ -91,6 +96,7 @@ def test_where_tensors_are_cut() -> None:
     ]
 
 
+@pytest.mark.usefixtures("any_is_cut")
 def test_a_named_bucket_is_one_vector() -> None:
     class Named:
         description = "named"
@@ -115,9 +121,6 @@ def test_large_tensors_are_cut_by_default() -> None:
     assert parts_of(20_000_000) == [10_000_000, 10_000_000]
     assert parts_of(1 << 24, bucket_numel=1) == [1 << 24]
     assert parts_of(1 << 25, bucket_numel=1) == [1 << 24, 1 << 24]
-    apart = replace(METHODS["topk"](bucket_numel=600).make(), part_numel=300)
-    rows = TensorSpec("x", (3, 300), "torch.float32")
-    assert [plan.specs[0].numel for plan in form_buckets([rows], apart)] == [300] * 3
     assert parts_of(1 << 25, "cuda:1") == [1 << 25]
     assert parts_of(1 << 26, "cuda:1") == [1 << 25, 1 << 25]
     assert parts_of(1 << 25, "cuda:1", bucket_numel=1 << 23) == [1 << 24, 1 << 24]
@@ -130,13 +133,14 @@ def test_buckets_are_larger_on_a_device() -> None:
         assert len(form_buckets(specs, METHODS["topk"]().make(), devices)) == count
 
 
+@pytest.mark.usefixtures("any_is_cut")
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_it_is_reduced_as_its_parts_would_be(memory: str) -> None:
     """Bit for bit: results, residuals, momenta; also frozen, not finite, forgotten, reloaded."""
 
     def worker(transport: Transport) -> None:
         whole = connected(transport, method(memory))
-        apart = connected(transport, method(memory, None))
+        apart = connected(transport, method(memory, 300))
         result: Tensor | None = None
         for step in range(12):
             given = gradients(transport.rank, step)
@@ -173,6 +177,7 @@ def test_it_is_reduced_as_its_parts_would_be(memory: str) -> None:
     run_ranks(2, worker, timeout_s=60.0)
 
 
+@pytest.mark.usefixtures("any_is_cut")
 def test_state_goes_from_whole_tensors_to_parts_and_back() -> None:
     def worker(transport: Transport) -> None:
         engine = connected(transport, method("global momentum"))
@@ -180,7 +185,7 @@ def test_state_goes_from_whole_tensors_to_parts_and_back() -> None:
             step_of(engine, gradients(transport.rank, step))
         state = engine.state_dict()
         assert [bucket["names"] for bucket in state["buckets"]] == [*([n] for n in ROWS), ["small"]]
-        engine.reassign(method("global momentum", None))
+        engine.reassign(method("global momentum", 640))
         step_of(engine, gradients(transport.rank, 3))
         assert [bucket.names for bucket in engine.stats().buckets] == [("large",), ("small",)]
         engine.load_state_dict(state)
@@ -196,6 +201,7 @@ def test_state_goes_from_whole_tensors_to_parts_and_back() -> None:
     run_ranks(2, worker, timeout_s=60.0)
 
 
+@pytest.mark.usefixtures("any_is_cut")
 def test_a_tensor_without_its_gradient_is_named_once() -> None:
     def worker(transport: Transport) -> None:
         engine = connected(transport, method())

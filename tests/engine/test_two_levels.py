@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,16 +134,19 @@ def test_a_checkpoint_of_two_hosts_goes_on_in_other_worlds(tmp_path: Path) -> No
         assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
 
 
-@pytest.mark.parametrize("part_numel", [None, 300])
-def test_tensors_leave_and_come_back_by_shards(part_numel: int | None) -> None:
+@pytest.mark.parametrize("bucket_numel", [10_000, 300])
+def test_tensors_leave_and_come_back_by_shards(
+    bucket_numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forgotten, frozen and turned dense: each rank's part of a tensor, wherever it is cut.
 
     Also where its rows lie in several buckets, each with shards of its own.
     """
 
+    monkeypatch.setattr("hvd_sparse.engine.bucketing.LEAST_CUT_NUMEL", 300)
+
     def worker(transport: LocalTransport) -> list[dict[str, Any]]:
-        method = METHODS["topk"](density=0.05, bucket_numel=10_000).make()
-        engine = Engine(replace(method, part_numel=part_numel))
+        engine = Engine(METHODS["topk"](density=0.05, bucket_numel=bucket_numel).make())
         engine.connect(transport)
         engine.hosts = Hosts(transport, regular_grid(2, 2, transport.rank))
         rank, states = transport.rank, []
