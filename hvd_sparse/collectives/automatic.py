@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -24,7 +22,6 @@ from hvd_sparse.cost_model import ORDINARY_LINK, PLAIN_BYTES, Link, Pace
 from hvd_sparse.streams import ENTRY_BYTES, DenseSum, Part, SparseStream
 from hvd_sparse.topology import MESSAGES_IN_FLIGHT
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.transport import gather_json
 from hvd_sparse.wire import PLAIN, WIRES, Wire
 
 logger = logging.getLogger("hvd_sparse")
@@ -34,15 +31,9 @@ LARGE_BYTES = 1 << 20
 """Well above what a shaper lets through at once."""
 ENTRIES, VALUES = 1 << 14, 1 << 18
 """What work is measured on."""
-TOKEN_BYTES = 16
 GAPS = WIRES["float32+gap"]
 LEAST_SAVED_S = 250e-6
 """By how much gaps must shorten an exchange: their calls take some of it, whatever their number."""
-
-_links: dict[tuple[str, ...], Link] = {}
-"""What this process has measured, by transport and the processes of all ranks. It outlives the
-transports: a measurement is noise in part, and a second one in the same world could choose another
-collective."""
 
 
 class AutomaticCollective(Collective):
@@ -161,41 +152,17 @@ def lossless_wire(transport: Transport, numel: int, k: int) -> Wire:
 
 
 def link_of(transport: Transport) -> Link:
-    """α, β, γ and g: as given in `transport.link`, or as known, or else measured now.
+    """α, β, γ and g: as given in `transport.link`, or measured now.
 
-    Collective: all ranks call this together, and get the same figures. A link that is known costs
-    two small allgathers.
+    Collective: all ranks call this together, and get the same figures.
 
     Raises:
         TransportError: A peer is gone or did not answer.
     """
     if transport.link is None:
-        transport.link = _remembered(transport)
+        alone = transport.world_size == 1
+        transport.link = ORDINARY_LINK if alone else measure_link(transport)
     return transport.link
-
-
-def _remembered(transport: Transport) -> Link:
-    """What this world's processes have measured before, if all of them remember the same.
-
-    They may not: two transports can be measured at a time, on two threads of each process.
-    """
-    if transport.world_size == 1:
-        return ORDINARY_LINK
-    tokens = gather_json(transport, _process_token(), "link.processes")
-    if len(set(tokens)) < len(tokens):  # threads: what they measure says nothing of another world
-        return measure_link(transport)
-    world = (transport.name, *tokens)
-    link = _links.get(world)
-    known = gather_json(transport, repr(link), "link.known")  # by ranks without one, too
-    if link is None or len(set(known)) > 1:
-        link = _links[world] = measure_link(transport)
-    return link
-
-
-@cache
-def _process_token() -> str:
-    """What tells this process from all others."""
-    return secrets.token_hex(TOKEN_BYTES)
 
 
 def measure_link(transport: Transport) -> Link:

@@ -8,16 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import horovod.torch as hvd
 import pytest
 import torch
 
-from hvd_sparse.collectives import automatic as link
-from hvd_sparse.collectives.automatic import link_of
-from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
@@ -175,23 +171,6 @@ def process_sets(name: str) -> None:
     transport.close()
     for process_set in sets:
         hvd.remove_process_set(process_set)
-
-
-def links_of_transports(others: int) -> list[tuple[Link, int]]:
-    """What each of several transports, one after the other, costs by its own account; messages.
-
-    Before the last one rank 0 remembers something else than its peers.
-    """
-    found: list[tuple[Link, int]] = []
-    link._links.clear()  # what other tests in these processes have measured
-    for place in range(1 + others):
-        if place == others and hvd.rank() == 0:
-            [world] = link._links
-            link._links[world] = replace(link._links[world], alpha_s=1.0)
-        transport = create_transport("gloo", HorovodBootstrap(), 60.0)
-        found.append((link_of(transport), transport.traffic.messages_sent))
-        transport.close()
-    return found
 
 
 def refused(name: str) -> None:
