@@ -537,7 +537,7 @@ class Door(Entrance):
             and not is_part(gradient)  # parts count the changes of each other, too
             and entry.parameter.grad is gradient
         ]
-        if not self._is_changed_in_place():
+        if not self._changes_in_place:
             changed += self._with_other_bits()
         if changed:
             error = UnsupportedError(

@@ -207,6 +207,9 @@ class Entrance:
     def _open_step(self) -> None:
         """The step's first gradient is there, or none has come at its end."""
         self.settle()
+        # By clipping, or by the units of `SparseAdamW`, the engine changes gradients.
+        clips = isinstance(self._engine.assignment, WithDense)
+        self._changes_in_place = clips or isinstance(self.optimizer, SparseAdamW)
         for rewinds in self.rewinds:
             if rewinds.seen() and not self.forgives:
                 self._drop_residuals(rewinds)
@@ -295,7 +298,7 @@ class Entrance:
             is_frozen = not any_of(gradient)
         if engine.awaits(spec) or self._is_sparse(spec, gradient, is_frozen):
             values = gradient
-            if self._is_changed_in_place():
+            if self._changes_in_place:
                 values = gradient.data  # with a count of changes of its own
             engine.submit(spec, values, frozen=is_frozen)
             entry.is_followed, entry.has_alias = True, values is not gradient
@@ -317,11 +320,6 @@ class Entrance:
                 )
             return False
         return True
-
-    def _is_changed_in_place(self) -> bool:
-        """Whether the engine changes gradients: by clipping, or by the units of `SparseAdamW`."""
-        clips = isinstance(self._engine.assignment, WithDense)
-        return clips or isinstance(self.optimizer, SparseAdamW)
 
     def _device(self) -> torch.device | None:
         """Where the gradients are that the engine exchanges; None where there are none."""
