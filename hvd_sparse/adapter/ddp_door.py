@@ -160,7 +160,7 @@ class DdpDoor(Entrance):
         self._futures: list[tuple[Future[Any], Tensor]] = []
         self._dense: list[tuple[Entry, Tensor]] = []
         self._before: list[tuple[Tensor | None, int]] = []
-        self._results: list[tuple[Parameter, Tensor]] = []
+        self._results: dict[Entry, Tensor] = {}
 
     @property
     @override
@@ -275,7 +275,7 @@ class DdpDoor(Entrance):
                 result = results[entry.name] if entry.reduced is None else entry.reduced()
                 assert entry.gradient is not None
                 if self._takes(entry, result):
-                    self._results.append((entry.parameter, result))
+                    self._results[entry] = result
                 elif not result.is_sparse:
                     entry.gradient.copy_(result)
                 elif result is not entry.gradient:  # a bucket of its own
@@ -331,9 +331,9 @@ class DdpDoor(Entrance):
             for entry, before in zip(self._handed, self._before, strict=True)
             if entry.is_followed
         ]
-        for parameter, result in self._results:
-            if parameter.grad is not None:
-                parameter.grad.set_(result)  # type: ignore[call-overload]
+        for entry, has in followed:
+            if has and entry in self._results:
+                entry.parameter.grad.set_(self._results[entry])  # type: ignore[call-overload,union-attr]
         self.fates.give(entry for entry, has in followed if has)
         self.fates.drop(entry for entry, has in followed if not has)
         if self._session.planning is not None:
@@ -354,7 +354,7 @@ class DdpDoor(Entrance):
     @override
     def _open_nothing(self) -> None:
         super()._open_nothing()
-        self._futures, self._dense, self._before, self._results = [], [], [], []
+        self._futures, self._dense, self._before, self._results = [], [], [], {}
 
 
 def laid_out(gradient: Tensor, parameter: Parameter) -> Tensor:

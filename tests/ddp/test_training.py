@@ -408,6 +408,28 @@ def weights_moved_by_hand() -> None:
     assert any("compression.applied()" in str(each.message) for each in caught)
 
 
+def gradients_by_hand_of_what_is_unused() -> None:
+    """DDP leaves them as they are, on each rank its own."""
+    for options in ({"static_graph": True}, {"find_unused_parameters": True}):
+        found = []
+        for made in (Compression.topk(density=1.0, dense_below=100), None):
+            torch.manual_seed(0)
+            module = nn.ModuleList([nn.Linear(32, 64, bias=False) for _ in range(2)])
+            module.forward = module[0].forward  # type: ignore[method-assign]
+            model = DistributedDataParallel(module, **options)  # type: ignore[arg-type]
+            if made is not None:
+                hvd_sparse.ddp.register(model, made)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(4):
+                optimizer.zero_grad()
+                own = module[1].weight
+                own.grad = torch.full_like(own, 1.0 + dist.get_rank())
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+            found.append(weights(module))
+        assert torch.equal(*found)
+
+
 SCENARIOS: dict[str, tuple[Any, ...]] = {
     "complex": (complex_numbers,),
     "large halves": (large_halves,),
@@ -428,6 +450,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "compiled": (compiled,),
     "a closure": (a_step_with_a_closure,),
     "communicates": (the_script_communicates_in_backward,),
+    "unused, by hand": (gradients_by_hand_of_what_is_unused,),
 }
 
 
