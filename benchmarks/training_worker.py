@@ -27,6 +27,7 @@ from benchmarks._rank import (
     say,
     slowest_ranks,
     start_rank,
+    turns_within,
 )
 from benchmarks.models import MODELS, BenchmarkModel
 from benchmarks.ways import UNAVERAGED, Way, is_settled, make_way
@@ -168,15 +169,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             ways[name].warm_up(options.turn_seconds)
     mean = None
 
-    start = time.perf_counter()
-    for turn in range(options.turns):
+    for turn in turns_within(options.seconds, FEWEST_TURNS, options.turns):
         for name in in_turns(list(ways), turn):
             ways[name].turn(options.interface)
-        passed = time.perf_counter() - start
-        say(f"  turn {turn + 1} of {options.turns}, {passed:.0f} s")
-        over = turn + 1 >= FEWEST_TURNS and passed * (turn + 2) / (turn + 1) > options.seconds
-        if hvd.broadcast_object(over, 0, name="benchmark.over"):
-            break
     for name, trained in ways.items():
         if name not in UNAVERAGED:
             check_replicas(list(trained.model.parameters()), name)
