@@ -1,7 +1,8 @@
-"""One rank of `benchmarks.training`: times steps of a model in many ways, which take turns.
+"""One rank of `benchmarks.training` and `benchmarks.planner`: times steps of a model.
 
-All ways start with the same weights and get the same batches. The first averaged gradient of every
-dense way is compared with the mean, and every way's final weights with those of the other ranks.
+Ways to train it take turns. All of them start with the same weights and get the same batches. The
+first averaged gradient of every dense way is compared with the mean, and every way's final weights
+with those of the other ranks.
 """
 
 from __future__ import annotations
@@ -122,11 +123,13 @@ class Trained:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The planner's decision, and the share of exchanges that backward hides."""
+        """The planner's choice, with its step, and the share of exchanges that backward hides."""
         found: dict[str, Any] = {}
         planner = None if self.way.compression is None else self.way.compression.method
-        if isinstance(planner, Planner) and planner.trial is not None and not planner.is_trying:
-            found["sparse_tensors"] = len(planner.trial.winner.plan.placements)
+        if isinstance(planner, Planner) and planner.outcome is not None:
+            plan = planner.outcome.best
+            found = {"sparse_tensors": plan.sparse_tensors, "tried_s": plan.took.step_s}
+            found["predicted_s"] = plan.predicted_s
         if self.hidden_shares:
             found["hidden_share"] = median(self.hidden_shares)
         return found
