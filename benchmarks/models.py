@@ -339,17 +339,18 @@ class Simulated(BenchmarkModel):
     Attributes:
         like: The other model's name.
         backward_s: Seconds of a backward; each tensor's share is in proportion to its elements.
+        gradients: Those of every step; all such models of a process share them.
     """
 
     like: ClassVar[str]
     backward_s = 0.15
+    gradients: ClassVar[list[Tensor]] = []
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors = nn.ParameterList(torch.zeros(shape) for shape in shapes_of(self.like))
         total = sum(p.numel() for p in self.tensors)
         self.waits_s = [self.backward_s * p.numel() / total for p in self.tensors]
-        self.gradients: list[Tensor] = []
 
     def forward(self) -> Tensor:
         chain = torch.zeros(1, requires_grad=True)
@@ -358,9 +359,10 @@ class Simulated(BenchmarkModel):
         return chain.sum()
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Nothing; the first call draws the gradients of all steps."""
+        """Nothing; the first call draws the gradients."""
         if not self.gradients:
-            self.gradients = [torch.randn(p.shape, generator=generator) for p in self.tensors]
+            drawn = [torch.randn(p.shape, generator=generator) for p in self.tensors]
+            type(self).gradients = drawn
         return ()
 
 
