@@ -234,11 +234,11 @@ class Jobs:
                 continue
             self._add(job, result, time.monotonic() - start - passed)
 
-    def results(self, script: str | None = None) -> dict[tuple[str, str, int], list[Any]]:
+    def results(self) -> dict[tuple[str, str, int], list[Any]]:
         """The results of each world's launches, in the order of the jobs."""
         found: dict[tuple[str, str, int], list[Any]] = {}
         for job in self.jobs:
-            if job.key in self._lines and script in (None, job.script):
+            if job.key in self._lines:
                 found.setdefault(job.world, []).append(self._lines[job.key]["result"])
         return found
 

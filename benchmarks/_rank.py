@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from socket import gethostbyname, gethostname
+from statistics import median
 from typing import Any
 from zlib import crc32
 
@@ -102,6 +104,39 @@ def in_turns(names: Sequence[str], turn: int) -> list[str]:
     order = list(names)
     Random(turn).shuffle(order)
     return order
+
+
+def turns_within(seconds: float, fewest: int, most: int) -> Iterator[int]:
+    """Numbers of turns, from 0: `fewest`, and further ones that will probably end in time."""
+    start = time.perf_counter()
+    for turn in range(most):
+        yield turn
+        passed = time.perf_counter() - start
+        say(f"  turn {turn + 1} of {most}, {passed:.0f} s")
+        over = turn + 1 >= fewest and passed * (turn + 2) / (turn + 1) > seconds
+        if hvd.broadcast_object(over, 0, name="benchmark.over"):
+            break
+
+
+def timed(
+    functions: Mapping[str, Callable[[], object]],
+    repeats: int,
+    prepare: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Median seconds of the slowest rank, by function; `prepare` runs before each, untimed.
+
+    The functions take turns, in an order that changes.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(repeats):
+        for name in in_turns(list(functions), turn):
+            prepare()
+            dist.barrier()
+            start = time.perf_counter()
+            functions[name]()
+            seconds[name].append(time.perf_counter() - start)
+            dist.barrier()  # the next preparation takes no core from a rank that is still timed
+    return {name: median(each) for name, each in slowest_ranks(seconds).items()}
 
 
 def slowest_ranks(mine: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row, Spread
+from benchmarks.report import Row, Spread, row_of
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES
 from hvd_sparse.lab.plots import load_pyplot
 
@@ -47,33 +47,25 @@ def sweep_rows(ranks: int, place: str, worlds: Sequence[World]) -> list[Row]:
         link_row(case, worlds, "β", "beta_s_per_byte", 1e9, "ns/byte"),
         link_row(case, worlds, "γ", "reduction_s_per_byte", 1e9, "ns/byte"),
     ]
-    near = []
     for number, density in enumerate(DENSITIES):
         launches = [world["densities"][number] for world in worlds]
         case = f"P={ranks} density={density:g} n={NUMEL} {place}"
         for name in launches[0]["seconds"]:
             ms = Spread.of(launches, lambda each, n=name: each["seconds"][n], 1e3)  # type: ignore[misc]
             gloo = Spread.of(launches, lambda each: each["seconds"]["gloo"], 1e3).middle
-            rows.append(
-                Row(
-                    *(case, f"{name} exchange", ms.middle, "ms"),
-                    baseline=f"gloo dense allreduce: {gloo:.2f} ms",
-                    ratio=gloo / ms.middle,
-                    spread=(ms.least, ms.most),
-                    launches=ms.launches,
-                )
-            )
+            dense = f"gloo dense allreduce: {gloo:.2f} ms"
+            ratio = gloo / ms.middle
+            rows.append(row_of(case, f"{name} exchange", ms, baseline=dense, ratio=ratio))
         share = Spread.of(launches, times_the_best)
-        near.append(share.middle <= AUTO_GOAL)
         picks = " or ".join(sorted({each["chosen"] for each in launches}))
         rows.append(
-            Row(
-                *(case, f"auto picks {picks}: over the best of {len(LOSSLESS_CANDIDATES)}"),
-                *(share.middle, "×"),
+            row_of(
+                case,
+                f"auto picks {picks}: over the best of {len(LOSSLESS_CANDIDATES)}",
+                share,
+                "×",
                 goal=f"at most {AUTO_GOAL:g} ×",
-                met=near[-1],
-                spread=(share.least, share.most),
-                launches=share.launches,
+                met=share.middle <= AUTO_GOAL,
             )
         )
     return rows
@@ -97,9 +89,7 @@ def link_row(
 ) -> Row:
     """A measured coefficient of the link."""
     figure = Spread.of(worlds, lambda world: world["link"][key], scale)
-    spread = (figure.least, figure.most)
-    launches = figure.launches
-    return Row(case, f"measured {name}", figure.middle, unit, spread=spread, launches=launches)
+    return row_of(case, f"measured {name}", figure, unit)
 
 
 def plot_sweep(worlds: Mapping[int, World], place: str, path: Path) -> None:

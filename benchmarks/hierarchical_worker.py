@@ -9,21 +9,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from statistics import median
-from time import perf_counter
 
 import horovod.torch as hvd
 import torch
 
-from benchmarks._rank import (
-    dist,
-    end_rank,
-    in_turns,
-    make_gradients,
-    relative_error,
-    slowest_ranks,
-    start_rank,
-)
+from benchmarks._rank import dist, end_rank, make_gradients, relative_error, start_rank, timed
 from hvd_sparse.hosts import Grid, Hosts
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
@@ -57,16 +47,7 @@ def main() -> None:
         "gloo": lambda: dist.all_reduce(summed),
         "copy": lambda: copied.copy_(gradient),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(options.repeats):
-        for name in in_turns(list(ways), turn):
-            summed.copy_(gradient)
-            dist.barrier()  # also lets nobody overwrite what another one still reads
-            start = perf_counter()
-            ways[name]()
-            seconds[name].append(perf_counter() - start)
-            dist.barrier()
-    medians = {name: median(each) for name, each in slowest_ranks(seconds).items()}
+    medians = timed(ways, options.repeats, lambda: summed.copy_(gradient))
     bound_s = medians["copy"] * (3 - 1 / L) / 2
     end_rank(options.out, {"seconds": medians, "bound_s": bound_s}, transport)
 

@@ -8,8 +8,9 @@ Each is a module whose `forward` returns the loss of a batch, and which draws ba
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -318,6 +319,63 @@ class Tiny(BenchmarkModel):
         return (torch.randn(4, 64, generator=generator),)
 
 
+class Waited(torch.autograd.Function):
+    """A layer whose backward takes a time, and whose weight has a given gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Tensor, weight: Tensor, gradient: Tensor, wait_s: float) -> Tensor:
+        ctx.gradient, ctx.wait_s = gradient, wait_s
+        return chain.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        time.sleep(ctx.wait_s)  # as on a device: the processor is free meanwhile
+        return outputs[0], ctx.gradient.clone(), None, None
+
+
+class Simulated(BenchmarkModel):
+    """Another model's tensors, and a backward that only waits.
+
+    Attributes:
+        like: The other model's name.
+        backward_s: Seconds of a backward; each tensor's share is in proportion to its elements.
+        gradients: Those of every step; all such models of a process share them.
+    """
+
+    like: ClassVar[str]
+    backward_s = 0.15
+    gradients: ClassVar[list[Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.zeros(shape) for shape in shapes_of(self.like))
+        total = sum(p.numel() for p in self.tensors)
+        self.waits_s = [self.backward_s * p.numel() / total for p in self.tensors]
+
+    def forward(self) -> Tensor:
+        chain = torch.zeros(1, requires_grad=True)
+        for layer in zip(self.tensors, self.gradients, self.waits_s, strict=True):
+            chain = Waited.apply(chain, *layer)  # type: ignore[no-untyped-call]
+        return chain.sum()
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Nothing; the first call draws the gradients."""
+        if not self.gradients:
+            drawn = [torch.randn(p.shape, generator=generator) for p in self.tensors]
+            type(self).gradients = drawn
+        return ()
+
+
+class SimulatedVgg16(Simulated):
+    title = "VGG-16, backward simulated"
+    like = "vgg16"
+
+
+class SimulatedBertBase(Simulated):
+    title = "BERT-base, backward simulated"
+    like = "bert-base"
+
+
 MODELS: dict[str, type[BenchmarkModel]] = {
     "vgg16": Vgg16,
     "transformer35": Transformer35,
@@ -326,6 +384,8 @@ MODELS: dict[str, type[BenchmarkModel]] = {
     "extreme": Extreme,
     "recommendation": Recommendation,
     "bert-base": BertBase,
+    "vgg16-simulated": SimulatedVgg16,
+    "bert-base-simulated": SimulatedBertBase,
     "cnn": Cnn,
     "transformer": SmallTransformer,
     "single": Single,

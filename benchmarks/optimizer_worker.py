@@ -28,6 +28,7 @@ from benchmarks._rank import (
     say,
     slowest_ranks,
     start_rank,
+    turns_within,
 )
 from benchmarks.ways import Way, is_ours, make_way
 
@@ -184,25 +185,18 @@ def measure(ways: dict[str, Way], options: argparse.Namespace) -> dict[str, Any]
     own: dict[str, list[float]] = {name: [] for name in ways}
     sent = dict.fromkeys(ways, 0)
     steps = steps_in_a_turn(ways)
-    start = time.perf_counter()
-    turns = 0
-    while turns < options.repeats:
-        for name in in_turns(list(ways), turns):
+    for turn in turns_within(options.seconds, FEWEST_TURNS, options.repeats):
+        for name in in_turns(list(ways), turn):
             before = interface_bytes(options.interface)
             for step in range(steps[name]):
-                seconds, thread_seconds = reduce(ways[name], turns + step)
+                seconds, thread_seconds = reduce(ways[name], turn + step)
                 if step or steps[name] == 1:
                     clock[name].append(seconds)
                     own[name].append(thread_seconds)
                 ways[name].update()
                 ways[name].module.zero_grad()
             sent[name] += interface_bytes(options.interface) - before
-        turns += 1
-        passed = time.perf_counter() - start
-        over = turns >= FEWEST_TURNS and passed * (turns + 1) / turns > options.seconds
-        say(f"  turn {turns} of {options.repeats}, {passed:.0f} s")
-        if hvd.broadcast_object(over, 0, name="benchmark.over"):
-            break
+    turns = turn + 1
     slowest, threads = slowest_ranks(clock), slowest_ranks(own)
     return {
         "turns": turns,

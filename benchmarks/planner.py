@@ -6,7 +6,7 @@
 
 Every model is trained in every way under the unmodified horovodrun: on loopback, or with `--netlab`
 between the hosts of a network lab (tools/netlab; needs root). The ways of a model take turns in one
-launch (benchmarks/planner_worker.py); the median launch counts. The same command runs missing
+launch (benchmarks/training_worker.py); the median launch counts. The same command runs missing
 launches. Goals: a planned step is at most 3 % slower than plain Horovod's and than `uncompressed`,
 and within 10 % of the best way. `uncompressed` is Horovod with sleeping waits: this package with
 nothing compressed. `--goals` runs all its cases, with VGG-16 and BERT-base by their tensors
@@ -32,12 +32,21 @@ from hvd_sparse.lab.plots import load_pyplot
 MODELS = ("cnn", "transformer", "single")
 WORLDS = {2: (None, "100mbit", "1gbit", "10gbit"), 4: ("100mbit", "1gbit", "10gbit")}
 """Networks of the goals, by the number of workers."""
-LISTS = (("vgg16", 2, "1gbit"), ("vgg16", 4, "1gbit"), ("bert-base", 2, "1gbit"))
-COMPUTE_S = 0.15
-"""Seconds of a simulated backward."""
+SIMULATED = "-simulated"
+"""Ending of the models whose backward only waits."""
+LISTS = (
+    *(("vgg16-simulated", 2, "1gbit"), ("vgg16-simulated", 4, "1gbit")),
+    ("bert-base-simulated", 2, "1gbit"),
+)
 LIST_COLLECTIVES = ("topk_allgather", "ssar_recursive_double")
-"""Choices by hand for lists of tensors; few, since every way has its own memory."""
-SCRIPT = "benchmarks/planner_worker.py"
+"""Choices by hand for those models; few, since every way has its own memory."""
+SCRIPT = "benchmarks/training_worker.py"
+WAYS = {
+    **{"dense": "horovod", "uncompressed": "asleep", "planned": "planned@0.01"},
+    **{name: f"topk:{name}@0.01" for name in LOSSLESS_CANDIDATES},
+}
+"""Names in benchmarks/ways.py, by those of the rows."""
+TURN_S = 0.5
 MOST_LOSS = 0.03
 WITHIN_BEST = 0.10
 WITHIN_PREDICTION = 0.25
@@ -68,37 +77,39 @@ DENSE = re.compile(r"plain Horovod, dense: ([\d.]+) ms")
 
 def jobs_of(options: argparse.Namespace, places: list[Launcher]) -> list[Job]:
     """All launches: first one of every case."""
-    cases = [(model, options.ranks, at, 0.0) for at in places for model in options.models]
+    cases = [(model, options.ranks, at) for at in places for model in options.models]
     if options.goals:
-        cases = [(model, ranks, Launcher(rate), COMPUTE_S) for model, ranks, rate in LISTS]
+        cases = [(model, ranks, Launcher(rate)) for model, ranks, rate in LISTS]
         cases += [
-            (model, ranks, Launcher(rate), 0.0)
+            (model, ranks, Launcher(rate))
             for ranks, rates in WORLDS.items()
             for rate in rates
             for model in MODELS
         ]
     jobs = []
     for launch in range(1, options.launches + 1):
-        for model, ranks, at, compute_s in cases:
-            by_hand = LIST_COLLECTIVES if compute_s else options.collectives
-            arguments = ["--model", model, "--ways", "dense", "uncompressed", "planned", *by_hand]
-            arguments += ["--steps", str(options.steps), "--seconds", str(options.seconds)]
-            arguments += ["--compute-s", str(compute_s)]
-            arguments += ["--single-numel", str(options.single_numel)]
-            name = f"{model}, backward simulated" if compute_s else model
-            jobs.append(Job(name, at, ranks, launch, SCRIPT, tuple(arguments)))
+        for model, ranks, at in cases:
+            by_hand = LIST_COLLECTIVES if model.endswith(SIMULATED) else options.collectives
+            names = ("dense", "uncompressed", "planned", *by_hand)
+            arguments = ["--model", model, "--apart", "--ways", *(WAYS[name] for name in names)]
+            arguments += ["--turns", str(options.turns), "--turn-seconds", str(TURN_S)]
+            arguments += ["--seconds", str(options.seconds)]
+            case = model.replace(SIMULATED, ", backward simulated")
+            jobs.append(Job(case, at, ranks, launch, SCRIPT, tuple(arguments)))
     return jobs
 
 
 def median_launch(launches: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Every way's median step and its spread; for the planned way, all of its median launch."""
     found = {}
-    for way in launches[0]:
-        ordered = sorted((launch[way] for launch in launches), key=lambda each: each["step_s"])
-        found[way] = ordered[len(ordered) // 2]
-        steps_s = [each["step_s"] for each in ordered]
-        spread = (1e3 * steps_s[0], 1e3 * steps_s[-1]) if len(steps_s) > 1 else None
-        found[way] = {**found[way], "step_s": median(steps_s), "spread": spread}
+    ways = [launch["ways"] for launch in launches]
+    for name, way in WAYS.items():
+        if way in ways[0]:
+            ordered = sorted((each[way] for each in ways), key=lambda each: each["step_s"])
+            steps_s = [each["step_s"] for each in ordered]
+            spread = (1e3 * steps_s[0], 1e3 * steps_s[-1]) if len(steps_s) > 1 else None
+            middle = ordered[len(ordered) // 2]
+            found[name] = {**middle, "step_s": median(steps_s), "spread": spread}
     return found
 
 
@@ -257,13 +268,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--goals", action="store_true", help="all cases of the goals")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--collectives", nargs="*", default=list(LOSSLESS_CANDIDATES))
+    parser.add_argument(
+        "--collectives", nargs="*", choices=LOSSLESS_CANDIDATES, default=LOSSLESS_CANDIDATES
+    )
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=30, help="timed steps of a way")
-    parser.add_argument("--seconds", type=float, default=8.0, help="limit for a way's steps")
+    parser.add_argument("--turns", type=int, default=6, help="most turns of a way in a launch")
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit for all turns")
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--plot", type=Path, help="draw the existing report; measure nothing")
-    parser.add_argument("--single-numel", type=int, default=126_700_000 // 16)
     Launcher.add_arguments(parser, several=True)
     Jobs.add_arguments(parser)
     options = parser.parse_args()

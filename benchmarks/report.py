@@ -14,7 +14,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from hvd_sparse import ops
+from hvd_sparse import ops, tables
+from hvd_sparse.planner.costs import processor
 
 WAY = re.compile(
     r"step, (?P<step>[^,]+)|(?P<reduced>.+), through the optimizer|time to .*, (?P<time>.+)"
@@ -92,7 +93,7 @@ def row_of(case: str, metric: str, figure: Spread, unit: str = "ms", **facts: An
 def hardware() -> dict[str, str | int]:
     """The machine and versions that the figures depend on."""
     facts: dict[str, str | int] = {
-        "cpu": _cpu_model(),
+        "cpu": processor(),
         "cores": os.cpu_count() or 1,
         "ops": ops.backend(),
         "torch": str(torch.__version__),
@@ -105,7 +106,10 @@ def hardware() -> dict[str, str | int]:
 
 
 def write_report(benchmark: str, rows: Sequence[Row], path: Path | str | None) -> None:
-    """Prints the rows as a table, and writes the report to `path` unless that is None."""
+    """Prints the rows as a table, and writes the report to `path` unless that is None.
+
+    The file is JSON: the head in its first line, then one row per line.
+    """
     facts = hardware()
     print(f"{benchmark}: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     print(table(rows))
@@ -117,7 +121,9 @@ def write_report(benchmark: str, rows: Sequence[Row], path: Path | str | None) -
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "hardware": facts,
     }
-    Path(path).write_text(as_text(head, map(as_object, rows)), encoding="utf-8")
+    lines = ",\n".join(json.dumps(as_object(row), ensure_ascii=False) for row in rows)
+    whole = json.dumps({**head, "rows": []}, ensure_ascii=False)[:-2] + f"\n{lines}\n]}}\n"
+    Path(path).write_text(whole, encoding="utf-8")
 
 
 def as_object(row: Row) -> dict[str, Any]:
@@ -127,12 +133,6 @@ def as_object(row: Row) -> dict[str, Any]:
         for field in fields(row)
         if (value := getattr(row, field.name)) != field.default
     }
-
-
-def as_text(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
-    """The report as JSON: its head in the first line, then one row per line."""
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    return json.dumps({**head, "rows": []}, ensure_ascii=False)[:-2] + f"\n{lines}\n]}}\n"
 
 
 def _rounded(value: Any) -> Any:
@@ -156,26 +156,13 @@ def table(rows: Sequence[Row]) -> str:
                 "" if row.met is None else ("yes" if row.met else "NO"),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+    return tables.table(cells)
 
 
 def _spread(row: Row) -> str:
     if row.spread is None or row.launches == 1:
         return ""
     return f" ({row.spread[0]:.4g} to {row.spread[1]:.4g}, {row.launches} launches)"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 def way_of(metric: str) -> str | None:

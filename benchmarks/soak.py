@@ -24,7 +24,6 @@ import math
 import os
 import random
 import resource
-import shlex
 import signal
 import socket
 import subprocess
@@ -36,7 +35,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,7 +43,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import Row, Spread, as_object, as_text, hardware, row_of, table
+from benchmarks.report import Row, Spread, row_of, write_report
 from hvd_sparse import Compression, ConfigError
 from hvd_sparse.errors import CheckpointError
 from tools.ledger import Ledger
@@ -489,15 +487,8 @@ def write(
         case = f"{RANKS} ranks, timeout_s {TIMEOUT_S:g}"
         goal = {"goal": f"at most {END_S:g} s", "met": not late}
         rows.append(row_of(case, f"{fault}, until the launcher has ended", spread, "s", **goal))
-    print(table(rows), *found, sep="\n", flush=True)
-    if args.json:
-        head = {
-            "benchmark": "soak",
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]),
-            "hardware": hardware(),
-        }
-        Path(args.json).write_text(as_text(head, map(as_object, rows)), encoding="utf-8")
+    write_report("soak", rows, args.json)
+    print(*found, sep="\n", flush=True)
 
 
 def main() -> int:

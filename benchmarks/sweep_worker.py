@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from statistics import median
-from time import perf_counter
 from typing import Any
 from zlib import crc32
 
@@ -13,7 +11,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from benchmarks._rank import dist, end_rank, in_turns, slowest_ranks, start_rank
+from benchmarks._rank import dist, end_rank, start_rank, timed
 from benchmarks.patterns import PATTERNS, PatternStreams
 from hvd_sparse.collectives.automatic import cheapest_algorithm, link_of
 from hvd_sparse.collectives.registry import BY_NAME
@@ -41,18 +39,6 @@ def verify(name: str, reduced: SparseStream, stream: SparseStream) -> None:
     elif name == "oktopk":
         applied = reduced.indices.long()
         torch.testing.assert_close(result[applied], total[applied], rtol=1e-5, atol=1e-4, msg=name)
-
-
-def timed(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of the slowest rank; the contenders take turns in an order that changes."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(repeats):
-        for name in in_turns(list(functions), repeat):
-            dist.barrier()
-            start = perf_counter()
-            functions[name]()
-            seconds[name].append(perf_counter() - start)
-    return {name: median(each) for name, each in slowest_ranks(seconds).items()}
 
 
 def measure(

@@ -3,10 +3,10 @@
     python -m benchmarks.time_to_accuracy --json FILE --netlab 1gbit --seeds 3 \\
         --plot docs/time_to_accuracy
 
-Every way trains the ResNet of `benchmarks.convergence` for as many steps at the same rates, with 4
-workers: SGD with momentum, which ours correct ("global"), and no clipping. A step is timed whole,
-batch and update included; what measures the accuracy is not. The convergence tables tell of more
-compressors, and of P in threads; this one of real processes, of a planner's training and of time.
+Every way trains the ResNet of `benchmarks.convergence` for as many steps at the same rates: SGD
+with momentum, which ours correct ("global"), and no clipping. A step is timed whole, batch and
+update included; what measures the accuracy is not. The convergence tables tell of more compressors,
+and of P in threads; this one of real processes, of a planner's training and of time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from benchmarks.time_to_loss import plot_curves
 from benchmarks.ways import check_names
 
 WORKER = "benchmarks/time_to_accuracy_worker.py"
-MODEL, RANKS = "Fashion-MNIST, ResNet of 78,000 parameters", 4
+MODEL = "Fashion-MNIST, ResNet of 78,000 parameters"
 DENSE = "horovod"
 WAYS = (DENSE, "ddp", "powersgd-2", "topk@0.01", "planned@0.01")
 Found = Mapping[str, Sequence[Any]]
 """The results of each way, seed by seed."""
 
 
-def rows_of(place: str, found: Found) -> Iterator[Row]:
+def rows_of(place: str, ranks: int, found: Found) -> Iterator[Row]:
     """Accuracy, seconds and megabytes of every way, beside plain Horovod's."""
-    case = f"{MODEL}; {place}, P={RANKS}"
+    case = f"{MODEL}; {place}, P={ranks}"
     dense = {
         "accuracy": Spread.of(found[DENSE], lambda result: result["curve"][-1][1]).middle,
         "seconds": Spread.of(found[DENSE], lambda result: result["curve"][-1][0]).middle,
@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--ways", nargs="+", default=WAYS, help="see benchmarks/ways.py")
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, help="of a training; default: the task's")
     parser.add_argument("--points", type=int, default=15, help="of each curve")
@@ -70,7 +71,10 @@ def main() -> None:
     jobs = Jobs(
         options.json,
         [
-            Job(way, at, RANKS, seed, WORKER, ("--way", way, "--seed", str(seed), *arguments))
+            Job(
+                *(way, at, options.ranks, seed, WORKER),
+                ("--way", way, "--seed", str(seed), *arguments),
+            )
             for at in Launcher.each_of(parser, options)
             for seed in range(10, 10 + options.seeds)
             for way in options.ways
@@ -78,11 +82,11 @@ def main() -> None:
     )
     jobs.run(options.minutes, timeout_s=1800.0)
     places = jobs.by_place()
-    rows = [row for place, found in places.items() for row in rows_of(place, found)]
+    rows = [row for place, found in places.items() for row in rows_of(place, options.ranks, found)]
     if options.plot:
         for place, found in places.items():
             path = options.plot.with_name(f"{options.plot.name}-{place}.png")
-            title = f"{MODEL}; {place}, {RANKS} workers"
+            title = f"{MODEL}; {place}, {options.ranks} workers"
             plot_curves(found, path, title, "test accuracy, %", ylim=(75, 92))
     write_report("time_to_accuracy", rows, options.json)
     jobs.exit_where_missing("trainings")

@@ -141,6 +141,13 @@ def step_s(found: Found, way: str) -> float:
     return float(found["ways"][way]["step_s"])
 
 
+def spread(
+    results: Sequence[Found], way: str, figure: str = "step_s", scale: float = 1e3
+) -> Spread:
+    """A way's figure over the launches; steps in milliseconds."""
+    return Spread.of(results, lambda found: found["ways"][way][figure], scale)
+
+
 def title_of(model: str) -> str:
     title = MODELS[model.removesuffix(MORE)].title
     return f"{title}, more ways" if model.endswith(MORE) else title
@@ -158,36 +165,27 @@ def step_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
     case = case_of(model, place, ranks, results)
     horovod = None
     if "horovod" in results[0]["ways"]:
-        horovod = Spread.of(results, lambda found: step_s(found, "horovod"), 1e3).middle
+        horovod = spread(results, "horovod").middle
     for way, figures in results[0]["ways"].items():
-        ms = Spread.of(results, lambda found, w=way: step_s(found, w), 1e3)  # type: ignore[misc]
+        ms = spread(results, way)
         metric = f"step, {way}"
         if "sparse_tensors" in figures:
             metric += f", {figures['sparse_tensors']} tensors sparse"
         baseline = None if horovod is None else f"plain Horovod: {horovod:.0f} ms"
         ratio = None if horovod is None else horovod / ms.middle
         yield row_of(case, metric, ms, baseline=baseline, ratio=ratio)
-        if all("cpu_s" in found["ways"][way] for found in results):
-            worked = Spread.of(results, lambda found, w=way: found["ways"][w]["cpu_s"], 1e3)  # type: ignore[misc]
-            yield row_of(case, f"processor time of a worker in a step, {way}", worked)
-        for of in figures.get("threads_s", ()):
+        worked = spread(results, way, "cpu_s")
+        yield row_of(case, f"processor time of a worker in a step, {way}", worked)
+        for of in figures["threads_s"]:
             share = Spread.of(results, lambda f, w=way, o=of: f["ways"][w]["threads_s"][o], 1e3)  # type: ignore[misc]
             yield row_of(case, f"of it in threads: {of}, {way}", share)
         if way == "alone":
             continue
         if figures["host_bytes"]:
-            sent = Spread.of(
-                results,
-                lambda found, w=way: found["ways"][w]["host_bytes"],  # type: ignore[misc]
-                1e-6,
-            )
+            sent = spread(results, way, "host_bytes", 1e-6)
             yield row_of(case, f"sent by a host in a step, {way}", sent, "MB")
         if all("hidden_share" in found["ways"][way] for found in results):
-            hidden = Spread.of(
-                results,
-                lambda found, w=way: found["ways"][w]["hidden_share"],  # type: ignore[misc]
-                100,
-            )
+            hidden = spread(results, way, "hidden_share", 100)
             yield row_of(case, f"exchanges hidden behind backward, {way}", hidden, "%")
 
 
@@ -200,7 +198,7 @@ def goal_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
         return
 
     def middle(name: str) -> float:
-        return Spread.of(results, lambda found: step_s(found, name), 1e3).middle
+        return spread(results, name).middle
 
     best = min(ours, key=middle)
     yield against(case, best, "horovod", results, LEAST_OVER_HOROVOD.get(place, {}).get(model))
@@ -237,13 +235,11 @@ def goal_rows(model: str, place: str, ranks: int, results: list[Found]) -> Itera
 def against(case: str, ours: str, other: str, results: list[Found], goal: float | None) -> Row:
     """The best of ours compared with another way."""
     factor = Spread.of(results, lambda found: step_s(found, other) / step_s(found, ours))
-    ms = Spread.of(results, lambda found: step_s(found, ours), 1e3)
-    other_ms = Spread.of(results, lambda found: step_s(found, other), 1e3)
     return row_of(
         case,
         f"step of the best of ours, {ours}",
-        ms,
-        baseline=f"{other}: {other_ms.middle:.0f} ms",
+        spread(results, ours),
+        baseline=f"{other}: {spread(results, other).middle:.0f} ms",
         ratio=factor.middle,
         goal=None if goal is None else f"at least {goal:g} ×",
         met=None if goal is None else factor.middle >= goal,
@@ -260,22 +256,17 @@ def plot_steps(found: Mapping[str, Sequence[Found]], title: str, path: Path) -> 
     pyplot = load_pyplot()
     figure, panels = pyplot.subplots(1, len(found), figsize=(4.6 * len(found), 5), squeeze=False)
     for axes, (model, results) in zip(panels[0], found.items(), strict=True):
-        ways = list(results[0]["ways"])
-        spreads = [
-            Spread.of(results, lambda each, w=way: step_s(each, w), 1e3)  # type: ignore[misc]
-            for way in ways
-        ]
-        order = sorted(range(len(ways)), key=lambda number: -spreads[number].middle)
-        chosen = [spreads[number] for number in order]
-        heights = [spread.middle for spread in chosen]
+        order = sorted(results[0]["ways"], key=lambda way: -spread(results, way).middle)
+        chosen = [spread(results, way) for way in order]
+        heights = [each.middle for each in chosen]
         errors = [
-            [spread.middle - spread.least for spread in chosen],
-            [spread.most - spread.middle for spread in chosen],
+            [each.middle - each.least for each in chosen],
+            [each.most - each.middle for each in chosen],
         ]
-        colours = [colour_of(ways[number]) for number in order]
+        colours = [colour_of(way) for way in order]
         bars = axes.barh(range(len(order)), heights, xerr=errors, color=colours, ecolor="#444444")
         axes.bar_label(bars, fmt=" %.0f", fontsize=7)
-        axes.set_yticks(range(len(order)), [ways[number] for number in order], fontsize=8)
+        axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.set(title=title_of(model), xlabel="ms per training step")
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)

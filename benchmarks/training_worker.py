@@ -1,7 +1,8 @@
-"""One rank of `benchmarks.training`: times steps of a model in many ways, which take turns.
+"""One rank of `benchmarks.training` and `benchmarks.planner`: times steps of a model.
 
-All ways start with the same weights and get the same batches. The first averaged gradient of every
-dense way is compared with the mean, and every way's final weights with those of the other ranks.
+Ways to train it take turns. All of them start with the same weights and get the same batches. The
+first averaged gradient of every dense way is compared with the mean, and every way's final weights
+with those of the other ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks._rank import (
     say,
     slowest_ranks,
     start_rank,
+    turns_within,
 )
 from benchmarks.models import MODELS, BenchmarkModel
 from benchmarks.ways import UNAVERAGED, Way, is_settled, make_way
@@ -121,11 +123,13 @@ class Trained:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The planner's decision, and the share of exchanges that backward hides."""
+        """The planner's choice, with its step, and the share of exchanges that backward hides."""
         found: dict[str, Any] = {}
         planner = None if self.way.compression is None else self.way.compression.method
-        if isinstance(planner, Planner) and planner.trial is not None and not planner.is_trying:
-            found["sparse_tensors"] = len(planner.trial.winner.plan.placements)
+        if isinstance(planner, Planner) and planner.outcome is not None:
+            plan = planner.outcome.best
+            found = {"sparse_tensors": plan.sparse_tensors, "tried_s": plan.took.step_s}
+            found["predicted_s"] = plan.predicted_s
         if self.hidden_shares:
             found["hidden_share"] = median(self.hidden_shares)
         return found
@@ -168,15 +172,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             ways[name].warm_up(options.turn_seconds)
     mean = None
 
-    start = time.perf_counter()
-    for turn in range(options.turns):
+    for turn in turns_within(options.seconds, FEWEST_TURNS, options.turns):
         for name in in_turns(list(ways), turn):
             ways[name].turn(options.interface)
-        passed = time.perf_counter() - start
-        say(f"  turn {turn + 1} of {options.turns}, {passed:.0f} s")
-        over = turn + 1 >= FEWEST_TURNS and passed * (turn + 2) / (turn + 1) > options.seconds
-        if hvd.broadcast_object(over, 0, name="benchmark.over"):
-            break
     for name, trained in ways.items():
         if name not in UNAVERAGED:
             check_replicas(list(trained.model.parameters()), name)

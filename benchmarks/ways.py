@@ -23,7 +23,6 @@ Our ways also exchange the sparse gradients of embeddings; Horovod's optimizer g
 
 from __future__ import annotations
 
-import inspect
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -154,11 +153,6 @@ def is_ours(name: str) -> bool:
     return match is not None and match[1] in (*METHODS, "planned", SPARSE_ADAMW)
 
 
-def has_levels() -> bool:
-    """Whether constructors have the option `hierarchical`."""
-    return "hierarchical" in inspect.signature(hvd_sparse.Compression.topk).parameters
-
-
 def check_names(names: Sequence[str]) -> str:
     """The first mistake in some ways' names, or an empty string."""
     for name in names:
@@ -167,7 +161,7 @@ def check_names(names: Sequence[str]) -> str:
             return f"unknown way {name!r}: benchmarks/ways.py lists them"
         if is_ours(name) and match[3] is None:
             return f"a density must follow {name!r}, as in {name}@0.01"
-        if match[5] and not (is_ours(name) and has_levels()):
+        if match[5] and not is_ours(name):
             return f"{name!r} has no two levels"
         if match[6] and not is_ours(name):
             return f"{name!r} is no compression of ours for DDP"

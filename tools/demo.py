@@ -27,6 +27,7 @@ from statistics import mean, median
 from typing import IO, Any, NoReturn
 
 from examples.pytorch_digits import Net, make_compression, parse_compression
+from hvd_sparse import tables
 from tools.netlab import Netlab, NetlabError, Network, missing
 from tools.netlab.lab import bytes_per_s
 
@@ -267,13 +268,11 @@ def table(runs: list[Run]) -> str:
                 f"{run.test_accuracy:.2%}",
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    rows.insert(1, ["-" * max(map(len, column)) for column in zip(*rows, strict=True)])
     notes = NOTES.format(sparse=runs[-1].compression, numel=runs[0].numel)
     if runs[0].host_bytes is not None:
         notes += HOST_NOTE
-    return "\n".join([*(line.rstrip() for line in lines), "", notes])
+    return "\n".join([tables.table(rows), "", notes])
 
 
 def ratio(dense: float, this: float) -> str:
