@@ -173,6 +173,7 @@ def test_missing_library_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_reference_serves_what_the_library_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dispatch, "_native", None)
     assert ops.backend() == "reference"
+    assert ops.on_host() is reference
     residual, gradient = torch.randn(2, 1000, generator=generator())
     theirs = residual.clone()
     assert_same(
