@@ -19,10 +19,10 @@ Every operation takes and gives:
 
 A family is a module here, which documents its operations and checks their arguments, a section of
 `reference.py` and of `native.py`, `csrc/cpu/api_<family>.cpp` and `cuda/launch_<family>.py`. That
-of wires has no module: `reference.py` documents it, and `wire/` alone calls it. All implementations
-give the same bits. CPU tensors go to the native library, CUDA tensors to the kernels where CuPy is
-installed, all others to the torch reference. Without the library or CuPy, or with
-`HVD_SPARSE_NATIVE=0` in the environment, the reference does everything. `backend()` tells.
+of wires has neither a module nor kernels: `reference.py` documents it, and `wire/` alone calls it.
+All implementations give the same bits. CPU tensors go to the native library, CUDA tensors to the
+kernels where CuPy is installed, all others to the torch reference. Without the library or CuPy, or
+with `HVD_SPARSE_NATIVE=0` in the environment, the reference does everything. `backend()` tells.
 
 Arguments are checked once: an `Accumulation` when it is made, other tensors by the function that
 gets them (type, shape, device, contiguity). The order of a stream's indices is a precondition. An

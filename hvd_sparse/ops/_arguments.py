@@ -18,7 +18,7 @@ DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GRADIENT_DTYPES = tuple(DTYPE_CODES)
 MAX_NUMEL, MAX_SEED = 2**31 - 1, 2**64 - 1
 GAP_BLOCK = 128
-"""Gaps that share a width in the wire's format (`kGapBlock` in csrc)."""
+"""Gaps that share a width in the wire's format (`kGapBlock` in csrc/cpu/wire.h)."""
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], device: torch.device) -> Tensor:

@@ -115,7 +115,7 @@ def test_every_kernel_is_compared_with_the_reference(
     launcher.close()
     rows = read(tmp_path)
     assert [row for row in rows if not row["ok"]] == []
-    assert rows[-1]["launched"] == 23
+    assert rows[-1]["launched"] == 19
 
 
 class Idle:
@@ -206,8 +206,8 @@ def test_what_the_tools_print_is_read() -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_the_compiler_tells_of_each_kernel(tmp_path: Path) -> None:
-    _, resources = build("wire", 90, tmp_path)
-    assert {"qsgd_quantize", "gap_encode"} <= resources.keys()
+    _, resources = build("topk", 90, tmp_path)
+    assert {"count_digits", "take_largest"} <= resources.keys()
     assert all(used.spilt == 0 and used.registers > 0 for used in resources.values())
 
 
