@@ -12,7 +12,7 @@ Every operation takes and gives:
 | family | operations |
 |---|---|
 | selection | `accumulate_select`, `accumulate_topk`, `accumulate_group_topk`, `hash_select` |
-| estimation | `kth_magnitude`, `sample_accumulator` |
+| estimation | `sample_accumulator` |
 | streams | `merge_sum`, `difference`, `threshold_stream`, `scatter_add`, `decode`, `take_at` |
 | shared memory | `sum_vectors`, `post`, `posted`; on the CPU only |
 | wire | `gap_encode`, `gap_decode`, `qsgd_quantize`, `qsgd_dequantize`; of `on_host()` only |
@@ -35,7 +35,7 @@ operations without the checks.
 from hvd_sparse.ops._arguments import CPU, GAP_BLOCK
 from hvd_sparse.ops._dispatch import Ops, backend, on_host, unchecked
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
-from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
+from hvd_sparse.ops.estimation import sample_accumulator
 from hvd_sparse.ops.pages import moved, new_vector, queued, zero_vector
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
@@ -67,7 +67,6 @@ __all__ = [
     "decode",
     "difference",
     "hash_select",
-    "kth_magnitude",
     "merge_sum",
     "moved",
     "new_vector",

@@ -137,6 +137,7 @@ def scaled(random: Tensor, count: Tensor | int) -> Tensor:
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
+    """The k-th largest magnitude of `x`, float32 `(n,)`, for k in `[1, n]`; C++ has none."""
     kth_key = torch.sort(magnitude_keys(x), descending=True).values[k - 1]
     return float(kth_key.view(torch.float32))
 

@@ -77,7 +77,6 @@ def cases(numel: int, device: torch.device) -> Iterator[tuple[str, Case]]:
         "sample_accumulator",
         accumulated(lambda o, a: (o.sample_accumulator(a, numel // 10, 8, 7),)),
     )
-    yield "kth_magnitude", lambda o: (o.kth_magnitude(vector(numel, 1, device), k),)
     streams = [picked(numel, seed, device) for seed in range(4)]
     yield "merge_sum", lambda o: o.merge_sum(streams, numel)
     yield "difference", lambda o: o.difference(*streams[0], streams[1][0])
