@@ -29,7 +29,6 @@ PUBLISHED = "512 MB encoded by DRAGONN on a V100 (figure 5)"
 PUBLISHED_S = 13.2e-3
 MOST_S = 0.45e-3
 HASH_OVER_SELECT = 1.15
-QSGD_BITS, QSGD_BUCKET = 4, 512
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,6 @@ def paths(job: Job) -> list[Path]:
             partial(hashed, slots_per_k=2, slots_per_bucket=8),
             12,
             None,
-        ),
-        Path(
-            "QSGD, 4 bits",
-            lambda o, j: o.qsgd_quantize(j.gradient, QSGD_BITS, QSGD_BUCKET, 1),
-            4.5,
-            0.8,
         ),
     ]
 

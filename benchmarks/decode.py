@@ -53,7 +53,7 @@ def rows_of(numel: int, density: float, device: torch.device, repetitions: int) 
     streams: Streams = []
     for rank in range(WORLD_SIZE):
         x = gradient_like(numel, 100 + rank, device)
-        threshold = ops.kth_magnitude(x, max(1, round(numel * density)))
+        threshold = reference.kth_magnitude(x, max(1, round(numel * density)))
         streams.append(ops.accumulate_select(ops.Accumulation(x), threshold))
     ours, expected = torch.empty(numel, device=device), torch.empty(numel, device=device)
     reference.decode(expected, *reference.merge_sum(streams, numel))

@@ -93,7 +93,7 @@ def stream_rows(
     streams = []
     for rank in range(WORLD_SIZE):
         x = gradient_like(numel, 100 + rank, device)
-        threshold = ops.kth_magnitude(x, max(1, round(numel * density)))
+        threshold = reference.kth_magnitude(x, max(1, round(numel * density)))
         streams.append(ops.accumulate_select(ops.Accumulation(x), threshold))
     merged = ops.merge_sum(streams, numel)
     check(merged, reference.merge_sum(streams, numel), "merge_sum")

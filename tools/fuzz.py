@@ -147,22 +147,22 @@ def streams() -> Iterator[tuple[int, Tensor]]:
 
 
 def gap() -> Iterator[bytes]:
-    """Codes of `ops.gap_encode`, and indices to be encoded."""
+    """Codes of `gap_encode`, and indices to be encoded."""
     for numel, indices in streams():
         for start in (0, 7):
-            code = ops.gap_encode(indices + start, start).numpy().tobytes()
+            code = ops.on_host().gap_encode(indices + start, start).numpy().tobytes()
             yield struct.pack("<BIIIB", 0, indices.numel(), start, numel, start % 8) + code
         yield struct.pack("<BI", 1, 0) + moves(indices)
 
 
 def qsgd() -> Iterator[bytes]:
-    """Codes and scales of `ops.qsgd_quantize`, and values to be rounded."""
+    """Codes and scales of `qsgd_quantize`, and values to be rounded."""
     x = torch.randn(700, generator=torch.Generator().manual_seed(0))
     for isa in range(ISAS):
         for bits_code, bits in enumerate((2, 4, 8)):
             for bucket_code, bucket_numel in enumerate((512, 1024)):
                 head = struct.pack("<BBBBBBH", isa, 0, isa, bits_code, bucket_code, 0, x.numel())
-                codes, scales = ops.qsgd_quantize(x, bits, bucket_numel, 5)
+                codes, scales = ops.on_host().qsgd_quantize(x, bits, bucket_numel, 5)
                 yield head + scales.numpy().tobytes() + codes.numpy().tobytes()
                 head = struct.pack("<BBBBBBH", isa, 1, isa, bits_code, bucket_code, 0, x.numel())
                 yield head + struct.pack("<QI", 5, 5) + x.numpy().tobytes()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.ops import Accumulation, Before, Momentum
+from hvd_sparse.ops import Accumulation, Before, Momentum, reference
 from hvd_sparse.ops.cuda import Argument, Launcher
 
 WARMUP_RUNS = 2
@@ -127,9 +127,9 @@ class Job:
             indices, _, _ = ops.accumulate_topk(corrected, self.k)
             ops.take_at(self._buffer, indices)
         self.gradient = gradient_like(numel, WARMUP_STEPS, device)
-        self.threshold = ops.kth_magnitude(self._residual + self.gradient, self.k)
+        self.threshold = reference.kth_magnitude(self._residual + self.gradient, self.k)
         sums = self._buffer * MOMENTUM + self.gradient + self._velocity
-        self.corrected_threshold = ops.kth_magnitude(sums, self.k)
+        self.corrected_threshold = reference.kth_magnitude(sums, self.k)
         self.residual = self._residual.clone()
         self.velocity = self._velocity.clone()
         self.buffer = self._buffer.clone()

@@ -1,25 +1,10 @@
 // The C interface to what a threshold is estimated from.
 #include "api.h"
 #include "estimate.h"
-#include "topk.h"
 
 using hvds::AccumulationOf;
 using hvds::BadArgument;
 using hvds::Guarded;
-using hvds::ThreadWorkspace;
-using hvds::Workspace;
-
-// 1 <= k <= n.
-HVDS_API int32_t hvds_kth_magnitude(const float* x, int64_t n, int64_t k, int32_t threads,
-                                    float* magnitude) {
-  return Guarded([&] {
-    if (k < 1 || k > n) throw BadArgument();
-    Workspace& workspace = ThreadWorkspace();
-    *magnitude = hvds::FloatOf(
-        hvds::KthKey(workspace, x, static_cast<size_t>(n), static_cast<size_t>(k), threads));
-    workspace.Trim();
-  });
-}
 
 // 1 <= run_numel; `sample` has room for runs * run_numel <= n elements.
 HVDS_API int32_t hvds_sample_accumulator(const HvdsAccumulation* accumulation, int64_t runs,

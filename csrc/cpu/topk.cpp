@@ -16,8 +16,6 @@
 namespace hvds {
 namespace {
 
-constexpr uint32_t kNever = kMagnitudeMask + 1;  // above every key
-
 // A key with probably at least k entries at or above it and not many more, from a sample of what
 // the accumulation comes to; 1 if everything that is not zero has to be looked at.
 //
@@ -208,15 +206,6 @@ size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, si
   CopyOut(workspace, indices, values, threads);
   for (const SpoiledList& list : spoiled) list.Restore(residual, accumulation.buffer);
   return workspace.TotalCount();
-}
-
-uint32_t KthKey(Workspace& workspace, const float* x, size_t n, size_t k, int threads) {
-  float* const unchanged = const_cast<float*>(x);  // read mode writes nothing
-  const Accumulation accumulation{unchanged, Gradients::None(n)};
-  uint32_t pivot = EstimatePivot(workspace, accumulation, k, threads);
-  Accumulate(workspace, accumulation, {pivot, CandidateLimit(k), kNever}, Mode::kRead, threads);
-  if (!Sufficient(workspace, pivot, k)) pivot = CountOut(workspace, unchanged, n, k, threads);
-  return workspace.TotalCount() >= k ? KthCandidateKey(workspace, pivot, k, threads) : 0;
 }
 
 }  // namespace hvds

@@ -15,7 +15,4 @@ namespace hvds {
 size_t AccumulateTopk(Workspace& workspace, const Accumulation& accumulation, size_t k, int threads,
                       int32_t* indices, float* values, uint32_t* kth_key);
 
-// The k-th largest key of x; 1 <= k <= n.
-uint32_t KthKey(Workspace& workspace, const float* x, size_t n, size_t k, int threads);
-
 }  // namespace hvds

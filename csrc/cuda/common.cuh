@@ -54,10 +54,7 @@ __device__ __forceinline__ i64 ThreadInGrid() {
 inline u32 BitsOf(f32 x) { return hvds::BitsOf(x); }
 inline f32 FloatOf(u32 bits) { return hvds::FloatOf(bits); }
 inline f32 Add(f32 a, f32 b) { return shim::Add(a, b); }
-inline f32 Subtract(f32 a, f32 b) { return shim::Add(a, -b); }
-inline f32 AddTowardsZero(f32 a, f32 b) { return shim::AddTowardsZero(a, b); }
 inline f32 Multiply(f32 a, f32 b) { return shim::Multiply(a, b); }
-inline f32 Divide(f32 a, f32 b) { return shim::Divide(a, b); }
 inline f32 WidenFloat16(u16 h) { return shim::WidenFloat16(h); }
 inline u16 NarrowFloat16(f32 x) { return shim::NarrowFloat16(x); }
 HVDS_UNTRACED inline u64 LoadRelaxed(const u64* at) {
@@ -89,25 +86,10 @@ __device__ __forceinline__ f32 Add(f32 a, f32 b) {
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
   return sum;
 }
-__device__ __forceinline__ f32 Subtract(f32 a, f32 b) {
-  f32 difference;
-  asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
-  return difference;
-}
-__device__ __forceinline__ f32 AddTowardsZero(f32 a, f32 b) {
-  f32 sum;
-  asm("add.rz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
-  return sum;
-}
 __device__ __forceinline__ f32 Multiply(f32 a, f32 b) {
   f32 product;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
   return product;
-}
-__device__ __forceinline__ f32 Divide(f32 a, f32 b) {
-  f32 quotient;
-  asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
-  return quotient;
 }
 
 __device__ __forceinline__ f32 WidenFloat16(u16 h) {

@@ -21,9 +21,8 @@
 struct Header {
   u64 ticket;
   u64 total;    // of all tiles, whether they fit or not
-  u64 stopped;  // not 0: something was wrong
   u64 written;  // entries that were written, where they did not all fit
-  u64 reserved[4];
+  u64 reserved[5];
 };
 
 // A published word: what it is, and a sum of 62 bits.

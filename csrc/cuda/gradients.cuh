@@ -14,7 +14,7 @@ constexpr u32 kItems = kQuad * kRounds;  // of a thread
 constexpr u32 kRoundNumel = kThreads * kQuad;
 constexpr u32 kTile = kThreads * kItems;
 
-// One row of the segments' table, which the host writes (hvd_sparse/ops/cuda/segments.py).
+// One row of the segments' table, which the host writes (hvd_sparse/ops/cuda/_workspace.py).
 struct Segment {
   u64 data;        // address of the first element; unused for kNoGradient
   i64 begin;       // flat position of the first element

@@ -6,9 +6,7 @@
 // of up to 1024 elements belongs to a warp, which keeps its sums in registers: they are made once,
 // and 8 bytes per element are read and 4 written (with momentum 12, and 8; what is read twice is in
 // the L1 cache). A larger one belongs to a block, which makes the sums anew in each of its passes.
-#ifndef BLOCKS_PER_PROCESSOR
 #define BLOCKS_PER_PROCESSOR 3
-#endif
 #include "accumulate.cuh"
 
 // A k-th largest key, and how many of the entries that have it are among the k largest.

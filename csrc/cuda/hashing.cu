@@ -9,9 +9,7 @@
 // the gradients, fills the slots and marks in two bitmaps what competes, and what is not finite;
 // hash_take reads the bitmaps, and moves the winners out. So the order costs half a bit per element
 // to write and to read.
-#ifndef BLOCKS_PER_PROCESSOR
 #define BLOCKS_PER_PROCESSOR 3
-#endif
 #include "accumulate.cuh"
 
 constexpr u64 kEmpty = 0;  // below every rank: what reaches a key is not zero

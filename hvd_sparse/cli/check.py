@@ -27,6 +27,7 @@ from hvd_sparse.cli.command import Command, Output, one_line
 from hvd_sparse.cli.tuned import missing
 from hvd_sparse.compression import POLICY_VARIABLE
 from hvd_sparse.errors import HvdSparseError
+from hvd_sparse.ops.cuda import CudaOps
 from hvd_sparse.ops.native import LIBRARY_PATH
 from hvd_sparse.planner.remembered import default_path
 from hvd_sparse.policy import load_policy
@@ -146,12 +147,13 @@ def cuda() -> Finding:
         mend = f"pip install 'hvd-sparse[{extra}]'"
         return Finding("CUDA", "problem", f"{device}, but no CuPy for its kernels: slow; {mend}")
     try:
-        index = torch.cuda.current_device()
-        values = torch.arange(8, dtype=torch.float32, device=f"cuda:{index}")
-        chosen = ops.kth_magnitude(values, 2)
+        place = torch.device("cuda", torch.cuda.current_device())
+        values = torch.arange(8, dtype=torch.float32, device=place)
+        kernels = ops.unchecked(place)
+        runs = isinstance(kernels, CudaOps) and kernels.kth_magnitude(values, 2) == 6
     except Exception as error:  # of a compiler, a driver or a cache
         return Finding("CUDA", "problem", f"{device}, {found[0]}: {one_line(error)}")
-    state = "ok" if chosen == 6 and ops.backend(f"cuda:{index}") == "cuda" else "problem"
+    state = "ok" if runs else "problem"
     return Finding("CUDA", state, f"{device}, {found[0]}, a kernel compiled and run")
 
 

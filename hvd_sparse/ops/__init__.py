@@ -12,14 +12,15 @@ Every operation takes and gives:
 | family | operations |
 |---|---|
 | selection | `accumulate_select`, `accumulate_topk`, `accumulate_group_topk`, `hash_select` |
-| estimation | `kth_magnitude`, `sample_accumulator` |
+| estimation | `sample_accumulator` |
 | streams | `merge_sum`, `difference`, `threshold_stream`, `scatter_add`, `decode`, `take_at` |
-| wire | `gap_encode`, `gap_decode`, `qsgd_quantize`, `qsgd_dequantize` |
 | shared memory | `sum_vectors`, `post`, `posted`; on the CPU only |
+| wire | `gap_encode`, `gap_decode`, `qsgd_quantize`, `qsgd_dequantize`; of `on_host()` only |
 
 A family is a module here, which documents its operations and checks their arguments, a section of
-`reference.py` and of `native.py`, `csrc/cpu/api_<family>.cpp` and `cuda/launch_<family>.py`. All
-implementations give the same bits. CPU tensors go to the native library, CUDA tensors to the
+`reference.py` and of `native.py`, `csrc/cpu/api_<family>.cpp` and `cuda/launch_<family>.py`. That
+of wires has neither a module nor kernels: `reference.py` documents it, and `wire/` alone calls it.
+All implementations give the same bits. CPU tensors go to the native library, CUDA tensors to the
 kernels where CuPy is installed, all others to the torch reference. Without the library or CuPy, or
 with `HVD_SPARSE_NATIVE=0` in the environment, the reference does everything. `backend()` tells.
 
@@ -27,14 +28,14 @@ Arguments are checked once: an `Accumulation` when it is made, other tensors by 
 gets them (type, shape, device, contiguity). The order of a stream's indices is a precondition. An
 index out of range raises ValueError. On CUDA the kernel leaves the entry out, and the next
 operation that waits for the device raises. The package's own streams were checked when they were
-made or read from a message: `streams/` and `wire/` hand them to `unchecked(device)`, which has the
-same operations without the checks.
+made or read from a message: `streams/` hands them to `unchecked(device)`, which has the same
+operations without the checks.
 """
 
-from hvd_sparse.ops._arguments import GAP_BLOCK
-from hvd_sparse.ops._dispatch import Ops, backend, unchecked
+from hvd_sparse.ops._arguments import CPU, GAP_BLOCK
+from hvd_sparse.ops._dispatch import Ops, backend, on_host, unchecked
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
-from hvd_sparse.ops.estimation import kth_magnitude, sample_accumulator
+from hvd_sparse.ops.estimation import sample_accumulator
 from hvd_sparse.ops.pages import moved, new_vector, queued, zero_vector
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
@@ -51,9 +52,9 @@ from hvd_sparse.ops.streams import (
     take_at,
     threshold_stream,
 )
-from hvd_sparse.ops.wire import gap_decode, gap_encode, qsgd_dequantize, qsgd_quantize
 
 __all__ = [
+    "CPU",
     "GAP_BLOCK",
     "Accumulation",
     "Before",
@@ -65,17 +66,13 @@ __all__ = [
     "backend",
     "decode",
     "difference",
-    "gap_decode",
-    "gap_encode",
     "hash_select",
-    "kth_magnitude",
     "merge_sum",
     "moved",
     "new_vector",
+    "on_host",
     "post",
     "posted",
-    "qsgd_dequantize",
-    "qsgd_quantize",
     "queued",
     "sample_accumulator",
     "scatter_add",

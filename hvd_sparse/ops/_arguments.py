@@ -10,13 +10,15 @@ from torch import Tensor
 Entries = tuple[Tensor, Tensor]
 """Indices and values of a stream."""
 
+CPU = torch.device("cpu")
+
 # What Python and csrc must agree on:
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """What a gradient may be made of, and its `Dtype` in csrc."""
 GRADIENT_DTYPES = tuple(DTYPE_CODES)
 MAX_NUMEL, MAX_SEED = 2**31 - 1, 2**64 - 1
 GAP_BLOCK = 128
-"""Gaps that share a width in the wire's format (`kGapBlock` in csrc)."""
+"""Gaps that share a width in the wire's format (`kGapBlock` in csrc/cpu/wire.h)."""
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], device: torch.device) -> Tensor:
@@ -40,7 +42,7 @@ def vector(name: str, value: object) -> Tensor:
 
 def device_of(value: object) -> torch.device:
     """The device of what should be a tensor; a later check says if it is none."""
-    return value.device if isinstance(value, Tensor) else torch.device("cpu")
+    return value.device if isinstance(value, Tensor) else CPU
 
 
 def gradients(values: Sequence[Tensor], numel: int, device: torch.device) -> None:

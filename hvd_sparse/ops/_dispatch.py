@@ -65,6 +65,15 @@ def unchecked(device: torch.device) -> Ops:
     return REFERENCE
 
 
+def on_host() -> NativeOps:
+    """The operations that the CPU alone has: of wires and of shared memory.
+
+    Those of wires check no dtypes and sizes: only `wire/` calls them. Indices or a code that was
+    damaged raise ValueError. `reference.py` describes them.
+    """
+    return _native or REFERENCE
+
+
 @cache
 def _on_cuda(index: int) -> Ops:
     """The kernels for one device, or the reference where they cannot be had, with a warning."""

@@ -1,7 +1,6 @@
 """What a threshold is estimated from; nothing here changes its arguments.
 
-Every operation raises TypeError for a tensor or a number of another type, and ValueError where `x`
-is not contiguous or a number is out of its range.
+TypeError is raised for a number of another type, and ValueError where one is out of its range.
 """
 
 from __future__ import annotations
@@ -12,13 +11,6 @@ from hvd_sparse.ops import _arguments as checks
 from hvd_sparse.ops._arguments import MAX_NUMEL, MAX_SEED
 from hvd_sparse.ops._dispatch import unchecked
 from hvd_sparse.ops.accumulation import Accumulation
-
-
-def kth_magnitude(x: Tensor, k: int) -> float:
-    """The k-th largest magnitude of `x`, float32 `(n,)`, for k in `[1, n]`."""
-    device = checks.vector("x", x).device
-    checks.integer("k", k, 1, x.numel())
-    return unchecked(device).kth_magnitude(x, k)
 
 
 def sample_accumulator(accumulation: Accumulation, runs: int, run_numel: int, seed: int) -> Tensor:

@@ -35,7 +35,6 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "take": (c_void_p, c_void_p, c_int64, c_int32),
         "accumulate_topk": (c_void_p, c_int64, c_int32) + (c_void_p,) * 4,
         # estimation
-        "kth_magnitude": (c_void_p, c_int64, c_int64, c_int32, c_void_p),
         "sample_accumulator": (c_void_p, c_int64, c_int64, c_uint64, c_int32, c_void_p),
         # streams
         "merge_sum": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p),
@@ -152,11 +151,6 @@ class NativeOps:
         return room.indices, room.values
 
     # -- estimation --------------------------------------------------------------------------------
-
-    def kth_magnitude(self, x: Tensor, k: int) -> float:
-        magnitude, threads = c_float(), self._thread_count()
-        self._call("kth_magnitude", *_span(x), k, threads, byref(magnitude))
-        return magnitude.value
 
     def sample_accumulator(
         self, accumulation: Accumulation, runs: int, run_numel: int, seed: int

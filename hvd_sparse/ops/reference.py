@@ -1,6 +1,7 @@
 """The operations in plain torch: what they mean, and what runs where there is no native library.
 
-Works on any device. The arguments are as `hvd_sparse.ops` has checked them.
+Works on any device. The arguments are as `hvd_sparse.ops` has checked them. The formats of wires
+are described here.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def scaled(random: Tensor, count: Tensor | int) -> Tensor:
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
+    """The k-th largest magnitude of `x`, float32 `(n,)`, for k in `[1, n]`; C++ has none."""
     kth_key = torch.sort(magnitude_keys(x), descending=True).values[k - 1]
     return float(kth_key.view(torch.float32))
 
@@ -203,6 +205,14 @@ def _check_range(what: str, indices: Tensor, numel: int) -> None:
 
 
 def gap_encode(indices: Tensor, start: int) -> Tensor:
+    """Packs ascending indices as the gaps between them.
+
+    The gaps, `indices[0] - start` and then each index less its predecessor less one, are packed in
+    blocks of 128, each with the width of its largest gap. The code is the blocks' widths, a byte
+    each, then the blocks' bits from the lowest up, each from a new byte on: uint8 `(bytes,)`.
+
+    Indices are int32 `(nnz,)`, strictly ascending from `start` on, in `[0, 2**31)`; refused if not.
+    """
     if indices.numel() == 0:
         return indices.to(torch.uint8)
     before = torch.cat([indices.new_tensor([start], dtype=torch.int64) - 1, indices[:-1].long()])
@@ -216,6 +226,11 @@ def gap_encode(indices: Tensor, start: int) -> Tensor:
 
 
 def gap_decode(code: Tensor, nnz: int, start: int, stop: int) -> Tensor:
+    """Reads what `gap_encode` packed from `start` on: int32 `(nnz,)`, below `stop` < 2**31.
+
+    Raises:
+        ValueError: The code is not one of `nnz` indices in `[start, stop)`.
+    """
     what = f"the {nnz} indices of a code"
     count = -(-nnz // GAP_BLOCK)
     if code.numel() < count:
@@ -252,6 +267,25 @@ def _unpack_bits(packed: Tensor, length: int, width: int) -> Tensor:
 
 
 def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Rounds values to a few levels per bucket, stochastically and without bias.
+
+    Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
+    Encoding" (NIPS 2017), with the largest magnitude of a bucket as its scale. With
+    L = 2**(bits - 1) - 1, x becomes the level `|x| / scale * L`, rounded up with the probability of
+    its fraction, and its sign; its code is level + L. Codes are packed from a byte's low bits up.
+
+    The random numbers are a hash of the seed and a value's position: the same everywhere.
+
+    Args:
+        x: float32 `(n,)`.
+        bits: Of one code: 2, 4 or 8.
+        bucket_numel: Consecutive values that share a scale: 512 or 1024.
+        seed: In `[0, 2**64)`.
+
+    Returns:
+        `(codes, scales)`: uint8 `(ceil(n * bits / 8),)` and float32 `(ceil(n / bucket_numel),)`. A
+        bucket with a non-finite value has scale NaN; one that is too small for its levels, 0.
+    """
     levels = (1 << (bits - 1)) - 1
     buckets = _rows(x, bucket_numel)
     largest = magnitude_keys(buckets).amax(1)
@@ -279,6 +313,7 @@ def qsgd_quantize(x: Tensor, bits: int, bucket_numel: int, seed: int) -> tuple[T
 def qsgd_dequantize(
     codes: Tensor, scales: Tensor, numel: int, bits: int, bucket_numel: int
 ) -> Tensor:
+    """The values, float32 `(numel,)`, that `qsgd_quantize` rounded to; arguments as there."""
     levels = (1 << (bits - 1)) - 1
     shifts = torch.arange(8 // bits, device=codes.device, dtype=torch.int64) * bits
     unpacked = (codes.long()[:, None] >> shifts & ((1 << bits) - 1)).view(-1)[:numel]

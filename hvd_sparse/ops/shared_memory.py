@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
-from hvd_sparse.ops import _dispatch, reference
-from hvd_sparse.ops._arguments import GRADIENT_DTYPES
-
-CPU = torch.device("cpu")
+from hvd_sparse.ops._arguments import CPU, GRADIENT_DTYPES
+from hvd_sparse.ops._dispatch import on_host
 
 
 def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
@@ -38,7 +36,7 @@ def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
                 f"vectors[{i}] must have {out.numel()} elements of {vectors[0].dtype}, got "
                 f"{vector.numel()} of {vector.dtype}"
             )
-    (_dispatch._native or reference).sum_vectors(out, vectors)
+    on_host().sum_vectors(out, vectors)
 
 
 def post(place: Tensor, number: int) -> None:
@@ -47,11 +45,11 @@ def post(place: Tensor, number: int) -> None:
     It is larger than what is in the place, int64 `(1,)`, in shared memory.
     """
     checks.tensor("place", place, (torch.int64,), CPU)
-    (_dispatch._native or reference).post(place, number)
+    on_host().post(place, number)
 
 
 def posted(places: Sequence[Tensor], number: int) -> bool:
     """Whether all of some places, int64 `(1,)` each, have a number of at least `number`."""
     for i, place in enumerate(places):
         checks.tensor(f"places[{i}]", place, (torch.int64,), CPU)
-    return (_dispatch._native or reference).posted(places, number)
+    return on_host().posted(places, number)

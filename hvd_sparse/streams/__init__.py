@@ -12,6 +12,7 @@ A sum that fills up stays as it came: a `DenseSum` of adjacent parts, which `wri
 into the gradient, once. It has the `indices` and `values` of a stream for whoever needs them.
 """
 
+from hvd_sparse.ops import CPU
 from hvd_sparse.streams.part import (
     INDEX_BYTES,
     OPERATIONS,
@@ -25,7 +26,7 @@ from hvd_sparse.streams.part import (
     sum_of_parts,
     uniform_regions,
 )
-from hvd_sparse.streams.stream import CPU, ENTRY_BYTES, SparseStream, merge, sum_of, unapplied
+from hvd_sparse.streams.stream import ENTRY_BYTES, SparseStream, merge, sum_of, unapplied
 
 __all__ = [
     "CPU",

@@ -14,7 +14,6 @@ from torch import Tensor
 from hvd_sparse import ops
 from hvd_sparse.magnitude import INFINITE_KEY, magnitude_keys
 
-CPU = torch.device("cpu")
 ENTRY_BYTES = 8
 """Bytes of one entry on the wire: an int32 index and a float32 value (COO, two words)."""
 
@@ -63,7 +62,7 @@ class SparseStream:
         """Whether every value is finite."""
         if self.nnz == 0:
             return True
-        (largest,) = ops.moved((magnitude_keys(self.values).max(),), CPU)
+        (largest,) = ops.moved((magnitude_keys(self.values).max(),), ops.CPU)
         return int(largest) < INFINITE_KEY
 
     def finite(self) -> SparseStream:

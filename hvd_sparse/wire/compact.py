@@ -11,7 +11,7 @@ from typing_extensions import override
 from hvd_sparse import ops
 from hvd_sparse.cost_model import WireBytes
 from hvd_sparse.errors import MessageError
-from hvd_sparse.streams import CPU, INDEX_BYTES, Part
+from hvd_sparse.streams import INDEX_BYTES, Part
 from hvd_sparse.wire.messages import (
     DENSE,
     HEADER_BYTES,
@@ -32,8 +32,8 @@ class CompactWire(Wire):
     """A count of entries (int64), then int32 indices and values, or values and gap-coded indices.
 
     A dense part has no indices. Gaps are counted from the part's first element, so they are as
-    short in a region as in the whole vector (`ops.gap_encode`). Forms of `values`, and of a dense
-    part's where it has another, are keys of `VALUE_CODECS`.
+    short in a region as in the whole vector: `gap_encode` in `ops/reference.py`. Forms of
+    `values`, and of a dense part's where it has another, are keys of `VALUE_CODECS`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CompactWire(Wire):
         values = codec.encode(part.values, seed)
         message: tuple[Tensor, ...] = (header(DENSE), *values)
         if part.indices is not None and self._has_gaps:
-            code = ops.unchecked(CPU).gap_encode(part.indices.contiguous(), part.start)
+            code = ops.on_host().gap_encode(part.indices.contiguous(), part.start)
             message = (header(part.nnz), *values, code)
         elif part.indices is not None:
             message = (header(part.nnz), part.indices.contiguous(), *values)
@@ -100,7 +100,7 @@ class CompactWire(Wire):
         """Gaps come after their number (int64)."""
         if not self._has_gaps:
             return super().encode_indices(indices, numel)
-        return (header(indices.numel()), ops.unchecked(CPU).gap_encode(indices.contiguous(), 0))
+        return (header(indices.numel()), ops.on_host().gap_encode(indices.contiguous(), 0))
 
     @override
     def decode_indices(self, message: Tensor, numel: int) -> Tensor:
@@ -113,7 +113,7 @@ class CompactWire(Wire):
 
     def _read_gaps(self, code: Tensor, count: int, start: int, stop: int) -> Tensor:
         try:
-            return ops.unchecked(CPU).gap_decode(code, count, start, stop)
+            return ops.on_host().gap_decode(code, count, start, stop)
         except ValueError as error:
             raise MessageError(
                 f"{code.numel()} bytes in a message of wire {self.name!r} are no code of {count} "

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from hvd_sparse import ops
 from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys
-from hvd_sparse.streams import CPU
 
 SCALE_BYTES = 4
 TOP = 15
@@ -119,7 +118,7 @@ def _exponent(values: Tensor) -> int:
 class QsgdValues(ValueCodec):
     """A few bits per value and a scale per bucket, rounded stochastically without bias.
 
-    Source: Alistarh et al., "QSGD" (NIPS 2017); see `ops.qsgd_quantize` for bits and buckets.
+    Source: Alistarh et al., "QSGD" (NIPS 2017), as `qsgd_quantize` in `ops/reference.py` has it.
     """
 
     bits: int
@@ -132,7 +131,7 @@ class QsgdValues(ValueCodec):
     @override
     def encode(self, values: Tensor, seed: int) -> tuple[Tensor, ...]:
         """One non-finite value makes its bucket NaN."""
-        codes, scales = ops.unchecked(CPU).qsgd_quantize(
+        codes, scales = ops.on_host().qsgd_quantize(
             values.contiguous(), self.bits, self.bucket_numel, seed
         )
         return (scales, codes)
@@ -141,7 +140,7 @@ class QsgdValues(ValueCodec):
     def decode(self, data: Tensor, count: int) -> Tensor:
         cut = self._scales_bytes(count)
         scales = data[:cut].view(torch.float32)
-        return ops.unchecked(CPU).qsgd_dequantize(
+        return ops.on_host().qsgd_dequantize(
             data[cut:], scales, count, self.bits, self.bucket_numel
         )
 

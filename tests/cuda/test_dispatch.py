@@ -148,6 +148,7 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, sizes, stream) == ("scatter_add", [2, 1, 1, 256, 1, 1, 0], 7)
     addresses = (x.data_ptr(), rows.data_ptr(), 0)
     assert arguments == struct.pack("<QQQifQ", *addresses, 5, 0.5, 2**40)
+    assert cupy.options == [("-std=c++17",)]
 
 
 def test_a_scalar_lies_where_the_kernel_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,13 +175,6 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     with pytest.raises(AttributeError):  # it asked, and got no stream
         CupyLauncher(torch.device("cuda")).launch("scatter_add", 1)
     assert asked == [torch.device("cuda", 3)]
-
-
-def test_the_compiler_is_told_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = FakeCupy()
-    launcher(monkeypatch, cupy)
-    CupyLauncher(DEVICE, ("-DBLOCKS_PER_PROCESSOR=3",)).launch("scatter_add", 1)
-    assert cupy.options == [("-std=c++17", "-DBLOCKS_PER_PROCESSOR=3")]
 
 
 def test_an_error_names_kernel_and_architecture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,17 +273,6 @@ MUTATIONS = {
         "atomicOr(&marks[of * kWordsOfTile + place / kBits], 1u << (place % kBits));",
         "marks[of * kWordsOfTile + place / kBits] |= 1u << (place % kBits);",
     ),
-    # wire.cu
-    "no barrier among the warps' maxima": Mutation(
-        "wire", "if (Lane() == 0) largest[round * kWarps + WarpInBlock()] = key;", BARRIER, ""
-    ),
-    "gap bits cut short": Mutation(
-        "wire", "steps[i] = 0;", "byte * 8 < bit % 8 + width", "byte * 8 < width"
-    ),
-    "denormals compared as numbers": Mutation(
-        "wire", "const u32 sign = ", "static_cast<i32>(BitsOf(x)) >> 31", "-(x < 0.0f)"
-    ),
-    "gaps before the first": Mutation("wire", "if (at < count) gap = ", "start - 1", "start"),
 }
 
 
@@ -360,16 +349,6 @@ def hashing(ops: CudaOps) -> None:
         )
 
 
-def wire(ops: CudaOps) -> None:
-    indices, x = stream(100_000, 3000, 1)[0], torch.randn(9001, generator=generator())
-    code = ops.gap_encode(indices, 0)
-    assert_same(code, reference.gap_encode(indices, 0))
-    assert_same(ops.gap_decode(code, 3000, 0, 100_000), indices)
-    for scale in (1.0, 1e-37):
-        quantized = ops.qsgd_quantize(x * scale, 8, 512, 7)
-        assert_same(quantized, reference.qsgd_quantize(x * scale, 8, 512, 7))
-
-
 def groups(ops: CudaOps) -> None:
     for _, residual, gradient in vectors(1000)[:5:4]:
         same_as_reference(ops, "accumulate_group_topk", residual, cut(gradient, 4), 20, 300)
@@ -391,7 +370,6 @@ EXERCISES: dict[str, Callable[[CudaOps], None]] = {
     "hashing": hashing,
     "streams": merge,
     "topk": topk,
-    "wire": wire,
 }
 ASAN_FINDS = (
     "load past the end",

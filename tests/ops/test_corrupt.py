@@ -15,11 +15,6 @@ from tests.ops.cases import DTYPES
 LOW, HIGH = -(2**31), 2**31 - 1
 
 
-@pytest.fixture
-def library() -> NativeOps:
-    return NativeOps()
-
-
 def int32(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 

@@ -5,18 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_sparse.ops import reference
 from hvd_sparse.ops.native import NativeOps
-from tests.ops.cases import (
-    INF,
-    NUMELS,
-    assert_same,
-    cut,
-    generator,
-    misleading,
-    same_as_reference,
-    vectors,
-)
+from tests.ops.cases import NUMELS, cut, generator, same_as_reference, vectors
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -44,24 +34,3 @@ def test_sample_with_momentum(native: NativeOps, nesterov: bool) -> None:
         buffer=buffer,
         nesterov=nesterov,
     )
-
-
-@pytest.mark.parametrize("numel", [n for n in NUMELS if n > 0])
-def test_kth_magnitude(native: NativeOps, numel: int) -> None:
-    for name, x, _ in vectors(numel):
-        for k in {1, (numel + 99) // 100, (numel + 1) // 2, numel}:
-            assert_same(native.kth_magnitude(x, k), reference.kth_magnitude(x, k), f"{name}, {k}")
-
-
-def test_kth_magnitude_where_a_sample_misleads(native: NativeOps) -> None:
-    for name, x in misleading(2**20 + 3):
-        for k in (1000, 10_000):
-            assert_same(native.kth_magnitude(x, k), reference.kth_magnitude(x, k), f"{name}, {k}")
-
-
-def test_kth_magnitude_leaves_its_argument_alone(native: NativeOps) -> None:
-    x = torch.randn(100_000, generator=generator())
-    x[7] = INF
-    before = x.clone()
-    native.kth_magnitude(x, 10)
-    assert torch.equal(x, before)

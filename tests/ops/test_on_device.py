@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from hvd_sparse import ops
 from hvd_sparse.ops import Accumulation, Momentum
 from tests.ops.cases import generator, same_as_reference
 from tests.ops.on_device import OnDevice
@@ -29,4 +28,3 @@ def test_results_and_changes_come_back() -> None:
     x = torch.ones(4)
     there.take_at(x, torch.tensor([2], dtype=torch.int32))
     assert x.tolist() == [1.0, 1.0, 0.0, 1.0]
-    assert there.kth_magnitude(x, 1) == ops.kth_magnitude(x, 1)

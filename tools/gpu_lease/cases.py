@@ -77,7 +77,6 @@ def cases(numel: int, device: torch.device) -> Iterator[tuple[str, Case]]:
         "sample_accumulator",
         accumulated(lambda o, a: (o.sample_accumulator(a, numel // 10, 8, 7),)),
     )
-    yield "kth_magnitude", lambda o: (o.kth_magnitude(vector(numel, 1, device), k),)
     streams = [picked(numel, seed, device) for seed in range(4)]
     yield "merge_sum", lambda o: o.merge_sum(streams, numel)
     yield "difference", lambda o: o.difference(*streams[0], streams[1][0])
@@ -94,19 +93,6 @@ def cases(numel: int, device: torch.device) -> Iterator[tuple[str, Case]]:
 
     yield "scatter_add", changed(lambda o, x: o.scatter_add(x, *streams[0]))
     yield "decode", changed(lambda o, x: o.decode(x, *streams[0]))
-    indices = streams[0][0]
-    yield "gap_encode", lambda o: (o.gap_encode(indices, 0),)
-    yield (
-        "gap_decode",
-        lambda o: (o.gap_decode(o.gap_encode(indices, 0), indices.numel(), 0, numel),),
-    )
-    for bits in (2, 4, 8):
-
-        def quantized(o: Ops, bits: int = bits) -> tuple[object, ...]:
-            codes, scales = o.qsgd_quantize(vector(numel, 1, device), bits, 512, 7)
-            return codes, scales, o.qsgd_dequantize(codes, scales, numel, bits, 512)
-
-        yield f"qsgd {bits}", quantized
 
 
 def hashed(

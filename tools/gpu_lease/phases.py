@@ -42,7 +42,6 @@ PHASES = (
     *(Phase(name, 170.0, 1, beside=True, needs_cupy=False) for name in ("two_processes", "nccl")),
     Phase("timing", 150.0, 2),
     Phase("counters", 60.0, 2),
-    Phase("variants", 90.0, 2),
     Phase("host_time", 25.0, 2),
     Phase("compiled", 120.0, 0, needs_device=False, needs_cupy=False),
 )

@@ -30,10 +30,9 @@ from hvd_sparse.ops.cuda._launcher import (
 )
 from hvd_sparse.ops.cuda.launch_selection import CudaSelection
 from hvd_sparse.ops.cuda.launch_streams import CudaStreams
-from hvd_sparse.ops.cuda.launch_wire import CudaWire
 
 __all__ = ["AddressTable", "Argument", "CompileError", "CudaOps", "CupyLauncher", "Launcher"]
 
 
-class CudaOps(CudaSelection, CudaStreams, CudaWire):
+class CudaOps(CudaSelection, CudaStreams):
     """All of them, one base class for each family; started by `CupyLauncher(device)`."""

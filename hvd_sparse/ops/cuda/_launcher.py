@@ -49,7 +49,7 @@ class CompileError(RuntimeError):
 
 
 class CupyLauncher:
-    """Kernels on one device, compiled by CuPy when they are first used, with these options.
+    """Kernels on one device, compiled by CuPy when they are first used.
 
     The driver starts them, which takes the host a third of what CuPy takes. Python's lock is kept
     meanwhile, some microseconds as a rule: whoever lets it go waits for other threads.
@@ -59,7 +59,7 @@ class CupyLauncher:
         CompileError: It has no compiler, or no driver that fits.
     """
 
-    def __init__(self, device: torch.device, options: Sequence[str] = ()) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._cupy, self._cache = _cupy()
         self._context = ctypes.c_void_p()
         index: int | None = device.index  # torch's stubs know of no device without one
@@ -72,7 +72,6 @@ class CupyLauncher:
             self._check(self._driver.cuDevicePrimaryCtxRetain(self._context, index))
         except Exception as error:
             raise CompileError(f"CuPy cannot compile kernels for {device}: {error}") from error
-        self._options = ("-std=c++17", *options)
         self._families = _sources.kernels()
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, tuple[int, struct.Struct, object]] = {}
@@ -107,7 +106,7 @@ class CupyLauncher:
             if family not in self._modules:
                 logging.getLogger("hvd_sparse").info("compiling the kernels of %s.cu", family)
                 self._modules[family] = self._cupy.RawModule(
-                    code=_sources.source(family), options=self._options, backend="nvrtc"
+                    code=_sources.source(family), options=("-std=c++17",), backend="nvrtc"
                 )
             try:
                 with self._cupy.cuda.Device(self._device.index):

@@ -121,7 +121,7 @@ class Claims:
     def finish(self, launch: Callable[[Claims], None]) -> Entries:
         """All entries, in order; waits for their number. `launch` is what has started the pass."""
         ordered = self.in_order()
-        total, _, written = self._family._workspace.read(self.header[1:4])
+        total, written = self._family._workspace.read(self.header[1:3])
         if total > self.capacity:
             ordered = self.again(launch, total, written)
         return ordered[0][:total], ordered[1][:total]

@@ -24,6 +24,7 @@ class CudaEstimation(KernelFamily):
     """As `hvd_sparse.ops.estimation`, on checked arguments."""
 
     def kth_magnitude(self, x: Tensor, k: int) -> float:
+        """As that of `reference.py`; part of an exact top-k, and waited for."""
         return key_magnitude(self._workspace.read(self._descend(x, k)[KEY])[0])
 
     def sample_accumulator(

@@ -80,7 +80,7 @@ class CudaSelection(CudaEstimation):
         select(passed)
         found = passed.in_order()
         largest, descent = self._take_largest(residual, *found, wanted, passed.header)
-        total, _, written, kth_key = self._workspace.read(passed.header[1:4], descent[KEY])
+        total, written, kth_key = self._workspace.read(passed.header[1:3], descent[KEY])
         if total < wanted:
             few = found[0][:total], found[1][:total]
             largest, threshold = self._with_more(residual, few, wanted)

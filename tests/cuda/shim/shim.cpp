@@ -12,7 +12,6 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -473,12 +472,6 @@ void FlushDenormals() {}
 
 }  // namespace
 
-float AddTowardsZero(float a, float b) {
-  const float sum = Add(a, b);
-  const bool is_away = std::fabs(sum) > std::fabs(double{a} + b);  // which has room for both
-  return is_away ? std::nextafter(sum, 0.0f) : sum;
-}
-
 // Through volatile variables: the compiler knows of no connection between a number and the mode.
 float Add(float a, float b) {
   const Ieee ieee;
@@ -492,13 +485,6 @@ float Multiply(float a, float b) {
   volatile float x = a, product;
   product = x * b;
   return product;
-}
-
-float Divide(float a, float b) {
-  const Ieee ieee;
-  volatile float x = a, quotient;
-  quotient = x / b;
-  return quotient;
 }
 
 float WidenFloat16(uint16_t h) {

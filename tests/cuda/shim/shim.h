@@ -39,9 +39,7 @@ void* SharedArray(const void* key, size_t bytes);
 // Arithmetic as IEEE 754 has it. All other arithmetic takes denormal numbers for zeros, and makes
 // zeros of them, as under -ftz=true.
 float Add(float a, float b);
-float AddTowardsZero(float a, float b);
 float Multiply(float a, float b);
-float Divide(float a, float b);
 float WidenFloat16(uint16_t h);
 uint16_t NarrowFloat16(float x);
 
@@ -166,7 +164,6 @@ struct alignas(8) uint2 {
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
-inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline void __threadfence() { shim::MaybeYield(); }
 
 template <typename T>
