@@ -33,11 +33,24 @@ class Divergence:
     def __init__(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         self._parameters = list(parameters)
         self._step = 1  # the first step, numbered 0, is that in which the ranks connect
+        self._left: Tensor | None = None
+        self._again = False
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the next step is to compare."""
+        return bool(self._parameters) and (self._again or (self._step - 1) % INTERVAL_STEPS == 0)
+
+    def stepped(self) -> None:
+        """An optimizer's step has ended: scripts may move weights until gradients are there."""
+        if self._is_due:
+            self._left = self._digests()
 
     def begin_step(self) -> bool:
         """Count a step; returns whether weights are to be compared in it. The same on all ranks."""
+        is_due = self._is_due
         self._step += 1
-        return (self._step - 2) % INTERVAL_STEPS == 0 and bool(self._parameters)
+        return is_due
 
     def compare(self, transport: Transport) -> None:
         """Compare the ranks' weights; all ranks call this together. Warns once."""
@@ -48,11 +61,14 @@ class Divergence:
 
     def _compare(self, transport: Transport) -> str:
         """The first rank that differs from rank 0, and where; "" where none does."""
-        digests = [digest(p) for _, p in self._parameters]
-        mine = torch.stack([each.to(digests[0].device) for each in digests]).cpu()
+        now = self._digests()
+        mine = torch.stack([now, now if self._left is None else self._left])
+        self._left = None
         gathered = transport.allgather((mine,), channel="weights")
-        theirs = torch.stack([message.view(torch.int64) for message in gathered])
-        differs = (theirs != theirs[0]).nonzero().tolist()
+        theirs = torch.stack([m.view(torch.int64).view(mine.shape) for m in gathered])
+        differ = theirs != theirs[0]
+        differs = differ.all(1).nonzero().tolist()  # now, and when the last step had ended
+        self._again = not self._again and bool(differ.any()) and not differs
         if not differs:
             return ""
         rank, place = differs[0]
@@ -62,6 +78,10 @@ class Divergence:
             f"{self._step - 1}: broadcast rank 0's weights, or go back to a checkpoint; ranks that "
             "train on will not become equal again"
         )
+
+    def _digests(self) -> Tensor:
+        digests = [digest(p) for _, p in self._parameters]
+        return torch.stack([each.to(digests[0].device) for each in digests]).cpu()
 
 
 def digest(parameter: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class Session(Leaving):
         self._engine = engine
         self._timeout_s, self._carrier = timeout_s, (transport, timeout_s, busy_timeout_s)
         self._hierarchical = hierarchical
-        self._divergence: Divergence
+        self.divergence = Divergence(())
         self._must_agree = self._compares = False
         self._connecting = False
         self._world: object | None = None
@@ -190,7 +190,7 @@ class Session(Leaving):
             self._parameters = parameters
             self._agree()
         trained = set(updated)
-        self._divergence = Divergence((name, p) for name, p in parameters if p in trained)
+        self.divergence = Divergence((name, p) for name, p in parameters if p in trained)
         self._connecting = False
         self._world = self.framework.world()
         logger.info("rank %d of %d uses %s", world.rank, world.size, self._transport.name)
@@ -234,7 +234,7 @@ class Session(Leaving):
 
     def begin_step(self) -> bool:
         """Count a step; returns whether the ranks have to meet in it. The same on all ranks."""
-        self._compares = self._divergence.begin_step()
+        self._compares = self.divergence.begin_step()
         reviews = self.planning is not None and self.planning.begin_step()
         return self._must_agree or self._compares or reviews
 
@@ -246,7 +246,7 @@ class Session(Leaving):
             elif self.planning is not None and self.planning.is_due:
                 self.planning.review()
             if self._compares:
-                self._divergence.compare(self._transport)
+                self.divergence.compare(self._transport)
 
     def gather_objects(self, mine: object, channel: str) -> list[Any]:
         """Every rank's object, between steps, while the ranks are connected.

@@ -37,9 +37,30 @@ def flip_a_bit() -> None:
             with torch.no_grad():
                 model[1].weight.view(-1).view(torch.int32)[77] ^= 1
     compression.close()
-    assert [len(words) for words in told] == [0, 1, 0, 0], told
-    assert "rank 1 has other weights than rank 0 in '1.weight'" in told[1][0]
-    assert "before step 1:" in told[1][0]
+    assert [len(words) for words in told] == [0, 0, 1, 0], told  # once it has outlived a step
+    assert "rank 1 has other weights than rank 0 in '1.weight'" in told[2][0]
+    assert "before step 2:" in told[2][0]
+
+
+def perturb_within_a_step() -> None:
+    """Sharpness-aware training moves each rank's weights by the rank's own gradient, and back."""
+    model = nn.Linear(40, 60)
+    named = [(f"perturbed.{name}", p) for name, p in model.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=named,
+        compression=hvd_sparse.Compression.topk(named, dense_below=16),
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            optimizer.zero_grad()
+            before = model.weight.detach().clone()
+            model.weight.data.add_(0.01 * (1 + hvd.rank()))
+            model(torch.ones(8, 40)).square().mean().backward()
+            model.weight.data.copy_(before)
+            optimizer.step()
 
 
 def compared(weights: list[torch.Tensor]) -> list[str]:
@@ -63,6 +84,11 @@ def test_the_first_rank_that_differs_is_named(dtype: torch.dtype) -> None:
     flipped.view(-1).view(torch.uint8)[-3] ^= 1
     for words in compared([same, same, flipped, flipped]):
         assert "rank 2 has other weights than rank 0 in 'w' and 0 more tensors" in words
+
+
+@with_ranks(World(2))
+def test_weights_may_move_within_a_step(ranks: Ranks) -> None:
+    ranks.run(perturb_within_a_step)
 
 
 @with_ranks(World(2))
