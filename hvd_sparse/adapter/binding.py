@@ -119,7 +119,8 @@ class Entry:
         has_alias: Whether the engine has another tensor of the gradient's memory.
         given: The object in `p.grad` that was given back, while nobody knows what became of it.
         held: Whether it was not all zeros, bool (); None: no script has had it yet.
-        weights: Some of the parameter's, as of then, until an optimizer has stepped.
+        idle_steps: How often it was given back since an optimizer, or the script, applied it.
+        weights: The parameter's, as of then, where it has had too many idle steps; None otherwise.
         handle: What Horovod keeps of it while it is on its way.
         is_watched: Whether a hook looks at what was given before a backward pass adds to it.
     """
@@ -127,6 +128,7 @@ class Entry:
     __slots__ = (
         *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
         *("has_alias", "is_made", "given", "held", "weights", "is_watched", "handle", "_spec"),
+        "idle_steps",
     )
 
     def __init__(self, parameter: Parameter, label: str, name: str | None) -> None:
@@ -135,8 +137,8 @@ class Entry:
         self.reduced: Callable[[], Tensor] | None = None
         self.given: Tensor | None = None
         self.held: Tensor | None = None
-        self.version = 0
-        self.weights: Tensor
+        self.version = self.idle_steps = 0
+        self.weights: Tensor | None = None
         self.is_followed = self.is_watched = self.has_alias = self.is_made = False
         self.handle: tuple[Callable[[], Tensor], None]
         self._spec: tuple[torch.Size, torch.dtype, TensorSpec] | None = None

@@ -458,9 +458,7 @@ class SparseCompressor:
         named = [(name, p) for p, name in optimizer._parameter_names.items()]
         parameters = self._take_names(named, f"the optimizer's {len(named)} parameters")
         engine, session, below = self._engine, self._session, self._dense_below
-        if self._door is not None:
-            self._door.settle()  # that of an optimizer that is gone
-            self._loaded_units = self._units()
+        self._leave_door()
         session.framework = Horovod()
         door = Door(optimizer, parameters, engine, session, below)
         self._open(door)
@@ -468,7 +466,7 @@ class SparseCompressor:
 
     def register(self, model: DistributedDataParallel) -> None:
         """Become the communication hook of a model; see `hvd_sparse.ddp.register`."""
-        if self._door is not None:
+        if isinstance(self._door, Door) or (self._door is not None and self._door.serves_any):
             raise ConfigError("a compression serves one model or optimizer: make one for each")
         hooks: list[tuple[Any, Any]] = [*model._comm_hooks]
         for hook, state in hooks:
@@ -487,10 +485,19 @@ class SparseCompressor:
         trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
         parameters = self._take_names(trained, f"the model's {len(trained)} parameters")
         engine, session, below = self._engine, self._session, self._dense_below
+        self._leave_door()
         session.framework = framework
         door = DdpDoor(model, parameters, engine, session, below)
         model.register_comm_hook(self, exchange)
         self._open(door)
+
+    def _leave_door(self) -> None:
+        """Go on from a door whose optimizer or model is gone."""
+        if self._door is not None:
+            self._door.settle()
+            self._door.drop_if_weights_moved()
+            self._engine.reassign(self._engine.assignment)  # for the tensors that there are now
+            self._loaded_units = self._units()
 
     def serves(self, model: DistributedDataParallel) -> bool:
         """Whether this reduces the model's gradients."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from hvd_sparse.engine import Engine
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import keep_forever
+from hvd_sparse.optim import parameters_of
 from hvd_sparse.transports.connect import not_all_came
 from hvd_sparse.transports.meeting import describe_host
 from hvd_sparse.transports.waiting import SPIN_S, Pauses
@@ -44,6 +45,9 @@ AGENT_VARIABLE = "GROUP_RANK"
 
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 """Where it says how often it has started the ranks anew; its store may outlive them."""
+
+IDLE_STEPS = 10
+"""After so many passes that no step has applied, a warning asks whether anybody will."""
 
 
 class GroupBootstrap:
@@ -297,6 +301,11 @@ class DdpDoor(Entrance):
         """Whether this is the model's, and not that of which it is a copy."""
         return self._served() is model
 
+    @property
+    def serves_any(self) -> bool:
+        """Whether its model is still there."""
+        return self._served() is not None
+
     def _begin_dense(self) -> list[Dense]:
         """Begin to reduce what is dense: one tensor for each type, and each sparse tensor."""
         dense, self._dense = self._dense, []
@@ -334,12 +343,25 @@ class DdpDoor(Entrance):
         for entry, has in followed:
             if has and entry in self._results:
                 entry.parameter.grad.set_(self._results[entry])  # type: ignore[call-overload,union-attr]
-        self.fates.give(entry for entry, has in followed if has)
+        given = [entry for entry, has in followed if has]
+        self.fates.give(given)
+        self._warn_of_idle([entry for entry in given if entry.idle_steps == IDLE_STEPS])
         self.fates.drop(entry for entry, has in followed if not has)
         if self._session.planning is not None:
             self._session.planning.returned()
         self._close_step()
         self._engine.let_go()
+
+    def _warn_of_idle(self, idle: Sequence[Entry]) -> None:
+        """Some have been reduced several times, and no step has applied that."""
+        held = {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        labels = [entry.label for entry in idle if held and id(entry.parameter) not in held]
+        if labels:
+            self._warn_once(
+                f"no optimizer that has stepped has {labels[0]!r}, nor {len(labels) - 1} other "
+                "tensors: freeze them by requires_grad_(False), since their gradients take the "
+                "place of others among what is sent"
+            )
 
     def _has_its_result(self, entry: Entry, before: Tensor | None, version: int) -> bool:
         own, result = entry.parameter.grad, entry.gradient

@@ -29,7 +29,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from hvd_sparse.adapter.binding import SAMPLED_ENTRIES, SAMPLED_TENSORS, Entry, Parameters, told
+from hvd_sparse.adapter.binding import (
+    SAMPLED_ENTRIES,
+    SAMPLED_TENSORS,
+    Entry,
+    Parameters,
+    any_of,
+    told,
+)
 from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_shared
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
@@ -108,7 +115,7 @@ class Door(Entrance):
         mine = [self._entries[id(p)] for p in parameters_of(optimizer) if p in labels]
         super().__init__(parameters, engine, session, dense_below, fates, mine, optimizer)
         self._meet_optimizer(optimizer)
-        self._needing: list[bool] = []
+        self._needing: list[tuple[int, bool]] = []
         self._op: Any = None
         self._begun: list[tuple[str, str, int]] = []
         self._pulse: int | None
@@ -119,7 +126,8 @@ class Door(Entrance):
         self._warn_of_strangers(mine)
         optimizer._groups = None  # they are for fusion in Horovod, which gets no tensors
         optimizer._allreduce_grad_async = self.hand_in
-        optimizer.synchronize = torch.compiler.disable(self.synchronize)
+        if "synchronize" not in vars(optimizer):  # else the script's own calls Horovod's
+            optimizer.synchronize = torch.compiler.disable(self.synchronize)
         optimizer.step = self._followed_step(optimizer)
         optimizer.register_load_state_dict_post_hook(weakly(self.give_up))
 
@@ -248,7 +256,7 @@ class Door(Entrance):
             UnsupportedError: Horovod does not reduce all gradients.
         """
         groups = optimizer.param_groups
-        needing = [p.requires_grad for group in groups for p in group["params"]]
+        needing = [(id(p), p.requires_grad) for group in groups for p in group["params"]]
         if needing != self._needing:
             refuse_unregistered(optimizer)
             self._needing = needing
@@ -507,9 +515,20 @@ class Door(Entrance):
         return float(new)
 
     def _keep_what_is_there(self) -> bool:
-        """Reduce what is reduced already, as Horovod would: false where ranks differ in it."""
-        optimizer = self.optimizer
+        """Reduce what is reduced already, as Horovod would: false where ranks differ in it.
+
+        False, too, where a reduction clips, or has momentum, which goes on without gradients.
+
+        Raises:
+            UnsupportedError: What is there has its momentum already.
+        """
+        optimizer, engine = self.optimizer, self._engine
         parameters = sorted(optimizer._requires_update, key=optimizer._parameter_names.get)
+        corrected = [e for e in self._entries.values() if engine.corrects_momentum(e.name)]
+        if corrected:
+            self.fates.refuse_momentum_again(filter(self._is_applied, corrected))
+        if corrected or self._changes_in_place:
+            return False
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -522,6 +541,14 @@ class Door(Entrance):
         for gradient in gradients if factor != 1.0 else ():
             gradient.mul_(factor)
         return True
+
+    def _is_applied(self, entry: Entry) -> bool:
+        """Whether a gradient is still the one that was given back, and not 0."""
+        gradient, name = entry.parameter.grad, entry.name
+        if gradient is None or name is None or gradient._version != entry.version:
+            return False
+        result = self._engine.result(name)
+        return gradient.data_ptr() == result.data_ptr() and bool(any_of(gradient))
 
     def _refuse_changes(self) -> None:
         """Check that gradients are what they were when they were handed in.

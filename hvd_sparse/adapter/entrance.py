@@ -73,6 +73,7 @@ class Entrance:
         self._warned: set[str] = set()
         self._momenta: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
         self._met: WeakKeyDictionary[Any, Rewinds] = WeakKeyDictionary()
+        self._followed: set[Rewinds] = set()  # also those of optimizers that are gone
         self._served = weakref.ref(served)
         self.forgives = False
         self._thread = threading.get_ident()
@@ -163,6 +164,7 @@ class Entrance:
         parameters = set(parameters_of(optimizer))
         alike = (r for o, r in self._met.items() if not parameters.isdisjoint(parameters_of(o)))
         rewinds = self._met[optimizer] = next(alike, None) or Rewinds()
+        self._followed.add(rewinds)
         ClippedMomenta(optimizer)
         rewinds.follow(optimizer)
         hooks = optimizer._optimizer_step_post_hooks
@@ -212,7 +214,9 @@ class Entrance:
         self._changes_in_place = clips or isinstance(self.optimizer, SparseAdamW)
         for rewinds in self.rewinds:
             if rewinds.seen() and not self.forgives:
-                self._drop_residuals(rewinds)
+                owners = (o for o, each in self._met.items() if each is rewinds)
+                names = (self._parameters.name_of(p) for o in owners for p in parameters_of(o))
+                self._drop_residuals(names, "optimizer.load_state_dict() went back to")
         self.forgives = False
         scale = self.scale()
         if self.seen_scale not in (None, scale):  # in a world of another size: nothing weighs more
@@ -237,15 +241,18 @@ class Entrance:
             refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
             self._momenta[optimizer] = momenta
 
-    def _drop_residuals(self, rewinds: Rewinds) -> None:
-        owners = (o for o, each in self._met.items() if each is rewinds)
-        names = (self._parameters.name_of(p) for o in owners for p in parameters_of(o))
+    def drop_if_weights_moved(self) -> None:
+        """Whoever comes after this one may begin with weights that the last step has not left."""
+        if not self.forgives and any(rewinds.have_moved() for rewinds in self._followed):
+            self._drop_residuals((name for name, _ in self._parameters), "a new optimizer has")
+
+    def _drop_residuals(self, names: Iterable[str | None], who: str) -> None:
         lost = self._engine.forget(list(dict.fromkeys(filter(None, names))))
         if lost:
             warn(
-                "dropped the residuals, since optimizer.load_state_dict() went back to another "
-                "state than that of the last step (load the compression's own state, too, where "
-                f"it was saved): L1 norm {lost:g}"
+                f"dropped the residuals, since {who} another state than that of the last step "
+                "(load the compression's own state, too, where it was saved): L1 norm "
+                f"{lost:g}"
             )
 
     def _meet(self) -> None:
@@ -377,6 +384,8 @@ def after_step(optimizer: Any, *_: object) -> None:
     for reference in Entrance.doors:
         if (entrance := reference()) is not None:
             entrance.fates.after_step(optimizer)
+            if optimizer in entrance._met:
+                entrance._session.divergence.stepped()
 
 
 def is_large(tensor: Tensor, engine: Engine, dense_below: int) -> bool:

@@ -63,7 +63,7 @@ class Fates:
         self._undone: set[Entry] = set()
         self._taken_back: dict[int, Entry] = {}
         self._call: str | None = None
-        self._idle_steps: int | None = 0  # None: an optimizer has stepped
+        self._has_stepped = False
         self.scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self.unit: float | None = None
         self._stepping: weakref.ref[Any] | None = None
@@ -72,13 +72,13 @@ class Fates:
 
     def give(self, entries: Iterable[Entry]) -> None:
         """The reduced gradients of these are in their `.grad` from now on."""
-        is_idle = self._idle_steps is not None
         for entry in entries:
             p = entry.parameter
             entry.given, entry.held = p.grad, None
             entry.version = 0 if p.grad is None else p.grad._version
-            if is_idle:
-                entry.weights = sample(p)
+            entry.idle_steps += 1
+            if entry.idle_steps == PATIENCE_STEPS:
+                entry.weights = p.detach().clone()
             self._given[id(p)] = entry
         if self._stepping is not None:
             self._to_apply.update(self._given)
@@ -98,6 +98,7 @@ class Fates:
 
         Raises:
             ConfigError: The step that begins adds to gradients that were taken back.
+            UnsupportedError: It adds to gradients that have their momentum already.
         """
         if call is None:
             if any(map(self._is_there, self._taken_back.values())):
@@ -108,29 +109,47 @@ class Fates:
             for key, entry in self._given.items()
             if call is not None or not self._is_there(entry)
         }
+        if call is None:
+            kept = (e for key, e in self._given.items() if key not in gone and not e.was_zero)
+            self.refuse_momentum_again(kept)
+            self._warn_of_updates_by_hand(gone)
         self._given.clear()
         self._undone.update(gone.values())
         if call is not None and gone:
             sent = {key: entry for key, entry in gone.items() if not entry.was_zero}
             self._taken_back, self._call = self._taken_back | sent, call
-        elif self._idle_steps is not None and any(
-            not torch.equal(sample(entry.parameter), entry.weights) for entry in gone.values()
-        ):
-            self._idle_steps += 1
-            if self._idle_steps == PATIENCE_STEPS:
-                warnings.warn(
-                    "hvd_sparse: weights have changed, but no optimizer.step() applied the reduced "
-                    "gradients: they are taken for dropped, and sent once more; call "
-                    "compression.applied() after each update by hand",
-                    stacklevel=2,
-                )
         undone, self._undone = self._undone, set()
         return undone
 
+    def refuse_momentum_again(self, kept: Iterable[Entry]) -> None:
+        """Refuse to reduce what was given back, and is still there, with momentum once more."""
+        for entry in kept:
+            if self._corrects_momentum(entry.name):
+                raise UnsupportedError(
+                    f"the reduced gradient of {entry.label!r}, in which the compression's momentum "
+                    "is already, would be reduced again: call step() or zero_grad() before the "
+                    "next backward pass, and let only the last of several passes reduce, by "
+                    "model.no_sync() or backward_passes_per_step"
+                )
+
+    def _warn_of_updates_by_hand(self, gone: Mapping[int, Entry]) -> None:
+        late = [(key, e, e.weights) for key, e in self._given.items() if e.weights is not None]
+        for _, entry, _ in late:
+            entry.weights = None
+        if any(key in gone and not torch.equal(e.parameter, w) for key, e, w in late):
+            warnings.warn(
+                "hvd_sparse: weights have changed, but no optimizer.step() applied the reduced "
+                "gradients: they are taken for dropped, and sent once more; call "
+                "compression.applied() after each update by hand",
+                stacklevel=2,
+            )
+
     def applied(self) -> None:
         """The script has applied by hand what was given back."""
+        for entry in self._given.values():
+            entry.idle_steps, entry.weights = 0, None
         self._given.clear()
-        self._idle_steps = None
+        self._has_stepped = True
 
     @property
     def is_settled(self) -> bool:
@@ -270,7 +289,8 @@ class Fates:
                     self._refuse_late()
                 elif entry is not None and (not is_still or self._leaves_traces(optimizer, entry)):
                     del self._given[id(p)]
-                    entry.given, self._idle_steps = None, None
+                    entry.given, entry.weights, entry.idle_steps = None, None, 0
+                    self._has_stepped = True
 
     def _leaves_traces(self, optimizer: Any, entry: Entry) -> bool:
         """Whether a step of rate 0 has changed something: a state or a momentum."""
@@ -307,7 +327,7 @@ class Fates:
             return
         scale = scaler.get_scale()
         if before is None:
-            self.unit, before = scale, 1.0 if self._idle_steps is None else scale
+            self.unit, before = scale, 1.0 if self._has_stepped else scale
         if before != scale:
             warnings.warn(
                 f"hvd_sparse: the residuals are in units of a loss scale of {before:g}, but a new "
@@ -338,7 +358,11 @@ class Rewinds:
     def seen(self) -> bool:
         """Whether a state was loaded, and weights are other ones, since the last step."""
         is_due, self._is_loaded = self._is_loaded, False
-        if not is_due or self._left is None:
+        return is_due and self.have_moved()
+
+    def have_moved(self) -> bool:
+        """Whether weights are other ones since the last step."""
+        if self._left is None:
             return False
         pairs = zip(self._left, self._sampled, strict=True)
         return not all(torch.equal(left, sample(p)) for left, p in pairs)

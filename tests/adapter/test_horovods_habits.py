@@ -153,6 +153,27 @@ def nothing_but_a_sparse_embedding(wrap: Wrap) -> Tensor:
     return weights(model)
 
 
+@check
+def a_synchronize_of_the_scripts_own(wrap: Wrap) -> Tensor:
+    """It was put on the optimizer before the first gradient came."""
+    torch.manual_seed(3)
+    model = nn.Linear(20, 20)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    own, calls = optimizer.synchronize, []
+
+    def synchronize() -> None:
+        own()
+        calls.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+
+    optimizer.synchronize = synchronize
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(3, 20) + step + hvd.rank()).square().sum().backward()
+        optimizer.step()
+    assert len(calls) == 4
+    return weights(model)
+
+
 def compare(name: str) -> None:
     made: list[Any] = []
 

@@ -14,6 +14,7 @@ from hvd_sparse import Compression, ConfigError, MomentumCorrectedSGD, dgc_sgd, 
 from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.handover import left_dense
 from hvd_sparse.adapter.refusals import refuse_double_momentum
+from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.memories import MemoryOptions
 from hvd_sparse.optim import REDUCED_BY, reducer_of
 from tests.ranks import Ranks, World, with_ranks
@@ -161,6 +162,58 @@ def two_of_one_model() -> None:
             torch.testing.assert_close(p, q)
     for compression in compressions:
         compression.close()
+
+
+def goes_on_without_gradients() -> None:
+    """No rank has a loss in some steps, as where a batch has no positive sample."""
+    found = []
+    for makes_plain in (False, True):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(3000))
+        named = [(f"idle.{makes_plain}", parameter)]
+        inner: Any = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        options: dict[str, Any] = {}
+        if not makes_plain:
+            inner, compression = dgc_sgd(named, lr=0.1, momentum=0.9, density=1.0)
+            options = {"compression": compression}
+        optimizer: Any = hvd.DistributedOptimizer(inner, named_parameters=named, **options)
+        for step in range(6):
+            optimizer.zero_grad()
+            if step % 3 != 1:
+                (parameter * (1.0 + hvd.rank())).square().sum().backward()
+            optimizer.step()
+        found.append(parameter.detach().clone())
+    torch.testing.assert_close(*found)
+
+
+def momentum_twice() -> None:
+    """Of two reductions before a step, the second one would begin with the first one's momentum."""
+    for again in ("backward", "step"):
+        parameter = nn.Parameter(torch.randn(3000))
+        named = [(f"twice.{again}", parameter)]
+        inner, compression = dgc_sgd(named, lr=0.1, momentum=0.9, density=0.1)
+        optimizer: Any = hvd.DistributedOptimizer(
+            inner, named_parameters=named, compression=compression
+        )
+        parameter.square().sum().backward()
+        if again == "step":
+            optimizer.step()
+        else:
+            optimizer.synchronize()
+        call = optimizer.step if again == "step" else parameter.square().sum().backward
+        with pytest.raises(UnsupportedError, match=f"gradient of '{named[0][0]}', in which the"):
+            call()
+        compression.close()
+
+
+@with_ranks(World(2))
+def test_momentum_goes_on_without_gradients(ranks: Ranks) -> None:
+    ranks.run(goes_on_without_gradients)
+
+
+@with_ranks(World(2))
+def test_momentum_is_not_given_twice(ranks: Ranks) -> None:
+    ranks.run(momentum_twice)
 
 
 @with_ranks(World(2))

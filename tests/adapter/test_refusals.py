@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import horovod.torch as hvd
@@ -68,6 +70,53 @@ def train_with_a_stranger() -> None:
     compression.close()
 
 
+def replace_a_parameter() -> None:
+    """As where a vocabulary grows: Horovod goes on with the old one."""
+    model = nn.Linear(40, 30)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=[(f"replaced.{name}", p) for name, p in model.named_parameters()],
+        compression=hvd_sparse.Compression.topk(),
+    )
+    model(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    model.weight = nn.Parameter(torch.ones(30, 40))
+    optimizer.param_groups[0]["params"][0] = model.weight
+    with pytest.raises(hvd_sparse.UnsupportedError, match=r"one of shape \(30, 40\)"):
+        model(torch.ones(2, 40)).sum().backward()
+
+
+def train_folds(compression: hvd_sparse.adapter.SparseCompressor) -> list[str]:
+    """One compression for several trainings of one model, whose weights begin anew in each."""
+    model = nn.Linear(60, 50)
+    named = [(f"fold.{name}", p) for name, p in model.named_parameters()]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for fold in range(2):
+            model.reset_parameters()
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                named_parameters=named,
+                compression=compression,
+            )
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            before = model.weight.detach().clone()
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(torch.ones(2, 60)).sum() * (fold == 0)).backward()
+                optimizer.step()
+            assert fold == 0 or torch.equal(model.weight, before)
+            del optimizer
+            gc.collect()
+    compression.close()
+    return [str(each.message) for each in told]
+
+
+def residuals_of_other_weights() -> None:
+    told = train_folds(hvd_sparse.Compression.topk(density=0.02, dense_below=100))
+    assert sum("dropped the residuals, since a new optimizer has" in each for each in told) == 1
+
+
 def join_in_the_middle() -> None:
     model = nn.Linear(40, 30)
     optimizer = hvd.DistributedOptimizer(
@@ -88,6 +137,12 @@ def test_what_cannot_work_is_refused_by_name(ranks: Ranks) -> None:
         for op in ("Min", "Max", "Product", "Adasum"):
             assert f"REFUSED op=hvd.{op} " in rank.output
     ranks.run(refuse_a_second_optimizer)
+    ranks.run(replace_a_parameter)
+
+
+@with_ranks(World(2))
+def test_residuals_are_not_for_weights_that_begin_anew(ranks: Ranks) -> None:
+    ranks.run(residuals_of_other_weights)
 
 
 @with_ranks(World(2, "gloo"))

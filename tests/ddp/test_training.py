@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import sys
@@ -28,6 +29,7 @@ import hvd_sparse
 from hvd_sparse import Compression
 from hvd_sparse.adapter import SparseCompressor
 from hvd_sparse.adapter.ddp_door import GroupBootstrap
+from hvd_sparse.errors import ConfigError, UnsupportedError
 from hvd_sparse.methods import METHODS
 from hvd_sparse.planner.trial import TURN_STEPS
 from tests.ddp.training import Books, batch, trained
@@ -430,6 +432,73 @@ def gradients_by_hand_of_what_is_unused() -> None:
         assert torch.equal(*found)
 
 
+def momentum_twice() -> None:
+    """Each pass reduces, and adds to what the pass before has brought back with its momentum."""
+    made = Compression.dgc(density=1.0, momentum=0.9, dense_below=100)
+    with trained(made) as (model, module):
+        optimizer = hvd_sparse.MomentumCorrectedSGD(module.parameters(), lr=0.1, momentum=0.9)
+        for step in range(2):
+            with model.no_sync():
+                model(batch(step)).square().mean().backward()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(batch(2)).square().mean().backward()
+        with pytest.raises(UnsupportedError, match=r"by model\.no_sync\(\)"):
+            model(batch(3)).square().mean().backward()
+
+
+def idle_tensors() -> None:
+    """Nobody zeroes what no optimizer has, and it grows from pass to pass."""
+    with (
+        trained(Compression.topk(density=0.05, dense_below=100)) as (model, module),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        train(model, torch.optim.SGD([*module.children()][-1].parameters(), lr=0.1), 20)
+    told = [str(each.message) for each in caught if "no optimizer that" in str(each.message)]
+    assert len(told) == 1
+    assert "nor 1 other tensors" in told[0]
+
+
+def one_tensor_moved_by_hand() -> None:
+    """Beside an optimizer that has the others."""
+    with (
+        trained(Compression.topk(density=0.05, dense_below=100)) as (model, module),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        own, *others = module.parameters()
+        optimizer = torch.optim.SGD(others, lr=0.1)
+        for step in range(5):
+            module.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            own.data.sub_(own.grad, alpha=0.1)  # type: ignore[arg-type]
+    assert any("compression.applied()" in str(each.message) for each in caught)
+
+
+def another_model_of_one_compression() -> None:
+    """The first one is gone, as where layers were thawed and the model was wrapped again."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 40))
+    made = Compression.topk(module.named_parameters(), density=0.05, dense_below=100)
+    for thaws in (False, True):
+        module[0].requires_grad_(thaws)
+        model = DistributedDataParallel(module)
+        hvd_sparse.ddp.register(model, made)
+        train(model, torch.optim.SGD(module[1].parameters(), lr=0.1), 3)
+        with pytest.raises(ConfigError, match="serves one model"):
+            hvd_sparse.ddp.register(DistributedDataParallel(module), made)
+        assert_alike_on_all_ranks(module)
+        held = made.state_dict()["residual"]
+        assert held["1.weight"].any()
+        del model
+        gc.collect()
+    assert held.keys() == {"0.weight", "1.weight"}
+    made.close()
+
+
 SCENARIOS: dict[str, tuple[Any, ...]] = {
     "complex": (complex_numbers,),
     "large halves": (large_halves,),
@@ -450,6 +519,10 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "compiled": (compiled,),
     "a closure": (a_step_with_a_closure,),
     "communicates": (the_script_communicates_in_backward,),
+    "momentum twice": (momentum_twice,),
+    "idle tensors": (idle_tensors,),
+    "one by hand": (one_tensor_moved_by_hand,),
+    "another model": (another_model_of_one_compression,),
     "unused, by hand": (gradients_by_hand_of_what_is_unused,),
 }
 
