@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils.weak import TensorWeakRef
 
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.errors import ConfigError
@@ -118,9 +119,10 @@ class Entry:
         is_followed: Whether the reduced gradient has something of the residual in it.
         has_alias: Whether the engine has another tensor of the gradient's memory.
         given: The object in `p.grad` that was given back, while nobody knows what became of it.
+        view: The same object, weakly, as long as its memory is that of the last result.
         held: Whether it was not all zeros, bool (); None: no script has had it yet.
         idle_steps: How often it was given back since an optimizer, or the script, applied it.
-        weights: The parameter's, as of then, where it has had too many idle steps; None otherwise.
+        weights: A digest of the parameter's, as of then, after too many idle steps; else None.
         handle: What Horovod keeps of it while it is on its way.
         is_watched: Whether a hook looks at what was given before a backward pass adds to it.
     """
@@ -128,7 +130,7 @@ class Entry:
     __slots__ = (
         *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
         *("has_alias", "is_made", "given", "held", "weights", "is_watched", "handle", "_spec"),
-        "idle_steps",
+        *("idle_steps", "view"),
     )
 
     def __init__(self, parameter: Parameter, label: str, name: str | None) -> None:
@@ -139,6 +141,7 @@ class Entry:
         self.held: Tensor | None = None
         self.version = self.idle_steps = 0
         self.weights: Tensor | None = None
+        self.view: TensorWeakRef | None = None
         self.is_followed = self.is_watched = self.has_alias = self.is_made = False
         self.handle: tuple[Callable[[], Tensor], None]
         self._spec: tuple[torch.Size, torch.dtype, TensorSpec] | None = None

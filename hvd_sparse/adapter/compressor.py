@@ -496,8 +496,8 @@ class SparseCompressor:
         if self._door is not None:
             self._door.settle()
             self._door.drop_if_weights_moved()
-            self._engine.reassign(self._engine.assignment)  # for the tensors that there are now
             self._loaded_units = self._units()
+            self._session.close()  # there may be other tensors, and other ranks
 
     def serves(self, model: DistributedDataParallel) -> bool:
         """Whether this reduces the model's gradients."""

@@ -359,8 +359,8 @@ class DdpDoor(Entrance):
         if labels:
             self._warn_once(
                 f"no optimizer that has stepped has {labels[0]!r}, nor {len(labels) - 1} other "
-                "tensors: freeze them by requires_grad_(False), since their gradients take the "
-                "place of others among what is sent"
+                "tensors: freeze them by requires_grad_(False), or call compression.applied() "
+                "where the script moves them itself: what they send takes the place of others'"
             )
 
     def _has_its_result(self, entry: Entry, before: Tensor | None, version: int) -> bool:

@@ -4,7 +4,10 @@ Ranks that reduce the same gradients stay identical, bit for bit. A flipped bit 
 that were never broadcast, or an update that a script makes on one rank alone end that, and nothing
 else would say so.
 
-Cost: one pass over the weights and a message of 8 bytes per tensor, every `INTERVAL_STEPS`.
+Scripts may move weights within a step, each rank by a gradient of its own. So they are looked at
+when a step has ended, too, and again in the next step where only what is new differs.
+
+Cost: some passes over the weights and a message of 16 bytes per tensor, every `INTERVAL_STEPS`.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Door(Entrance):
         self._warn_of_strangers(mine)
         optimizer._groups = None  # they are for fusion in Horovod, which gets no tensors
         optimizer._allreduce_grad_async = self.hand_in
-        if "synchronize" not in vars(optimizer):  # else the script's own calls Horovod's
+        if "synchronize" not in vars(optimizer):  # else it is the script's, and calls Horovod's
             optimizer.synchronize = torch.compiler.disable(self.synchronize)
         optimizer.step = self._followed_step(optimizer)
         optimizer.register_load_state_dict_post_hook(weakly(self.give_up))
@@ -236,6 +236,7 @@ class Door(Entrance):
         self.fates.refuse_closures(reduces_before=optimizer._should_synchronize)
         self._follow_groups(optimizer)
         super()._open_step()
+        self.fates.leave_what_is_kept()
 
     def _beat(self, *, brings_new: bool) -> None:
         """Begin the step's pulse."""
@@ -517,24 +518,24 @@ class Door(Entrance):
     def _keep_what_is_there(self) -> bool:
         """Reduce what is reduced already, as Horovod would: false where ranks differ in it.
 
-        False, too, where a reduction clips, or has momentum, which goes on without gradients.
+        False, too, where nothing waits to be applied and a reduction clips, or has momentum, which
+        goes on without gradients.
 
         Raises:
-            UnsupportedError: What is there has its momentum already.
+            UnsupportedError: What is there was applied, and has its momentum already.
         """
         optimizer, engine = self.optimizer, self._engine
         parameters = sorted(optimizer._requires_update, key=optimizer._parameter_names.get)
         corrected = [e for e in self._entries.values() if engine.corrects_momentum(e.name)]
-        if corrected:
-            self.fates.refuse_momentum_again(filter(self._is_applied, corrected))
-        if corrected or self._changes_in_place:
-            return False
+        goes_on = bool(corrected or self._changes_in_place) and not self.fates.holds_any()
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        mine = [None if g.is_sparse else _digest(g) for g in gradients]
+        mine = [None if goes_on or g.is_sparse else _digest(g) for g in gradients]
         theirs = self._session.gather_objects(mine, "kept")
+        if goes_on:
+            self.fates.refuse_momentum_again(filter(self._is_as_given, corrected))
         if any(None in each or each != theirs[0] for each in theirs):
             return False
         factor = self.scale() * len(theirs)
@@ -542,7 +543,7 @@ class Door(Entrance):
             gradient.mul_(factor)
         return True
 
-    def _is_applied(self, entry: Entry) -> bool:
+    def _is_as_given(self, entry: Entry) -> bool:
         """Whether a gradient is still the one that was given back, and not 0."""
         gradient, name = entry.parameter.grad, entry.name
         if gradient is None or name is None or gradient._version != entry.version:

@@ -73,12 +73,12 @@ class Entrance:
         self._warned: set[str] = set()
         self._momenta: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
         self._met: WeakKeyDictionary[Any, Rewinds] = WeakKeyDictionary()
-        self._followed: set[Rewinds] = set()  # also those of optimizers that are gone
+        self._followed: set[Rewinds] = set()  # also the last ones, whose optimizers are gone
         self._served = weakref.ref(served)
         self.forgives = False
         self._thread = threading.get_ident()
         self._handed: list[Entry] = []
-        self._is_open = self._holds_back = False
+        self._is_open = self._holds_back = self._changes_in_place = False
         if not Entrance.doors:
             register_optimizer_step_pre_hook(before_step)
             register_optimizer_step_post_hook(after_step)
@@ -164,7 +164,7 @@ class Entrance:
         parameters = set(parameters_of(optimizer))
         alike = (r for o, r in self._met.items() if not parameters.isdisjoint(parameters_of(o)))
         rewinds = self._met[optimizer] = next(alike, None) or Rewinds()
-        self._followed.add(rewinds)
+        self._followed = set(self._met.values())
         ClippedMomenta(optimizer)
         rewinds.follow(optimizer)
         hooks = optimizer._optimizer_step_post_hooks
@@ -216,7 +216,8 @@ class Entrance:
             if rewinds.seen() and not self.forgives:
                 owners = (o for o, each in self._met.items() if each is rewinds)
                 names = (self._parameters.name_of(p) for o in owners for p in parameters_of(o))
-                self._drop_residuals(names, "optimizer.load_state_dict() went back to")
+                why = "optimizer.load_state_dict() went back to another state than the last step's"
+                self._drop_residuals(names, why)
         self.forgives = False
         scale = self.scale()
         if self.seen_scale not in (None, scale):  # in a world of another size: nothing weighs more
@@ -244,15 +245,15 @@ class Entrance:
     def drop_if_weights_moved(self) -> None:
         """Whoever comes after this one may begin with weights that the last step has not left."""
         if not self.forgives and any(rewinds.have_moved() for rewinds in self._followed):
-            self._drop_residuals((name for name, _ in self._parameters), "a new optimizer has")
+            why = "the weights of a new optimizer are not those that the last step has left"
+            self._drop_residuals((name for name, _ in self._parameters), why)
 
-    def _drop_residuals(self, names: Iterable[str | None], who: str) -> None:
+    def _drop_residuals(self, names: Iterable[str | None], why: str) -> None:
         lost = self._engine.forget(list(dict.fromkeys(filter(None, names))))
         if lost:
             warn(
-                f"dropped the residuals, since {who} another state than that of the last step "
-                "(load the compression's own state, too, where it was saved): L1 norm "
-                f"{lost:g}"
+                f"dropped the residuals, since {why} (load the compression's own state, too, where "
+                f"it was saved): L1 norm {lost:g}"
             )
 
     def _meet(self) -> None:

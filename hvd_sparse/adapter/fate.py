@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import TensorWeakRef
 
 from hvd_sparse.adapter.binding import (
     SAMPLED_ENTRIES,
@@ -28,6 +29,7 @@ from hvd_sparse.adapter.binding import (
     callers,
     told,
 )
+from hvd_sparse.adapter.divergence import digest
 from hvd_sparse.errors import ConfigError, UnsupportedError
 from hvd_sparse.optim import parameters_of
 
@@ -76,14 +78,26 @@ class Fates:
             p = entry.parameter
             entry.given, entry.held = p.grad, None
             entry.version = 0 if p.grad is None else p.grad._version
+            entry.view = None if p.grad is None else TensorWeakRef(p.grad)
             entry.idle_steps += 1
             if entry.idle_steps == PATIENCE_STEPS:
-                entry.weights = p.detach().clone()
+                entry.weights = digest(p)
             self._given[id(p)] = entry
         if self._stepping is not None:
             self._to_apply.update(self._given)
         if self._stepping is None or self._reductions_inside is not None:
             self._watch()
+
+    def leave_what_is_kept(self) -> None:
+        """A script that keeps a gradient of the last step, as with Horovod, keeps its values."""
+        for entry in self._entries.values():
+            kept = None if entry.view is None else entry.view()
+            if kept is not None and kept is not entry.parameter.grad:
+                kept.set_(kept.clone())  # the next result takes the place of the last one
+
+    def holds_any(self) -> bool:
+        """Whether something that was given back is still there, and was not applied."""
+        return any(map(self._is_there, self._given.values()))
 
     def drop(self, entries: Iterable[Entry]) -> None:
         """The reduced gradients of these went nowhere."""
@@ -133,10 +147,17 @@ class Fates:
                 )
 
     def _warn_of_updates_by_hand(self, gone: Mapping[int, Entry]) -> None:
-        late = [(key, e, e.weights) for key, e in self._given.items() if e.weights is not None]
-        for _, entry, _ in late:
-            entry.weights = None
-        if any(key in gone and not torch.equal(e.parameter, w) for key, e, w in late):
+        """Weights have moved twice without a step; a scaler that skips steps leaves them alone."""
+        is_moving = False
+        for key, entry in self._given.items():
+            if entry.weights is None:
+                continue
+            moved = key in gone and not torch.equal(digest(entry.parameter), entry.weights)
+            is_late = entry.idle_steps > PATIENCE_STEPS
+            is_moving = is_moving or (moved and is_late)
+            if is_late or not moved:
+                entry.weights = None
+        if is_moving and self.scaler is None:
             warnings.warn(
                 "hvd_sparse: weights have changed, but no optimizer.step() applied the reduced "
                 "gradients: they are taken for dropped, and sent once more; call "

@@ -174,6 +174,21 @@ def a_synchronize_of_the_scripts_own(wrap: Wrap) -> Tensor:
     return weights(model)
 
 
+@check
+def gradients_kept_from_step_to_step(wrap: Wrap) -> Tensor:
+    """As optimizers do that compare a gradient with the one before."""
+    torch.manual_seed(4)
+    model = nn.Linear(20, 20)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    kept: list[Any] = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(3, 20) + step + hvd.rank()).square().mean().backward()
+        optimizer.step()
+        kept.append(model.weight.grad)
+    return torch.cat([weights(model), *(gradient.flatten() for gradient in kept)])
+
+
 def compare(name: str) -> None:
     made: list[Any] = []
 

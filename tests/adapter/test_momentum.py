@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,6 +205,35 @@ def momentum_twice() -> None:
         with pytest.raises(UnsupportedError, match=f"gradient of '{named[0][0]}', in which the"):
             call()
         compression.close()
+
+
+def synchronizes_twice() -> None:
+    """Horovod only warns of a `step` that reduces again what waits to be applied."""
+    found = []
+    for twice in (False, True):
+        parameter = nn.Parameter(torch.ones(3000))
+        named = [(f"synchronized.{twice}", parameter)]
+        inner, compression = dgc_sgd(named, lr=0.1, momentum=0.9, density=0.1)
+        optimizer: Any = hvd.DistributedOptimizer(
+            inner, named_parameters=named, compression=compression
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            draw = torch.Generator().manual_seed(10 * step + hvd.rank())
+            (parameter * torch.randn(3000, generator=draw)).sum().backward()
+            if twice:
+                optimizer.synchronize()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+        compression.close()
+        found.append(parameter.detach().clone())
+    assert torch.equal(*found)
+
+
+@with_ranks(World(2))
+def test_a_step_may_reduce_again_what_waits(ranks: Ranks) -> None:
+    ranks.run(synchronizes_twice)
 
 
 @with_ranks(World(2))

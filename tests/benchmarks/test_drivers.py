@@ -174,7 +174,7 @@ def test_accuracy_over_time(tmp_path: Path) -> None:
     arguments += ("--ways", "horovod", "topk@0.01")
     metrics = metrics_of(benchmark("time_to_accuracy", tmp_path / "report.json", *arguments))
     for way in ("horovod", "topk@0.01"):
-        assert 0 <= metrics[f"accuracy in the end, {way}"]["value"] <= 100
+        assert 5 < metrics[f"accuracy in the end, {way}"]["value"] <= 100
         assert metrics[f"time of the training, {way}"]["value"] > 0
     assert "baseline" in metrics["time of the training, topk@0.01"]
     assert (tmp_path / "plot-loopback.png").stat().st_size > 10_000

@@ -483,11 +483,17 @@ def another_model_of_one_compression() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 40))
     made = Compression.topk(module.named_parameters(), density=0.05, dense_below=100)
+    held: dict[str, Tensor] = {}
     for thaws in (False, True):
         module[0].requires_grad_(thaws)
         model = DistributedDataParallel(module)
-        hvd_sparse.ddp.register(model, made)
-        train(model, torch.optim.SGD(module[1].parameters(), lr=0.1), 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            hvd_sparse.ddp.register(model, made)
+            if thaws:
+                assert torch.equal(made.state_dict()["residual"]["1.weight"], held["1.weight"])
+            for _ in range(2):  # optimizers, of which the first is gone when weights move on
+                train(model, torch.optim.SGD(module.parameters(), lr=0.1), 3)
         with pytest.raises(ConfigError, match="serves one model"):
             hvd_sparse.ddp.register(DistributedDataParallel(module), made)
         assert_alike_on_all_ranks(module)
