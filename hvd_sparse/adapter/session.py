@@ -117,6 +117,7 @@ class Session(Leaving):
         embeddings: Reduces the gradients of sparse embeddings, or None.
         planning: The planner beside the training, where the engine's assignment is a planner's.
         arrivals: The tensors in the order in which their gradients came in the last meeting.
+        divergence: Compares the ranks' weights, now and then.
         handing: Prepares the hand-over of momenta to another assignment.
     """
 
