@@ -343,9 +343,8 @@ class DdpDoor(Entrance):
         for entry, has in followed:
             if has and entry in self._results:
                 entry.parameter.grad.set_(self._results[entry])  # type: ignore[call-overload,union-attr]
-        given = [entry for entry, has in followed if has]
-        self.fates.give(given)
-        self._warn_of_idle([entry for entry in given if entry.idle_steps == IDLE_STEPS])
+        self.fates.give(entry for entry, has in followed if has)
+        self._warn_of_idle([e for e, has in followed if has and e.idle_steps == IDLE_STEPS])
         self.fates.drop(entry for entry, has in followed if not has)
         if self._session.planning is not None:
             self._session.planning.returned()
@@ -354,7 +353,8 @@ class DdpDoor(Entrance):
 
     def _warn_of_idle(self, idle: Sequence[Entry]) -> None:
         """Some have been reduced several times, and no step has applied that."""
-        held = {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        met = self.optimizers if idle else ()
+        held = {id(p) for optimizer in met for p in parameters_of(optimizer)}
         labels = [entry.label for entry in idle if held and id(entry.parameter) not in held]
         if labels:
             self._warn_once(

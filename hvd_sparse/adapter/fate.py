@@ -251,7 +251,7 @@ class Fates:
                 "synchronizes before it calls the closure: call optimizer.synchronize() at the end "
                 "of the closure, and step(closure) under optimizer.skip_synchronize()"
             )
-        if self._reductions_inside > 1 and not any(map(self._is_there, self._given.values())):
+        if self._reductions_inside > 1 and not self.holds_any():
             raise UnsupportedError(
                 "optimizer.step(closure) called its closure more than once, as LBFGS does: one "
                 "step cannot send parts of two gradients; use an optimizer that calls it once"
