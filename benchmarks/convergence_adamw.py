@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from benchmarks.convergence_tasks import Budget, Digits, PythonHelp, Recipe, Task
 
-ADAMW_DENSITIES = (0.01, 0.003, 0.001, 0.04)
+ADAMW_DENSITIES = (0.01, 0.1, 0.003, 0.001, 0.04)
 """The last one is for compressors that apply k entries, where `topk` at 0.01 applies up to 4 k."""
-LIMITS: Mapping[float, float] = {0.01: 1.0, 0.003: 2.0, 0.001: 4.0, 0.04: 1.0}
+LIMITS: Mapping[float, float] = {0.01: 1.0, 0.1: 1.0, 0.003: 2.0, 0.001: 4.0, 0.04: 1.0}
+POINTS: Mapping[float, float] = {0.01: 0.3, 0.1: 0.3, 0.003: 0.5, 0.001: 0.7, 0.04: 0.3}
 
 
 def budgets(steps: int, lr: float) -> dict[float, Budget]:
@@ -132,7 +133,7 @@ class VisionTransformer(Digits):
     """A vision transformer of 0.15 million parameters on the digits."""
 
     name = "vision"
-    limits: ClassVar[Mapping[float, float]] = {0.01: 0.3, 0.003: 0.5, 0.001: 0.7, 0.04: 0.3}
+    limits: ClassVar[Mapping[float, float]] = POINTS
     recipe = Recipe(16, lr_warmup_steps=30, momentum=0.9, clip_norm=1.0, optimizer="adamw")
     budgets: ClassVar[Mapping[float, Budget]] = budgets(800, 2e-3)
     hard_thresholds: ClassVar[Mapping[float, float]] = {}

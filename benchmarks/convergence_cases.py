@@ -55,7 +55,8 @@ MEMORIES = ("plain", "local", "global", "beta1=0", *PRECONDITIONED)
 """plain: error feedback, and the optimizer's own momentum after the exchange. local: DGC's momentum
 correction. global: momentum of what all ranks applied. With AdamW, beta1=0: no momentum after the
 exchange; local: the momentum is before it; sparse_adamw: none, and the longest steps are sent."""
-SMALL_DENSITIES = (0.003, 0.001)
+OTHER_DENSITIES = (0.1, 0.003, 0.001)
+"""What AdamW is tried at, beside its first density."""
 RATES = (1.0, 0.3, 3.0)
 """Learning rates of AdamW, in units of the task's."""
 LOW_RATE = 0.5
@@ -224,7 +225,7 @@ def varied() -> Iterator[Case]:
         each = base._replace(task=task.name, workers=2 if task is Wide else WORLD_SIZE)
         yield from (each.dense, each, each._replace(memory="plain"))
     yield base._replace(memory="local")
-    low = base._replace(density=SMALL_DENSITIES[-1])
+    low = base._replace(density=OTHER_DENSITIES[-1])
     for memory in list(PRECONDITIONED)[1:]:
         yield low._replace(memory=memory)
     for rate in RATES[1:]:
@@ -232,7 +233,7 @@ def varied() -> Iterator[Case]:
     for task in (Longer, Batches):
         for memory in ("sparse_adamw", "beta1=0"):
             yield low._replace(task=task.name, memory=memory)
-    yield low._replace(task=Longer.name, density=SMALL_DENSITIES[0])
+    yield low._replace(task=Longer.name, density=OTHER_DENSITIES[-2])
 
 
 def with_adamw(task: str) -> Iterator[Case]:
@@ -247,7 +248,7 @@ def with_adamw(task: str) -> Iterator[Case]:
     yield base.dense._replace(memory="beta1=0")
     for memory in ("sparse_adamw", "plain"):
         yield base._replace(method="oktopk", density=ADAMW_DENSITIES[-1], memory=memory)
-    for density in SMALL_DENSITIES:
+    for density in OTHER_DENSITIES:
         for memory in ("sparse_adamw", "beta1=0", "plain"):
             yield base._replace(density=density, memory=memory)
     others = [base._replace(workers=P) for P in WORKERS[1:]]

@@ -162,14 +162,17 @@ class Entry:
 
 
 def any_of(gradient: Tensor) -> Tensor:
-    """Whether a gradient is not all zeros, bool (); torch does not count changes of `.data`."""
+    """What is true, (), if a gradient is not all zeros; torch does not count changes by `.data`."""
     values = gradient._values() if gradient.is_sparse else gradient
+    if values.device.type != "cpu" or values.is_complex() or not values.numel():
+        return values.any()
     stride = values.numel() // LOOKED_AT
-    if stride > 1 and values.device.type == "cpu" and values.is_contiguous():
+    if stride > 1 and values.is_contiguous():
         some = values.view(-1)[::stride].any()
-        if some:  # as a rule; all of 15 million take 17 ms
+        if some:  # as a rule
             return some
-    return values.any()
+    largest = values.max()  # 15 million take 4 ms; any() takes 18
+    return largest if largest else values.min()
 
 
 def any_of_each(gradients: list[Tensor]) -> list[Tensor]:

@@ -457,10 +457,8 @@ class SparseCompressor:
             )
         named = [(name, p) for p, name in optimizer._parameter_names.items()]
         parameters = self._take_names(named, f"the optimizer's {len(named)} parameters")
-        engine, session, below = self._engine, self._session, self._dense_below
-        self._leave_door()
-        session.framework = Horovod()
-        door = Door(optimizer, parameters, engine, session, below)
+        self._leave_door(Horovod())
+        door = Door(optimizer, parameters, self._engine, self._session, self._dense_below)
         self._open(door)
         return door
 
@@ -484,20 +482,19 @@ class SparseCompressor:
         framework.bootstrap(model.process_group)  # or it says what is missing
         trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
         parameters = self._take_names(trained, f"the model's {len(trained)} parameters")
-        engine, session, below = self._engine, self._session, self._dense_below
-        self._leave_door()
-        session.framework = framework
-        door = DdpDoor(model, parameters, engine, session, below)
+        self._leave_door(framework)
+        door = DdpDoor(model, parameters, self._engine, self._session, self._dense_below)
         model.register_comm_hook(self, exchange)
         self._open(door)
 
-    def _leave_door(self) -> None:
-        """Go on from a door whose optimizer or model is gone."""
+    def _leave_door(self, framework: Horovod | Distributed) -> None:
+        """Go on from a door whose optimizer or model is gone, if there was one."""
         if self._door is not None:
             self._door.settle()
             self._door.drop_if_weights_moved()
             self._loaded_units = self._units()
             self._session.close()  # there may be other tensors, and other ranks
+        self._session.framework = framework
 
     def serves(self, model: DistributedDataParallel) -> bool:
         """Whether this reduces the model's gradients."""
