@@ -227,7 +227,7 @@ class Compression:
     Unsent entries stay in a residual and are sent later (error feedback), so no part of a gradient
     is lost. To change the density, the compressor or other arguments during training, call
     `reassign` on all ranks between the same two steps:
-    `compression.reassign(Compression.dgc(density=0.001).method)`. Residuals are kept, and the
+    `compression.reassign(Compression.dgc(density=0.001))`. Residuals are kept, and the
     warm-up continues.
 
     `Compression.none` and `Compression.fp16` are Horovod's.

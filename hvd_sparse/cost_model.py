@@ -380,16 +380,18 @@ def index_union(P: int, n: int, k: int, wire: WireBytes) -> CostRange:
     return CostRange(least, expected, most)
 
 
-def exdyna(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int) -> CostRange:
+def exdyna(P: int, n: int, k: int, wire: WireBytes, *, head_bytes: int, early: float) -> CostRange:
     """ExDyna: every rank selects k/P in its own partition, so the union has k indices.
 
-    `head_bytes` come with each rank's indices: counts at the levels of the threshold.
+    `head_bytes` come with each rank's indices: counts at the levels of the threshold. At most, one
+    rank selects four times its part, and all have sent `early` times theirs in vain before.
     """
-    share = (P - 1) / P
+    share, messages = (P - 1) / P, allgather_messages(P)
     levels = Cost(0, plain_words=head_bytes / WORD_BYTES * (P - 1))
     usual = _in_turn([_summed_at(P, k, k * share), levels])
-    again = Cost(allgather_messages(P), indices=k * share)
-    return CostRange(usual, usual, _in_turn([usual, again]))
+    loud = _summed_at(P, k, min(P, 4) / P * k * messages)
+    in_vain = Cost(messages, indices=early * k / P * messages)
+    return CostRange(usual, usual, _in_turn([loud, levels, in_vain]))
 
 
 def clt_k(P: int, n: int, k: int, wire: WireBytes) -> CostRange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,9 +18,13 @@ REDUCED_BY: Any = WeakTensorKeyDictionary()
 """For each parameter a weak reference to what reduces its gradients, and knows how."""
 
 
-def reducer_of(parameter: object) -> Any:
-    """What reduces a parameter's gradients sparsely; None where nothing does."""
-    reference = REDUCED_BY.get(parameter) if isinstance(parameter, Tensor) else None
+APPLIED_BY: Any = WeakTensorKeyDictionary()
+"""The same, of an optimizer of this module: a resumed one is asked before it has stepped."""
+
+
+def reducer_of(parameter: object, among: Any = REDUCED_BY) -> Any:
+    """What reduces a parameter's gradients sparsely, or applies them; None where nothing does."""
+    reference = among.get(parameter) if isinstance(parameter, Tensor) else None
     return None if reference is None else reference()
 
 
@@ -34,7 +39,16 @@ def is_due(parameter: Parameter) -> bool:
     return gradient is not None and (parameter.requires_grad or bool(gradient.any()))
 
 
-class MomentumCorrectedSGD(torch.optim.Optimizer):
+class Known(torch.optim.Optimizer):
+    """An optimizer that is known by its parameters."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As any optimizer does."""
+        super().add_param_group(param_group)
+        APPLIED_BY.update((p, weakref.ref(self)) for p in self.param_groups[-1]["params"])
+
+
+class MomentumCorrectedSGD(Known):
     """Momentum SGD that leaves the momentum of compressed gradients to the compression.
 
     Source: Lin et al., "Deep Gradient Compression" (ICLR 2018), and the optimizer of its release.
@@ -135,7 +149,7 @@ SQRT2_BITS = 0x3504F3  # of float32's mantissa
 OPTIONS = ("foreach", "capturable", "differentiable", "fused", "amsgrad", "maximize", "lr", "eps")
 
 
-class SparseAdamW(torch.optim.AdamW):
+class SparseAdamW(Known, torch.optim.AdamW):
     """AdamW that leaves the momentum of compressed gradients to their residuals.
 
     An entry that waits in a residual gathers the gradients of many steps, as momentum does; a

@@ -32,6 +32,8 @@ from hvd_sparse.methods import METHODS
 from hvd_sparse.planner import planner_of
 from hvd_sparse.transports.connect import Bootstrap
 
+REFUSED = ("skip_all_reduce_unused_params", "_use_python_reducer", "_delay_all_reduce_params")
+"""What DDP's models have that do not wait for their hooks."""
 COPIED = ("method", "observer", "_run", "_dense_below")
 """The attributes of a copy, which begins without a residual."""
 
@@ -314,12 +316,13 @@ class SparseCompressor:
         is connected, as after `close()` or in a callback of an elastic reset.
 
         Args:
-            method: A `Method` for all tensors, or an `Assignment`: the `method` of another
-                compression, made by any constructor.
+            method: A `Method` for all tensors, or an `Assignment`; or another compression, whose
+                `method` is taken.
 
         Raises:
             PlanError: On every rank, where they want different ones.
         """
+        method = getattr(method, "method", method)
         optimizer, assignment = self._bound(), self._whole(method)
         if optimizer is not None and self._parameters is not None:
             refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
@@ -475,7 +478,7 @@ class SparseCompressor:
                 "a model takes one communication hook, and this one has "
                 f"{getattr(hook, '__qualname__', hook)} already"
             )
-        for option in ("skip_all_reduce_unused_params", "_use_python_reducer"):
+        for option in REFUSED:
             if getattr(model, option, False):
                 raise UnsupportedError(f"a compression needs a model without {option}")
         framework = Distributed(model.process_group)

@@ -30,12 +30,13 @@ from typing_extensions import override
 from hvd_sparse.adapter.binding import Entry, Parameters
 from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_shared
 from hvd_sparse.adapter.fate import Fates
+from hvd_sparse.adapter.handover import has_memory
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Engine
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import keep_forever
-from hvd_sparse.optim import parameters_of
+from hvd_sparse.optim import APPLIED_BY, parameters_of, reducer_of
 from hvd_sparse.transports.connect import not_all_came
 from hvd_sparse.transports.meeting import describe_host
 from hvd_sparse.transports.waiting import SPIN_S, Pauses
@@ -136,15 +137,7 @@ class Dense(NamedTuple):
 
 
 class DdpDoor(Entrance):
-    """One model's gradients on their way to the engine or to its process group, and back.
-
-    Args:
-        model: Is not kept alive.
-        parameters: Those of the compression.
-        engine: Reduces what is compressed.
-        session: Connects the ranks.
-        dense_below: Tensors of fewer elements are reduced by the process group, as one.
-    """
+    """One model's gradients on their way to the engine or to its process group, and back."""
 
     def __init__(
         self,
@@ -158,6 +151,14 @@ class DdpDoor(Entrance):
         self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for n, p in named}
         fates = Fates(self._entries, engine.corrects_momentum, "backward()")
         mine = self._entries.values()
+        for entry in mine:
+            other = reducer_of(entry.parameter)
+            both = () if other is None or not other.serves_any else (engine, other._engine)
+            if any(has_memory(each.assignment, entry, dense_below) for each in both):
+                raise UnsupportedError(
+                    f"{entry.label!r} has a compression by another wrapper, too, which is still "
+                    "there: with momentum or preconditioning a parameter takes one alone"
+                )
         super().__init__(parameters, engine, session, dense_below, fates, mine, model)
         self._group, self._finds_unused = model.process_group, model.find_unused_parameters
         self._late_buckets = len(model._get_ddp_logging_data()["bucket_sizes"].split(","))
@@ -218,6 +219,10 @@ class DdpDoor(Entrance):
             )
         self.fates.left_failed_step()
         self.fates.refuse_closures(reduces_before=False)
+        if not self._met:  # a resumed optimizer has units, or momenta, before its first step
+            known = {reducer_of(e.parameter, APPLIED_BY) for e in self._entries.values()}
+            for optimizer in known - {None}:
+                self._meet_optimizer(optimizer)
         super()._open_step()
 
     def _hand_in(self, parameter: Parameter, gradient: Tensor) -> None:
@@ -301,11 +306,6 @@ class DdpDoor(Entrance):
         """Whether this is the model's, and not that of which it is a copy."""
         return self._served() is model
 
-    @property
-    def serves_any(self) -> bool:
-        """Whether its model is still there."""
-        return self._served() is not None
-
     def _begin_dense(self) -> list[Dense]:
         """Begin to reduce what is dense: one tensor for each type, and each sparse tensor."""
         dense, self._dense = self._dense, []
@@ -355,13 +355,7 @@ class DdpDoor(Entrance):
         """Some have been reduced several times, and no step has applied that."""
         met = self.optimizers if idle else ()
         held = {id(p) for optimizer in met for p in parameters_of(optimizer)}
-        labels = [entry.label for entry in idle if held and id(entry.parameter) not in held]
-        if labels:
-            self._warn_once(
-                f"no optimizer that has stepped has {labels[0]!r}, nor {len(labels) - 1} other "
-                "tensors: freeze them by requires_grad_(False), or call compression.applied() "
-                "where the script moves them itself: what they send takes the place of others'"
-            )
+        self._warn_of_unheld([e for e in idle if held and id(e.parameter) not in held])
 
     def _has_its_result(self, entry: Entry, before: Tensor | None, version: int) -> bool:
         own, result = entry.parameter.grad, entry.gradient

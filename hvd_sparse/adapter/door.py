@@ -84,15 +84,7 @@ class Handles(dict[Any, Any]):
 
 
 class Door(Entrance):
-    """One Horovod optimizer's gradients on their way to the engine or to Horovod, and back.
-
-    Args:
-        optimizer: Horovod's; is not kept alive.
-        parameters: Those of the compression.
-        engine: Reduces what is compressed.
-        session: Connects the ranks.
-        dense_below: Tensors of fewer elements are reduced by Horovod.
-    """
+    """One Horovod optimizer's gradients on their way to the engine or to Horovod, and back."""
 
     def __init__(
         self,
@@ -236,7 +228,6 @@ class Door(Entrance):
         self.fates.refuse_closures(reduces_before=optimizer._should_synchronize)
         self._follow_groups(optimizer)
         super()._open_step()
-        self.fates.leave_what_is_kept()
 
     def _beat(self, *, brings_new: bool) -> None:
         """Begin the step's pulse."""
@@ -261,6 +252,9 @@ class Door(Entrance):
         if needing != self._needing:
             refuse_unregistered(optimizer)
             self._needing = needing
+            held, mine = {key for key, _ in needing}, optimizer._requires_update
+            gone = (self._entries[id(p)] for p in mine if p.requires_grad and id(p) not in held)
+            self._warn_of_unheld(list(gone))
         self._follow_momenta(optimizer)
 
     @override
@@ -309,7 +303,8 @@ class Door(Entrance):
             finish()
             if entry.is_followed and entry.name is not None:
                 self._engine.residuals.flushed(entry.name)
-            return value.view(gradient.shape).to(entry.parameter.dtype)
+            own = entry.parameter if entry.gradient is None else entry.gradient
+            return value.view(gradient.shape).to(own.dtype)
 
         values = whole.split([each.numel() for each in flat])
         for part, value in zip(parts, values, strict=True):

@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -126,6 +126,11 @@ class Entrance:
         method = None if name is None else self._engine.method_of(name)
         return method is not None and method.memory.preconditioned
 
+    @property
+    def serves_any(self) -> bool:
+        """Whether its optimizer or model is still there."""
+        return self._served() is not None
+
     def exponents_of(self, parameter: Parameter) -> Tensor | None:
         """What `SparseAdamW` has for a parameter; None for any other optimizer."""
         met = reversed(self.optimizers)  # Horovod's may be one that never stepped
@@ -153,7 +158,7 @@ class Entrance:
     def _follows(self, optimizer: Any) -> bool:
         """Whether an optimizer of these parameters may be what the gradients are for."""
         del optimizer
-        return True
+        return self.serves_any
 
     def _ends_passes(self, optimizer: Any) -> bool:
         """Whether the framework's passes end with its steps, so that closures are followed."""
@@ -203,6 +208,8 @@ class Entrance:
         if self._is_open:
             self.settle("load_state_dict()")
             self._close_step()
+            if self._engine.error is None:  # what is under way must not be the next step's
+                self._engine.reassign(self._engine.assignment)
             if self._session.embeddings is not None:
                 self._session.embeddings.give_up()
 
@@ -229,6 +236,7 @@ class Entrance:
             self._engine.scale = self.scale()
             self._engine.begin_step()
         self._is_open = True
+        self.fates.leave_what_is_kept()
 
     def _follow_momenta(self, optimizer: Any) -> None:
         """Momenta may have changed since an optimizer's last step.
@@ -342,6 +350,15 @@ class Entrance:
                     f"belongs to none of the {len(self._parameters)} named_parameters: it is "
                     "reduced densely"
                 )
+
+    def _warn_of_unheld(self, entries: Sequence[Entry]) -> None:
+        if entries:
+            self._warn_once(
+                f"no optimizer that has stepped has {entries[0].label!r}, nor {len(entries) - 1} "
+                "other tensors: freeze them by requires_grad_(False), or call "
+                "compression.applied() where the script moves them itself: what they send takes "
+                "the place of others'"
+            )
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

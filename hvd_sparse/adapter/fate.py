@@ -262,7 +262,7 @@ class Fates:
         scaler = None if self.scaler is None else self.scaler()
         if scaler is None or self.unit is None:
             return 1.0
-        before, self.unit = self.unit, scaler.get_scale()
+        before, self.unit = self.unit, scaler.get_scale() or self.unit  # 0 once it has underflowed
         return self.unit / before
 
     def _watch(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvd_sparse.adapter.binding import Parameters, spec_of
+from hvd_sparse.adapter.binding import Entry, Parameters, spec_of
 from hvd_sparse.adapter.planning import planned_memory
 from hvd_sparse.adapter.refusals import refuse_double_momentum
 from hvd_sparse.engine import Assignment, Engine, Method, WithDense
@@ -105,6 +105,16 @@ def method_of(
     if not isinstance(assignment, WithDense) and parameter.numel() < max(1, dense_below):
         return None
     return assignment.choice_of(spec_of(name, parameter)).method
+
+
+def has_memory(assignment: Assignment, entry: Entry, dense_below: int) -> bool:
+    """Whether an assignment gives a tensor's gradients momentum, or the units of `SparseAdamW`."""
+    if (name := entry.name) is None:
+        return False
+    method = method_of(assignment, name, entry.parameter, dense_below)
+    own = None if method is None else method.memory
+    memory = planned_memory(assignment, name, entry.parameter) or own
+    return memory is not None and (memory.momentum > 0 or memory.preconditioned)
 
 
 def left_dense(

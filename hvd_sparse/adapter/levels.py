@@ -8,12 +8,7 @@ from typing import Literal, TypeAlias
 
 from hvd_sparse.collectives.automatic import link_of
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES, name_of
-from hvd_sparse.collectives.two_levels import (
-    Levels,
-    flat,
-    through_memory,
-    two_levels,
-)
+from hvd_sparse.collectives.two_levels import Levels, flat, through_memory, two_levels
 from hvd_sparse.engine import Assignment, Method, TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.hosts import Grid, Hosts, Slot, grid_of

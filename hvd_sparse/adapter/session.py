@@ -104,12 +104,7 @@ class Horovod:
 class Session(Leaving):
     """Connects an engine to the other ranks, and again whenever they are started anew.
 
-    Args:
-        engine: Reduces what is compressed.
-        transport: Name of a transport, or "auto".
-        timeout_s: Seconds of silence after which a peer counts as dead.
-        busy_timeout_s: Seconds after which a peer that is alive is given up; None: 10 `timeout_s`.
-        hierarchical: Whether to exchange on two levels, inside hosts and between them.
+    The `engine` reduces what is compressed. `SparseCompressor` describes the other arguments.
 
     Attributes:
         framework: To be set before the first step where it is not Horovod.

@@ -247,8 +247,10 @@ def trial_step() -> Finding:
     ) as launch:
         try:
             told, _ = launch.communicate(timeout=TRIAL_S)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # Ctrl-C, too
             os.killpg(launch.pid, signal.SIGTERM)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             return Finding(name, "problem", f"{ranks} ranks did not end within {TRIAL_S} s")
     if launch.returncode == 0:
         by = told.rpartition("went by ")[2].partition(";")[0]

@@ -127,7 +127,7 @@ def load_model(text: str) -> nn.Module:
     try:
         factory = getattr(importlib.import_module(module_name), factory_name)
         model = factory()
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ConfigError(f"model {text!r} cannot be made: {one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {text!r} is no torch.nn.Module but a {type(model).__name__}")

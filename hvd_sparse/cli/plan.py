@@ -126,8 +126,7 @@ def run(options: argparse.Namespace) -> Output:
         "rests_on": costs_from(options, profile),
     }
     written = write_outputs(
-        *(options, policy, rules, profile, tensors, plan),
-        in_two_levels=profile is not profiles[0],
+        *(options, policy, rules, profile, tensors, plan), in_two_levels=profile is not profiles[0]
     )
     return Output(report, text_of(report, options.backward) + written)
 

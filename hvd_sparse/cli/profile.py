@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from hvd_sparse.checks import check_above_zero
 from hvd_sparse.cli.command import Command, Output, add_candidate_arguments, policy_of
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.offline_plan import candidates_of
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace) -> Output | None:
     from hvd_sparse.transports.connect import HorovodBootstrap
 
     hvd.init()
+    check_above_zero("limit", options.limit)
     if hvd.size() == 1:
         raise ConfigError("one rank exchanges nothing: start it by horovodrun -np 2 or more")
     device = device_of_rank(options.device, hvd.local_rank())

@@ -44,7 +44,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def output_of(options: argparse.Namespace, suffix: str) -> Path:
     """The output file: that of `-o`, else one beside the recording, which has been read."""
     recording: Path = options.recording
-    output: Path = options.output or recording.with_suffix(suffix)
+    name = recording.name.removesuffix(".jsonl").removesuffix(".json")
+    output: Path = options.output or recording.with_name(name + suffix)
     if output.exists() and output.samefile(recording):
         raise ConfigError(f"{output}: this is the recording itself; name another file by -o")
     return output

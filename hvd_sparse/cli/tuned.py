@@ -18,10 +18,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         # Horovod's threads wake up so often (ms), though they have one small tensor in a step.
         "cycle-time": {"HOROVOD_CYCLE_TIME": "10"},
         # glibc gives large blocks back when they are freed, and the next step pays for new pages.
-        "malloc": {
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-        },
+        "malloc": {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)},
         "binding": {cores.VARIABLE: "1"},
     }
 )

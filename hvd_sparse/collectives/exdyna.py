@@ -22,10 +22,10 @@ leaves γ open. By some thousandths, a density that is off by 20 stays off for h
 steps; with error feedback, entries crowd just below the threshold, and any fixed gain is too much
 or too little. Here every rank tells how many of its candidates reach each of 64 levels from 0.9 δ
 to 1.8 δ, and the one nearest to k is the next δ. Where what reached δ is not within
-k (1 ± tolerance), indices are gathered once more in the same step, by that level. Where none is, or
-in the first step, δ is the exact k-th magnitude of all candidates (global_threshold.py), and ties
-are cut to each rank's part. Where there are too few candidates, all are taken, and the next step
-samples anew.
+k (1 ± tolerance), indices are gathered once more in the same step, by that level. Whoever has more
+than 1.2 k/P then sends none before. Where no level is within, or in the first step, δ is the exact
+k-th magnitude of all candidates (global_threshold.py), and ties are cut to each rank's part. Where
+there are too few candidates, all are taken, and the next step samples anew.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, Wire
 
 LEVELS = 0.9 * 2.0 ** (torch.arange(64, dtype=torch.float64, device="cpu") / 63)
-LEVEL_BYTES = 8 * LEVELS.numel()
-"""What the counts at all levels take in a message."""
+LEVEL_BYTES = 8 * (1 + LEVELS.numel())
+"""What the counts at δ and at all levels take in a message."""
+EARLY = 1.2
+"""So many times k/P indices are sent before it is known how many reach δ in all."""
 BLOCKS = 1024
 BLOCK_MULTIPLE = 32
 ALPHA = (21, 20)
@@ -134,11 +136,14 @@ class ExDyna(IndexUnion):
         kept = candidates.reaching(self.threshold)
         places = torch.bucketize(candidates.values.abs().nan_to_num(torch.inf), levels, right=True)
         passed = torch.bincount(places, minlength=levels.numel() + 1)
-        parts, counts = self._gather_with_counts(kept, passed.flip(0).cumsum(0).flip(0)[1:])
-        best = int((counts - self.k).abs().argmin())
-        off = abs(sum(part.numel() for part in parts) - self.k)
-        if off > self.tolerance * self.k:
-            if abs(int(counts[best]) - self.k) > self.tolerance * self.k:
+        reach = passed.flip(0).cumsum(0).flip(0)
+        reach[0] = kept.nnz
+        early = kept.indices[: kept.nnz * (kept.nnz * len(self.selected) <= EARLY * self.k)]
+        parts, (total, *counts) = self._gather_with_counts(early, reach)
+        best = min(range(len(counts)), key=lambda i: abs(counts[i] - self.k))
+        is_off = abs(total - self.k) > self.tolerance * self.k
+        if is_off or sum(part.numel() for part in parts) < total:
+            if abs(counts[best] - self.k) > self.tolerance * self.k:
                 return self._exact(candidates)
             kept = candidates.reaching(float(levels[best]))
             parts = self.gather(kept.indices)
@@ -168,12 +173,12 @@ class ExDyna(IndexUnion):
         self.threshold = level if total >= self.k * (1 - self.tolerance) else 0.0
         return kept, self.gather(kept.indices)
 
-    def _gather_with_counts(self, kept: SparseStream, reach: Tensor) -> tuple[list[Tensor], Tensor]:
-        """All ranks' indices, and the sums of their counts, int64 `(64,)`: one message.
+    def _gather_with_counts(self, indices: Tensor, reach: Tensor) -> tuple[list[Tensor], list[int]]:
+        """All ranks' indices, and the sums of their counts, int64 `(65,)`: one message.
 
-        So many of this rank's candidates `reach` each level; non-finite ones do.
+        So many of this rank's candidates `reach` δ and each level; non-finite ones do.
         """
-        own = self.wire.encode_indices(kept.indices, self.numel)
+        own = self.wire.encode_indices(indices, self.numel)
         messages = self.transport.allgather((reach, *own), channel="indices")
         size = reach.numel() * reach.element_size()
         for message in messages:
@@ -183,7 +188,7 @@ class ExDyna(IndexUnion):
                 )
         counts = torch.stack([message[:size].view(torch.int64) for message in messages])
         parts = [self.wire.decode_indices(message[size:], self.numel) for message in messages]
-        return parts, counts.sum(0)
+        return parts, counts.sum(0).tolist()
 
     # -- state -------------------------------------------------------------------------------------
 

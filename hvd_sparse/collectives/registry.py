@@ -17,7 +17,7 @@ from hvd_sparse import cost_model
 from hvd_sparse.checks import check_choice, check_count
 from hvd_sparse.collectives.collective import Collective
 from hvd_sparse.collectives.dense_allreduce import DenseAllreduce
-from hvd_sparse.collectives.exdyna import LEVEL_BYTES, ExDyna
+from hvd_sparse.collectives.exdyna import EARLY, LEVEL_BYTES, ExDyna
 from hvd_sparse.collectives.gtopk import GTopk
 from hvd_sparse.collectives.index_union import CyclicLeader, IndexUnion
 from hvd_sparse.collectives.oktopk import HEAD_BYTES, OkTopk
@@ -99,7 +99,7 @@ ALGORITHMS = (
     ),
     Algorithm("spardl", SparDL, cost_model.spardl, keeps_state=True),
     Algorithm("index_union", IndexUnion, cost_model.index_union, is_lossless=True),
-    _scoped("exdyna", ExDyna, partial(cost_model.exdyna, head_bytes=LEVEL_BYTES)),
+    _scoped("exdyna", ExDyna, partial(cost_model.exdyna, head_bytes=LEVEL_BYTES, early=EARLY)),
     _scoped("clt_k", CyclicLeader, cost_model.clt_k, is_lossless=True),
 )
 """Every one of them once; where two cost the same, the first one is taken."""

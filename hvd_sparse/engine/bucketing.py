@@ -294,10 +294,7 @@ def agree_on_assignment(assignment: Assignment, transport: Transport) -> None:
 
 
 def agree_on_plan(
-    arrivals: Sequence[TensorSpec],
-    assignment: Assignment,
-    transport: Transport,
-    devices: Devices,
+    arrivals: Sequence[TensorSpec], assignment: Assignment, transport: Transport, devices: Devices
 ) -> list[BucketPlan]:
     """The buckets in the order of exchange, by rank 0's order of arrival; all ranks make them.
 

@@ -91,7 +91,7 @@ class Residuals:
             bucket.memory.rescale(factor)
         for tensors in self.outside.by_kind().values():
             for tensor in tensors.values():
-                tensor.mul_(factor)
+                tensor.mul_(factor).nan_to_num_()
 
     def forget(self, names: Collection[str]) -> float:
         planned = [

@@ -105,8 +105,7 @@ class Stages:
         if name not in self._others:
             own = self._own
             self._others[name] = BY_NAME[name].collective(
-                *(own.transport, own.numel, own.k),
-                wire=PLAIN if name == "dense" else own.wire,
+                *(own.transport, own.numel, own.k), wire=PLAIN if name == "dense" else own.wire
             )
         return self._others[name]
 

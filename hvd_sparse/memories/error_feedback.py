@@ -115,7 +115,7 @@ class ErrorFeedback:
     def rescale(self, factor: float) -> None:
         """Multiply the state by a factor, between steps: the gradients' unit has changed."""
         for tensor in self.tensors().values():
-            tensor.mul_(factor)
+            tensor.mul_(factor).nan_to_num_()  # finite always, as the gradients will be
 
     def tensors(self) -> dict[str, Tensor]:
         """The state between steps, by name: float32 tensors `(n,)`.

@@ -75,9 +75,7 @@ class MethodOptions(ABC):
     name: ClassVar[str]
 
     density: float = option(
-        0.01,
-        "k/n, the share of a bucket's elements to exchange per step, in (0, 1].",
-        check_share,
+        0.01, "k/n, the share of a bucket's elements to exchange per step, in (0, 1].", check_share
     )
     momentum: float = option(
         0.0,

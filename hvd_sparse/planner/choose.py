@@ -215,10 +215,7 @@ def _ends(tensors: Sequence[TimedTensor]) -> list[Sequence[TimedTensor]]:
 
 
 def _refined(
-    profile: Profile,
-    tensors: Sequence[TimedTensor],
-    chosen: dict[str, Placement],
-    best_s: float,
+    profile: Profile, tensors: Sequence[TimedTensor], chosen: dict[str, Placement], best_s: float
 ) -> tuple[dict[str, Placement], float]:
     """Change one tensor, or one bucket's method, as long as the step gets faster by it."""
     open_tensors = {t.spec.name: t for t in tensors if t.candidates and t.spec.numel}

@@ -267,10 +267,7 @@ class Planner:
         return before != dict(self.current.placements)
 
     def _follow_rank_0(
-        self,
-        specs: Sequence[TensorSpec],
-        transport: Transport,
-        decide: Callable[[], Decision],
+        self, specs: Sequence[TensorSpec], transport: Transport, decide: Callable[[], Decision]
     ) -> None:
         """Let rank 0 decide, and apply its decision on every rank."""
         decision: Decision = {}
@@ -352,10 +349,7 @@ class Planner:
         return {**self._begin_trial(self._timed_tensors(specs, {})), "found": found}
 
     def _reviewed(
-        self,
-        specs: Sequence[TensorSpec],
-        ready_s: Mapping[str, float],
-        ranks: Sequence[Tensor],
+        self, specs: Sequence[TensorSpec], ready_s: Mapping[str, float], ranks: Sequence[Tensor]
     ) -> Decision:
         assert self.profile is not None
         steps = slowest(ranks)

@@ -118,9 +118,7 @@ def assign(
 
 
 def warnings_of(
-    policy: Policy,
-    assignment: PolicyAssignment,
-    named: Sequence[tuple[str, Parameter]] | None,
+    policy: Policy, assignment: PolicyAssignment, named: Sequence[tuple[str, Parameter]] | None
 ) -> list[str]:
     """Rules that decide on nothing (in any model, without one) or do not compress, with places."""
     if named is None:
@@ -229,7 +227,7 @@ def _condition(document: Document, path: Path, match: Match) -> Condition:
         raise document.error((*path, "name_regex"), "name and name_regex exclude each other")
     try:
         re.compile(condition.name_regex or "")
-    except (re.error, RecursionError, OverflowError) as error:
+    except (re.error, RecursionError, OverflowError, FutureWarning) as error:
         hint = "; a glob, as *.weight, belongs in name" if match.name_regex[0] == "*" else ""
         raise document.error(
             (*path, "name_regex"), f"not a regular expression: {error}{hint}"

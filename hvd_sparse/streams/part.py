@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, iinfo, inf
 
 from hvd_sparse import ops
 from hvd_sparse.streams.stream import SparseStream
@@ -35,17 +35,9 @@ class Operation:
     neutral: Callable[[torch.dtype], float]
 
 
-def _lowest(dtype: torch.dtype) -> float:
-    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _highest(dtype: torch.dtype) -> float:
-    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
-
-
 SUM = Operation("sum", torch.add, lambda dtype: 0)
-MAX = Operation("max", torch.maximum, _lowest)
-MIN = Operation("min", torch.minimum, _highest)
+MAX = Operation("max", torch.maximum, lambda t: -inf if t.is_floating_point else iinfo(t).min)
+MIN = Operation("min", torch.minimum, lambda t: inf if t.is_floating_point else iinfo(t).max)
 OPERATIONS = {operation.name: operation for operation in (SUM, MAX, MIN)}
 """Operations by the names under which a user asks for them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -76,6 +77,16 @@ def test_residuals_follow_a_new_loss_scaler(keep: bool) -> None:
     assert fate.rescaling() == 2.0
     assert fate.unit == 64.0
     assert (kept is not None) is keep
+
+
+def test_a_scale_that_underflows_divides_nothing() -> None:
+    fates = Fates({})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    fates.scaler, fates.unit = weakref.ref(scaler), 8.0
+    scaler._init_scale = 0.0  # as after as many skipped steps as a float has halves
+    assert [fates.rescaling() for _ in range(2)] == [1.0, 1.0]
+    scaler._init_scale = 16.0
+    assert fates.rescaling() == 2.0
 
 
 def test_a_step_without_the_scaler_is_refused() -> None:

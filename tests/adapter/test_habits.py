@@ -564,7 +564,68 @@ def train_by_a_pickled_copy() -> None:
     copy.close()
 
 
+def go_back_after_backward() -> None:
+    """As on a spike of the loss: what is under way must not become the next step's."""
+    ends = []
+    for is_plain in (False, True):
+        if is_plain:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40))
+            named = [(f"habits.{made}.plain.{n}", p) for n, p in model.named_parameters()]
+            sgd = torch.optim.SGD(model.parameters(), lr=0.02)
+            optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named)
+        else:
+            model, optimizer, _ = training()
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if step == 3:
+                time.sleep(0.1)
+                optimizer.load_state_dict(optimizer.state_dict())
+                for p in model.parameters():
+                    p.grad = None
+                loss_of(model, 100).backward()
+            optimizer.step()
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends)
+
+
+def lose_a_group() -> None:
+    """Horovod goes on reducing what no optimizer has any more, and nobody zeroes it."""
+    model, optimizer, _ = training(density=0.05)
+    first = optimizer.param_groups[0]
+    train(model, optimizer, 2)
+    first["params"] = first["params"][2:]
+    with pytest.warns(UserWarning, match=r"has 'habits\.\d+\.0\.weight', nor 1 other tensors"):
+        train(model, optimizer, 1)
+
+
+def take_gradients_of_another_type() -> None:
+    """Torch lets a parameter of 16 bits have gradients of 32."""
+    if not hasattr(Tensor, "grad_dtype"):
+        return
+    for below in (0, 10_000):
+        model, _, _ = training()
+        model.to(torch.bfloat16)
+        for p in model.parameters():
+            p.grad_dtype = torch.float32  # type: ignore[attr-defined]
+        optimizer, _ = wrapped(model, dense_below=below)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+            for p in model.parameters():
+                p.grad = None
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert_alike(model)
+
+
 HABITS = (
+    go_back_after_backward,
+    lose_a_group,
+    take_gradients_of_another_type,
     validate_on_rank_0,
     add_a_group,
     thaw_a_layer,

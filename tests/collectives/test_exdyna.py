@@ -120,8 +120,8 @@ def test_a_message_of_levels_that_is_cut_short_is_refused() -> None:
         collective = ExDyna(transport, 1000, 10)
         inner = transport.allgather
         transport.allgather = lambda *a, **b: [m[:8] for m in inner(*a, **b)]  # type: ignore[method-assign]
-        stream = SparseStream.empty(1000)
-        with pytest.raises(MessageError, match="levels must have at least 512 bytes, got 8"):
-            collective._gather_with_counts(stream, torch.zeros(64, dtype=torch.int64))
+        indices = torch.zeros(0, dtype=torch.int32)
+        with pytest.raises(MessageError, match="levels must have at least 520 bytes, got 8"):
+            collective._gather_with_counts(indices, torch.zeros(65, dtype=torch.int64))
 
     run_ranks(2, worker, timeout_s=60.0)

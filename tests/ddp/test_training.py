@@ -28,6 +28,7 @@ from typing_extensions import override
 import hvd_sparse
 from hvd_sparse import Compression
 from hvd_sparse.adapter import SparseCompressor
+from hvd_sparse.adapter.compressor import REFUSED
 from hvd_sparse.adapter.ddp_door import GroupBootstrap
 from hvd_sparse.errors import ConfigError, UnsupportedError
 from hvd_sparse.methods import METHODS
@@ -448,6 +449,85 @@ def momentum_twice() -> None:
             model(batch(3)).square().mean().backward()
 
 
+def a_gradient_is_kept() -> None:
+    """It keeps its values, as under plain DDP."""
+    found = []
+    for made in (Compression.topk(density=1.0, dense_below=100), None):
+        torch.manual_seed(0)
+        module = nn.Linear(32, 64)
+        model = DistributedDataParallel(module)
+        if made is not None:
+            hvd_sparse.ddp.register(model, made)
+        optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(4):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(batch(step)).square().mean().backward()
+            model(batch(step + 1)).square().mean().backward()
+            optimizer.step()
+            kept.append(module.weight.grad)
+        found.append(torch.stack([each for each in kept if each is not None]))
+    torch.testing.assert_close(*found)
+
+
+def two_wrappers_of_one_parameter() -> None:
+    """The optimizer cannot tell which of them has brought a gradient, and its momentum."""
+    for name in ("dgc", "preconditioned", "topk"):
+        for is_second in (False, True):
+            module = nn.Linear(32, 64)
+            made = [Compression.topk(), Compression.topk()]
+            if name == "dgc":
+                made[is_second] = Compression.dgc(momentum=0.9)
+            elif name == "preconditioned":
+                made[is_second] = Compression.topk(preconditioned=True)
+            models = [DistributedDataParallel(module) for _ in made]
+            hvd_sparse.ddp.register(models[0], made[0])
+            if name == "topk":
+                hvd_sparse.ddp.register(models[1], made[1])
+                continue
+            with pytest.raises(UnsupportedError, match="by another wrapper, too"):
+                hvd_sparse.ddp.register(models[1], made[1])
+
+
+def a_wrapper_is_gone() -> None:
+    """What it had is still in the script's hands; plain DDP goes on."""
+    module = nn.Linear(32, 64)
+    made = Compression.dgc(density=0.05, momentum=0.9, dense_below=100)
+    model = DistributedDataParallel(module)
+    hvd_sparse.ddp.register(model, made)
+    train(model, hvd_sparse.MomentumCorrectedSGD(module.parameters(), lr=0.1, momentum=0.9))
+    del model
+    gc.collect()
+    plain = DistributedDataParallel(module)
+    train(plain, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    made.close()
+
+
+def adamw_is_resumed() -> None:
+    """Its units are there in the first pass, before an optimizer has stepped."""
+    states: Any = None
+    ends = []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 40))
+        model = DistributedDataParallel(module)
+        optimizer, made = hvd_sparse.sparse_adamw(
+            module.named_parameters(), lr=0.01, density=0.02, dense_steps=2, dense_below=100
+        )
+        hvd_sparse.ddp.register(model, made)
+        if resumes:
+            for each, state in zip((module, optimizer, made), states, strict=True):
+                each.load_state_dict(state)
+        else:
+            train(model, optimizer, 12)
+            parts = (module.state_dict(), optimizer.state_dict(), made.state_dict())
+            states = copy.deepcopy(parts)
+        train(model, optimizer, 6, first=12)
+        made.close()
+        ends.append(weights(module))
+    assert torch.equal(*ends)
+
+
 def idle_tensors() -> None:
     """Nobody zeroes what no optimizer has, and it grows from pass to pass."""
     with (
@@ -526,6 +606,10 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "a closure": (a_step_with_a_closure,),
     "communicates": (the_script_communicates_in_backward,),
     "momentum twice": (momentum_twice,),
+    "a kept gradient": (a_gradient_is_kept,),
+    "two wrappers": (two_wrappers_of_one_parameter,),
+    "a wrapper is gone": (a_wrapper_is_gone,),
+    "sparse_adamw, resumed": (adamw_is_resumed,),
     "idle tensors": (idle_tensors,),
     "one by hand": (one_tensor_moved_by_hand,),
     "another model": (another_model_of_one_compression,),
@@ -663,7 +747,7 @@ def register_badly() -> None:
     other.register_comm_hook(None, default_hooks.fp16_compress_hook)
     with pytest.raises(hvd_sparse.ConfigError, match="fp16_compress_hook already"):
         hvd_sparse.ddp.register(other, Compression.topk())
-    for option in ("skip_all_reduce_unused_params", "_use_python_reducer"):
+    for option in REFUSED:
         other = DistributedDataParallel(nn.Linear(3, 3))
         setattr(other, option, True)
         with pytest.raises(hvd_sparse.UnsupportedError, match=option):

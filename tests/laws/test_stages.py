@@ -92,6 +92,30 @@ def test_nor_does_a_gradient_of_equal_magnitudes(density: float) -> None:
         assert max(sent) <= 1.05 * 2 * 4 * NUMEL * 3 / 4
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("density", [0.45, 0.3, 0.25, 0.1])
+@pytest.mark.parametrize("louder", ["one rank", "every step"])
+def test_nor_does_a_gradient_that_jumps(louder: str, density: float, world_size: int) -> None:
+    """ExDyna's threshold is far too low then, and one rank may have all that is selected."""
+
+    def worker(transport: Transport) -> list[int]:
+        engine = engine_of(transport, "exdyna", density=density)
+        for step in range(6):
+            is_loud = louder == "one rank" and step >= 3 and transport.rank == 0
+            train_step(
+                engine,
+                transport.rank,
+                step,
+                10 ** (step if louder == "every step" else 3 * is_loud + 1),
+            )
+        sent = [int(each.bytes_sent) for each in engine.stats().buckets[0].history]
+        engine.disconnect()
+        return sent
+
+    for sent in run_ranks(world_size, worker, timeout_s=60.0):
+        assert max(sent) <= 1.05 * 2 * 4 * NUMEL * (world_size - 1) / world_size
+
+
 @pytest.mark.parametrize("density", [0.3, 0.1, 0.03])
 def test_nor_does_a_selector_that_misses_k(density: float) -> None:
     """Nine tenths of the entries reach the threshold, and four times k are sent."""

@@ -192,6 +192,7 @@ def simulate(
         raise AssertionError(f"{algorithm} on {world_size} ranks: they have different results")
     slowest_s = max(network.slowness(rank) for rank in range(world_size)) * workload.compute_s
     step_s = max(step.end_s for step in last)
+    words, local = [step.abroad.bytes_received / 4 for step in last], network.local_size
     return SimulatedOutcome(
         algorithm,
         world_size,
@@ -203,7 +204,7 @@ def simulate(
         step_s - slowest_s,
         max(done[0].end_s for done in ranks),
         sum(step.nnz for step in last[:shards]) * stretch,
-        _spread(_by_host([step.abroad.bytes_received / 4 for step in last], network.local_size)),
+        _spread([sum(words[i : i + local]) for i in range(0, len(words), local)]),
         hierarchical,
     )
 
@@ -354,10 +355,6 @@ class _Step:
     abroad: Traffic
     nnz: int
     digest: int
-
-
-def _by_host(values: list[float], local_size: int) -> list[float]:
-    return [sum(values[i : i + local_size]) for i in range(0, len(values), local_size)]
 
 
 def _spread(values: list[float]) -> Spread:

@@ -9,12 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_sparse.magnitude import (
-    INFINITE_KEY,
-    key_magnitude,
-    magnitude_keys,
-    threshold_key,
-)
+from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys, threshold_key
 from hvd_sparse.ops._arguments import Entries
 from hvd_sparse.ops.accumulation import Accumulation, Before
 from hvd_sparse.ops.cuda._launcher import THREADS, Argument
