@@ -208,7 +208,9 @@ class Entrance:
         if self._is_open:
             self.settle("load_state_dict()")
             self._close_step()
-            if self._engine.error is None:  # what is under way must not be the next step's
+            while not self._engine.wait(LOOK_S):  # peers may be late
+                self._session.raise_failure()
+            if self._engine.error is None:  # what was under way must not be the next step's
                 self._engine.reassign(self._engine.assignment)
             if self._session.embeddings is not None:
                 self._session.embeddings.give_up()

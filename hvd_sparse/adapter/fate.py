@@ -200,13 +200,12 @@ class Fates:
         """What a step is about to apply: what was given back, or was made of it, and is not 0."""
         keys = (self._given.keys() | self._taken_back.keys()) - self._to_apply
         unknown = {key for key in keys if self._entries[key].given is not None}
-        if not unknown:
-            return set()
         found = [p for p in parameters_of(optimizer) if id(p) in unknown and p.grad is not None]
         flags = told(any_of_each([p.grad for p in found if p.grad is not None]))
         kept = {id(p) for p, flag in zip(found, flags, strict=True) if flag}
         waiting = {id(p) for p in found if self._entries[id(p)].was_zero}
-        if not kept and len(waiting) < len(found):
+        sent = (entry.parameter.grad for entry in self._given.values() if entry.held)
+        if not kept and any(g is not None and not any_of(g) for g in sent):  # they were zeroed
             waiting = {key for key in waiting if self._is_as_given(self._entries[key])}
         return kept | waiting
 
@@ -229,9 +228,8 @@ class Fates:
 
     def _is_as_given(self, entry: Entry) -> bool:
         """Whether nobody has zeroed its zeros, also not by `.data`, as far as others tell."""
-        others = [e for e in self._given.values() if e.held is not None and not e.was_zero]
-        left = [each.given for each in others if is_unchanged(each) and each.given is not None]
-        return is_unchanged(entry) and all(map(any_of, left))
+        left = [e.given for e in self._given.values() if e.held and is_unchanged(e)]
+        return is_unchanged(entry) and all(any_of(each) for each in left if each is not None)
 
     def refuse_closures(self, *, reduces_before: bool) -> None:
         """A reduction begins: in a step with a closure only one that the closure waits for.

@@ -489,6 +489,38 @@ def two_wrappers_of_one_parameter() -> None:
                 hvd_sparse.ddp.register(models[1], made[1])
 
 
+class Ramps(nn.Module):
+    """Of two parameters, the second's gradients are so small that they wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
+
+    @override
+    def forward(self) -> Tensor:
+        return (100.0 * self.a).sum() + self.b.sum()
+
+
+def zeroed_for_two_optimizers() -> None:
+    """One of them has only what was zeros before: the other one's tensors tell."""
+    for zeroes in (True, False):
+        made = Compression.topk(density=0.02, dense_below=100)
+        module = Ramps()
+        model = DistributedDataParallel(module)
+        hvd_sparse.ddp.register(model, made)
+        optimizers = [torch.optim.SGD([p], lr=1.0) for p in (module.a, module.b)]
+        for _ in range(3):
+            module.zero_grad(set_to_none=False)
+            model().backward()
+            for p in module.parameters():
+                p.grad.mul_(0.0 if zeroes else 0.5)  # type: ignore[union-attr]
+            for optimizer in optimizers:
+                optimizer.step()
+        waits = made.state_dict()["residual"]["b"].abs().max()
+        assert waits == (0.0 if zeroes else 3.0)
+        made.close()
+
+
 def a_wrapper_is_gone() -> None:
     """What it had is still in the script's hands; plain DDP goes on."""
     module = nn.Linear(32, 64)
@@ -609,6 +641,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "a kept gradient": (a_gradient_is_kept,),
     "two wrappers": (two_wrappers_of_one_parameter,),
     "a wrapper is gone": (a_wrapper_is_gone,),
+    "zeroed for two": (zeroed_for_two_optimizers,),
     "sparse_adamw, resumed": (adamw_is_resumed,),
     "idle tensors": (idle_tensors,),
     "one by hand": (one_tensor_moved_by_hand,),
