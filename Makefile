@@ -4,8 +4,9 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 FUZZ_SECONDS ?= 60
 SOAK_STEPS ?= 20000
-# Tests that run at a time; those that launch ranks never run beside each other.
-TEST_JOBS ?= 2
+# Tests that run at a time, three on two cores: many wait for faults and timeouts. Those of ranks that
+# are timed closely never run beside each other.
+TEST_JOBS ?= 3
 
 bin := .venv/bin
 pytest = $(bin)/python -m pytest -n $(TEST_JOBS) --no-loadscope-reorder

@@ -79,7 +79,7 @@ def netlab() -> Iterator[Network]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of the tests that `-n 2` runs side by side, those of one group run one after the other."""
+    """Of the tests that `-n 3` runs side by side, those of one group run one after the other."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):

@@ -89,10 +89,10 @@ class Fates:
             self._watch()
 
     def leave_what_is_kept(self) -> None:
-        """A script that keeps a gradient of the last step, as with Horovod, keeps its values."""
+        """A script that keeps a gradient of the last step keeps its values; DDP has views."""
         for entry in self._entries.values():
-            kept = None if entry.view is None else entry.view()
-            if kept is not None and kept is not entry.parameter.grad:
+            kept, own = None if entry.view is None else entry.view(), entry.parameter.grad
+            if kept is not None and kept is not own and not kept._is_view():
                 kept.set_(kept.clone())  # the next result takes the place of the last one
 
     def holds_any(self) -> bool:
