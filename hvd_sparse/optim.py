@@ -16,15 +16,13 @@ from hvd_sparse.errors import UnsupportedError
 
 REDUCED_BY: Any = WeakTensorKeyDictionary()
 """For each parameter a weak reference to what reduces its gradients, and knows how."""
-
-
 APPLIED_BY: Any = WeakTensorKeyDictionary()
-"""The same, of an optimizer of this module: a resumed one is asked before it has stepped."""
+"""For each parameter a weak reference to the optimizer of this module that updates it."""
 
 
-def reducer_of(parameter: object, among: Any = REDUCED_BY) -> Any:
-    """What reduces a parameter's gradients sparsely, or applies them; None where nothing does."""
-    reference = among.get(parameter) if isinstance(parameter, Tensor) else None
+def reducer_of(parameter: object) -> Any:
+    """What reduces a parameter's gradients sparsely; None where nothing does."""
+    reference = REDUCED_BY.get(parameter) if isinstance(parameter, Tensor) else None
     return None if reference is None else reference()
 
 

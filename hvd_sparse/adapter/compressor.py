@@ -33,7 +33,7 @@ from hvd_sparse.planner import planner_of
 from hvd_sparse.transports.connect import Bootstrap
 
 REFUSED = ("skip_all_reduce_unused_params", "_use_python_reducer", "_delay_all_reduce_params")
-"""What DDP's models have that do not wait for their hooks."""
+"""By these, models reduce gradients beside their hook, or do not wait for it."""
 COPIED = ("method", "observer", "_run", "_dense_below")
 """The attributes of a copy, which begins without a residual."""
 
@@ -307,7 +307,7 @@ class SparseCompressor:
             self._session.framework = Distributed(group)
         return self._session.gathering(group, call)
 
-    def reassign(self, method: Assignment) -> None:
+    def reassign(self, method: Assignment | SparseCompressor) -> None:
         """Compress otherwise from the next step on, without losing a residual.
 
         All ranks call this between the same two steps. A tensor that was sparse and now is dense
@@ -322,7 +322,7 @@ class SparseCompressor:
         Raises:
             PlanError: On every rank, where they want different ones.
         """
-        method = getattr(method, "method", method)
+        method = method.method if isinstance(method, SparseCompressor) else method
         optimizer, assignment = self._bound(), self._whole(method)
         if optimizer is not None and self._parameters is not None:
             refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)

@@ -220,8 +220,8 @@ class DdpDoor(Entrance):
         self.fates.left_failed_step()
         self.fates.refuse_closures(reduces_before=False)
         if not self._met:  # a resumed optimizer has units, or momenta, before its first step
-            known = {reducer_of(e.parameter, APPLIED_BY) for e in self._entries.values()}
-            for optimizer in known - {None}:
+            references = {APPLIED_BY.get(e.parameter) for e in self._entries.values()}
+            for optimizer in {each() for each in references - {None}} - {None}:
                 self._meet_optimizer(optimizer)
         super()._open_step()
 

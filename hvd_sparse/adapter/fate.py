@@ -89,7 +89,7 @@ class Fates:
             self._watch()
 
     def leave_what_is_kept(self) -> None:
-        """A script that keeps a gradient of the last step keeps its values; DDP has views."""
+        """What was a gradient in the last step keeps its values; a view is DDP's own bucket."""
         for entry in self._entries.values():
             kept, own = None if entry.view is None else entry.view(), entry.parameter.grad
             if kept is not None and kept is not own and not kept._is_view():
@@ -200,6 +200,8 @@ class Fates:
         """What a step is about to apply: what was given back, or was made of it, and is not 0."""
         keys = (self._given.keys() | self._taken_back.keys()) - self._to_apply
         unknown = {key for key in keys if self._entries[key].given is not None}
+        if not unknown:
+            return set()
         found = [p for p in parameters_of(optimizer) if id(p) in unknown and p.grad is not None]
         flags = told(any_of_each([p.grad for p in found if p.grad is not None]))
         kept = {id(p) for p, flag in zip(found, flags, strict=True) if flag}

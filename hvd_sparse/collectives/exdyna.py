@@ -132,18 +132,18 @@ class ExDyna(IndexUnion):
             return self._exact(candidates)
         if self.as_written:
             return self._scale(candidates)
-        levels = (self.threshold * LEVELS).float()
+        P, levels = self.transport.world_size, (self.threshold * LEVELS).float()
         kept = candidates.reaching(self.threshold)
         places = torch.bucketize(candidates.values.abs().nan_to_num(torch.inf), levels, right=True)
         passed = torch.bincount(places, minlength=levels.numel() + 1)
         reach = passed.flip(0).cumsum(0).flip(0)
-        reach[0] = kept.nnz
-        early = kept.indices[: kept.nnz * (kept.nnz * len(self.selected) <= EARLY * self.k)]
+        reach[0] = kept.nnz  # in the place of what reaches no level
+        early = kept.indices if kept.nnz * P <= EARLY * self.k else kept.indices[:0]
         parts, (total, *counts) = self._gather_with_counts(early, reach)
         best = min(range(len(counts)), key=lambda i: abs(counts[i] - self.k))
-        is_off = abs(total - self.k) > self.tolerance * self.k
-        if is_off or sum(part.numel() for part in parts) < total:
-            if abs(counts[best] - self.k) > self.tolerance * self.k:
+        slack = self.tolerance * self.k
+        if abs(total - self.k) > slack or sum(part.numel() for part in parts) < total:
+            if abs(counts[best] - self.k) > slack:
                 return self._exact(candidates)
             kept = candidates.reaching(float(levels[best]))
             parts = self.gather(kept.indices)

@@ -28,7 +28,6 @@ from typing_extensions import override
 import hvd_sparse
 from hvd_sparse import Compression
 from hvd_sparse.adapter import SparseCompressor
-from hvd_sparse.adapter.compressor import REFUSED
 from hvd_sparse.adapter.ddp_door import GroupBootstrap
 from hvd_sparse.errors import ConfigError, UnsupportedError
 from hvd_sparse.methods import METHODS
@@ -780,7 +779,8 @@ def register_badly() -> None:
     other.register_comm_hook(None, default_hooks.fp16_compress_hook)
     with pytest.raises(hvd_sparse.ConfigError, match="fp16_compress_hook already"):
         hvd_sparse.ddp.register(other, Compression.topk())
-    for option in REFUSED:
+    options = ("skip_all_reduce_unused_params", "_use_python_reducer", "_delay_all_reduce_params")
+    for option in options:
         other = DistributedDataParallel(nn.Linear(3, 3))
         setattr(other, option, True)
         with pytest.raises(hvd_sparse.UnsupportedError, match=option):
