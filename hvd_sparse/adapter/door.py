@@ -591,15 +591,24 @@ class Door(Entrance):
         """
         import horovod.torch as hvd
 
-        handles = [*self._handles, *self._others]
-        if self._pulse is not None:
-            handles.append(self._pulse)
+        handles = self._under_way()
         while not self._engine.wait(LOOK_S) and not all(map(hvd.poll, handles)):
             pass  # where Horovod is done first, it may know why: a rank that has joined, say
         self._wait_for(handles)
         self._read_pulse()
         for handle in self._others:
             hvd.synchronize(handle)
+
+    def _under_way(self) -> list[int]:
+        """Horovod's handles of this step."""
+        pulse = [] if self._pulse is None else [self._pulse]
+        return [*self._handles, *self._others, *pulse]
+
+    @override
+    def give_up(self) -> None:
+        handles, engine = self._under_way(), self._engine
+        super().give_up()
+        waiting.wait_for(handles, lambda: engine.error is not None)  # the next step has their names
 
     def _result(self, entry: Entry) -> Tensor:
         """A parameter's reduced gradient."""

@@ -246,10 +246,12 @@ def test_nothing_is_left() -> None:
 @needs_netlab
 def test_a_lab_goes_with_the_process_that_made_it() -> None:
     program = """
-import subprocess, time
+import psutil, subprocess, time
 from tools.netlab import Netlab
 with Netlab(hosts=2) as network:
     inside = subprocess.Popen(network.on("nl2", ["sleep", "1000"]))
+    while psutil.Process(inside.pid).name() != "sleep":  # it is in the lab by then
+        time.sleep(0.01)
     print(*network.keepers.values(), network.switch, inside.pid, flush=True)
     time.sleep(1000)
 """
