@@ -36,12 +36,13 @@ Streams = list[tuple[Tensor, Tensor]]
 def decode_in_order(out: Tensor, streams: Streams) -> Tensor:
     out.zero_()
     for indices, values in streams:
-        ops.scatter_add(out, indices, values)
+        ops.on(out.device).scatter_add(out, indices, values)
     return out
 
 
 def merge_and_decode(out: Tensor, streams: Streams) -> Tensor:
-    ops.decode(out, *ops.merge_sum(streams, out.numel()))
+    kernels = ops.on(out.device)
+    kernels.decode(out, *kernels.merge_sum(streams, out.numel()))
     return out
 
 

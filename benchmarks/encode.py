@@ -95,10 +95,11 @@ def stream_rows(
         x = gradient_like(numel, 100 + rank, device)
         threshold = reference.kth_magnitude(x, max(1, round(numel * density)))
         streams.append(ops.accumulate_select(ops.Accumulation(x), threshold))
-    merged = ops.merge_sum(streams, numel)
+    kernels = ops.on(x.device)
+    merged = kernels.merge_sum(streams, numel)
     check(merged, reference.merge_sum(streams, numel), "merge_sum")
     ours, theirs = torch.empty(numel, device=device), torch.empty(numel, device=device)
-    ops.decode(ours, *merged)
+    kernels.decode(ours, *merged)
     reference.decode(theirs, *merged)
     check(ours, theirs, "decode")
 
@@ -116,9 +117,9 @@ def stream_rows(
     clear = "out.zero_()"
     t = take_turns(
         {
-            merge: lambda: ops.merge_sum(streams, numel),
+            merge: lambda: kernels.merge_sum(streams, numel),
             "torch coalesce": torch_merge,
-            decode: lambda: ops.decode(ours, *merged),
+            decode: lambda: kernels.decode(ours, *merged),
             "torch zero_, scatter_": lambda: theirs.zero_().scatter_(
                 0, merged_indices, merged_values
             ),

@@ -217,7 +217,7 @@ def measured(compressor: str, steps: Tensor, density: float) -> list[Step]:
             accumulator = Counted(ops.Accumulation(residual, [gradient]), collective.scope())
             before = transport.traffic.snapshot()
             taken = selector.select(accumulator, k)
-            reduction = collective.reduce(taken, lambda at: ops.take_at(residual, at))
+            reduction = collective.reduce(taken, lambda at: ops.on(at.device).take_at(residual, at))
             accumulator.put_back(reduction.returned)
             sent = taken.nnz if accumulator.width == numel else reduction.reduced.nnz
             words = transport.traffic.since(before).bytes_received / 4 * P / (k * (P - 1))

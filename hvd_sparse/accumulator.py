@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hvd_sparse import ops
-from hvd_sparse.streams import SparseStream
+from hvd_sparse.streams import SparseStream, merge
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ class Accumulator:
 
     def take_at(self, indices: Tensor) -> SparseStream:
         """Take the entries at int32 `(m,)` ascending indices; the gradients must be added."""
-        return SparseStream(indices, ops.take_at(self.residual, indices), self.numel)
+        values = ops.on(self.residual.device).take_at(self.residual, indices)
+        return SparseStream(indices, values, self.numel)
 
     def put_back(self, stream: SparseStream) -> None:
         """Undo the taking of entries; the non-finite ones have left their old value behind."""
-        finite = stream.finite()
-        ops.scatter_add(self.residual, finite.indices, finite.values)
+        stream.finite().add_to(self.residual)
 
     def joined(self, taken: SparseStream, spoiled: SparseStream) -> SparseStream:
         """One stream of what was taken and of what was not finite before that.
@@ -110,10 +110,9 @@ class Accumulator:
         """
         if spoiled.nnz == 0:
             return taken
-        others = ops.difference(*taken.payload(), spoiled.indices)
-        clash = ops.difference(*taken.payload(), others[0])
-        self.put_back(SparseStream(*clash, self.numel))
-        return SparseStream(*ops.merge_sum([others, spoiled.payload()], self.numel), self.numel)
+        others = taken.without(spoiled.indices)
+        self.put_back(taken.without(others.indices))
+        return merge([others, spoiled], self.numel)
 
     # -- an estimate: of the whole vector, whatever the scope --------------------------------------
 

@@ -125,7 +125,7 @@ class Job:
             ops.accumulate_topk(Accumulation(self._residual, [g]), self.k)
             corrected = Accumulation(self._velocity, [g], Momentum(self._buffer, MOMENTUM))
             indices, _, _ = ops.accumulate_topk(corrected, self.k)
-            ops.take_at(self._buffer, indices)
+            ops.on(indices.device).take_at(self._buffer, indices)
         self.gradient = gradient_like(numel, WARMUP_STEPS, device)
         self.threshold = reference.kth_magnitude(self._residual + self.gradient, self.k)
         sums = self._buffer * MOMENTUM + self.gradient + self._velocity

@@ -149,7 +149,7 @@ def cuda() -> Finding:
     try:
         place = torch.device("cuda", torch.cuda.current_device())
         values = torch.arange(8, dtype=torch.float32, device=place)
-        kernels = ops.unchecked(place)
+        kernels = ops.on(place)
         runs = isinstance(kernels, CudaOps) and kernels.kth_magnitude(values, 2) == 6
     except Exception as error:  # of a compiler, a driver or a cache
         return Finding("CUDA", "problem", f"{device}, {found[0]}: {one_line(error)}")

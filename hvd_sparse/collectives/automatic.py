@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hvd_sparse import ops
 from hvd_sparse.accumulator import Scope
 from hvd_sparse.checks import check_choice
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, cheapest
 from hvd_sparse.cost_model import ORDINARY_LINK, PLAIN_BYTES, Link, Pace
-from hvd_sparse.streams import ENTRY_BYTES, DenseSum, Part, SparseStream
+from hvd_sparse.streams import ENTRY_BYTES, DenseSum, Part, SparseStream, merge
 from hvd_sparse.topology import MESSAGES_IN_FLIGHT
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, WIRES, Wire
@@ -220,26 +219,25 @@ def measure_link(transport: Transport) -> Link:
 def _kinds_of_work() -> list[tuple[Callable[[], object], int]]:
     """Some work of each kind, in the order of `Pace`, and how many entries or values it takes."""
     places = torch.arange(ENTRIES, dtype=torch.int32, device="cpu") * (VALUES // ENTRIES)
-    stream, other = (
-        (places + shift, torch.ones(ENTRIES, dtype=torch.float32, device="cpu")) for shift in (0, 7)
-    )
+    ones = torch.ones(ENTRIES, dtype=torch.float32, device="cpu")
+    stream, other = (SparseStream(places + shift, ones, VALUES) for shift in (0, 7))
     values = torch.ones(VALUES, dtype=torch.float32, device="cpu")
     out = torch.empty_like(values)
     total = DenseSum((Part(None, values, 0, VALUES),), VALUES)
 
     def scatter() -> None:
         at = places.long()
-        out[at] = torch.add(out[at], stream[1])
+        out[at] = torch.add(out[at], ones)
 
     def scan() -> None:
         total.write(out, 1.0)
 
     def select() -> None:
-        ops.threshold_stream(*stream, 0.5)
-        ops.difference(*stream, other[0])
+        stream.reaching(0.5)
+        stream.without(other.indices)
 
     return [
-        (lambda: ops.merge_sum([stream, other], VALUES), 2 * ENTRIES),
+        (lambda: merge([stream, other], VALUES), 2 * ENTRIES),
         (scatter, ENTRIES),
         (lambda: torch.add(values, values), VALUES),
         (scan, VALUES),

@@ -56,7 +56,7 @@ class DenseAllreduce(Collective):
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         device = stream.home
         whole = torch.empty(self.numel, dtype=torch.float32, device=device)
-        ops.unchecked(device).decode(whole, *stream.to(device).payload())
+        ops.on(device).decode(whole, *stream.to(device).payload())
         (vector,) = ops.moved((whole,), CPU)
         self.transport.worked(Work(0, stream.nnz, self.numel, self.numel))
         # The surplus ranks hand their vectors over, and get the result.

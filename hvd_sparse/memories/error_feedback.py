@@ -74,7 +74,7 @@ class ErrorFeedback:
 
     def take_at(self, indices: Tensor) -> Tensor:
         """Take the entries at more indices, int32 `(m,)` ascending, on the residual's device."""
-        values = ops.take_at(self.residual, indices)
+        values = ops.on(self.residual.device).take_at(self.residual, indices)
         self._taken_elsewhere.append(SparseStream(indices, values, self.residual.numel()))
         return values
 
@@ -189,8 +189,7 @@ class ErrorFeedback:
 
     def _add(self, stream: SparseStream) -> None:
         if stream.nnz:
-            stream = stream.to(self.residual.device)
-            ops.scatter_add(self.residual, stream.indices, stream.values)
+            stream.to(self.residual.device).add_to(self.residual)
 
 
 def within(stream: SparseStream, start: int, stop: int) -> Tensor:

@@ -112,7 +112,7 @@ class GlobalMomentum(ErrorFeedback):
     def tensors(self) -> dict[str, Tensor]:
         # The momentum is a copy of the share: whoever changes it changes nothing here.
         momentum = torch.zeros_like(self.residual)
-        ops.decode(momentum, self.share.indices, self.share.values)
+        self.share.write(momentum, 1.0)
         return {"residual": self.residual, "momentum": momentum}
 
     @override
@@ -153,7 +153,7 @@ class GlobalMomentum(ErrorFeedback):
         if len(set(gather_json(transport, digest.hexdigest(), "momentum"))) == 1:
             return
         total = torch.zeros(share.numel, dtype=torch.float32, device="cpu")
-        ops.decode(total, share.indices, share.values)
+        share.write(total, 1.0)
         total = transport.allreduce_sum(total, channel="momentum")
         indices = total.nonzero().view(-1)
         last = SparseStream(indices.int(), total[indices], share.numel)
@@ -164,7 +164,8 @@ class GlobalMomentum(ErrorFeedback):
         """Step 1, for entries that stay finite; what was there is kept, to go back to."""
         self._before, self._entered = (self.share, self._last_sum), None
         indices = self.share.indices
-        before = ops.take_at(self.residual, indices)
+        before = ops.on(self.residual.device).take_at(self.residual, indices)
         self._entered = SparseStream(indices, before, self.residual.numel())
         after = before + self.momentum * self.share.values
-        ops.scatter_add(self.residual, indices, torch.where(after.isfinite(), after, before))
+        entered = torch.where(after.isfinite(), after, before)
+        SparseStream(indices, entered, self.residual.numel()).add_to(self.residual)

@@ -65,7 +65,7 @@ class MomentumCorrection(ErrorFeedback):
         if not self._lossless:
             self._mask_taken()
             for each in self._taken_elsewhere:
-                ops.take_at(self.momentum_buffer, each.indices)
+                self.momentum_buffer.index_fill_(0, each.indices.long(), 0.0)
         self._forget()
 
     @override
@@ -89,7 +89,7 @@ class MomentumCorrection(ErrorFeedback):
             kept = torch.where(came_back, self.momentum_buffer[indices], 0.0)
             self.momentum_buffer[indices] = kept
         elif taken.nnz:
-            ops.take_at(self.momentum_buffer, taken.indices)
+            self.momentum_buffer.index_fill_(0, taken.indices.long(), 0.0)
 
     @override
     def _accumulation(self, gradients: Sequence[Tensor], before: ops.Before) -> ops.Accumulation:

@@ -13,27 +13,27 @@ Every operation takes and gives:
 |---|---|
 | selection | `accumulate_select`, `accumulate_topk`, `accumulate_group_topk`, `hash_select` |
 | estimation | `sample_accumulator` |
-| streams | `merge_sum`, `difference`, `threshold_stream`, `scatter_add`, `decode`, `take_at` |
+| streams | `merge_sum`, `difference`, `threshold_stream`, `scatter_add`, `decode`, `take_at`; \
+of `on(device)` only |
 | shared memory | `sum_vectors`, `post`, `posted`; on the CPU only |
 | wire | `gap_encode`, `gap_decode`, `qsgd_quantize`, `qsgd_dequantize`; of `on_host()` only |
 
 A family is a module here, which documents its operations and checks their arguments, a section of
-`reference.py` and of `native.py`, `csrc/cpu/api_<family>.cpp` and `cuda/launch_<family>.py`. That
-of wires has neither a module nor kernels: `reference.py` documents it, and `wire/` alone calls it.
+`reference.py` and of `native.py`, `csrc/cpu/api_<family>.cpp` and `cuda/launch_<family>.py`. Those
+of streams and of wires have no module: `reference.py` documents them. Wires have no kernels, and
+`wire/` alone calls them.
 All implementations give the same bits. CPU tensors go to the native library, CUDA tensors to the
 kernels where CuPy is installed, all others to the torch reference. Without the library or CuPy, or
 with `HVD_SPARSE_NATIVE=0` in the environment, the reference does everything. `backend()` tells.
 
-Arguments are checked once: an `Accumulation` when it is made, other tensors by the function that
-gets them (type, shape, device, contiguity). The order of a stream's indices is a precondition. An
-index out of range raises ValueError. On CUDA the kernel leaves the entry out, and the next
-operation that waits for the device raises. The package's own streams were checked when they were
-made or read from a message: `streams/` hands them to `unchecked(device)`, which has the same
-operations without the checks.
+Arguments are checked once: an `Accumulation` when it is made, a stream when it is made or read from
+a message, other tensors by the function that gets them (type, shape, device, contiguity). The order
+of a stream's indices is a precondition. An index out of range raises ValueError. On CUDA the kernel
+leaves the entry out, and the next operation that waits for the device raises.
 """
 
 from hvd_sparse.ops._arguments import CPU, GAP_BLOCK
-from hvd_sparse.ops._dispatch import Ops, backend, on_host, unchecked
+from hvd_sparse.ops._dispatch import Ops, backend, on, on_host
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
 from hvd_sparse.ops.estimation import sample_accumulator
 from hvd_sparse.ops.pages import moved, new_vector, queued, zero_vector
@@ -44,14 +44,6 @@ from hvd_sparse.ops.selection import (
     hash_select,
 )
 from hvd_sparse.ops.shared_memory import post, posted, sum_vectors
-from hvd_sparse.ops.streams import (
-    decode,
-    difference,
-    merge_sum,
-    scatter_add,
-    take_at,
-    threshold_stream,
-)
 
 __all__ = [
     "CPU",
@@ -64,21 +56,15 @@ __all__ = [
     "accumulate_select",
     "accumulate_topk",
     "backend",
-    "decode",
-    "difference",
     "hash_select",
-    "merge_sum",
     "moved",
     "new_vector",
+    "on",
     "on_host",
     "post",
     "posted",
     "queued",
     "sample_accumulator",
-    "scatter_add",
     "sum_vectors",
-    "take_at",
-    "threshold_stream",
-    "unchecked",
     "zero_vector",
 ]

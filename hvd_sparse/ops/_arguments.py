@@ -62,18 +62,6 @@ def gradients(values: Sequence[Tensor], numel: int, device: torch.device) -> Non
         raise ValueError(f"gradients must add up to residual's numel {numel}, got {total}")
 
 
-def stream(indices: object, values: object, device: torch.device, name: str = "") -> None:
-    """Checks the two tensors of a stream; their indices' order and range are not looked at."""
-    prefix = f"{name} " if name else ""
-    checked_indices = tensor(f"{prefix}indices", indices, (torch.int32,), device)
-    checked_values = tensor(f"{prefix}values", values, (torch.float32,), device)
-    if checked_indices.numel() != checked_values.numel():
-        raise ValueError(
-            f"{prefix}values must have as many elements as indices, {checked_indices.numel()}, "
-            f"got {checked_values.numel()}"
-        )
-
-
 def integer(name: str, value: object, low: int, high: int | None = None) -> int:
     """Returns `value` if it is an integer in `[low, high]`."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -45,17 +45,17 @@ def backend(device: torch.device | str = "cpu") -> str:
 
     Returns `"native-avx512"`, `"native-avx2"`, `"native-portable"`, `"cuda"` or `"reference"`.
     """
-    serving = unchecked(torch.device(device))
+    serving = on(torch.device(device))
     if serving is REFERENCE:
         return "reference"
     return f"native-{serving.isa}" if isinstance(serving, NativeOps) else "cuda"
 
 
-def unchecked(device: torch.device) -> Ops:
-    """The operations for tensors on a device, without the checks of their arguments.
+def on(device: torch.device) -> Ops:
+    """The operations for tensors on a device, which has its index; nothing checks their types.
 
-    For streams that this package made or read from a checked message: everything else goes through
-    the functions of `hvd_sparse.ops`. A tensor of another type would be read as what it is not.
+    A tensor of another type or length is read as what it is not: only streams that this package
+    made, or read from a checked message, come here. For the others there is `hvd_sparse.ops`.
     """
     if _native is not None and device.type == "cpu":
         return _native

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
 from hvd_sparse.ops._arguments import MAX_NUMEL, MAX_SEED
-from hvd_sparse.ops._dispatch import unchecked
+from hvd_sparse.ops._dispatch import on
 from hvd_sparse.ops.accumulation import Accumulation
 
 
@@ -27,4 +27,4 @@ def sample_accumulator(accumulation: Accumulation, runs: int, run_numel: int, se
     checks.integer("run_numel", run_numel, 1, MAX_NUMEL)
     checks.integer("runs", runs, 0, accumulation.numel // run_numel)
     checks.integer("seed", seed, 0, MAX_SEED)
-    return unchecked(accumulation.device).sample_accumulator(accumulation, runs, run_numel, seed)
+    return on(accumulation.device).sample_accumulator(accumulation, runs, run_numel, seed)

@@ -1,7 +1,8 @@
 """The operations in plain torch: what they mean, and what runs where there is no native library.
 
-Works on any device. The arguments are as `hvd_sparse.ops` has checked them. The formats of wires
-are described here.
+Works on any device. The arguments are as `hvd_sparse.ops` has checked them. Operations on streams
+and the formats of wires, which it does not check, are described here. An index out of `[0, n)`
+raises ValueError; some entries may be written by then.
 """
 
 from __future__ import annotations
@@ -155,6 +156,10 @@ def sample_accumulator(accumulation: Accumulation, runs: int, run_numel: int, se
 
 
 def merge_sum(streams: Sequence[Entries], numel: int) -> Entries:
+    """The sum of at least one stream over `numel` elements, below 2**31: an entry per index.
+
+    At one index, values are added in the order of the list.
+    """
     for i, (indices, _) in enumerate(streams):
         _check_range(f"streams[{i}] indices", indices, numel)
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
@@ -166,27 +171,38 @@ def merge_sum(streams: Sequence[Entries], numel: int) -> Entries:
 
 
 def difference(indices: Tensor, values: Tensor, other: Tensor) -> Entries:
+    """The entries of a stream whose index is not in `other`, int32 `(m,)`, strictly ascending."""
     kept = ~torch.isin(indices, other)
     return indices[kept], values[kept]
 
 
 def threshold_stream(indices: Tensor, values: Tensor, threshold: float) -> Entries:
+    """The entries of a stream that reach a threshold >= 0 as `accumulate_select` does."""
     kept = magnitude_keys(values) >= threshold_key(threshold)
     return indices[kept], values[kept]
 
 
 def scatter_add(x: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Adds a stream to a vector, float32 `(n,)`, in place: `x[indices] += values`."""
     _check_range("indices", indices, x.numel())
     x[indices] += values
 
 
 def decode(out: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Writes a stream as a dense vector: zero everywhere but `out[indices] = values`.
+
+    `out` is float32, float16 or bfloat16 `(n,)`; values are rounded to nearest even.
+    """
     _check_range("indices", indices, out.numel())
     out.zero_()
     out[indices] = values.to(out.dtype)
 
 
 def take_at(x: Tensor, indices: Tensor) -> Tensor:
+    """Moves entries out of a vector, float32 `(n,)`: returns `x[indices]`, and leaves zeros there.
+
+    `indices` are int32 `(nnz,)`, each at most once.
+    """
     _check_range("indices", indices, x.numel())
     values = x[indices]
     x[indices] = 0.0

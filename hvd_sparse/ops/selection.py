@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvd_sparse.ops import _arguments as checks
 from hvd_sparse.ops._arguments import MAX_NUMEL, MAX_SEED, Entries
-from hvd_sparse.ops._dispatch import unchecked
+from hvd_sparse.ops._dispatch import on
 from hvd_sparse.ops.accumulation import Accumulation
 
 
@@ -41,7 +41,7 @@ def accumulate_select(
     stop = checks.integer(
         "stop", accumulation.numel if stop is None else stop, start, accumulation.numel
     )
-    return unchecked(accumulation.device).accumulate_select(accumulation, threshold, start, stop)
+    return on(accumulation.device).accumulate_select(accumulation, threshold, start, stop)
 
 
 def accumulate_topk(accumulation: Accumulation, k: int) -> tuple[Tensor, Tensor, float]:
@@ -57,7 +57,7 @@ def accumulate_topk(accumulation: Accumulation, k: int) -> tuple[Tensor, Tensor,
         than k nonzeros, inf for k = 0).
     """
     checks.integer("k", k, 0)
-    return unchecked(accumulation.device).accumulate_topk(accumulation, k)
+    return on(accumulation.device).accumulate_topk(accumulation, k)
 
 
 def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int = 512) -> Entries:
@@ -70,7 +70,7 @@ def accumulate_group_topk(accumulation: Accumulation, k: int, group_numel: int =
     """
     checks.integer("group_numel", group_numel, 1, MAX_NUMEL)
     checks.integer("k", k, 1, group_numel)
-    return unchecked(accumulation.device).accumulate_group_topk(accumulation, k, group_numel)
+    return on(accumulation.device).accumulate_group_topk(accumulation, k, group_numel)
 
 
 def hash_select(
@@ -97,6 +97,6 @@ def hash_select(
             f"slots must be a multiple of slots_per_bucket {slots_per_bucket}, got {slots}"
         )
     checks.integer("seed", seed, 0, MAX_SEED)
-    return unchecked(accumulation.device).hash_select(
+    return on(accumulation.device).hash_select(
         accumulation, threshold, slots, slots_per_bucket, seed
     )

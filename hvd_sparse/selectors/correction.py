@@ -28,7 +28,7 @@ def keep_largest(
     left = SparseStream(stream.indices, rest.residual, stream.numel)
     if ops.backend(stream.indices.device) != "cuda":  # there it costs a wait for their number
         left = left.reaching(0.0)
-    ops.unchecked(left.indices.device).scatter_add(accumulator.residual, *left.payload())
+    left.add_to(accumulator.residual)
     return SparseStream(stream.indices[order.long()], values, stream.numel), threshold
 
 

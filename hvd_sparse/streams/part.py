@@ -188,7 +188,7 @@ def _merge(parts: Sequence[Part], operation: Operation) -> Part:
     first = parts[0]
     streams = [(part.indices, part.values) for part in parts if part.indices is not None]
     if operation is SUM and first.values.dtype == torch.float32 and first.values.dim() == 1:
-        merged = ops.unchecked(first.values.device).merge_sum(streams, first.stop)
+        merged = ops.on(first.values.device).merge_sum(streams, first.stop)
         return Part(*merged, first.start, first.stop)
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
     shape = (union.numel(), *first.values.shape[1:])
@@ -241,7 +241,7 @@ class DenseSum:
             else:
                 indices = (part.indices - part.start).to(out.device)
                 values = part.values.to(out.device) * scale
-                ops.unchecked(out.device).decode(place, indices, values)
+                ops.on(out.device).decode(place, indices, values)
 
 
 Sum = SparseStream | DenseSum

@@ -46,7 +46,7 @@ class SparseStream:
 
     @property
     def _ops(self) -> ops.Ops:
-        return ops.unchecked(self.indices.device)
+        return ops.on(self.indices.device)
 
     def slice(self, start: int, stop: int) -> SparseStream:
         """Entries number `start` up to `stop`, as views."""
@@ -128,7 +128,11 @@ class SparseStream:
         `out` is float32, float16 or bfloat16 `(numel,)`, on any device.
         """
         scaled = self.times(scale).to(out.device)
-        ops.unchecked(out.device).decode(out, *scaled.payload())
+        ops.on(out.device).decode(out, *scaled.payload())
+
+    def add_to(self, x: Tensor) -> None:
+        """Add every entry to a float32 vector `(numel,)` on the same device, in place."""
+        ops.on(x.device).scatter_add(x, *self.payload())
 
     def times(self, factor: float) -> SparseStream:
         """Every value multiplied by a factor."""
@@ -160,7 +164,7 @@ def sum_of(streams: Sequence[SparseStream], numel: int) -> SparseStream:
 def merge(streams: Sequence[SparseStream], numel: int) -> SparseStream:
     """The sum of at least one stream, in the order of the list and in memory of its own."""
     entries = [stream.payload() for stream in streams]
-    merged = ops.unchecked(entries[0][0].device).merge_sum(entries, numel)
+    merged = ops.on(entries[0][0].device).merge_sum(entries, numel)
     return SparseStream(*merged, numel)
 
 

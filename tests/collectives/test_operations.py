@@ -87,7 +87,7 @@ def test_counts_at_levels_are_those_at_their_thresholds(count: int, threshold: f
     indices = torch.arange(count, dtype=torch.int32)
     assert counts.dtype == torch.int32
     for level in range(LEVELS):
-        passing = ops.threshold_stream(indices, values, threshold_at(threshold, level))
+        passing = ops.on(ops.CPU).threshold_stream(indices, values, threshold_at(threshold, level))
         assert int(counts[level]) == passing[0].numel()
 
 

@@ -78,23 +78,23 @@ class FakeCupy(ModuleType):
 def test_without_cupy_a_warning_names_the_extra_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.warns(RuntimeWarning, match=r"pip install 'hvd-sparse\[cuda13\]'"):
-        assert _dispatch.unchecked(DEVICE) is reference
+        assert _dispatch.on(DEVICE) is reference
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _dispatch.unchecked(torch.device("cuda", 1)) is reference
+        assert _dispatch.on(torch.device("cuda", 1)) is reference
         assert _dispatch.backend(DEVICE) == "reference"
 
 
 @pytest.mark.usefixtures("torch_for_cuda")
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVD_SPARSE_NATIVE", "0")
-    assert _dispatch.unchecked(DEVICE) is reference
+    assert _dispatch.on(DEVICE) is reference
 
 
 @pytest.mark.usefixtures("torch_for_cuda")
 def test_with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, FakeCupy())
-    assert isinstance(_dispatch.unchecked(DEVICE), CudaOps)
+    assert isinstance(_dispatch.on(DEVICE), CudaOps)
     assert _dispatch.backend(DEVICE) == "cuda"
 
 
@@ -102,7 +102,7 @@ def test_with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_device_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, 1))
     with pytest.warns(RuntimeWarning, match="sm_61 is older than sm_70"):
-        assert _dispatch.unchecked(DEVICE) is reference
+        assert _dispatch.on(DEVICE) is reference
 
 
 def test_without_a_compiler_the_first_bucket_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.ops import Accumulation, Before, Momentum
-from hvd_sparse.ops._dispatch import unchecked
+from hvd_sparse.ops._dispatch import on
 
 
 class OnDevice:
@@ -24,7 +24,7 @@ class OnDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ops = unchecked(device)
+        self._ops = on(device)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         op = getattr(self._ops, name)

@@ -318,5 +318,5 @@ def test_take_at_masks_momentum() -> None:
     u = torch.ones(10)
     accumulation = Accumulation(torch.zeros(10), [torch.arange(10.0)], Momentum(u, 0.5))
     indices, _ = ops.accumulate_select(accumulation, 5.0)
-    ops.take_at(u, indices)
+    ops.on(u.device).take_at(u, indices)
     assert u.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, *[0.0] * 5]

@@ -25,7 +25,7 @@ WORDS_PER_BLOCK = 1024
 
 
 class CudaStreams(KernelFamily):
-    """As `hvd_sparse.ops.streams`, on checked arguments."""
+    """As in `hvd_sparse.ops.reference`."""
 
     def merge_sum(self, streams: Sequence[Entries], numel: int) -> Entries:
         """The sum of streams, in the order of the list.
