@@ -111,7 +111,7 @@ def _parse(text: str, units: dict[str, float], example: str) -> float:
 def load_model(text: str) -> nn.Module:
     """Make a model that is given as `module:factory`.
 
-    The module is imported as Python would import it in the current directory.
+    The module is imported as Python would import it in the current directory, without arguments.
 
     Raises:
         ConfigError: The factory does not exist, fails, or returns no complete `torch.nn.Module`.
@@ -124,11 +124,14 @@ def load_model(text: str) -> nn.Module:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    arguments, sys.argv = sys.argv, [module_name]
     try:
         factory = getattr(importlib.import_module(module_name), factory_name)
         model = factory()
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ConfigError(f"model {text!r} cannot be made: {one_line(error)}") from error
+    finally:
+        sys.argv = arguments
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {text!r} is no torch.nn.Module but a {type(model).__name__}")
     if any(map(is_lazy, model.parameters())):

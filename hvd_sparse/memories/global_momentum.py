@@ -105,8 +105,10 @@ class GlobalMomentum(ErrorFeedback):
     @override
     def rescale(self, factor: float) -> None:
         super().rescale(factor)
-        self.share, self._last_sum = self.share.times(factor), self._last_sum.times(factor)
-        self._sums_out = {start: out.times(factor) for start, out in self._sums_out.items()}
+        held = self.share, self._last_sum
+        self.share, self._last_sum = (each.times(factor).finite() for each in held)
+        out = self._sums_out.items()
+        self._sums_out = {start: each.times(factor).finite() for start, each in out}
 
     @override
     def tensors(self) -> dict[str, Tensor]:

@@ -195,7 +195,8 @@ def small_sweep(monkeypatch: Any) -> None:
 @pytest.mark.usefixtures("small_sweep")
 def test_plan_shows_every_tensor_and_why(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "plan_model.py").write_text(
-        "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(2000, 1000))\n"
+        "import argparse\nfrom torch import nn\nargparse.ArgumentParser().parse_args()\n"
+        "def make(): return nn.Sequential(nn.Linear(2000, 1000))\n"
     )
     monkeypatch.chdir(tmp_path)
     slow = ["plan", "plan_model:make", "--ranks", "8", "--bandwidth", "10mbit", "--latency", "1us"]

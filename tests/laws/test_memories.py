@@ -288,12 +288,12 @@ def test_a_step_that_fails_before_its_pass_has_changed_nothing(
     run_ranks(1, worker, timeout_s=10.0)
 
 
-@pytest.mark.parametrize("name", ["dgc", "topk"])
-def test_a_residual_stays_finite_where_a_loss_scale_grows(name: str) -> None:
+@pytest.mark.parametrize(("name", "momentum"), [("dgc", 0.0), ("topk", 0.0), ("topk", 0.9)])
+def test_a_residual_stays_finite_where_a_loss_scale_grows(name: str, momentum: float) -> None:
     """Else its entry would spoil every step from then on."""
 
     def worker(transport: Transport) -> None:
-        engine = Engine(METHODS[name](density=0.1, momentum=0.0).make())
+        engine = Engine(METHODS[name](density=0.1, momentum=momentum).make())
         engine.connect(transport)
         for factor, is_finite in ((8.0, True), (0.125, False), (1.0, True)):
             engine.submit(TensorSpec("w", (10,), "torch.float32"), torch.full((10,), 1e38))
@@ -301,7 +301,9 @@ def test_a_residual_stays_finite_where_a_loss_scale_grows(name: str) -> None:
             assert bool(engine.result("w").isfinite().all()) is is_finite  # or a scaler skips it
             engine.settle(counts=is_finite)
             engine.rescale(factor)
-            assert engine.state_dict()["residual"]["w"].isfinite().all()
+            state = engine.state_dict()
+            held = [*state["residual"].values(), *state["momentum"].values()]
+            assert all(each.isfinite().all() for each in held)
         engine.disconnect()
         engine.rescale(1e38)
         assert engine.state_dict()["residual"]["w"].isfinite().all()
