@@ -246,7 +246,8 @@ class Entrance:
         Raises:
             ConfigError: Momentum would be applied a second time, or another one.
         """
-        momenta = [(group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
+        groups = optimizer.param_groups  # a schedule may cycle through betas that are not 0
+        momenta = [(g.get("momentum"), bool((g.get("betas") or (0,))[0])) for g in groups]
         if momenta != self._momenta.get(optimizer):
             assignment = self._engine.assignment
             refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -606,6 +607,18 @@ def lose_a_group() -> None:
         train(model, optimizer, 1)
 
 
+def cycle_betas() -> None:
+    """As OneCycleLR does, in each step: the costs of a momentum are told once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer, _ = training(make=torch.optim.Adam, density=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+        for _ in range(4):
+            train(model, optimizer, 1)
+            schedule.step()
+    assert sum("has a momentum (betas)" in str(each.message) for each in caught) == 1
+
+
 def take_gradients_of_another_type() -> None:
     """Torch lets a parameter of 16 bits have gradients of 32."""
     if not hasattr(Tensor, "grad_dtype"):
@@ -631,6 +644,7 @@ def take_gradients_of_another_type() -> None:
 HABITS = (
     go_back_after_backward,
     lose_a_group,
+    cycle_betas,
     take_gradients_of_another_type,
     validate_on_rank_0,
     add_a_group,
