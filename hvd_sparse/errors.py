@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from contextlib import suppress
 
 logger = logging.getLogger("hvd_sparse")
 
@@ -42,6 +44,12 @@ class PeerLostError(TransportError):
 
 class MessageError(TransportError):
     """A message cannot be read: it is damaged, or belongs to another call."""
+
+
+def say(line: str) -> None:
+    """Print a line on standard error; where that is full or closed, nothing ends by it."""
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:

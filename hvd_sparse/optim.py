@@ -17,7 +17,7 @@ from hvd_sparse.errors import UnsupportedError
 REDUCED_BY: Any = WeakTensorKeyDictionary()
 """For each parameter a weak reference to what reduces its gradients, and knows how."""
 APPLIED_BY: Any = WeakTensorKeyDictionary()
-"""For each parameter a weak reference to the optimizer of this module that updates it."""
+"""For each parameter a weak reference to the optimizer of this module that updates it, or will."""
 
 
 def reducer_of(parameter: object) -> Any:
@@ -189,25 +189,44 @@ class SparseAdamW(Known, torch.optim.AdamW):
         """Update the parameters once; `closure` evaluates the model again, for the loss."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        refreshes = False
         for group in self.param_groups:
             parts: dict[bool, list[Parameter]] = {False: [], True: []}
             for p in filter(is_due, group["params"]):
                 reducer = reducer_of(p)
                 parts[reducer is not None and reducer.preconditions(p)].append(p)
             beta1, beta2 = group["betas"]
-            has_new = any(p not in self.state for p in parts[True])
+            has_new = any(map(self._has_no_unit, parts[True]))
             self._update(group, parts[False], beta1, beta2)
             self._update(group, parts[True], None, beta2)
             step = group["sparse_steps"] = group.get("sparse_steps", 0) + 1
-            refreshes = step % (4 if step < REFRESH_STEPS else REFRESH_STEPS) == 0
-            if parts[True] and (refreshes or has_new or step < 4):
-                states = [self.state[p] for p in parts[True]]
-                steps = (its["step"].to(its["exp_avg_sq"].device) for its in states)
-                biases = ((1 - beta2**step).clamp(min=1e-8) for step in steps)
-                v = (its["exp_avg_sq"] / bias for its, bias in zip(states, biases, strict=True))
-                for its, exponent in zip(states, exponents(v, group["eps"]), strict=True):
-                    its["exponent"] = exponent
+            is_due_now = step % (4 if step < REFRESH_STEPS else REFRESH_STEPS) == 0 or step < 4
+            refreshes |= bool(parts[True]) and (is_due_now or has_new)
+        if refreshes:
+            self._refresh()
         return loss
+
+    def _has_no_unit(self, parameter: Parameter) -> bool:
+        """Whether a compressed gradient is the first one, or had a momentum until now."""
+        its: dict[str, Any] = self.state.get(parameter, {})
+        return not its or ("exp_avg" in its and bool(its["exp_avg"].any()))
+
+    def _refresh(self) -> None:
+        """Take the units of all compressed gradients from v."""
+        held = [
+            (p, its, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if (its := self.state.get(p)) and "exp_avg" not in its
+        ]
+        biases = (1 - group["betas"][1] ** its["step"].to(p.device) for p, its, group in held)
+        vs = (
+            (its["exp_avg_sq"] / bias.clamp(min=1e-8), group["eps"])
+            for (_, its, group), bias in zip(held, biases, strict=True)
+        )
+        for (p, its, _), exponent in zip(held, exponents(vs), strict=True):
+            its["exponent"] = exponent
+            APPLIED_BY[p] = weakref.ref(self)
 
     def _update(
         self, group: dict[str, Any], parameters: list[Parameter], beta1: float | None, beta2: float
@@ -258,15 +277,15 @@ class SparseAdamW(Known, torch.optim.AdamW):
         return its
 
 
-def exponents(vs: Iterable[Tensor], eps: float) -> list[Tensor]:
-    """The e with 2^e next to √v + ε, contiguous int8 in v's shape, for each v of a group.
+def exponents(vs: Iterable[tuple[Tensor, float]]) -> list[Tensor]:
+    """The e with 2^e next to √v + ε, contiguous int8 in v's shape, for each v and ε.
 
     Where v is 0, nothing has been sent yet. There e is the mean of the tensor's other elements, or
-    of the group's: as ε, such elements would come before all others. Integers are summed, so that
-    every rank has the same.
+    of all tensors': as ε, such elements would come before all others, and as 1 never. Integers are
+    summed, so that every rank has the same.
     """
     found, sums = [], []
-    for v in vs:
+    for v, eps in vs:
         never = v == 0
         bits = v.float().sqrt().add_(eps).view(torch.int32).add_((1 << 23) - SQRT2_BITS)  # rounds
         e = (bits >> 23).sub_(127).clamp_(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)

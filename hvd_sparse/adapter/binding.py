@@ -195,13 +195,13 @@ def told(flags: Sequence[Tensor]) -> list[bool]:
 
 
 class Parameters:
-    """Those that required a gradient when the compression was made, in the order of their names.
+    """Those whose gradients a compression may get, in the order of their names.
 
     A parameter with several names is called by the last of them, as Horovod calls it.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
-        pairs = [(n, p) for n, p in named_pairs(named_parameters) if p.requires_grad]
+    def __init__(self, pairs: Iterable[tuple[str, Parameter]]) -> None:
+        pairs = list(pairs)
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

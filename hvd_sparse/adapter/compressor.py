@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_sparse.adapter.binding import Parameters, caller_of
+from hvd_sparse.adapter.binding import Parameters, caller_of, named_pairs
 from hvd_sparse.adapter.ddp_door import DdpDoor, Distributed
 from hvd_sparse.adapter.door import Door
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
@@ -70,12 +69,15 @@ class SparseCompressor:
         self.method, self.observer = method, observer
         self._run = (transport, timeout_s, busy_timeout_s, hierarchical)
         self._dense_below = dense_below
-        self._parameters = None if named_parameters is None else Parameters(named_parameters)
+        self._parameters = None
+        if named_parameters is not None:
+            pairs = named_pairs(named_parameters)
+            self._parameters = Parameters([(name, p) for name, p in pairs if p.requires_grad])
         self._start()
 
     def _start(self) -> None:
         self._engine = Engine(self._whole(self.method), self.observer)
-        self._session = Session(self._engine, *self._run)
+        self._session = Session(self._engine, *self._run, self._dense_below)
         self._door: Door | DdpDoor | None = None
         self._loaded_units: dict[str, float | None] = {"unit": None, "scale": None}
         self._loaded_strictly: bool | None = None
@@ -410,10 +412,9 @@ class SparseCompressor:
     def __getstate__(self) -> dict[str, Any]:
         """Pickled without its engine: a copy reads its parameters from the optimizer it serves."""
         if self._engine.residuals.holds_any:
-            warnings.warn(
-                "hvd_sparse: a copy of a compression has none of its residuals: save state_dict() "
-                "or save_checkpoint() beside it",
-                stacklevel=3,
+            warn(
+                "a copy of a compression has none of its residuals: save state_dict() or "
+                "save_checkpoint() beside it"
             )
         return {name: getattr(self, name) for name in COPIED}
 
@@ -458,7 +459,8 @@ class SparseCompressor:
                 "sparse_as_dense must be False with exchange_embeddings, got True: leave one of "
                 "them out"
             )
-        named = [(name, p) for p, name in optimizer._parameter_names.items()]
+        names = optimizer._parameter_names
+        named = [(name, p) for p, name in names.items() if p in optimizer._requires_update]
         parameters = self._take_names(named, f"the optimizer's {len(named)} parameters")
         self._leave_door(Horovod())
         door = Door(optimizer, parameters, self._engine, self._session, self._dense_below)

@@ -12,13 +12,13 @@ Cost: some passes over the weights and a message of 16 bytes per tensor, every `
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hvd_sparse.errors import warn
 from hvd_sparse.transports import Transport
 
 INTERVAL_STEPS = 1000
@@ -60,7 +60,7 @@ class Divergence:
         found = self._compare(transport)
         if found:
             self._parameters = []
-            warnings.warn(f"hvd_sparse: {found}", stacklevel=2)
+            warn(found)
 
     def _compare(self, transport: Transport) -> str:
         """The first rank that differs from rank 0, and where; "" where none does."""

@@ -102,7 +102,7 @@ class Door(Entrance):
         labels = optimizer._parameter_names
         self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for p, n in labels.items()}
         for entry in self._entries.values():
-            entry.handle = functools.partial(self._result, entry), None
+            entry.handle = functools.partial(self._in_place, entry), None
         fates = Fates(self._entries, engine.corrects_momentum)
         mine = [self._entries[id(p)] for p in parameters_of(optimizer) if p in labels]
         super().__init__(parameters, engine, session, dense_below, fates, mine, optimizer)
@@ -392,6 +392,17 @@ class Door(Entrance):
         optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, passes)
         optimizer._handles.clear()
         optimizer._synchronized = True
+
+    def _in_place(self, entry: Entry) -> Tensor:
+        """What Horovod's own `synchronize` is to put into a gradient's place: it is there already.
+
+        Horovod would cut a view off from its buffer.
+        """
+        result, gradient = self._result(entry), entry.parameter.grad
+        if gradient is None or gradient.is_sparse or result.is_sparse:
+            return result
+        self._put_back(entry)
+        return gradient
 
     def _put_back(self, entry: Entry) -> None:
         """A parameter's reduced gradient becomes its gradient: the same object, as with Horovod.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, warn
-from hvd_sparse.optim import REDUCED_BY, SparseAdamW, parameters_of, reducer_of
+from hvd_sparse.optim import APPLIED_BY, REDUCED_BY, SparseAdamW, parameters_of, reducer_of
 
 LOOK_S = 0.05
 """From one look for a failure to the next, while exchanges are waited for."""
@@ -133,9 +132,10 @@ class Entrance:
 
     def exponents_of(self, parameter: Parameter) -> Tensor | None:
         """What `SparseAdamW` has for a parameter; None for any other optimizer."""
-        met = reversed(self.optimizers)  # Horovod's may be one that never stepped
-        states = (optimizer.state.get(parameter, {}) for optimizer in met)
-        return next((state["exponent"] for state in states if "exponent" in state), None)
+        reference = APPLIED_BY.get(parameter)  # the same on all ranks, whatever else is alive
+        optimizer = None if reference is None else reference()
+        exponent: Tensor | None = getattr(optimizer, "state", {}).get(parameter, {}).get("exponent")
+        return exponent
 
     def before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         """An optimizer begins a step: those that have parameters of this one's are met here.
@@ -366,7 +366,7 @@ class Entrance:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(f"hvd_sparse: {message}", stacklevel=3)
+            warn(message)
 
     @contextmanager
     def _first_cause(self) -> Iterator[None]:

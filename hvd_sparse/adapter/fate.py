@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from hvd_sparse.adapter.binding import (
     told,
 )
 from hvd_sparse.adapter.divergence import digest
-from hvd_sparse.errors import ConfigError, UnsupportedError
+from hvd_sparse.errors import ConfigError, UnsupportedError, warn
 from hvd_sparse.optim import parameters_of
 
 SEARCHED_FRAMES = 17
@@ -62,6 +61,8 @@ class Fates:
     ) -> None:
         self._entries, self._corrects_momentum, self._giver = entries, corrects_momentum, giver
         self._given: dict[int, Entry] = {}
+        self._applied: dict[int, Entry] = {}  # of them, since the last backward pass
+        self._pass = -1  # the last one that was looked at
         self._undone: set[Entry] = set()
         self._taken_back: dict[int, Entry] = {}
         self._call: str | None = None
@@ -128,6 +129,7 @@ class Fates:
             self.refuse_momentum_again(kept)
             self._warn_of_updates_by_hand(gone)
         self._given.clear()
+        self._applied.clear()
         self._undone.update(gone.values())
         if call is not None and gone:
             sent = {key: entry for key, entry in gone.items() if not entry.was_zero}
@@ -158,11 +160,10 @@ class Fates:
             if is_late or not moved:
                 entry.weights = None
         if is_moving and self.scaler is None:
-            warnings.warn(
-                "hvd_sparse: weights have changed, but no optimizer.step() applied the reduced "
-                "gradients: they are taken for dropped, and sent once more; call "
-                "compression.applied() after each update by hand",
-                stacklevel=2,
+            warn(
+                "weights have changed, but no optimizer.step() applied the reduced gradients: they "
+                "are taken for dropped, and sent once more; call compression.applied() after each "
+                "update by hand"
             )
 
     def applied(self) -> None:
@@ -223,10 +224,8 @@ class Fates:
         if self._is_as_given(entry):
             return True
         # The others tell whether it has been zeroed with them.
-        others = [each for each in self._given.values() if not each.was_zero]
-        known = [e.parameter.grad for e in others if e.given is not None]
-        left = any(gradient is not None and any_of(gradient) for gradient in known)
-        return left or not (others or self._undone)
+        left = [e for e in self._given.values() if not e.was_zero and e.given is not None]
+        return any(map(_holds, (*left, *self._applied.values())))
 
     def _is_as_given(self, entry: Entry) -> bool:
         """Whether nobody has zeroed its zeros, also not by `.data`, as far as others tell."""
@@ -274,16 +273,19 @@ class Fates:
         held = any_of_each([entry.given for entry in new if entry.given is not None])
         for entry, flag in zip(new, held, strict=True):
             entry.held = flag
-        for key, entry in self._given.items():
+        for key, entry in (self._given | self._applied).items() if self._given else ():
             if not entry.is_watched and entry.parameter.requires_grad:
                 entry.is_watched = True
                 hook = entry.parameter.register_hook(weakly(self._look, key))
                 weakref.finalize(self, hook.remove).atexit = False
 
     def _look(self, key: int) -> None:
-        entry = self._entries[key]
-        if key in self._given:  # by another object, maybe, as a copy of it
-            entry.given = entry.parameter.grad if self._is_there(entry) else None
+        entry, task = self._entries[key], torch._C._current_graph_task_id()
+        if self._given and task != self._pass:  # a pass that has added nothing yet: all can tell
+            self._pass, there = task, list(map(self._is_there, self._given.values()))
+            for each, is_there in zip(self._given.values(), there, strict=True):
+                each.given = each.parameter.grad if is_there else None  # or a copy of it
+            self._applied = {key: each for key, each in self._applied.items() if _holds(each)}
         if key in self._taken_back and not self._is_there(entry):
             del self._taken_back[key]
 
@@ -309,7 +311,7 @@ class Fates:
                 if entry is None and id(p) in self._taken_back:
                     self._refuse_late()
                 elif entry is not None and (not is_still or self._leaves_traces(optimizer, entry)):
-                    del self._given[id(p)]
+                    self._applied[id(p)] = self._given.pop(id(p))
                     entry.given, entry.weights, entry.idle_steps = None, None, 0
                     self._has_stepped = True
 
@@ -350,10 +352,9 @@ class Fates:
         if before is None:
             self.unit, before = scale, 1.0 if self._has_stepped else scale
         if before != scale:
-            warnings.warn(
-                f"hvd_sparse: the residuals are in units of a loss scale of {before:g}, but a new "
-                f"scaler began with {scale:g}: keep one scaler, and load its state, too",
-                stacklevel=2,
+            warn(
+                f"the residuals are in units of a loss scale of {before:g}, but a new scaler began "
+                f"with {scale:g}: keep one scaler, and load its state, too"
             )
         self.scaler = weakref.ref(scaler)
 
@@ -400,6 +401,12 @@ def sample(parameter: Tensor) -> Tensor:
     """A copy of some elements: torch does not count what is changed by `.data`."""
     n = min(parameter.numel(), SAMPLED_ENTRIES)
     return parameter.detach().as_strided((n,), (parameter.numel() // max(n, 1),)).clone()
+
+
+def _holds(entry: Entry) -> bool:
+    """Whether a parameter's gradient is not all zeros now."""
+    gradient = entry.parameter.grad
+    return gradient is not None and bool(any_of(gradient))
 
 
 def _is_zero(rate: Any) -> bool:

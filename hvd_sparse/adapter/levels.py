@@ -34,6 +34,7 @@ def check_hierarchical(name: str, value: Hierarchical) -> Hierarchical:
 
 def agree_on_levels(
     requested: Hierarchical,
+    dense_below: int,
     slot: Slot,
     assignment: Assignment,
     specs: Sequence[TensorSpec],
@@ -43,6 +44,7 @@ def agree_on_levels(
 
     Args:
         requested: What the user wants.
+        dense_below: Compared with the others', as what is requested.
         slot: Where this rank is.
         assignment: How tensors are reduced; the same on all ranks.
         specs: The tensors.
@@ -51,13 +53,15 @@ def agree_on_levels(
     Raises:
         ConfigError: On every rank, where they want different things, or what is impossible.
     """
-    told = gather_json(transport, [requested, list(slot)], CHANNEL)
+    mine = {"hierarchical": requested, "dense_below": dense_below}
+    told = gather_json(transport, [mine, list(slot)], CHANNEL)
     for rank, (theirs, _) in enumerate(told):
-        if theirs != told[0][0]:
-            raise ConfigError(
-                f"hierarchical must be the same on all ranks, got rank 0 {told[0][0]!r}, "
-                f"rank {rank} {theirs!r}"
-            )
+        for name, value in told[0][0].items():
+            if theirs[name] != value:
+                raise ConfigError(
+                    f"{name} must be the same on all ranks, got rank 0 {value!r}, rank {rank} "
+                    f"{theirs[name]!r}"
+                )
     if requested is False or transport.world_size == 1:
         return None
     slots = [Slot(*each) for _, each in told]

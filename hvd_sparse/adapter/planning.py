@@ -89,7 +89,7 @@ class Planning:
     @property
     def is_due(self) -> bool:
         """Whether the plan is to be reviewed in the step under way."""
-        return self._steps_left == 0
+        return self._steps_left <= 0  # below, where that step was given up
 
     def review(self) -> None:
         """Review the plan; all ranks call this together, and no gradient is under way."""

@@ -123,6 +123,7 @@ class Session(Leaving):
         timeout_s: float,
         busy_timeout_s: float | None = None,
         hierarchical: Hierarchical = False,
+        dense_below: int = 0,
     ) -> None:
         self.framework: Framework = Horovod()
         self.lock = threading.RLock()
@@ -134,7 +135,7 @@ class Session(Leaving):
         )
         self._engine = engine
         self._timeout_s, self._carrier = timeout_s, (transport, timeout_s, busy_timeout_s)
-        self._hierarchical = hierarchical
+        self._hierarchical, self._dense_below = hierarchical, dense_below
         self.divergence = Divergence(())
         self._must_agree = self._compares = False
         self._connecting = False
@@ -321,7 +322,8 @@ class Session(Leaving):
                 engine.assignment = before
             self._change_to(planner.current)
         engine.hosts = agree_on_levels(
-            self._hierarchical, self._slot, engine.assignment, specs, self._transport
+            *(self._hierarchical, self._dense_below, self._slot),
+            *(engine.assignment, specs, self._transport),
         )
 
     def _specs_as_they_come(self) -> list[TensorSpec]:

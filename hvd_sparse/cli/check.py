@@ -28,7 +28,7 @@ from hvd_sparse.cli.tuned import missing
 from hvd_sparse.compression import POLICY_VARIABLE
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.ops.cuda import CudaOps
-from hvd_sparse.ops.native import LIBRARY_PATH
+from hvd_sparse.ops.native import ISA_NAMES, LIBRARY_PATH
 from hvd_sparse.planner.remembered import default_path
 from hvd_sparse.policy import load_policy
 from hvd_sparse.policy.document import suggestion
@@ -40,6 +40,7 @@ from hvd_sparse.transports.nccl import problem_with_nccl
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 SLOW_SETTINGS = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD")
 OURS = ("BIND", "IFACE", "ISA", "NATIVE", "POLICY", "TORCH", "TRANSPORT")
+VALUES = {"BIND": ("0", "1"), "NATIVE": ("0", "1"), "ISA": ISA_NAMES}
 TRIAL_S = 90
 TRIAL = f"""
 import signal; signal.alarm({TRIAL_S})  # ends a rank that nobody waits for any more
@@ -176,7 +177,7 @@ def settings() -> list[Finding]:
     found = []
     for name in sorted(os.environ):
         if name == POLICY_VARIABLE:
-            found.append(policy(os.environ[name]))
+            found += [policy(os.environ[name])] if os.environ[name] else []
         elif name.startswith("HVD_SPARSE_"):
             found.append(setting(name, os.environ[name]))
     for name in SLOW_SETTINGS:
@@ -191,9 +192,12 @@ def settings() -> list[Finding]:
 
 
 def setting(name: str, value: str) -> Finding:
-    """Whether there is such a variable, and the interface that it names."""
+    """Whether there is such a variable and such a value, and the interface that it names."""
     if name not in (known := [f"HVD_SPARSE_{each}" for each in OURS]):
         return Finding(name, "problem", f"unknown: {suggestion(name, known)}")
+    valid = VALUES.get(name.removeprefix("HVD_SPARSE_"), (value,))
+    if value and value not in valid:
+        return Finding(name, "problem", f"{value} is none of {', '.join(valid)}: unset it")
     if name == OWN_VARIABLE and value:
         usable = [each.name for each in describe_host().interfaces if not each.is_loopback]
         if value not in usable:

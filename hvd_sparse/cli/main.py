@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         )
         if command.json_file:
             subparser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON")
-        else:
+        elif command is not TUNED:
             subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_arguments(subparser)
         subparser.set_defaults(command=command)

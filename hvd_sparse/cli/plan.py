@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import string
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from hvd_sparse.cli.command import (
 from hvd_sparse.collectives.two_levels import Levels, shared
 from hvd_sparse.compression import RunOptions
 from hvd_sparse.cost_model import Link
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, say
 from hvd_sparse.files import write_text
 from hvd_sparse.lab.offline_plan import (
     HEADINGS,
@@ -141,7 +140,7 @@ def profiles_of(options: argparse.Namespace, rules: PolicyAssignment) -> list[Pr
     methods = candidates_of(rules.rules)
     if not methods:
         raise ConfigError(f"{options.policy}: no rule with compress: auto, nothing to plan")
-    print(f"measuring how {len(methods)} methods encode and decode here …", file=sys.stderr)
+    say(f"measuring how {len(methods)} methods encode and decode here …")
     costs = measure_encoding(LocalWorld(1).transport(0), methods)
     return profiles_of_hosts(levels_of(options), costs)
 

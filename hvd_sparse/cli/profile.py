@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 
 from hvd_sparse.checks import check_above_zero
 from hvd_sparse.cli.command import Command, Output, add_candidate_arguments, policy_of
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, say
 from hvd_sparse.lab.offline_plan import candidates_of
 from hvd_sparse.planner.costs import Profile
 from hvd_sparse.planner.measure import LIMIT_S, measure_profile
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> Output | None:
     world = HorovodBootstrap(hvd.global_process_set)
     transport = create_transport(options.transport, world, 60.0, device)
     if hvd.rank() == 0:
-        print(f"measuring {len(methods)} methods for {options.limit:g} s …", file=sys.stderr)
+        say(f"measuring {len(methods)} methods for {options.limit:g} s …")
     allreduce = Horovod().allreduce_of(hvd.global_process_set)
     place = meet(transport, device)
     profile = measure_profile(transport, allreduce, methods, place, options.limit, device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from hvd_sparse.checks import check_choice, check_count, check_share
 from hvd_sparse.cli.command import Command, Output, bytes_per_s, seconds
 from hvd_sparse.collectives.two_levels import shared
 from hvd_sparse.cost_model import Link
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, say
 from hvd_sparse.lab.plots import load_pyplot, plot_outcomes
 from hvd_sparse.lab.simulator import (
     ALGORITHMS,
@@ -111,7 +110,7 @@ def run(options: argparse.Namespace) -> Output:
         stretch=options.stretch,
         jobs=options.jobs,
         hierarchical=(False, True) if options.hierarchical else (False,),
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=say,
     )
     title = (
         f"n = {workload.numel:,}, k = {workload.k:,}, α = {options.alpha:g} s, "

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from hvd_sparse import cores
 from hvd_sparse.cli.command import Command, Output
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, say
 
 SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -53,7 +52,7 @@ def run(options: argparse.Namespace) -> Output | None:
         raise ConfigError(f"there is no command {options.job[0]!r} in PATH")
     added = missing(vars(options))
     told = " ".join(f"{name}={value}" for name, value in added.items()) or "nothing: all is set"
-    print(f"hvd-sparse tuned: sets {told}", file=sys.stderr, flush=True)
+    say(f"hvd-sparse tuned: sets {told}")
     os.execvpe(options.job[0], options.job, {**os.environ, **added})
     return None
 

@@ -274,10 +274,7 @@ class Engine:
         """
         if not self._buckets:
             if name not in self._arrivals:
-                raise ConfigError(
-                    f"the gradient of {name!r} was given up, since close(), reassign() or "
-                    "load_state_dict() was called between backward() and step()"
-                )
+                raise _given_up(name)
             self.plan()
         if self._locations[name].bucket.is_begun:
             self._finish_step()
@@ -310,7 +307,8 @@ class Engine:
         """Make the plan (`agree_on_plan`) once the first step is there; all ranks together."""
         if self._buckets or not self._arrivals:
             return
-        assert self._transport is not None
+        if self._transport is None:  # a hook's close()
+            raise _given_up(next(iter(self._arrivals)))
         arrivals = self._arrivals.values()
         devices = {spec.name: gradient.device for spec, gradient, _ in arrivals}
         specs = [spec for spec, *_ in arrivals]
@@ -391,3 +389,10 @@ class Engine:
     def count_dropped(self, l1: float, what: str) -> None:
         self.dropped_l1 += l1
         warn(f"dropped {what}: L1 norm {l1:g}")
+
+
+def _given_up(name: str) -> ConfigError:
+    return ConfigError(
+        f"the gradient of {name!r} was given up, since close(), reassign() or load_state_dict() "
+        "was called between backward() and step()"
+    )

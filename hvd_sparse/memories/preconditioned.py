@@ -7,8 +7,9 @@ Steps: ε/D = ε/D + g/D; a selector takes entries out, as from plain error feed
 sees D times the sum over the ranks.
 
 Adam divides by √v: the largest |ε|/√v are the longest steps, the largest |ε| those of the layers
-with the largest gradients. Powers of two divide and multiply without rounding: nothing else
-changes, and a state is in units of the gradients. Cost: one more pass, and 4 bytes per element.
+with the largest gradients. Powers of two divide and multiply without rounding, but for denormals:
+nothing else changes, and a state is in units of the gradients. Cost: one more pass, and 4 bytes per
+element.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Profile:
             methods = {MethodId.from_json(m["method"]): _method_costs(m) for m in data["methods"]}
             place = Place.from_json(data["place"])
             return Profile(place, _line(data["dense"]), methods, str(data["source"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"not a profile: {type(error).__name__}: {error}") from None
 
     @staticmethod

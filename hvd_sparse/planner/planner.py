@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.engine.bucketing import Choice, Method, MethodId, TensorSpec
-from hvd_sparse.errors import HvdSparseError, PlanError, warn
+from hvd_sparse.errors import HvdSparseError, PlanError, say, warn
 from hvd_sparse.planner.choose import (
     ChosenPlan,
     Placement,
@@ -290,15 +289,17 @@ class Planner:
             self.before = FixedAssignment(self.rules, placements, self)
         if "plan" in decision:
             plan = plan_from_json(decision["plan"])
-            methods = {placement.method for placement in plan.placements.values()}
-            unknown = plan.placements.keys() - {spec.name for spec in specs}
-            unknown |= {str(method) for method in methods - self._methods.keys()}
-            if unknown:
-                names = ", ".join(sorted(unknown))
-                raise PlanError(f"rank 0 plans for {names}, which this rank has not")
+            if unknown := self._unknown(plan, specs):
+                raise PlanError(f"rank 0 plans for {unknown}, which this rank has not")
             self.plan, self.is_trying = plan, decision["trying"]
             self.steps_to_review = decision["steps"]
             self.timed_steps = decision.get("timed", TIMED_STEPS)
+
+    def _unknown(self, plan: ChosenPlan, specs: Sequence[TensorSpec]) -> str:
+        """The tensors and methods of a plan that there are none of."""
+        methods = {placement.method for placement in plan.placements.values()}
+        unknown = plan.placements.keys() - {spec.name for spec in specs}
+        return ", ".join(sorted(unknown | {str(m) for m in methods - self._methods.keys()}))
 
     def _forget(self) -> None:
         self.is_trying = False
@@ -322,19 +323,23 @@ class Planner:
                 decision["before"] = placements_to_json(before)
             for known in (self._found, loaded.get("found")):
                 found += [Remembered.from_json(known)] if known else []
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             warn(f"the state's plan cannot be read, and is left out: {error}")
         remembered, why = recall(self._key, found)
         if remembered is None:
             if why:
                 tell(f"the remembered plan is for another {why}; measuring again")
             return decision
+        outcome = remembered.outcome
+        if outcome is not None and (unknown := self._unknown(outcome.plan, specs)):
+            warn(f"the remembered plan is for {unknown}, which the model has not: measuring again")
+            return decision
         decision["found"] = remembered.to_json()
-        if remembered.outcome is not None:
-            decision["plan"] = plan_to_json(remembered.outcome.plan)
+        if outcome is not None:
+            decision["plan"] = plan_to_json(outcome.plan)
             decision["steps"] = RECALLED_REVIEW_STEPS + self._warmup_steps()
             decision["trying"] = False
-            tell(f"using the remembered plan, {remembered.outcome.best}")
+            tell(f"using the remembered plan, {outcome.best}")
         return decision
 
     def _started(self, specs: Sequence[TensorSpec], place: Place) -> Decision:
@@ -436,7 +441,7 @@ def tell(words: str) -> None:
     """A line for the user: in the log, or on standard error where the log would not show it."""
     logger.info("Planner: %s.", words)
     if not logger.isEnabledFor(logging.INFO):
-        print(f"hvd_sparse: Planner: {words}.", file=sys.stderr, flush=True)
+        say(f"hvd_sparse: Planner: {words}.")
 
 
 def meet(transport: Transport, device: torch.device) -> Place:

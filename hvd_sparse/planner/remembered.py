@@ -215,7 +215,7 @@ class Remembered:
             profile = Profile.from_json(data["profile"])
             outcome = None if data["outcome"] is None else TrialOutcome.from_json(data["outcome"])
             return Remembered(Key(**key, place=place), profile, outcome)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"not a plan: {type(error).__name__}: {error}") from None
 
 

@@ -74,20 +74,28 @@ def test_it_is_torchs_adamw_bit_for_bit(options: dict[str, Any]) -> None:
 
 def test_units_are_roots_and_what_was_never_sent_is_like_the_others() -> None:
     v = torch.tensor([[0.0, 1.0, 2.0], [0.5, 4.0, 1e-12]])
-    found, unseen, turned = exponents([v, torch.zeros(2), v.t()], 1e-8)
+    found, unseen, turned = exponents([(each, 1e-8) for each in (v, torch.zeros(2), v.t())])
     assert found.tolist() == [[-4, 0, 1], [0, 1, -20]]
     assert unseen.tolist() == [-4, -4]
     assert turned.is_contiguous()
-    assert exponents([torch.zeros(2)], 1e-8)[0].tolist() == [0, 0]
+    assert exponents([(torch.zeros(2), 1e-8)])[0].tolist() == [0, 0]
 
 
-def test_a_tensor_that_comes_late_is_like_the_others_at_once() -> None:
+@pytest.mark.parametrize("habit", ["unused", "a group of its own", "dense"])
+def test_a_tensor_that_comes_late_is_like_the_others_at_once(habit: str) -> None:
     """Else none of its entries is sent until the next look at √v, and then nothing else is."""
     first, late = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))
-    optimizer = SparseAdamW([first, late], LR)
+    optimizer = SparseAdamW([first], LR)
+    optimizer.param_groups[0]["params"] += [late] if habit != "a group of its own" else []
     REDUCED_BY[first] = REDUCED_BY[late] = lambda: LEADS
     for step in range(39):
         first.grad, late.grad = torch.full((4,), 8.0), torch.zeros(3) if step == 38 else None
+        if step == 38 and habit == "a group of its own":
+            optimizer.add_param_group({"params": [late]})
+        if habit == "dense":
+            late.grad = torch.full((3,), 8.0)
+            REDUCED_BY.pop(late, None)
+            REDUCED_BY.update([(late, lambda: LEADS)] if step == 38 else [])
         optimizer.step()
     assert optimizer.state[first]["exponent"].tolist() == [3, 3, 3, 3]
     assert optimizer.state[late]["exponent"].tolist() == [3, 3, 3]

@@ -28,12 +28,16 @@ def training(
     frozen: bool = False, make: Callable[..., Any] = torch.optim.SGD, **arguments: Any
 ) -> tuple[nn.Sequential, Any, Any]:
     """A model, Horovod's optimizer and a compression, which sends everything by default."""
+    model = new_model()
+    model[1].requires_grad_(not frozen)
+    return model, *wrapped(model, make, **arguments)
+
+
+def new_model() -> nn.Sequential:
     global made  # noqa: PLW0603  # each training names its tensors
     made += 1
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40))
-    model[1].requires_grad_(not frozen)
-    return model, *wrapped(model, make, **arguments)
+    return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40))
 
 
 def wrapped(
@@ -570,14 +574,7 @@ def go_back_after_backward() -> None:
     ends = []
     busy = torch.zeros(40_000_000)  # what Horovod reduces before the names of a step
     for is_plain in (False, True):
-        if is_plain:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40))
-            named = [(f"habits.{made}.plain.{n}", p) for n, p in model.named_parameters()]
-            sgd = torch.optim.SGD(model.parameters(), lr=0.02)
-            optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named)
-        else:
-            model, optimizer, _ = training()
+        model, optimizer, _ = plain() if is_plain else training()
         for step in range(6):
             optimizer.zero_grad()
             time.sleep(2.0 * (step == 3 and hvd.rank() == 0))
@@ -619,6 +616,99 @@ def cycle_betas() -> None:
     assert sum("has a momentum (betas)" in str(each.message) for each in caught) == 1
 
 
+def keep_views_of_one_buffer() -> None:
+    """The first gradients come by hand, so that Horovod's own `synchronize` begins."""
+    ends = []
+    for is_plain in (False, True):
+        model, optimizer, _ = plain() if is_plain else training()
+        flat = torch.zeros(weights(model).numel())
+        parameters = list(model.parameters())
+        for p, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = view.view_as(p)
+        for step in range(3):
+            flat.zero_()
+            gradients = torch.autograd.grad(loss_of(model, step), parameters)
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad.add_(gradient)
+            optimizer.step()
+            assert flat.any()
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends)
+
+
+def plain() -> tuple[nn.Sequential, Any, None]:
+    """The same without a compression."""
+    model = new_model()
+    named = [(f"habits.{made}.plain.{n}", p) for n, p in model.named_parameters()]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.02)
+    return model, hvd.DistributedOptimizer(sgd, named_parameters=named), None
+
+
+def zero_in_place_where_one_layer_sends(how: str) -> None:
+    """The head comes first in each pass and alone sends; what is dropped of the others is gone."""
+    ends = []
+    for density in (0.01, None):
+        global made  # noqa: PLW0603
+        made += 1
+        parameters = [nn.Parameter(torch.zeros(3000)) for _ in range(3)]
+        named = [(f"habits.{made}.{i}", p) for i, p in enumerate(parameters)]
+        rate = 0.0 if how == "rate 0" else 1.0
+        groups = [{"params": parameters[:2], "lr": rate}, {"params": parameters[2:], "lr": 1.0}]
+        compression: Any = hvd.Compression.none
+        if density is not None:
+            compression = Compression.topk(named, density=density, dense_below=0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(groups), named_parameters=named, compression=compression
+        )
+        for step in range(8):
+            generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+            gradients = [
+                2.0 * torch.randint(1, 9, p.shape, generator=generator) for p in parameters
+            ]
+            sum(
+                (p * gradient * scale).sum()
+                for p, gradient, scale in zip(parameters, gradients, (1.0, 1.0, 256.0), strict=True)
+            ).backward()
+            optimizer.synchronize()
+            if step % 2 or how == "rate 0":
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            for p in parameters:
+                (p.grad.data if how == "data" else p.grad).zero_()
+        moved = torch.cat([p.detach() for p in parameters]).double()
+        if density is not None:
+            held = compression.state_dict()["residual"]
+            waits = torch.cat([held.get(name, torch.zeros(3000)) for name, _ in named]).double()
+            moved -= hvd.allreduce(waits, name=f"habits.{made}.waits")
+        ends.append(moved)
+    assert torch.equal(*ends)
+
+
+def zero_the_data_where_one_layer_sends() -> None:
+    zero_in_place_where_one_layer_sends("data")
+
+
+def rest_at_rate_0_where_another_layer_sends() -> None:
+    zero_in_place_where_one_layer_sends("rate 0")
+
+
+def freeze_before_the_first_gradient() -> None:
+    """Horovod reduces what required a gradient when it was wrapped: so are the names taken."""
+    for ranks in ((0,), (0, 1)):
+        model = new_model()
+        named = [(f"habits.{made}.late.{name}", p) for name, p in model.named_parameters()]
+        compression = Compression.topk(density=1.0, dense_below=0)
+        optimizer = hvd.DistributedOptimizer(
+            *(torch.optim.SGD(model.parameters(), lr=0.02), named, compression)
+        )
+        for step in range(3):
+            model[0].requires_grad_(step > 0 or hvd.rank() not in ranks)
+            train(model, optimizer, 1)
+        assert len(compression.state_dict()["residual"]) == 4
+        assert_alike(model)
+        compression.close()
+
+
 def take_gradients_of_another_type() -> None:
     """Torch lets a parameter of 16 bits have gradients of 32."""
     if not hasattr(Tensor, "grad_dtype"):
@@ -645,6 +735,10 @@ HABITS = (
     go_back_after_backward,
     lose_a_group,
     cycle_betas,
+    keep_views_of_one_buffer,
+    zero_the_data_where_one_layer_sends,
+    rest_at_rate_0_where_another_layer_sends,
+    freeze_before_the_first_gradient,
     take_gradients_of_another_type,
     validate_on_rank_0,
     add_a_group,

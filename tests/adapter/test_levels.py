@@ -35,7 +35,9 @@ def decided(requested: Any, where: list[Slot], link: Any = SLOW, **changes: Any)
         transport.link = link
         wish = requested[transport.rank] if isinstance(requested, list) else requested
         try:
-            hosts = agree_on_levels(wish, where[transport.rank], assignment, SPECS, transport)
+            below = changes.get("below", {}).get(transport.rank, 0)
+            slot = where[transport.rank]
+            hosts = agree_on_levels(wish, below, slot, assignment, SPECS, transport)
         except ConfigError as error:
             return str(error)
         return hosts and (hosts.grid.hosts, hosts.grid.local_size)
@@ -103,6 +105,8 @@ def test_what_is_impossible_is_refused_by_name() -> None:
         assert answer == (
             "hierarchical must be the same on all ranks, got rank 0 True, rank 1 'auto'"
         )
+    for answer in decided(False, slots(2), below={1: 1000}):
+        assert answer == "dense_below must be the same on all ranks, got rank 0 0, rank 1 1000"
 
 
 def test_arguments_and_policies_have_it() -> None:

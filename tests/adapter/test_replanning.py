@@ -161,3 +161,30 @@ def test_a_plan_begins_in_the_order_of_rank_0s_gradients() -> None:
         return [spec.name for spec in session._specs_as_they_come()]
 
     assert run_ranks(2, worker) == [["b", "a", "d", "c"]] * 2
+
+
+def give_up_the_step_of_a_review() -> None:
+    model = nn.Linear(100, 100)
+    named = [(f"given_up.{name}", p) for name, p in model.named_parameters()]
+    compression = hvd_sparse.Compression.from_policy(policy_with_a_profile(2), named)
+    optimizer = hvd.DistributedOptimizer(
+        *(torch.optim.SGD(model.parameters(), 0.01), named, compression)
+    )
+    given_up = 0
+    for _ in range(450):
+        optimizer.zero_grad()
+        model(torch.randn(8, 100)).square().mean().backward()
+        planning = compression._session.planning
+        if planning is not None and planning.is_due and not given_up:
+            optimizer.load_state_dict(optimizer.state_dict())
+            given_up += 1
+        else:
+            optimizer.step()
+    assert given_up == 1
+    assert not planning._planner.is_trying
+    compression.close()
+
+
+@with_ranks(World(2))
+def test_a_trial_ends_though_the_step_of_a_review_is_given_up(ranks: Ranks) -> None:
+    ranks.run(give_up_the_step_of_a_review)

@@ -96,9 +96,12 @@ def test_check_names_what_the_environment_decides(monkeypatch: Any, capsys: Any)
 
 def test_check_names_variables_that_nothing_reads(monkeypatch: Any, capsys: Any) -> None:
     given = {"HVD_SPARSE_IFACE": "bogus0", "HVD_SPARSE_TRANSPROT": "mpi", "HVD_SPARSE_BIND": "1"}
-    status, found = checked(monkeypatch, capsys, **given)
+    given |= {"HVD_SPARSE_NATIVE": "false"}
+    status, found = checked(monkeypatch, capsys, HVD_SPARSE_POLICY="", **given)
     assert status == 1
-    assert [found[name]["state"] for name in given] == ["problem", "problem", "ok"]
+    assert [found[name]["state"] for name in given] == ["problem", "problem", "ok", "problem"]
+    assert "HVD_SPARSE_POLICY" not in found
+    assert found["HVD_SPARSE_NATIVE"]["detail"] == "false is none of 0, 1: unset it"
     assert found["HVD_SPARSE_IFACE"]["detail"].startswith("bogus0 is no usable interface; usable: ")
     assert "did you mean HVD_SPARSE_TRANSPORT?" in found["HVD_SPARSE_TRANSPROT"]["detail"]
 

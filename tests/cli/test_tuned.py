@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ def test_a_job_is_started_with_what_is_quicker(tmp_path: Path, binds: bool) -> N
         assert told["HOROVOD_CYCLE_TIME"] == "5"
         assert told["MALLOC_TRIM_THRESHOLD_"] == str(1 << 34)
         assert told["HVD_SPARSE_BIND"] == ("1" if binds else None)
+
+
+def test_a_job_is_started_though_nobody_reads_what_is_set() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "hvd_sparse", "tuned", "sh", "-c", "exit 7"]
+    assert subprocess.run(command, stderr=write, check=False, timeout=60).returncode == 7
+    os.close(write)
 
 
 @pytest.mark.parametrize(

@@ -232,3 +232,73 @@ def one_of_two_optimizers_goes_back(who: str) -> None:
 @with_ranks(World(2, "torchrun"))
 def test_what_waits_is_lost_for_one_optimizer_alone(ranks: Ranks, who: str) -> None:
     ranks.run(one_of_two_optimizers_goes_back, who)
+
+
+def clear_in_place_what_one_optimizer_leaves() -> None:
+    """b steps every fourth time; what is cleared of it between is gone, though it has sent 0."""
+    ends = []
+    for density in (None, 0.01):
+        a, b = nn.Parameter(torch.zeros(64, 40)), nn.Parameter(torch.zeros(64, 64))
+        module = nn.Module()
+        module.a, module.b = a, b
+        module.forward = lambda gradients, of=(a, b): sum(
+            (p * g).sum() for p, g in zip(of, gradients, strict=True)
+        )
+        model = DistributedDataParallel(module)
+        compression: Any = None
+        if density is not None:
+            compression = hvd_sparse.Compression.topk(density=density)
+            hvd_sparse.ddp.register(model, compression)
+        optimizers = [torch.optim.SGD([p], lr=1.0) for p in (a, b)]
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        for step in range(40):
+            model.zero_grad(set_to_none=False)
+            large = 1000.0 * torch.randint(1, 9, a.shape, generator=generator)
+            model(
+                [large if step < 20 else 0 * large, torch.full(b.shape, 2.0 * (step < 20))]
+            ).backward()
+            for optimizer in optimizers[: 2 if step % 4 == 3 else 1]:
+                optimizer.step()
+        waits = torch.zeros(64, 64)
+        if compression is not None:
+            waits = compression.state_dict()["residual"]["b"].clone()
+            compression.close()
+        torch.distributed.all_reduce(waits)
+        ends.append(b.detach() - waits / torch.distributed.get_world_size())
+    assert torch.equal(*ends)
+
+
+@with_ranks(World(2, "torchrun"))
+def test_what_one_optimizer_leaves_can_be_cleared_in_place(ranks: Ranks) -> None:
+    ranks.run(clear_in_place_what_one_optimizer_leaves)
+
+
+def take_over_while_one_rank_keeps_the_old_one() -> None:
+    """Units come from the optimizer that was made last, whatever else is alive."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 40))
+    model = DistributedDataParallel(module)
+    named = list(module.named_parameters())
+    optimizer, compression = hvd_sparse.sparse_adamw(
+        named, lr=1e-2, density=0.05, dense_steps=2, dense_below=100
+    )
+    hvd_sparse.ddp.register(model, compression)
+    kept = []
+    for step in range(30):
+        if step == 20:
+            kept += [optimizer] if torch.distributed.get_rank() == 0 else []
+            optimizer = hvd_sparse.SparseAdamW(module.parameters(), lr=5e-3)
+        generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(16, 32, generator=generator)).square().mean().backward()
+        optimizer.step()
+        weights = nn.utils.parameters_to_vector(module.parameters()).detach()
+        every = [torch.empty_like(weights) for _ in range(2)]
+        torch.distributed.all_gather(every, weights)
+        assert torch.equal(*every), step
+    compression.close()
+
+
+@with_ranks(World(2, "torchrun"))
+def test_a_new_optimizer_has_its_units_on_all_ranks(ranks: Ranks) -> None:
+    ranks.run(take_over_while_one_rank_keeps_the_old_one)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -262,6 +264,30 @@ def test_a_damaged_file_is_a_warning(tmp_path: Path, content: bytes) -> None:
     with pytest.warns(UserWarning, match="cannot read"):
         PlanCache(path).add(found)
     assert PlanCache(path).read() == [found]
+
+
+def test_a_damaged_number_is_a_warning(tmp_path: Path, measured: Measured) -> None:
+    path = tmp_path / "plans.json"
+    run_ranks(2, lambda t: settled(decided(t, path), t).description)
+    good = path.read_text()
+    assert '"chosen": ' in good
+    path.write_text(re.sub(r'"chosen": \d+', '"chosen": 1e999', good))
+    with pytest.warns(UserWarning, match=r"measures anew: .*OverflowError"):
+        assert PlanCache(path).read() == []
+    path.write_text(good.replace('"first"', '"gone"'))
+    with pytest.warns(UserWarning, match=r"plan is for gone, which the model has not: measuring"):
+        assert run_ranks(2, lambda t: decided(t, path).is_trying) == [True, True]
+
+
+def test_a_planner_says_what_it_does_though_nobody_can_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        planner_module.tell("nothing")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
