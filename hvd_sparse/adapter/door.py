@@ -21,6 +21,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -619,7 +620,8 @@ class Door(Entrance):
     def give_up(self) -> None:
         handles, engine = self._under_way(), self._engine
         super().give_up()
-        waiting.wait_for(handles, lambda: engine.error is not None)  # the next step has their names
+        with suppress(ValueError):  # one that has failed is cleared already
+            waiting.wait_for(handles, lambda: engine.error is not None)  # their names come again
 
     def _result(self, entry: Entry) -> Tensor:
         """A parameter's reduced gradient."""

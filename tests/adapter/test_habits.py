@@ -25,19 +25,22 @@ made = 0
 
 
 def training(
-    frozen: bool = False, make: Callable[..., Any] = torch.optim.SGD, **arguments: Any
+    frozen: bool = False,
+    make: Callable[..., Any] = torch.optim.SGD,
+    wide: int = 30,
+    **arguments: Any,
 ) -> tuple[nn.Sequential, Any, Any]:
     """A model, Horovod's optimizer and a compression, which sends everything by default."""
-    model = new_model()
+    model = new_model(wide)
     model[1].requires_grad_(not frozen)
     return model, *wrapped(model, make, **arguments)
 
 
-def new_model() -> nn.Sequential:
+def new_model(wide: int = 30) -> nn.Sequential:
     global made  # noqa: PLW0603  # each training names its tensors
     made += 1
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40))
+    return nn.Sequential(nn.Linear(20, wide), nn.Linear(wide, 40))
 
 
 def wrapped(
@@ -594,6 +597,18 @@ def go_back_after_backward() -> None:
     torch.testing.assert_close(*ends)
 
 
+def go_back_after_a_failure() -> None:
+    """As `hvd.elastic` does: Horovod has cleared the handle of what has failed."""
+    model, optimizer, compression = training(dense_below=10**9, wide=3000)
+    train(model, optimizer, 2)
+    loss_of(model, 2).backward()
+    (handle, *_) = compression._door._handles
+    hvd.synchronize(handle)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 2)
+    assert_alike(model)
+
+
 def lose_a_group() -> None:
     """Horovod goes on reducing what no optimizer has any more, and nobody zeroes it."""
     model, optimizer, _ = training(density=0.05)
@@ -733,6 +748,7 @@ def take_gradients_of_another_type() -> None:
 
 HABITS = (
     go_back_after_backward,
+    go_back_after_a_failure,
     lose_a_group,
     cycle_betas,
     keep_views_of_one_buffer,
