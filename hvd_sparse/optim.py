@@ -26,6 +26,12 @@ def reducer_of(parameter: object) -> Any:
     return None if reference is None else reference()
 
 
+def optimizer_of(parameter: Parameter) -> Any:
+    """The optimizer of this module that updates a parameter, or will; None where none does."""
+    reference = APPLIED_BY.get(parameter)
+    return None if reference is None else reference()
+
+
 def parameters_of(optimizer: Any) -> list[Parameter]:
     """All that an optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"]]
@@ -219,11 +225,7 @@ class SparseAdamW(Known, torch.optim.AdamW):
             for p in group["params"]
             if (its := self.state.get(p)) and "exp_avg" not in its
         ]
-        biases = (1 - group["betas"][1] ** its["step"].to(p.device) for p, its, group in held)
-        vs = (
-            (its["exp_avg_sq"] / bias.clamp(min=1e-8), group["eps"])
-            for (_, its, group), bias in zip(held, biases, strict=True)
-        )
+        vs = ((_unbiased(its, group["betas"][1]), group["eps"]) for _, its, group in held)
         for (p, its, _), exponent in zip(held, exponents(vs), strict=True):
             its["exponent"] = exponent
             APPLIED_BY[p] = weakref.ref(self)
@@ -275,6 +277,13 @@ class SparseAdamW(Known, torch.optim.AdamW):
         elif "exp_avg" not in its:
             its["exp_avg"] = torch.zeros_like(parameter)
         return its
+
+
+def _unbiased(its: dict[str, Any], beta2: float) -> Tensor:
+    """v̂ of a state."""
+    v: Tensor = its["exp_avg_sq"]
+    bias: Tensor = 1 - beta2 ** its["step"].to(v.device)
+    return v / bias.clamp(min=1e-8)
 
 
 def exponents(vs: Iterable[tuple[Tensor, float]]) -> list[Tensor]:

@@ -36,7 +36,7 @@ from hvd_sparse.engine import Engine
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import keep_forever
-from hvd_sparse.optim import APPLIED_BY, parameters_of, reducer_of
+from hvd_sparse.optim import optimizer_of, parameters_of, reducer_of
 from hvd_sparse.transports.connect import not_all_came
 from hvd_sparse.transports.meeting import describe_host
 from hvd_sparse.transports.waiting import SPIN_S, Pauses
@@ -220,8 +220,8 @@ class DdpDoor(Entrance):
         self.fates.left_failed_step()
         self.fates.refuse_closures(reduces_before=False)
         if not self._met:  # a resumed optimizer has units, or momenta, before its first step
-            references = {APPLIED_BY.get(e.parameter) for e in self._entries.values()}
-            for optimizer in {each() for each in references - {None}} - {None}:
+            known = {optimizer_of(entry.parameter) for entry in self._entries.values()}
+            for optimizer in known - {None}:
                 self._meet_optimizer(optimizer)
         super()._open_step()
 

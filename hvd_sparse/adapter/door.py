@@ -382,7 +382,7 @@ class Door(Entrance):
         self._reduce()
         with self._first_cause():
             for entry in self._handed:
-                self._put_back(entry)
+                self._put_back(entry, self._result(entry))
         self._end_step()
         self._tell_horovod()
 
@@ -402,16 +402,16 @@ class Door(Entrance):
         result, gradient = self._result(entry), entry.parameter.grad
         if gradient is None or gradient.is_sparse or result.is_sparse:
             return result
-        self._put_back(entry)
+        self._put_back(entry, result)
         return gradient
 
-    def _put_back(self, entry: Entry) -> None:
+    def _put_back(self, entry: Entry, result: Tensor) -> None:
         """A parameter's reduced gradient becomes its gradient: the same object, as with Horovod.
 
         Raises:
             ConfigError: The gradient is gone.
         """
-        gradient, result = entry.parameter.grad, self._result(entry)
+        gradient = entry.parameter.grad
         if gradient is None:
             raise ConfigError(
                 f"the gradient of {entry.label!r} is gone: zero_grad() must not come between "

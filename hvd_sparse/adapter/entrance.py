@@ -25,7 +25,7 @@ from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, warn
-from hvd_sparse.optim import APPLIED_BY, REDUCED_BY, SparseAdamW, parameters_of, reducer_of
+from hvd_sparse.optim import REDUCED_BY, SparseAdamW, optimizer_of, parameters_of, reducer_of
 
 LOOK_S = 0.05
 """From one look for a failure to the next, while exchanges are waited for."""
@@ -132,8 +132,7 @@ class Entrance:
 
     def exponents_of(self, parameter: Parameter) -> Tensor | None:
         """What `SparseAdamW` has for a parameter; None for any other optimizer."""
-        reference = APPLIED_BY.get(parameter)  # the same on all ranks, whatever else is alive
-        optimizer = None if reference is None else reference()
+        optimizer = optimizer_of(parameter)  # the same on all ranks, whatever else is alive
         exponent: Tensor | None = getattr(optimizer, "state", {}).get(parameter, {}).get("exponent")
         return exponent
 
