@@ -6,8 +6,7 @@ import logging
 import sys
 import warnings
 from contextlib import suppress
-
-logger = logging.getLogger("hvd_sparse")
+from typing import Any
 
 
 class HvdSparseError(Exception):
@@ -46,6 +45,17 @@ class MessageError(TransportError):
     """A message cannot be read: it is damaged, or belongs to another call."""
 
 
+class _Logger(logging.LoggerAdapter):  # type: ignore[type-arg]  # takes none in Python 3.10
+    """Logs to "hvd_sparse"; what a handler of the user's raises ends nothing."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        with suppress(Exception):
+            super().log(level, msg, *args, **kwargs)
+
+
+logger = _Logger(logging.getLogger("hvd_sparse"), {})
+
+
 def say(line: str) -> None:
     """Print a line on standard error; where that is full or closed, nothing ends by it."""
     with suppress(OSError, ValueError):
@@ -56,5 +66,5 @@ def warn(message: str) -> None:
     """Warn, without raising where the user has made errors of warnings."""
     try:
         warnings.warn(f"hvd_sparse: {message}", stacklevel=2)
-    except Warning:
+    except Exception:
         logger.warning(message)

@@ -15,7 +15,6 @@ lost with a rank that is gone.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import secrets
 from typing import Any, NamedTuple
@@ -25,8 +24,7 @@ from horovod.torch.elastic import state as horovod_state
 
 from hvd_sparse.adapter.binding import callers
 from hvd_sparse.engine.state import EngineState, l1_of
-
-logger = logging.getLogger("hvd_sparse")
+from hvd_sparse.errors import logger
 
 SEARCHED_FRAMES = 8
 """From a handler's `save` up to the state's `commit`."""

@@ -181,7 +181,12 @@ class Entrance:
 
         Args:
             call: The user's; None: the next step begins.
+
+        Raises:
+            ConfigError: A hook has made the call, while the backward pass hands gradients in.
         """
+        if call is not None and self._is_open and torch._C._current_graph_task_id() != -1:
+            raise ConfigError(f"{call} must be called between steps, got a call within one")
         undone = self.fates.settle(call)
         if self._is_open:  # it has failed: nothing of it was given back
             undone.update(self._handed)

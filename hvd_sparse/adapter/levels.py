@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -10,15 +9,13 @@ from hvd_sparse.collectives.automatic import link_of
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES, name_of
 from hvd_sparse.collectives.two_levels import Levels, flat, through_memory, two_levels
 from hvd_sparse.engine import Assignment, Method, TensorSpec
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, logger
 from hvd_sparse.hosts import Grid, Hosts, Slot, grid_of
 from hvd_sparse.planner import planner_of
 from hvd_sparse.planner.costs import REFERENCE_NUMEL
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
 from hvd_sparse.transports.transport import gather_json
-
-logger = logging.getLogger("hvd_sparse")
 
 CHANNEL = "levels"
 AUTO: Literal["auto"] = "auto"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from hvd_sparse.adapter.planning import Planning
 from hvd_sparse.cores import bind
 from hvd_sparse.engine import Assignment, Engine, TensorSpec
 from hvd_sparse.engine.checkpoint import Gather
-from hvd_sparse.errors import TransportError, TransportTimeout, warn
+from hvd_sparse.errors import TransportError, TransportTimeout, logger, warn
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.planner import Planner, World, planner_of
@@ -33,7 +32,6 @@ from hvd_sparse.transports.connect import Bootstrap, HorovodBootstrap, create_tr
 from hvd_sparse.transports.transport import gather_json, started
 from hvd_sparse.transports.waiting import outcome_of
 
-logger = logging.getLogger("hvd_sparse")
 T = TypeVar("T")
 
 

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> Output | None:
         told = f"{options.recording}: no such file; a training with record= writes it"
         return Output({"error": told}, told, status=1)
     follower = Follower(options.recording)
-    if options.once or options.json or not sys.stdout.isatty():
+    if options.once or options.json or not (sys.stdout and sys.stdout.isatty()):  # None: closed
         shown = moment(follower.poll(), options.run_number)
         report = {} if shown is None else asdict(shown)
         console = console_to(io.StringIO(), WIDTH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -18,12 +17,11 @@ from hvd_sparse.checks import check_choice
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, cheapest
 from hvd_sparse.cost_model import ORDINARY_LINK, PLAIN_BYTES, Link, Pace
+from hvd_sparse.errors import logger
 from hvd_sparse.streams import ENTRY_BYTES, DenseSum, Part, SparseStream, merge
 from hvd_sparse.topology import MESSAGES_IN_FLIGHT
 from hvd_sparse.transports import Transport
 from hvd_sparse.wire import PLAIN, WIRES, Wire
-
-logger = logging.getLogger("hvd_sparse")
 
 PINGS, LARGE_PINGS, SUMS = 15, 4, 5
 LARGE_BYTES = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import Stats, StepStats
-from hvd_sparse.errors import warn
+from hvd_sparse.errors import logger, warn
 from hvd_sparse.transports import Transport
 
 COMPARED_PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s")
@@ -40,8 +39,6 @@ class Observer(Protocol):
     def ended(self) -> None:
         """No step follows by this transport."""
 
-
-logger = logging.getLogger("hvd_sparse")
 
 COMPARISON_INTERVAL = 64
 """Steps from one comparison of the ranks' times to the next, where an observer asks for it."""

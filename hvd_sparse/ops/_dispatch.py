@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from functools import cache
 from typing import cast
 
 import torch
 
+from hvd_sparse.errors import warn
 from hvd_sparse.ops import reference
 from hvd_sparse.ops.cuda import CudaOps, CupyLauncher
 from hvd_sparse.ops.native import NativeOps
@@ -27,11 +27,9 @@ def load() -> NativeOps | None:
     try:
         return NativeOps()
     except OSError as error:
-        warnings.warn(
-            f"hvd_sparse runs on its slow torch reference: no native library ({error}); "
-            "build it (pip install .), or start outside of the sources where it is installed",
-            RuntimeWarning,
-            stacklevel=3,
+        warn(
+            f"runs on its slow torch reference: no native library ({error}); build it (pip "
+            "install .), or start outside of the sources where it is installed"
         )
         return None
 
@@ -96,8 +94,4 @@ def _on_cuda(index: int) -> Ops:
 @cache
 def _warn_of_reference(reason: str) -> None:
     """Warns once of each reason."""
-    warnings.warn(
-        f"hvd_sparse runs on its slow torch reference for CUDA tensors: {reason}",
-        RuntimeWarning,
-        stacklevel=5,
-    )
+    warn(f"runs on its slow torch reference for CUDA tensors: {reason}")

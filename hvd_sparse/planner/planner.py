@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.engine.bucketing import Choice, Method, MethodId, TensorSpec
-from hvd_sparse.errors import HvdSparseError, PlanError, say, warn
+from hvd_sparse.errors import HvdSparseError, PlanError, logger, say, warn
 from hvd_sparse.planner.choose import (
     ChosenPlan,
     Placement,
@@ -51,7 +51,6 @@ from hvd_sparse.transports.transport import gather_json
 if TYPE_CHECKING:  # the policy package needs pydantic, which a planner does not
     from hvd_sparse.policy.assignment import PolicyAssignment
 
-logger = logging.getLogger("hvd_sparse")
 
 DENSE = Choice(None)
 REVIEW_INTERVAL_STEPS = 500

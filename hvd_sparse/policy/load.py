@@ -90,6 +90,8 @@ def check_policy(document: Document) -> Policy:
             raise document.error((key,), str(error).removeprefix(f"{key} ")) from None
     if not rules:
         raise document.error(("rules",), "must have a rule at least, got []")
+    if policy.hierarchical is True and any(rule.is_auto for rule in rules):
+        raise document.error(("hierarchical",), "compress: auto plans for one level")
     settings = {item.name: getattr(policy, item.name) for item in fields(Policy)[2:]}
     return Policy(document, rules, **settings)
 

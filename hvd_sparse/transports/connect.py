@@ -6,7 +6,6 @@ raise. Where one rank cannot do its part, all are told why (`together`).
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import secrets
@@ -26,6 +25,7 @@ from hvd_sparse.errors import (
     PlanError,
     TransportError,
     TransportTimeout,
+    logger,
 )
 from hvd_sparse.transports.gloo import CONNECTING_S, GlooTransport
 from hvd_sparse.transports.lines import Address, Line, connect_lines
@@ -55,8 +55,6 @@ PROTOCOL = 2
 
 BUSY_TIMEOUTS = 10
 """So many times `timeout_s`, a peer that is alive is waited for by default."""
-
-logger = logging.getLogger("hvd_sparse")
 
 
 def create_transport(

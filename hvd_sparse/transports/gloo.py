@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import math
 import os
 import queue
@@ -35,14 +34,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.errors import PeerLostError, TransportError, TransportTimeout, logger
 from hvd_sparse.leaving import keep_forever
 from hvd_sparse.transports.lines import KEEPALIVE_S, keep_alive
 from hvd_sparse.transports.meeting import MeetingStore, dist
 from hvd_sparse.transports.point_to_point import PointToPointTransport, Request
 from hvd_sparse.transports.transport import start_thread
-
-logger = logging.getLogger("hvd_sparse")
 
 _ABORT_TAG = (1 << 31) - 1  # above the tags of all messages
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes 0 for its own default

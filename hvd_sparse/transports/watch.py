@@ -24,7 +24,6 @@ unpickled.
 
 from __future__ import annotations
 
-import logging
 import selectors
 import threading
 import time
@@ -38,14 +37,13 @@ from hvd_sparse.errors import (
     PlanError,
     TransportError,
     TransportTimeout,
+    logger,
 )
 from hvd_sparse.transports.framing import Context
 from hvd_sparse.transports.lines import Line, Message
 from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
 from hvd_sparse.transports.transport import start_thread
 from hvd_sparse.transports.waiting import WAITING
-
-logger = logging.getLogger("hvd_sparse")
 
 LONGEST_PERIOD_S = 1.0
 PERIODS = 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def empty(last: int) -> dict[str, Any]:
     return {key: [] if isinstance(value, list) else value for key, value in line.items()}
 
 
-def test_without_a_terminal_it_shows_once(tmp_path: Path, capsys: Any) -> None:
+def test_without_a_terminal_it_shows_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(text_of(RUN, PLAN, steps(10, 10)))
     assert main(["top", str(path)]) == 0
@@ -84,6 +87,9 @@ def test_without_a_terminal_it_shows_once(tmp_path: Path, capsys: Any) -> None:
     assert "run must be from 1 to 1, got 2" in capsys.readouterr().err
     assert main(["top", str(path), "--interval", "0"]) == FAILED
     assert "interval must be a finite number above 0, got 0.0" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", None)  # `>&-`
+        assert main(["top", str(path)]) == 0
 
 
 def test_a_missing_library_is_one_line(

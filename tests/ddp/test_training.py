@@ -815,6 +815,12 @@ def train_badly() -> None:
         made.state_dict()
         with pytest.raises(hvd_sparse.ConfigError, match=r"state_dict.* between steps.*backward"):
             optimizer.step()
+    made = Compression.topk(dense_below=100)
+    with trained(made, bucket_cap_mb=0.001) as (model, module):
+        train(model, torch.optim.SGD(module.parameters(), lr=0.1), 2)
+        module[0].weight.register_hook(lambda _: made.close())  # the last layer's are under way
+        with pytest.raises(hvd_sparse.ConfigError, match=r"got a call within one"):
+            model(batch(0)).sum().backward()
     with trained(Compression.dgc(dense_below=100)) as (model, module):  # noqa: SIM117
         with pytest.raises(hvd_sparse.ConfigError, match="momentum a second time"):
             train(model, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))

@@ -93,6 +93,8 @@ RULES = "version: 1\nrules:\n"
         (RULES + "  - compress: auto\n", r"policy.yaml:3: rules\[0\]: compressor must be given"),
         (RULES + "  - {compress: auto, compressor: topk, bucket: x}\n",
          r"policy.yaml:3: rules\[0\].bucket: cannot be named where compress is auto"),
+        ("version: 1\nhierarchical: true\nrules: [{compress: auto, compressor: topk}]\n",
+         "policy.yaml:2: hierarchical: compress: auto plans for one level"),
         (RULES + "  - compress: never\n    density: 0.1\n",
          r"policy.yaml:4: rules\[0\].density: says how to compress, but compress is never"),
         (RULES + "  - match:\n      nmae: x\n",

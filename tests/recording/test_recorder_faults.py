@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import resource
@@ -332,10 +333,21 @@ def test_an_observer_never_ends_a_step(method: str, failing_rank: int) -> None:
 
 
 def test_a_warning_that_is_an_error_ends_nothing() -> None:
-    """As under `python -W error`."""
+    """As under `python -W error`, also where what handles the log fails, too."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError(str(record))
+
+    broken = Broken()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same(results(lambda rank: Recorder("/dev/full")))
+        logging.getLogger("hvd_sparse").addHandler(broken)
+        try:
+            assert_same(results(lambda rank: Recorder("/dev/full")))
+        finally:
+            logging.getLogger("hvd_sparse").removeHandler(broken)
 
 
 def test_ctrl_c_is_no_fault_of_the_observer() -> None:

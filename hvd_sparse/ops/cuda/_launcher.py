@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import logging
 import os
 import struct
 import tempfile
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_sparse.errors import logger
 from hvd_sparse.ops.cuda import _sources
 
 LOCK = "hvd_sparse.lock"
@@ -104,7 +104,7 @@ class CupyLauncher:
         with self._compiling, (self._cache / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes then find it compiled
             if family not in self._modules:
-                logging.getLogger("hvd_sparse").info("compiling the kernels of %s.cu", family)
+                logger.info("compiling the kernels of %s.cu", family)
                 self._modules[family] = self._cupy.RawModule(
                     code=_sources.source(family), options=("-std=c++17",), backend="nvrtc"
                 )
