@@ -7,7 +7,7 @@ from math import log2
 import pytest
 import torch
 
-from hvd_sparse.collectives.oktopk import HEAD_BYTES
+from hvd_sparse.collectives.oktopk import COUNT_BYTES, HEAD_BYTES
 from hvd_sparse.collectives.registry import cheapest, cost
 from hvd_sparse.cost_model import WORD_BYTES, Cost, Link, Pace, WireBytes, Work, expected_nnz
 from hvd_sparse.engine import Engine, TensorSpec
@@ -99,7 +99,7 @@ def test_compact_wires_take_the_predicted_bytes(
 
 
 def oktopk_control_words(world_size: int) -> float:
-    return HEAD_BYTES / WORD_BYTES * (world_size - 1)
+    return (COUNT_BYTES + HEAD_BYTES) / WORD_BYTES * (world_size - 1)
 
 
 def test_rows_of_table_1() -> None:

@@ -2,7 +2,7 @@
 
 `th_re_evaluate` finds the k-th largest magnitude of values that are spread over the ranks. Around
 it lie levels: each rank counts how many of its values pass each of them. Once the counts of all
-ranks are known, so is the level that brings about as many values as are wanted.
+ranks are known, so is about where as many values pass as are wanted.
 
 Source: Ok-Topk (Li and Hoefler, PPoPP '22), Algorithm 1, lines 10-11, gathers all reduced values
 everywhere and sorts them. Departure: a radix descent over magnitude keys finds the same threshold
@@ -13,9 +13,7 @@ Cost of `th_re_evaluate`: 4 (log P) α + 4 · 512 (log P) β at most, in words.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from operator import neg
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +67,7 @@ def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
     Returns int32 `(LEVELS,)` on the values' device, descending. All that is not zero passes levels
     below the least magnitude.
     """
-    lowest = _lowest_key(threshold)
+    lowest = int(level_keys(threshold)[0])
     if values.device.type != "cpu":  # bincount would wait there
         keys = magnitude_keys(values).clamp(max=INFINITE_KEY)
         places = ((keys - lowest) >> BIN_BITS).clamp(-1, LAST - FIRST) + 1
@@ -87,24 +85,22 @@ def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
     return torch.from_numpy(passing.astype(np.int32))
 
 
-def nearest_level(totals: Sequence[int], wanted: float) -> int:
-    """The level that most nearly the wanted number passes, the lower of two that do.
+def threshold_passed_by(wanted: float, counts: Any, threshold: float) -> tuple[float, float]:
+    """A threshold near another one that about `wanted` values pass, and how many are expected to.
 
-    `totals` says how many pass each level, descending.
+    `counts`, an array, says how many pass each of the levels around `threshold`, descending.
+    Between two levels values are taken to lie evenly.
     """
-    below = bisect_left(totals, -wanted, key=neg)  # the first one that fewer pass
-    if below == 0:
-        return 0
-    above = bisect_left(totals, -totals[below - 1], key=neg)
-    if below == len(totals) or totals[above] - wanted <= wanted - totals[below]:
-        return above
-    return below
+    keys = level_keys(threshold)
+    key = max(0, int(np.interp(-wanted, -counts, keys)))
+    return key_magnitude(key), float(np.interp(key, keys, counts))
 
 
-def threshold_at(threshold: float, level: int) -> float:
-    """The threshold of a level around another one, in `[0, LEVELS)`."""
-    return key_magnitude(max(0, _lowest_key(threshold) + (int(_ABOVE_FIRST[level]) << BIN_BITS)))
+def count_that_passes(other: float, counts: Any, threshold: float) -> float:
+    """How many values pass another threshold; 0 where it lies beyond the levels of `counts`."""
+    return float(np.interp(threshold_key(other), level_keys(threshold), counts, left=0, right=0))
 
 
-def _lowest_key(threshold: float) -> int:
-    return threshold_key(threshold) + (FIRST << BIN_BITS)
+def level_keys(threshold: float) -> Any:
+    """The keys of the levels around a threshold, int64 `(LEVELS,)`; up to 0, all values pass."""
+    return threshold_key(threshold) + (LEVEL_BINS.numpy() << BIN_BITS)

@@ -23,7 +23,8 @@ that is more. Proof, with k' = k (P-1)/P: an owner receives at most 1.5 k' entri
 asking, a rank sends and receives 1.5 k'. Otherwise at most k are gathered: a rank that has all
 sends each once (`level_moves`), and from five ranks on passes on k (1 - log P/(P-1)) of others.
 Counters are not in it: 4 · 512 log P words where the threshold is evaluated, 2 · BINS log P in each
-round in which regions are drawn (five were seen at P = 16), and `HEAD_BYTES` from each rank.
+round in which regions are drawn (five were seen at P = 16), and from each rank `COUNT_BYTES`, and
+`HEAD_BYTES` as often as entries are gathered.
 
 Departures from the paper:
   * Regions cut the union of all ranks' entries, by a histogram. At the mean of the ranks'
@@ -32,13 +33,14 @@ Departures from the paper:
     for the next step, which draws regions anew. A result may be short then.
   * Two ranks swap all they have, 2k words, and both select: two phases could take more than 3k.
   * The exact global threshold comes from counters, not from gathered values (global_threshold.py).
-  * The paper reuses a global threshold as it is. Here the gathered messages also tell how many
-    entries pass each of some 70 levels around it, and before the next step every rank picks the
-    level that is nearest to a few percent above k. Of a result that is above k (1 + tolerance), the
-    k largest are applied; where one is below k (1 - tolerance), or no level is near, the threshold
-    is evaluated exactly in the same step, and what is missing is gathered. Ties at an exact
-    threshold are cut by rank and index. So the result holds k within the tolerance.
-  * The paper asks for the owners' shares in every step. Here the last step's counts tell them. A
+  * The paper reuses a global threshold as it is. Here messages of phase 1 also tell how many of a
+    rank's entries pass each of some 70 levels around the last one. These counts, times the share
+    that was left of such a count in the last step's sums, say where a few percent more than k will
+    pass. Of a result that is above k (1 + tolerance), the k largest are applied; where one is below
+    k (1 - tolerance), or too few are expected, the threshold is evaluated exactly in the same step,
+    and what is missing is gathered. Ties at an exact threshold are cut by rank and index. So the
+    result holds k within the tolerance.
+  * The paper asks for the owners' shares in every step. Here the last step's tell them. A
     round of their own asks where these may be wrong or too uneven, and where the threshold is
     evaluated exactly. Not asked, an owner with far more than 1.5 k/P waits.
   * The paper makes shares equal where the largest exceeds four times the average. Here they are
@@ -62,10 +64,10 @@ from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import (
     LEVELS,
+    count_that_passes,
     counts_at_levels,
-    nearest_level,
     th_re_evaluate,
-    threshold_at,
+    threshold_passed_by,
 )
 from hvd_sparse.cost_model import Work
 from hvd_sparse.magnitude import magnitude_keys, threshold_key
@@ -91,8 +93,9 @@ FINE = 32
 """A bin in which regions meet is cut further where it holds more than this part of a region."""
 MANY = 32
 """Regions are drawn anew where more than this part of all entries was held back."""
-HEAD_BYTES = 4 * (LEVELS + 3)
-"""What comes before the entries that are gathered: counts at all levels, and three of a step."""
+COUNT_BYTES, HEAD_BYTES = 4 * LEVELS, 4 * 4
+"""What comes before the entries of a region: counts at all levels; and before those that are
+gathered: four numbers of a step."""
 
 Span = tuple[int, int]
 """Elements from the first of these up to the second."""
@@ -118,13 +121,15 @@ class OkTopk(Collective):
         boundaries: Where regions end, but for the last, int64 `(P-1,)`.
         allowances: Entries that this rank may send to each owner, int64 `(P,)`.
         regions_are_uneven: Whether ranks had far more for some owners than these allow.
-        level_counts: How many reduced entries of each rank pass each level around the threshold,
-            int32 `(P, LEVELS)`; zeros where that is not known.
+        shares: How many reduced entries of each rank passed the threshold, int32 `(P,)`; zeros
+            where that is not known.
+        left: How many passed, over how many of the ranks' entries did before they were summed; 0
+            where that is not known.
     """
 
     kept = (
         *("step", "global_threshold", "regions_are_uneven"),
-        *("boundaries", "allowances", "level_counts"),
+        *("boundaries", "allowances", "shares", "left"),
     )
 
     def __init__(
@@ -150,10 +155,10 @@ class OkTopk(Collective):
             (transport.world_size,), numel, dtype=torch.int64, device="cpu"
         )
         self.regions_are_uneven = False
-        self.level_counts = torch.zeros(
-            transport.world_size, LEVELS, dtype=torch.int32, device="cpu"
-        )
-        self._received = self._held = 0
+        self.shares = torch.zeros(transport.world_size, dtype=torch.int32, device="cpu")
+        self.left = 0.0
+        self._counts: Any = None
+        self._received = self._held = self._passing = 0
         self._all_received: list[int] = []
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
@@ -167,9 +172,11 @@ class OkTopk(Collective):
         if redraws:
             self.boundaries, brought = space_repartition(stream, self.transport)
             sent = stream
-        reduced_topk = self.split_and_reduce(sent, packer)
+        reduced_topk, last = self.split_and_reduce(sent, packer), self.global_threshold
         due = self.step % self.threshold_interval == 0
         u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due, asks=redraws)
+        passed = count_that_passes(self.global_threshold, self._counts, last)
+        self.left = float(self.shares.sum()) / passed if passed else 0.0
         if redraws:
             self.allowances = self._allow(stream, brought)
         self.step += 1
@@ -198,7 +205,7 @@ class OkTopk(Collective):
         """What this rank may send each owner, while regions stay: as much as now, and some more."""
         others = self.transport.world_size - 1
         most = int(HALF_BOUND * max(self.k, brought / (others + 1)) * others / (others + 1))
-        most -= others * HEAD_BYTES // ENTRY_BYTES  # which come with the gathered entries
+        most -= others * (COUNT_BYTES + HEAD_BYTES) // ENTRY_BYTES  # which come with the entries
         now = torch.tensor(self._cuts(stream), dtype=torch.int64, device="cpu").diff()
         received = torch.tensor(self._all_received, dtype=torch.int64, device="cpu")
         spare = (most - received).clamp(min=0) // max(1, others)
@@ -221,17 +228,26 @@ class OkTopk(Collective):
         """
         P, rank = self.transport.world_size, self.transport.rank
         regions, span = self._cut(stream), self._spans()[rank]
+        counts = ops.queued(counts_at_levels(stream.values, self.global_threshold))
         total, arrived = packer.land(regions[rank]).to_stream(self.numel), list[SparseStream]()
-        self._received = 0
+        self._received, heads = 0, list[Tensor]()
         for batch in batches(P):
             handles = []
             for dst, src in (((rank + s) % P, (rank - s) % P) for s in batch):
                 payload, _ = packer.pack(regions[dst])
-                handles.append(self.transport.exchange(payload, dst, src, channel="split"))
+                handle = self.transport.exchange((counts, *payload), dst, src, channel="split")
+                handles.append(handle)
             total = self._sum(total, arrived)
-            arrived = [self._read(handle.received(), packer, span) for handle in handles]
+            messages = [handle.received() for handle in handles]
+            heads += [self._head(message, "counts at levels", COUNT_BYTES) for message in messages]
+            arrived = [self._read(message[COUNT_BYTES:], packer, span) for message in messages]
             self._received += sum(part.nnz for part in arrived)
+        self._counts = torch.stack([counts, *heads]).sum(0).numpy()
         return self._sum(total, arrived)
+
+    def _head(self, message: Tensor, what: str, nbytes: int) -> Tensor:
+        check_bytes(self.wire.name, what, message[:nbytes], nbytes)
+        return message[:nbytes].view(torch.int32)
 
     def _spans(self) -> list[Span]:
         return list(pairwise([0, *self.boundaries.tolist(), self.numel]))
@@ -270,6 +286,7 @@ class OkTopk(Collective):
         shares = None if re_evaluate else self._follow_threshold()
         all_pass = self.global_threshold == 0.0  # then sums that cancelled out do, too
         chosen = reduced_topk if all_pass else reduced_topk.reaching(self.global_threshold)
+        self._passing = chosen.nnz
         if shares is None or asks or max(shares) > most:
             if shares is not None:
                 shares = self.gather_counts(chosen.nnz)[0]
@@ -285,28 +302,31 @@ class OkTopk(Collective):
             has_sent_its_part = sent.nnz < chosen.nnz and not is_over
             rest = reduced_topk.slice(0, 0 if has_sent_its_part else reduced_topk.nnz)
             exact = self._select_exactly(rest.without(sent.indices), k - u.nnz)
+            self._passing += sent.nnz
             more = self._level_and_gather(*exact, counts, reduced_topk, packer)[0]
             u = sum_of([u, more], self.numel)
         return u if u.nnz <= (1 + self.tolerance) * k else u.largest(k)
 
     def _follow_threshold(self) -> list[int] | None:
-        """Move the threshold to where the last step's counts are nearest to a little above k.
+        """Move the threshold to where a little more than k entries are expected to pass.
 
-        Returns how many entries each rank had there, or None where that is too far from k.
+        Returns how many each rank is expected to have, or None where they are too far from k.
         """
-        if self.global_threshold == inf:
+        total = int(self.shares.sum())
+        if self.global_threshold == inf or not total:
             return None
-        totals: list[int] = self.level_counts.sum(0).tolist()
-        level = nearest_level(totals, self._aimed())
-        self.global_threshold = threshold_at(self.global_threshold, level)
-        shares: list[int] = self.level_counts[:, level].tolist()
-        return shares if self._is_near(totals[level]) else None
+        left = self.left or total / max(1, self._counts[LEVELS // 2])  # as many as in the last step
+        counts = self._counts * left
+        found = threshold_passed_by(self._aimed(), counts, self.global_threshold)
+        self.global_threshold, expected = found
+        shares = [int(share * expected / total) for share in self.shares.tolist()]
+        return shares if self._is_near(expected) else None
 
     def _aimed(self) -> float:
         """How many entries to aim at, so that hardly ever fewer than k come."""
         return self.k + max(AIM_SHARE * self.k, AIM_DEVIATIONS * sqrt(self.k))
 
-    def _is_near(self, total: int) -> bool:
+    def _is_near(self, total: float) -> bool:
         """Whether so many entries may be gathered, to apply k of them, or all where all pass."""
         is_enough = total >= (1 - self.tolerance) * self.k or self.global_threshold == 0.0
         return is_enough and total <= self._aimed() + self.tolerance * self.k
@@ -337,16 +357,14 @@ class OkTopk(Collective):
     ) -> Gathered:
         """Bring entries to every rank, and with them what the next step needs to know."""
         rank = self.transport.rank
-        counts = ops.queued(counts_at_levels(reduced_topk.values, self.global_threshold))
         unsent = max(0, reduced_topk.nnz - chosen.nnz)
-        facts = torch.tensor([self._received, self._held, unsent], dtype=torch.int32, device="cpu")
+        facts = [self._passing, self._received, self._held, unsent]
+        head = torch.tensor(facts, dtype=torch.int32, device="cpu")
         payload, own = packer.pack(Part.of(chosen, *spans[rank]))
-        messages = self.transport.allgather((counts, facts, *payload), channel="allgather")
-        for m in messages:
-            check_bytes(self.wire.name, "counts at levels", m[:HEAD_BYTES], HEAD_BYTES)
-        heads = torch.stack([m[:HEAD_BYTES].view(torch.int32) for m in messages])
-        self.level_counts = heads[:, :LEVELS].clone()
-        self._all_received, held, left = heads[:, LEVELS:].T.tolist()
+        messages = self.transport.allgather((head, *payload), channel="allgather")
+        heads = torch.stack([self._head(m, "numbers of a step", HEAD_BYTES) for m in messages])
+        self.shares = heads[:, 0].clone()
+        self._all_received, held, left = heads[:, 1:].T.tolist()
         self.regions_are_uneven = sum(held) > max(FEW_ENTRIES, self.k * len(held) / MANY)
         bodies = (m[HEAD_BYTES:] for m in messages)
         parts = [part.to_stream(self.numel) for part in packer.read_all(bodies, own, spans)]
@@ -367,6 +385,7 @@ class OkTopk(Collective):
         keys = magnitude_keys(reduced_topk.values)
         above, ties = self.gather_counts(int((keys > key).sum()), int((keys == key).sum()))
         passing = reduced_topk.where(keys >= key)
+        self._passing = passing.nnz
         if sum(above) + sum(ties) <= wanted:
             return passing, [a + t for a, t in zip(above, ties, strict=True)]
         # More equal magnitudes at the threshold than there is room for: cut them by rank and index.
@@ -411,10 +430,7 @@ class OkTopk(Collective):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """With another world size regions are drawn anew."""
         if len(state["boundaries"]) == self.transport.world_size - 1:
-            counts = self.level_counts
-            super().load_state_dict({**self.state_dict(), **state})  # old ones have no allowances
-            if self.level_counts.shape != counts.shape:
-                self.level_counts = counts
+            super().load_state_dict({**self.state_dict(), **state})  # old ones lack some
 
 
 def space_repartition(stream: SparseStream, transport: Transport) -> tuple[Tensor, int]:

@@ -20,7 +20,7 @@ from hvd_sparse.collectives.dense_allreduce import DenseAllreduce
 from hvd_sparse.collectives.exdyna import EARLY, LEVEL_BYTES, ExDyna
 from hvd_sparse.collectives.gtopk import GTopk
 from hvd_sparse.collectives.index_union import CyclicLeader, IndexUnion
-from hvd_sparse.collectives.oktopk import HEAD_BYTES, OkTopk
+from hvd_sparse.collectives.oktopk import COUNT_BYTES, HEAD_BYTES, OkTopk
 from hvd_sparse.collectives.sparcml import (
     DsarSplitAllgather,
     SsarRecursiveDouble,
@@ -93,9 +93,9 @@ ALGORITHMS = (
     _lossless("dsar_split_allgather", DsarSplitAllgather, cost_model.dsar_split_allgather),
     Algorithm("gtopk", GTopk, cost_model.gtopk),
     Algorithm(
-        *("oktopk", OkTopk, partial(cost_model.oktopk, head_bytes=HEAD_BYTES)),
+        *("oktopk", OkTopk, partial(cost_model.oktopk, head_bytes=COUNT_BYTES + HEAD_BYTES)),
         keeps_state=True,
-        control_bytes={"shares": inf, "allgather": HEAD_BYTES},
+        control_bytes={"shares": inf, "split": COUNT_BYTES, "allgather": HEAD_BYTES},
     ),
     Algorithm("spardl", SparDL, cost_model.spardl, keeps_state=True),
     Algorithm("index_union", IndexUnion, cost_model.index_union, is_lossless=True),

@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_sparse import ops
 from hvd_sparse.collectives.global_threshold import (
-    LEVELS,
+    count_that_passes,
     counts_at_levels,
-    nearest_level,
-    threshold_at,
+    level_keys,
+    threshold_passed_by,
 )
 from hvd_sparse.collectives.registry import BY_NAME
 from hvd_sparse.lab.simulator import SyntheticStreams
+from hvd_sparse.magnitude import key_magnitude
 from hvd_sparse.streams import Part
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.wire import WIRES, CompactWire, Packer
@@ -86,16 +87,28 @@ def test_counts_at_levels_are_those_at_their_thresholds(count: int, threshold: f
     counts = counts_at_levels(values, threshold)
     indices = torch.arange(count, dtype=torch.int32)
     assert counts.dtype == torch.int32
-    for level in range(LEVELS):
-        passing = ops.on(ops.CPU).threshold_stream(indices, values, threshold_at(threshold, level))
-        assert int(counts[level]) == passing[0].numel()
+    for passing, key in zip(counts.tolist(), level_keys(threshold).tolist(), strict=True):
+        at = key_magnitude(max(0, key))
+        assert passing == ops.on(ops.CPU).threshold_stream(indices, values, at)[0].numel()
 
 
-def test_the_nearest_level_is_the_first_of_the_nearest() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(500):
-        numel = int(torch.randint(1, 12, (), generator=generator))
-        totals = torch.randint(0, 9, (numel,), generator=generator).sort(descending=True).values
-        wanted = float(torch.randint(-2, 22, (), generator=generator)) / 2
-        distances = [abs(total - wanted) for total in totals.tolist()]
-        assert nearest_level(totals.tolist(), wanted) == distances.index(min(distances))
+@pytest.mark.parametrize("threshold", [0.0, 1e-38, 0.7, 3.0])
+@pytest.mark.parametrize("count", [0, 1, 5000])
+def test_a_threshold_is_found_between_its_levels(count: int, threshold: float) -> None:
+    """As many pass it as are wanted, as near as values lie evenly between two levels."""
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    counts = counts_at_levels(values, threshold).numpy()
+    for wanted in (0.5, 3.0, 100.0, 2500.0, 1e4):
+        found, expected = threshold_passed_by(wanted, counts, threshold)
+        passing = int((values.abs() >= found).sum())
+        if counts[0] <= wanted:  # all that levels reach down to
+            assert expected == counts[0]
+        elif counts[-1] > wanted:
+            assert expected == counts[-1]
+        else:
+            assert expected == pytest.approx(wanted, rel=1e-3)
+            level = next(i for i, count in enumerate(counts) if count <= wanted)
+            assert counts[level] <= passing <= counts[level - 1]
+        again = count_that_passes(found, counts, threshold)
+        assert again == pytest.approx(expected, rel=1e-2, abs=1.0)
+    assert count_that_passes(1e30, counts, threshold) == 0.0

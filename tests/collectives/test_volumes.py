@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, log2
+from typing import Any
 
 import pytest
 import torch
@@ -25,14 +26,14 @@ from hvd_sparse.collectives import (
     SsarSplitAllgather,
     TopkAllgather,
 )
-from hvd_sparse.collectives.oktopk import BINS, FINE, HEAD_BYTES
+from hvd_sparse.collectives.oktopk import BINS, COUNT_BYTES, FINE, HEAD_BYTES
 from hvd_sparse.collectives.registry import BY_NAME, cost
 from hvd_sparse.errors import MessageError
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.topology import allgather_messages
 from hvd_sparse.transports import LocalTransport, Payload, run_ranks
 from hvd_sparse.transports.framing import payload_nbytes
-from hvd_sparse.transports.transport import Handle
+from hvd_sparse.transports.transport import Done, Handle
 from hvd_sparse.wire import WIRES
 from tests.streams import dense
 
@@ -217,7 +218,8 @@ def test_oktopk_codes_indices_from_the_start_of_a_region() -> None:
     volume, _ = volume_of(P, numel, k, independent, partial(OkTopk, wire=wire))
     entries = P * k * (P - 1) / P
     payload = entries * wire.expected_bytes(numel, k).entry_bytes / WORD_BYTES
-    assert sum(volume.words(0, "split")) <= payload + 2 * P * (P - 1)
+    heads = (2 + COUNT_BYTES / WORD_BYTES) * P * (P - 1)
+    assert sum(volume.words(0, "split")) <= payload + heads
 
 
 STEADY = ("uniform", "identical", "layers", "own expert", "own region", "next region")
@@ -248,7 +250,7 @@ def test_oktopk_is_within_its_bounds_in_every_step(pattern: str, P: int) -> None
     entries = 3 * k * (P - 1) / P * (1 + 1 / FINE)
     for step, (volume, taken) in enumerate(zip(volumes, zip(*ranks, strict=True), strict=True)):
         gathers = sum(r[:2] == ("allgather", 0) for r in volume.records) / allgather_messages(P)
-        heads = gathers * HEAD_BYTES / WORD_BYTES * (P - 1)
+        heads = (COUNT_BYTES + gathers * HEAD_BYTES) / WORD_BYTES * (P - 1)
         worst = max(max(volume.words(end, "split", "balance", "allgather")) for end in (0, 1))
         assert worst <= 2 * entries + heads + slack(volume, P), step
         applied = taken[0][1]
@@ -259,6 +261,31 @@ def test_oktopk_is_within_its_bounds_in_every_step(pattern: str, P: int) -> None
     if pattern in STEADY and P <= 8:
         usual = 1 if P == 2 else P - 1 + allgather_messages(P)
         assert [volume.messages() for volume in volumes[1:]] == [usual] * (len(volumes) - 1)
+
+
+@pytest.mark.parametrize("P", [3, 4, 7])
+def test_oktopk_follows_magnitudes_that_grow(P: int) -> None:
+    """As residuals do at first: what was sent has begun anew, the others come up from below."""
+    k, numel = 500, 50_000
+    volumes = [Volume(P) for _ in range(30)]
+
+    def worker(transport: LocalTransport) -> None:
+        collective, residual = OkTopk(transport, numel, k), torch.zeros(numel)
+        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
+        exchange = transport.exchange
+        for volume in volumes:
+            transport.exchange = exchange  # type: ignore[method-assign]
+            volume.watch(transport)
+            residual += gradient
+            indices = residual.abs().topk(k).indices.sort().values
+            stream = SparseStream(indices.int(), residual[indices], numel)
+            residual[indices] = 0.0
+            residual += dense(collective.reduce(stream).returned).float()
+
+    run_ranks(P, worker, timeout_s=60.0)
+    evaluated = [any(r[0] == "global_threshold" for r in each.records) for each in volumes]
+    assert evaluated[0]
+    assert sum(evaluated[1:]) <= 3
 
 
 @pytest.mark.parametrize("P", [2, 4, 8])
@@ -326,7 +353,7 @@ def test_oktopk_holds_k_when_magnitudes_jump(scale: float, wire: str) -> None:
     if wire == "float32":
         for volume in volumes:
             worst = max(max(volume.words(end, "split", "allgather")) for end in (0, 1))
-            assert worst <= 6 * k * (P - 1) / P + HEAD_BYTES + slack(volume, P)
+            assert worst <= 6 * k * (P - 1) / P + COUNT_BYTES + HEAD_BYTES + slack(volume, P)
 
 
 @pytest.mark.parametrize("P", [2, 4, 7])
@@ -358,18 +385,24 @@ def test_oktopk_goes_on_from_its_state(P: int) -> None:
             assert torch.equal(mine.values, theirs.values)
 
 
-def test_oktopk_refuses_a_message_without_its_counts() -> None:
+def test_oktopk_refuses_a_message_without_its_head() -> None:
     def worker(transport: LocalTransport) -> None:
-        gather = transport.allgather
+        gather, exchange = transport.allgather, transport.exchange
 
-        def damaged(payload: Payload, *, channel: str) -> list[torch.Tensor]:
+        def gathered(payload: Payload, *, channel: str) -> list[torch.Tensor]:
             return [message[: HEAD_BYTES - 8] for message in gather(payload, channel=channel)]
+
+        def exchanged(*arguments: Any, channel: str) -> Done:
+            return Done(exchange(*arguments, channel=channel).received()[: COUNT_BYTES - 8])
 
         collective = OkTopk(transport, 1000, 20)
         stream = independent(1000, 20, transport.rank, 3)
         collective.reduce(stream)
-        transport.allgather = damaged  # type: ignore[method-assign]
-        with pytest.raises(MessageError, match=r"counts at levels must have 296 bytes .* got 288"):
+        transport.allgather = gathered  # type: ignore[method-assign]
+        with pytest.raises(MessageError, match=r"numbers of a step must have 16 bytes .* got 8"):
+            collective.reduce(stream)
+        transport.exchange = exchanged  # type: ignore[method-assign, assignment]
+        with pytest.raises(MessageError, match=r"counts at levels must have 284 bytes .* got 276"):
             collective.reduce(stream)
 
     run_ranks(3, worker)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gradients import COMPRESSORS, MODELS, RANKS, measured, recorded
 from hvd_sparse import ops
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.collectives.oktopk import FINE, HEAD_BYTES
+from hvd_sparse.collectives.oktopk import COUNT_BYTES, FINE, HEAD_BYTES
 from hvd_sparse.transports import LocalTransport, run_ranks
 from tests.collectives.test_volumes import WORD_BYTES, Volume, slack
 
@@ -63,7 +63,7 @@ def test_ok_topk_stays_in_its_bound(model: str, density: float) -> None:
     steps = zip(*run_ranks(RANKS, worker), strict=True)
     for step, (volume, brought) in enumerate(zip(volumes, steps, strict=True)):
         gathers = sum(r[:2] == ("allgather", 0) for r in volume.records) / (RANKS - 1)
-        heads = gathers * HEAD_BYTES / WORD_BYTES * (RANKS - 1)
+        heads = (COUNT_BYTES + gathers * HEAD_BYTES) / WORD_BYTES * (RANKS - 1)
         worst = max(max(volume.words(end, "split", "balance", "allgather")) for end in (0, 1))
         entries = 3 * max(k, *brought) * (RANKS - 1) / RANKS * (1 + 1 / FINE)
         assert worst <= 2 * entries + heads + slack(volume, RANKS), step
