@@ -33,6 +33,7 @@ def register(
         ConfigError: The model is no `DistributedDataParallel`, or has a communication hook; or the
             compression is none of this package's, or serves another model.
     """
+    model = getattr(model, "_orig_mod", model)  # which torch.compile() has wrapped
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel, got a {type(model).__name__}")
     if hasattr(compression, "compress") and not isinstance(compression, SparseCompressor):

@@ -68,3 +68,8 @@ def warn(message: str) -> None:
         warnings.warn(f"hvd_sparse: {message}", stacklevel=2)
     except Exception:
         logger.warning(message)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and message, without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

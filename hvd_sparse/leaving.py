@@ -70,8 +70,9 @@ class ProcessEnd:
             if leaving is None:
                 continue
             self._open.pop(leaving, None)
+            self._has_failed |= error is not None
             try:
-                self._has_failed |= leaving.leave(error) or error is not None
+                self._has_failed |= leaving.leave(error)
             except Exception as failure:  # the others are to end all the same
                 warn(f"{leaving} could not be ended: {type(failure).__name__}: {failure}")
 

@@ -85,6 +85,12 @@ class MomentumCorrectedSGD(Known):
         given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, {**given, "dampening": 0.0})  # torch.optim.SGD asks for it
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As any optimizer does; UnsupportedError where the group asks for more than there is."""
+        if param_group.get("dampening") or param_group.get("maximize"):
+            raise UnsupportedError("MomentumCorrectedSGD has neither dampening nor maximize")
+        super().add_param_group(param_group)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a state, also of `torch.optim.SGD`; UnsupportedError where it asks for more."""
         super().__setstate__(state)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -545,7 +546,7 @@ class SparseCompressor:
 # Torch refuses annotations that are text, as all in this file are.
 def exchange(compression, bucket):  # type: ignore[no-untyped-def]
     """DDP's communication hook, which a copy of the model keeps by name."""
-    return compression._door.take(bucket)
+    return torch.compiler.disable(compression._door.take)(bucket)
 
 
 def is_horovods() -> bool:

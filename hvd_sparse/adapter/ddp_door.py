@@ -205,7 +205,7 @@ class DdpDoor(Entrance):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._hand_in(parameter, gradient)
         if not comes_late and bucket.is_last():
-            Variable._execution_engine.queue_callback(self._end_pass)
+            Variable._execution_engine.queue_callback(torch.compiler.disable(self._end_pass))
         elif comes_late and len(self._futures) == self._late_buckets:
             self._end_pass()
         return future
@@ -256,7 +256,7 @@ class DdpDoor(Entrance):
     def _end_pass(self) -> None:
         """The whole pass has run. DDP's own call at its end comes next, then the step's."""
         self._reduce()
-        Variable._execution_engine.queue_callback(self._end_step)
+        Variable._execution_engine.queue_callback(torch.compiler.disable(self._end_step))
 
     def _reduce(self) -> None:
         """All gradients are there: wait until they are reduced, and put them into the buckets."""

@@ -242,12 +242,7 @@ class Door(Entrance):
         )
 
     def _follow_groups(self, optimizer: Any) -> None:
-        """Parameters and momenta may have changed since the last step.
-
-        Raises:
-            ConfigError: Momentum would be applied a second time, or another one.
-            UnsupportedError: Horovod does not reduce all gradients.
-        """
+        """Parameters and momenta may have changed since the last step: refuse what cannot be."""
         groups = optimizer.param_groups
         needing = [(id(p), p.requires_grad) for group in groups for p in group["params"]]
         if needing != self._needing:
@@ -406,11 +401,7 @@ class Door(Entrance):
         return gradient
 
     def _put_back(self, entry: Entry, result: Tensor) -> None:
-        """A parameter's reduced gradient becomes its gradient: the same object, as with Horovod.
-
-        Raises:
-            ConfigError: The gradient is gone.
-        """
+        """A parameter's reduced gradient becomes its gradient: the same object, as with Horovod."""
         gradient = entry.parameter.grad
         if gradient is None:
             raise ConfigError(
@@ -487,10 +478,13 @@ class Door(Entrance):
                 self._others.append(handle)
 
     def _nobody_brings_new(self) -> bool:
-        """Whether every rank came to `synchronize` without a backward pass since the last one."""
+        """Whether every rank came to `synchronize` without a backward pass since the last one.
+
+        Without a plan, as after a state was loaded, it is a step like any other.
+        """
         assert self._pulse is not None
         self._wait_for([self._pulse])
-        return self._read_pulse() == 0 and self._session.is_current()
+        return self._read_pulse() == 0 and self._session.is_current() and self._engine.planned
 
     def _wait_for(self, handles: list[int]) -> None:
         """Return once Horovod's `synchronize` would return at once for every one of the handles."""
@@ -500,11 +494,7 @@ class Door(Entrance):
         raise_failure()  # Horovod may have ended because of it: this is the first cause
 
     def _read_pulse(self) -> float:
-        """How many ranks bring new gradients.
-
-        Raises:
-            UnsupportedError: Not all ranks take part.
-        """
+        """How many ranks bring new gradients; UnsupportedError where not all take part."""
         import horovod.torch as hvd
 
         pulse, self._pulse = self._pulse, None
@@ -559,11 +549,7 @@ class Door(Entrance):
         return gradient.data_ptr() == result.data_ptr() and bool(any_of(gradient))
 
     def _refuse_changes(self) -> None:
-        """Check that gradients are what they were when they were handed in.
-
-        Raises:
-            UnsupportedError: The script has changed one in place since.
-        """
+        """Raise UnsupportedError where a gradient was changed since it was handed in."""
         changed = [
             entry
             for entry in self._handed

@@ -155,9 +155,8 @@ class Entrance:
             self.fates.look_for_scaler(optimizer)
 
     def _follows(self, optimizer: Any) -> bool:
-        """Whether an optimizer of these parameters may be what the gradients are for."""
-        del optimizer
-        return self.serves_any
+        """Whether it may be what the gradients are for: no wrapper, in which another steps."""
+        return self.serves_any and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
 
     def _ends_passes(self, optimizer: Any) -> bool:
         """Whether the framework's passes end with its steps, so that closures are followed."""
@@ -245,11 +244,7 @@ class Entrance:
         self.fates.leave_what_is_kept()
 
     def _follow_momenta(self, optimizer: Any) -> None:
-        """Momenta may have changed since an optimizer's last step.
-
-        Raises:
-            ConfigError: Momentum would be applied a second time, or another one.
-        """
+        """Momenta may have changed since the last step; ConfigError where they may not be so."""
         groups = optimizer.param_groups  # a schedule may cycle through betas that are not 0
         momenta = [(g.get("momentum"), bool((g.get("betas") or (0,))[0])) for g in groups]
         if momenta != self._momenta.get(optimizer):

@@ -317,9 +317,9 @@ class Fates:
 
     def _leaves_traces(self, optimizer: Any, entry: Entry) -> bool:
         """Whether a step of rate 0 has changed something: a state or a momentum."""
-        whole = getattr(optimizer, "optim", None)  # a ZeroRedundancyOptimizer's, of its own share
-        state = optimizer.state.get(entry.parameter) or getattr(whole, "state", None)
-        return bool(state) or self._corrects_momentum(entry.name)
+        inner = getattr(optimizer, "optim", optimizer)  # a ZeroRedundancyOptimizer's
+        states = getattr(inner, "state", {}).values()  # of any parameter: some share them out
+        return any(states) or self._corrects_momentum(entry.name)
 
     def _refuse_late(self) -> None:
         self._taken_back.clear()

@@ -23,10 +23,10 @@ import torch.distributed
 
 from hvd_sparse import ops
 from hvd_sparse._version import __version__
-from hvd_sparse.cli.command import Command, Output, one_line
+from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.cli.tuned import missing
 from hvd_sparse.compression import POLICY_VARIABLE
-from hvd_sparse.errors import HvdSparseError
+from hvd_sparse.errors import HvdSparseError, one_line
 from hvd_sparse.ops.cuda import CudaOps
 from hvd_sparse.ops.native import ISA_NAMES, LIBRARY_PATH
 from hvd_sparse.planner.remembered import default_path

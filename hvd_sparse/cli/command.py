@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hvd_sparse.compression import RunOptions
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, one_line
 from hvd_sparse.methods import METHODS
 from hvd_sparse.policy.load import Policy, load_policy
 
@@ -137,8 +137,3 @@ def load_model(text: str) -> nn.Module:
     if any(map(is_lazy, model.parameters())):
         raise ConfigError(f"model {text!r} has uninitialized parameters: run it in the factory")
     return model
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's type and message, without line breaks."""
-    return " ".join(f"{type(error).__name__}: {error}".split())

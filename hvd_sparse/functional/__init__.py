@@ -124,8 +124,9 @@ _life = _Life()
 
 def communicator_of(process_set: Any = None) -> Communicator:
     """The communicator of a process set, connected at the first call, which is collective."""
-    from horovod.torch import mpi_ops
+    from horovod.torch import global_process_set, mpi_ops
 
+    process_set = global_process_set if process_set is None else process_set
     if _life.handle_map is not mpi_ops._handle_map:
         _life.handle_map, _life.communicators = mpi_ops._handle_map, {}
     if process_set not in _life.communicators:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvd_sparse._version import __version__
 from hvd_sparse.engine.bucketing import MethodId, TensorSpec
-from hvd_sparse.errors import ConfigError, warn
+from hvd_sparse.errors import ConfigError, one_line, warn
 from hvd_sparse.files import write_text
 from hvd_sparse.planner.choose import ChosenPlan, Placement
 from hvd_sparse.planner.costs import Place, Profile
@@ -242,14 +242,14 @@ class PlanCache:
     def read(self) -> list[Remembered]:
         """All entries. None where the file is missing, or, with a warning, cannot be read."""
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            data = json.loads(self._file().read_text(encoding="utf-8"))
             if data["version"] != VERSION:
                 raise ConfigError(f"version must be {VERSION}, got {data['version']!r}")
             return [Remembered.from_json(entry) for entry in data["entries"]]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            warn(f"the planner cannot read {self.path}, and measures anew: {_told(error)}")
+            warn(f"the planner cannot read {self.path}, and measures anew: {one_line(error)}")
             return []
 
     def add(self, found: Remembered) -> None:
@@ -258,16 +258,17 @@ class PlanCache:
         data = {"version": VERSION, "entries": [e.to_json() for e in (*entries, found)]}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, json.dumps(data) + "\n")
-        except OSError as error:
-            warn(f"the planner cannot write {self.path}, and forgets its plan: {_told(error)}")
+            write_text(self._file(), json.dumps(data) + "\n")
+        except (OSError, ValueError) as error:
+            warn(f"the planner cannot write {self.path}, and forgets its plan: {one_line(error)}")
+
+    def _file(self) -> Path:
+        if self.path.exists() and not self.path.is_file():
+            raise OSError("no ordinary file")  # a pipe would be waited for
+        return self.path
 
 
 def default_path() -> Path | None:
     """`hvd_sparse/plans.json` in the user's folder of caches; None for a user without a home."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder, "hvd_sparse", "plans.json") if os.path.isabs(folder) else None
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

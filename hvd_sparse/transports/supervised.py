@@ -192,6 +192,8 @@ class SupervisedTransport(Leaving, Transport):
 
 
 def _told(reason: object) -> str:
-    if isinstance(reason, BaseException) and not isinstance(reason, HvdSparseError):
-        return repr(reason)
-    return str(reason)
+    is_other = isinstance(reason, BaseException) and not isinstance(reason, HvdSparseError)
+    try:
+        return repr(reason) if is_other else str(reason)
+    except Exception:  # in the user's code
+        return type(reason).__name__

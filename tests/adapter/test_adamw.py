@@ -186,6 +186,9 @@ def test_the_other_optimizers_state_is_one_of_torchs_sgd() -> None:
 
     with pytest.raises(UnsupportedError, match="neither dampening nor maximize"):
         optimizer.load_state_dict(torch.optim.SGD([p], momentum=0.9, maximize=True).state_dict())
+    for option in ({"maximize": True}, {"dampening": 0.5}):
+        with pytest.raises(UnsupportedError, match="neither dampening nor maximize"):
+            hvd_sparse.MomentumCorrectedSGD([{"params": [p], **option}])
 
 
 def test_arguments() -> None:

@@ -178,10 +178,14 @@ def goes_on_without_gradients() -> None:
             inner, compression = dgc_sgd(named, lr=0.1, momentum=0.9, density=1.0)
             options = {"compression": compression}
         optimizer: Any = hvd.DistributedOptimizer(inner, named_parameters=named, **options)
-        for step in range(6):
+        for step in range(9):
             optimizer.zero_grad()
             if step % 3 != 1:
                 (parameter * (1.0 + hvd.rank())).square().sum().backward()
+            elif step == 4 and not makes_plain:
+                compression.load_state_dict(compression.state_dict())  # there is no plan then
+            elif step == 7 and not makes_plain:
+                compression.reassign(compression.method)
             optimizer.step()
         found.append(parameter.detach().clone())
     torch.testing.assert_close(*found)

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import warnings
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,81 @@ def compiled() -> None:
     with trained(Compression.topk(density=0.05, dense_below=100)) as (model, module):
         train(torch.compile(model, backend="eager"), torch.optim.SGD(module.parameters(), lr=0.1))
         assert_alike_on_all_ranks(module)
+
+
+def a_compiled_step() -> None:
+    """The backward pass, and so the hook, is in a compiled function."""
+    found = []
+    for made in (None, Compression.topk(density=1.0, dense_below=100)):
+        with trained(None) as (model, module):
+            if made is not None:
+                hvd_sparse.ddp.register(torch.compile(model, backend="eager"), made)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            step = torch.compile(partial(train_once, model, optimizer), backend="eager")
+            for number in range(STEPS):
+                step(batch(number))
+            found.append(weights(module))
+    assert torch.equal(*found)
+
+
+def train_once(model: nn.Module, optimizer: Any, inputs: Tensor) -> None:
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps by another optimizer, as many libraries' Lookahead; `__init__` is not the base's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks: dict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: dict[int, Any] = OrderedDict()
+        self.inner, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self._patch_step_function()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def a_wrapped_optimizer() -> None:
+    found = []
+    for made in (None, Compression.topk(density=1.0, dense_below=100)):
+        with trained(made) as (model, module):
+            train(model, Wrapper(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)))
+            found.append(weights(module))
+    assert torch.equal(*found)
+
+
+class SharedOut(torch.optim.Optimizer):
+    """Has the states of its own share of the parameters alone, as Muon has."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            owner = number % dist.get_world_size()
+            if owner == dist.get_rank():
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad)
+                p.sub_(momentum, alpha=self.param_groups[0]["lr"])
+            dist.broadcast(p, owner)
+
+
+def a_rate_of_zero_where_states_are_shared_out() -> None:
+    """Momenta have taken the gradients in: all ranks judge so, though each has some of them."""
+    found = []
+    for shares_out in (False, True):
+        made = Compression.topk(density=0.05, dense_below=100)
+        with trained(made) as (model, module):
+            own = list(module.parameters())
+            optimizer = SharedOut(own) if shares_out else torch.optim.SGD(own, 0.0, momentum=0.9)
+            train(model, optimizer, 1)
+            waiting = made.state_dict()["residual"]
+            found.append(torch.cat([waiting[name].flatten() for name in sorted(waiting)]))
+    assert torch.equal(*found)
 
 
 def a_step_with_a_closure() -> None:
@@ -634,6 +710,9 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "embeddings, gathered": (sparse_embeddings, False),
     "embeddings, exchanged": (sparse_embeddings, True),
     "compiled": (compiled,),
+    "a compiled step": (a_compiled_step,),
+    "a wrapped optimizer": (a_wrapped_optimizer,),
+    "states are shared out": (a_rate_of_zero_where_states_are_shared_out,),
     "a closure": (a_step_with_a_closure,),
     "communicates": (the_script_communicates_in_backward,),
     "momentum twice": (momentum_twice,),

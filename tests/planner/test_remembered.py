@@ -293,8 +293,10 @@ def test_a_planner_says_what_it_does_though_nobody_can_read_it(
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = Remembered(Key("m", "p", "1", COSTS.place), COSTS)
-    with pytest.warns(UserWarning, match=r"cannot write .*, and forgets its plan"):
-        PlanCache(tmp_path / "file" / "plans.json").add(found)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "file" / "plans.json", tmp_path / "pipe", tmp_path / "with\0nul"):
+        with pytest.warns(UserWarning, match=r"cannot write .*, and forgets its plan"):
+            PlanCache(path).add(found)
 
 
 def test_the_file_stays_small_and_keeps_the_last(tmp_path: Path) -> None:
