@@ -198,6 +198,8 @@ def test_a_connection_lives_as_long_as_horovod(monkeypatch: pytest.MonkeyPatch) 
     )
     every = [functional.communicator_of(process_set) for process_set in range(20)]
     assert [functional.communicator_of(process_set) for process_set in range(20)] == every
+    of_all = functional.communicator_of(mpi_ops.global_process_set)
+    assert functional.communicator_of() is of_all
     monkeypatch.setattr(mpi_ops, "_handle_map", {})  # as hvd.init() does
     assert functional.communicator_of(0) is not every[0]
 

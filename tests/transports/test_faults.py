@@ -77,6 +77,20 @@ def first_cause(make: Make) -> None:
     closed(transport)
 
 
+class Unspeakable(ValueError):
+    def __repr__(self) -> str:
+        raise AttributeError("a mistake in the user's code")
+
+
+def cause_without_words(make: Make) -> None:
+    transport = make()
+    if hvd.rank() == 1:
+        transport.abort(Unspeakable())
+    error = error_of(lambda: transport.allgather((), channel="c"))
+    assert "rank 1 aborted the transport: Unspeakable" in str(error)
+    closed(transport)
+
+
 def different_calls(make: Make) -> None:
     """Rank 1 expects other sizes than it gets, as after `reassign` on it alone."""
     transport = make()
@@ -190,7 +204,8 @@ def main() -> NoReturn:
         assert transport.name == name
         return transport
 
-    faults = (busy_rank, first_cause, different_calls, other_release, tensor_of_one_rank)
+    faults = (busy_rank, first_cause, cause_without_words, different_calls, other_release)
+    faults += (tensor_of_one_rank,)
     for fault in (*faults, stopped_rank, late_in_mpi, rank_without_compression):
         report(f"-- {fault.__name__}")
         start = time.monotonic()
