@@ -67,7 +67,7 @@ def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
     Returns int32 `(LEVELS,)` on the values' device, descending. All that is not zero passes levels
     below the least magnitude.
     """
-    lowest = int(level_keys(threshold)[0])
+    lowest = threshold_key(threshold) + (FIRST << BIN_BITS)
     if values.device.type != "cpu":  # bincount would wait there
         keys = magnitude_keys(values).clamp(max=INFINITE_KEY)
         places = ((keys - lowest) >> BIN_BITS).clamp(-1, LAST - FIRST) + 1

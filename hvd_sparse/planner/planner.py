@@ -51,7 +51,6 @@ from hvd_sparse.transports.transport import gather_json
 if TYPE_CHECKING:  # the policy package needs pydantic, which a planner does not
     from hvd_sparse.policy.assignment import PolicyAssignment
 
-
 DENSE = Choice(None)
 REVIEW_INTERVAL_STEPS = 500
 """Steps from one review to the next, once a trial is over."""
