@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks.patterns import PATTERNS, PatternStreams
 from benchmarks.report import Row, write_report
-from hvd_sparse.collectives.registry import cost
+from hvd_sparse.collectives.registry import STREAMED, cost
 from hvd_sparse.cost_model import Link
-from hvd_sparse.lab.simulator import DISTINCT, Network, Workload, simulate_all
+from hvd_sparse.lab.simulator import Network, Workload, simulate_all
 
 NUMEL, K = 25_000_000, 250_000
 RANKS = (16, 32, 64, 128, 256, 512, 1024)
@@ -32,11 +32,11 @@ def seconds_of(link: Link, options: argparse.Namespace) -> dict[int, dict[str, f
     """By number of ranks and algorithm: the seconds of an exchange."""
     if not options.simulate:
         return {
-            P: {name: cost(name, P, NUMEL, K).expected.seconds(link) for name in DISTINCT}
+            P: {name: cost(name, P, NUMEL, K).expected.seconds(link) for name in STREAMED}
             for P in options.ranks
         }
     outcomes = simulate_all(
-        *(DISTINCT, options.ranks, Workload(NUMEL, K), Network(link)),
+        *(STREAMED, options.ranks, Workload(NUMEL, K), Network(link)),
         PatternStreams(pattern=options.pattern),
         steps=4,
         stretch=options.stretch,

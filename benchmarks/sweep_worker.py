@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks._rank import dist, end_rank, start_rank, timed
 from benchmarks.patterns import PATTERNS, PatternStreams
 from hvd_sparse.collectives.automatic import cheapest_algorithm, link_of
-from hvd_sparse.collectives.registry import BY_NAME
-from hvd_sparse.lab.simulator import DISTINCT
+from hvd_sparse.collectives.registry import BY_NAME, STREAMED
 from hvd_sparse.streams import SparseStream
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
@@ -53,7 +52,7 @@ def measure(
     draw = PatternStreams(pattern=pattern).stream
     streams = [draw(hvd.rank(), step, numel, k, hvd.size()) for step in range(WARMUP_STEPS)]
     functions: dict[str, Callable[[], object]] = {}
-    for name in DISTINCT:
+    for name in STREAMED:
         collective = BY_NAME[name].collective(transport, numel, k)
         for stream in streams:
             reduction = collective.reduce(stream)

@@ -16,45 +16,39 @@ from hvd_sparse.errors import ConfigError
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.001, 2_000_000
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+Check = Callable[[str, Any], Any]
+"""Checks an argument, given its name and value; returns the value, or raises `ConfigError`."""
 
 
-def check_share(name: str, value: float) -> float:
-    """A number in (0, 1]."""
-    if not _is_real(value) or not 0 < value <= 1:
-        raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
-    return float(value)
+def _number(words: str, fits: Callable[[Any], bool]) -> Callable[[str, Any], float]:
+    """The check that a value is a number of this kind."""
+
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
+            raise ConfigError(f"{name} must be {words}, got {value!r}")
+        return float(value)
+
+    return check
 
 
-def check_below_one(name: str, value: float) -> float:
-    """A number in [0, 1)."""
-    if not _is_real(value) or not 0 <= value < 1:
-        raise ConfigError(f"{name} must be in [0, 1), got {value!r}")
-    return float(value)
+def at_least(least: float) -> Callable[[str, Any], float]:
+    words = f"a finite number of at least {least:g}"
+    return _number(words, lambda value: least <= value < math.inf)
 
 
-def check_above_zero(name: str, value: float) -> float:
-    """A finite number above 0."""
-    if not _is_real(value) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a finite number above 0, got {value!r}")
-    return float(value)
+def at_most(most: float) -> Callable[[str, Any], float]:
+    return _number(f"above 0 and at most {most:g}", lambda value: 0 < value <= most)
 
 
-def check_at_least(name: str, value: float, least: float) -> float:
-    """A finite number that is not below a limit."""
-    if not _is_real(value) or not least <= value < math.inf:
-        raise ConfigError(f"{name} must be a finite number of at least {least:g}, got {value!r}")
-    return float(value)
-
-
-def check_timeout(name: str, value: float) -> float:
-    """Seconds that the system's timers can wait: they count milliseconds in 32 bits."""
-    if not _is_real(value) or not LEAST_TIMEOUT_S <= value <= MOST_TIMEOUT_S:
-        raise ConfigError(
-            f"{name} must be from {LEAST_TIMEOUT_S} to {MOST_TIMEOUT_S} seconds, got {value!r}"
-        )
-    return float(value)
+check_share = _number("in (0, 1]", lambda value: 0 < value <= 1)
+check_below_one = _number("in [0, 1)", lambda value: 0 <= value < 1)
+check_above_zero = _number("a finite number above 0", lambda value: 0 < value < math.inf)
+check_not_negative = at_least(0)
+check_timeout = _number(
+    f"from {LEAST_TIMEOUT_S} to {MOST_TIMEOUT_S} seconds",
+    lambda value: LEAST_TIMEOUT_S <= value <= MOST_TIMEOUT_S,
+)
+"""What the system's timers can wait: they count milliseconds in 32 bits."""
 
 
 def check_flag(name: str, value: bool) -> bool:
@@ -77,25 +71,6 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
         names = ", ".join(repr(each) if "," in each else each for each in choices)
         raise ConfigError(f"{name} must be one of {names}; got {value!r}")
     return value
-
-
-Check = Callable[[str, Any], object]
-"""Checks an argument, given its name and value; returns the value, or raises `ConfigError`."""
-
-
-def at_least(least: float) -> Check:
-    return lambda name, value: check_at_least(name, value, least)
-
-
-def at_most(most: float) -> Check:
-    """A number above 0 that is not above a limit."""
-
-    def check(name: str, value: Any) -> float:
-        if not _is_real(value) or not 0 < value <= most:
-            raise ConfigError(f"{name} must be above 0 and at most {most:g}, got {value!r}")
-        return float(value)
-
-    return check
 
 
 def count(least: int) -> Check:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from math import ceil, log2
 
-from hvd_sparse.checks import check_at_least
+from hvd_sparse.checks import check_not_negative
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.topology import (
     allgather_in_flight,
@@ -88,7 +88,7 @@ class Pace:
 
     def __post_init__(self) -> None:
         for name in KINDS:
-            check_at_least(name, getattr(self, name), 0.0)
+            check_not_negative(name, getattr(self, name))
 
     @staticmethod
     def of_bytes(seconds: float) -> Pace:
@@ -130,7 +130,7 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("alpha_s", "beta_s_per_byte", "reduction_s_per_byte"):
-            check_at_least(name, getattr(self, name), 0.0)
+            check_not_negative(name, getattr(self, name))
         if self.gap_s is not None and not 0 <= self.gap_s <= self.alpha_s:
             raise ConfigError(
                 f"gap_s must be in [0, alpha_s = {self.alpha_s:g}], got {self.gap_s!r}"

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from hvd_sparse.collectives.oktopk import COUNT_BYTES, HEAD_BYTES
-from hvd_sparse.collectives.registry import cheapest, cost
+from hvd_sparse.collectives.registry import STREAMED, cheapest, cost
 from hvd_sparse.cost_model import WORD_BYTES, Cost, Link, Pace, WireBytes, Work, expected_nnz
 from hvd_sparse.engine import Engine, TensorSpec
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.simulator import (
     ALGORITHMS,
-    DISTINCT,
     Network,
     SyntheticStreams,
     Workload,
@@ -72,7 +71,7 @@ def test_other_worlds_take_the_predicted_time(algorithm: str, world_size: int) -
 
 
 @pytest.mark.parametrize("wire", COMPACT_WIRES.values(), ids=COMPACT_WIRES)
-@pytest.mark.parametrize("algorithm", [name for name in DISTINCT if name != "dense"])
+@pytest.mark.parametrize("algorithm", [name for name in STREAMED if name != "dense"])
 @pytest.mark.parametrize(("world_size", "density"), [(3, 0.02), (8, 0.02), (4, 0.3)])
 def test_compact_wires_take_the_predicted_bytes(
     algorithm: str, world_size: int, density: float, wire: Wire
@@ -203,7 +202,7 @@ KINDS_OF_WORK = {
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_WORK)
-@pytest.mark.parametrize("algorithm", DISTINCT)
+@pytest.mark.parametrize("algorithm", STREAMED)
 @pytest.mark.parametrize(("world_size", "density"), [(4, 0.01), (8, 0.05), (8, 0.3)])
 def test_predicted_work_is_what_the_collectives_do(
     algorithm: str, world_size: int, density: float, kind: str

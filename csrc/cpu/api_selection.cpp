@@ -3,6 +3,7 @@
 // Where the size of a selection is not known beforehand, it stays with the calling thread until its
 // next call, and hvds_take copies it out.
 #include "api.h"
+#include "estimate.h"
 #include "extract.h"
 #include "passes.h"
 #include "topk.h"
@@ -89,5 +90,18 @@ HVDS_API int32_t hvds_accumulate_topk(const HvdsAccumulation* accumulation, int6
                                                      values, &kth_key));
     *threshold = hvds::FloatOf(kth_key);
     workspace.Trim();
+  });
+}
+
+// 1 <= run_numel; `sample` has room for runs * run_numel <= n elements.
+HVDS_API int32_t hvds_sample_accumulator(const HvdsAccumulation* accumulation, int64_t runs,
+                                         int64_t run_numel, uint64_t seed, int32_t threads,
+                                         float* sample) {
+  return Guarded([&] {
+    const hvds::Accumulation checked = AccumulationOf(*accumulation);
+    const auto numel = static_cast<int64_t>(checked.numel());
+    if (run_numel < 1 || runs < 0 || runs > numel / run_numel) throw BadArgument();
+    hvds::Sample(checked, {static_cast<size_t>(runs), static_cast<size_t>(run_numel), seed},
+                 threads, sample);
   });
 }

@@ -34,10 +34,10 @@ from hvd_sparse.lab.offline_plan import (
     candidates_of,
     figures_of,
     measure_encoding,
+    pinned,
     profiles_of_hosts,
     row_of,
 )
-from hvd_sparse.lab.pin import pinned
 from hvd_sparse.lab.plots import load_pyplot, plot_timelines
 from hvd_sparse.planner.choose import ChosenPlan, TimedTensor, choose_plan
 from hvd_sparse.planner.costs import Profile, processor

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from hvd_sparse.checks import check_choice, check_count, check_share
 from hvd_sparse.cli.command import Command, Output, bytes_per_s, seconds
+from hvd_sparse.collectives.registry import STREAMED
 from hvd_sparse.collectives.two_levels import shared
 from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError, say
 from hvd_sparse.lab.plots import load_pyplot, plot_outcomes
 from hvd_sparse.lab.simulator import (
     ALGORITHMS,
-    DISTINCT,
     Network,
     SimulatedOutcome,
     SyntheticStreams,
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> Output:
     streams = SyntheticStreams(
         options.overlap, options.skew, options.region, options.loud, options.seed
     )
-    algorithms = list(DISTINCT) if options.algorithms == "all" else options.algorithms.split(",")
+    algorithms = list(STREAMED) if options.algorithms == "all" else options.algorithms.split(",")
     for name in algorithms:
         check_choice("--algorithms", name, ALGORITHMS)
     if options.plot:

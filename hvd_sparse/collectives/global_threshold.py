@@ -62,19 +62,12 @@ def th_re_evaluate(values: Tensor, k: int, transport: Transport) -> float:
 
 
 def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
-    """How many values, float32 `(nnz,)`, pass each of the levels around a threshold.
+    """How many values, float32 `(nnz,)` on the host, pass each of the levels around a threshold.
 
-    Returns int32 `(LEVELS,)` on the values' device, descending. All that is not zero passes levels
+    Returns int32 `(LEVELS,)`, descending. All that is not zero passes levels
     below the least magnitude.
     """
     lowest = threshold_key(threshold) + (FIRST << BIN_BITS)
-    if values.device.type != "cpu":  # bincount would wait there
-        keys = magnitude_keys(values).clamp(max=INFINITE_KEY)
-        places = ((keys - lowest) >> BIN_BITS).clamp(-1, LAST - FIRST) + 1
-        found = torch.zeros(LAST - FIRST + 2, dtype=torch.int32, device=values.device)
-        found.index_add_(0, places * (keys > 0), torch.ones_like(places))
-        above = torch.from_numpy(_ABOVE_FIRST + 1).pin_memory()
-        return found.flip(0).cumsum(0).flip(0)[above.to(values.device, non_blocking=True)].int()
     # By NumPy: on few values each call costs a fraction of torch's.
     keys = np.minimum(values.numpy().view(np.int32) & 0x7FFFFFFF, INFINITE_KEY)
     if lowest <= 0:

@@ -39,7 +39,7 @@ class Algorithm:
     Attributes:
         name: Its paper's.
         collective: Its class.
-        formula: What it costs; None where nobody has written that down.
+        formula: What it costs.
         aliases: Names that other papers have for it.
         is_lossless: Whether it applies all entries that the ranks send.
         is_selectable: Whether `collective=` may name it. What scopes selection has a method of its
@@ -51,7 +51,7 @@ class Algorithm:
 
     name: str
     collective: type[Collective]
-    formula: Formula | None = None
+    formula: Formula
     aliases: tuple[str, ...] = ()
     is_lossless: bool = False
     is_selectable: bool = True
@@ -68,10 +68,8 @@ class Algorithm:
             wire: Where it says that the dense form is shorter, sums are sent dense.
 
         Raises:
-            ConfigError: There is no formula, or an argument is out of its range.
+            ConfigError: An argument is out of its range.
         """
-        if self.formula is None:
-            raise ConfigError(f"the cost model has no formula for {self.name!r}")
         check_count("world_size", world_size, 1)
         check_count("numel", numel, 0)
         if not 0 <= k <= numel:
@@ -117,10 +115,8 @@ def names_of(wanted: Callable[[Algorithm], bool], *, aliases: bool = False) -> t
     )
 
 
-COSTED = names_of(lambda entry: entry.formula is not None)
-"""What the cost model can predict."""
-STREAMED = names_of(lambda e: e.formula is not None and not issubclass(e.collective, IndexUnion))
-"""Those of them that exchange streams alone: what the simulator can run. The others also sum what
+STREAMED = names_of(lambda entry: not issubclass(entry.collective, IndexUnion))
+"""Those that exchange streams alone: what the simulator can run. The others also sum what
 the ranks did not select."""
 SELECTABLE = names_of(lambda entry: entry.is_selectable, aliases=True)
 """What `collective=` may name, beside "auto"."""

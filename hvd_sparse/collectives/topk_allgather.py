@@ -19,9 +19,6 @@ follows the others. The step in which a stream outgrows it returns the smallest 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -71,7 +68,7 @@ class TopkAllgather(Collective):
     @override
     def reads_on(self, device: torch.device) -> bool:
         ours = self.transport.device if self.wire is PLAIN else None
-        return ours is not None and ours.type == device.type
+        return ours == device
 
     @override
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
@@ -120,10 +117,6 @@ class TopkAllgather(Collective):
         indices[: sent.nnz] = sent.indices
         values[: sent.nnz] = sent.values.view(torch.int32)
         return message
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict({"longest": 0, **state})  # old ones do not have it
 
 
 def room_for(entries: int, numel: int) -> int:

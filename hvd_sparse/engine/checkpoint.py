@@ -29,12 +29,10 @@ from torch import Tensor
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice
 from hvd_sparse.engine.state import EngineState, l1_of
-from hvd_sparse.errors import CheckpointError, ConfigError, warn
+from hvd_sparse.errors import CheckpointError, ConfigError, one_line, warn
 from hvd_sparse.files import replacing
 
 FORMAT, VERSION = "hvd_sparse checkpoint", 2
-READ_VERSIONS = (1, VERSION)
-"""The first one stored all tensors whole."""
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"step-\d+-[0-9a-f]{16}-rank-\d+-of-\d+\.pt")
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.(pt|json)")
@@ -220,7 +218,7 @@ class Together:
 def _in_words(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"there is no {error.filename}"
-    return f"{type(error).__name__}: {error}"
+    return one_line(error)
 
 
 def _check_alike(ranks: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -314,7 +312,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         found = manifest["format"], manifest["version"]
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{MANIFEST} is no manifest of a checkpoint") from None
-    if found not in [(FORMAT, version) for version in READ_VERSIONS]:
+    if found != (FORMAT, VERSION):
         raise ConfigError(f"{MANIFEST}: must be {FORMAT!r} of version {VERSION}, got {found}")
     if document.get("sha256") != _checksum(_canonical(manifest)) or manifest.keys() != KEYS:
         raise ConfigError(f"{MANIFEST}: the checksum is another one: the file was changed")

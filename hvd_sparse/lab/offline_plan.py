@@ -1,22 +1,23 @@
-"""Plans for a model without a training: costs of hosts that are not there, and reasons in words."""
+"""Plans without a training: costs of hosts that are not there, reasons in words, and policies."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from hvd_sparse.collectives.registry import COSTED
 from hvd_sparse.collectives.two_levels import Levels, Prediction, flat, two_levels
 from hvd_sparse.cost_model import Cost, Work
 from hvd_sparse.engine import Method, TensorSpec
 from hvd_sparse.engine.bucketing import MethodId
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.planner.choose import MARGIN, ChosenPlan, TimedTensor, jobs_of, schedule
+from hvd_sparse.planner.choose import MARGIN, ChosenPlan, Placement, TimedTensor, jobs_of, schedule
 from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, Profile, place_of
 from hvd_sparse.planner.measure import LIMIT_S, NUMELS, measure_method
 from hvd_sparse.policy.assignment import PolicyAssignment, Rule
+from hvd_sparse.policy.load import Policy, collectives_of, taken_by
 from hvd_sparse.tables import shown_s
 from hvd_sparse.transports import Transport
 
@@ -93,17 +94,11 @@ def modelled_on_hosts(
 
     Of `methods`, the measured costs of encoding and decoding count, not those of exchanges. If it
     is `hierarchical`, a rank encodes a shard only.
-
-    Raises:
-        ConfigError: The cost model has no formula for a method's collective.
     """
     form = two_levels if hierarchical else flat
     shards = levels.local_size if hierarchical else 1
 
     def costs_of(costs: MethodCosts) -> MethodCosts:
-        if costs.collective not in COSTED:
-            raise ConfigError(f"the cost model has no formula for {costs.collective!r}")
-
         def predicted(numel: int) -> Prediction:
             k = max(1, round(costs.density * numel))
             return form(costs.collective, levels, numel, k, costs.wire)
@@ -237,3 +232,66 @@ def figures_of(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['numel']:,}",
         *("" if seconds is None else shown_s(seconds) for seconds in times),
     )
+
+
+DROPPED = ("profile", "plan_cache")
+"""Keys of a policy that only a planner reads."""
+OF_RULE = ("match", "compress", "bucket")
+"""Keys of a rule that do not describe its methods."""
+
+
+def pinned(
+    policy: Policy,
+    rules: PolicyAssignment,
+    specs: Sequence[TensorSpec],
+    placements: Mapping[str, Placement],
+) -> dict[str, Any]:
+    """A policy with a plan in the place of its rules with `compress: auto`, as plain data.
+
+    `rules` is the policy's assignment for the model of these tensors, and the plan has the
+    `placements` of those that it compresses, by name.
+
+    Raises:
+        ConfigError: The plan uses a method that the tensor's rule does not have.
+    """
+    data = policy.document.data
+    buckets: dict[tuple[int, MethodId, str], list[str]] = {}
+    left = set()
+    for spec in specs:
+        rule, placed = rules.rule_of(spec), placements.get(spec.name)
+        if rule is not None and placed is not None:
+            buckets.setdefault((rule.place, placed.method, placed.bucket), []).append(spec.name)
+        elif rule is not None:
+            left.add(rule.place)
+    used = {place for place, _, _ in buckets}
+    made: list[dict[str, Any]] = []
+    for (place, method, bucket), names in buckets.items():
+        one_of = "|".join(map(re.escape, names))
+        settings = _settings(policy, rules, place, method)
+        made.append({"match": {"name_regex": one_of}, "bucket": bucket, **settings})
+    for place, written in enumerate(data["rules"]):
+        is_open = written.get("compress") == "auto"
+        if is_open and place in used - left:
+            continue
+        kept_keys = {key: value for key, value in written.items() if key == "match" or not is_open}
+        made.append({**kept_keys, "compress": "never"} if is_open else kept_keys)
+    kept = {key: value for key, value in data.items() if key not in (*DROPPED, "rules")}
+    taken = taken_by(rule for rule in rules.rules if not rule.is_auto or rule.place in used)
+    if "defaults" in kept:
+        kept["defaults"] = {key: v for key, v in kept["defaults"].items() if key in taken}
+    return {**kept, "rules": made}
+
+
+def _settings(
+    policy: Policy, rules: PolicyAssignment, place: int, method: MethodId
+) -> dict[str, Any]:
+    """The keys of a rule that describe one of its methods, with this method's collective."""
+    rule = policy.document.data["rules"][place]
+    settings = {key: value for key, value in rule.items() if key not in OF_RULE}
+    methods = [each.id for each in rules.rules[place].methods]
+    if method not in methods:
+        raise ConfigError(f"rules[{place}] has no method {str(method)!r}")
+    if len(methods) > 1:
+        whole = {**policy.document.data.get("defaults", {}), **settings}
+        settings["collective"] = collectives_of(whole)[methods.index(method)]
+    return settings

@@ -11,8 +11,8 @@ Every operation takes and gives:
 
 | family | operations |
 |---|---|
-| selection | `accumulate_select`, `accumulate_topk`, `accumulate_group_topk`, `hash_select` |
-| estimation | `sample_accumulator` |
+| selection | `accumulate_select`, `accumulate_topk`, `accumulate_group_topk`, `hash_select`, \
+`sample_accumulator` |
 | streams | `merge_sum`, `difference`, `threshold_stream`, `scatter_add`, `decode`, `take_at`; \
 of `on(device)` only |
 | shared memory | `sum_vectors`, `post`, `posted`; on the CPU only |
@@ -35,13 +35,13 @@ leaves the entry out, and the next operation that waits for the device raises.
 from hvd_sparse.ops._arguments import CPU, GAP_BLOCK
 from hvd_sparse.ops._dispatch import Ops, backend, on, on_host
 from hvd_sparse.ops.accumulation import Accumulation, Before, Momentum
-from hvd_sparse.ops.estimation import sample_accumulator
 from hvd_sparse.ops.pages import moved, new_vector, queued, zero_vector
 from hvd_sparse.ops.selection import (
     accumulate_group_topk,
     accumulate_select,
     accumulate_topk,
     hash_select,
+    sample_accumulator,
 )
 from hvd_sparse.ops.shared_memory import post, posted, sum_vectors
 

@@ -34,7 +34,6 @@ SIGNATURES: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "accumulate_group_topk": (c_void_p, c_int64, c_int64, c_int32, c_void_p),
         "take": (c_void_p, c_void_p, c_int64, c_int32),
         "accumulate_topk": (c_void_p, c_int64, c_int32) + (c_void_p,) * 4,
-        # estimation
         "sample_accumulator": (c_void_p, c_int64, c_int64, c_uint64, c_int32, c_void_p),
         # streams
         "merge_sum": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p),
@@ -149,8 +148,6 @@ class NativeOps:
         room = _Room(nnz.value)
         self._call("take", *room.arguments[:2], nnz, threads)
         return room.indices, room.values
-
-    # -- estimation --------------------------------------------------------------------------------
 
     def sample_accumulator(
         self, accumulation: Accumulation, runs: int, run_numel: int, seed: int

@@ -134,9 +134,6 @@ def scaled(random: Tensor, count: Tensor | int) -> Tensor:
     return random * count >> 32
 
 
-# -- estimation ------------------------------------------------------------------------------------
-
-
 def kth_magnitude(x: Tensor, k: int) -> float:
     """The k-th largest magnitude of `x`, float32 `(n,)`, for k in `[1, n]`; C++ has none."""
     kth_key = torch.sort(magnitude_keys(x), descending=True).values[k - 1]

@@ -1,7 +1,7 @@
 """Accumulation and selection: gradients are added, and what is selected moves out.
 
-One pass over the vectors each. Every operation raises TypeError where a number is not an int, and
-ValueError where one is out of its range.
+One pass over the vectors each; `sample_accumulator` reads parts, and changes nothing. Every
+operation raises TypeError where a number is not an int, and ValueError where one is out of range.
 """
 
 from __future__ import annotations
@@ -100,3 +100,20 @@ def hash_select(
     return on(accumulation.device).hash_select(
         accumulation, threshold, slots, slots_per_bucket, seed
     )
+
+
+def sample_accumulator(accumulation: Accumulation, runs: int, run_numel: int, seed: int) -> Tensor:
+    """Magnitudes at random places of what `accumulate_select` would make of the residual.
+
+    Run r is one of the stretches from multiple to multiple of `run_numel` with numbers from
+    r·m // runs up to (r + 1)·m // runs, where m = n // run_numel: every part of the vector has its
+    share, and no order within it, such as a layer's width, meets that of the sample. Memory is read
+    by the cache line: 16 consecutive elements cost little more than one does.
+
+    There are `runs` in `[0, m]`, each of at least one element; the seed is in [0, 2**64). Returns
+    float32 `(runs · run_numel,)`, in the order of the elements.
+    """
+    checks.integer("run_numel", run_numel, 1, MAX_NUMEL)
+    checks.integer("runs", runs, 0, accumulation.numel // run_numel)
+    checks.integer("seed", seed, 0, MAX_SEED)
+    return on(accumulation.device).sample_accumulator(accumulation, runs, run_numel, seed)

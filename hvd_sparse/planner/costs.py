@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_sparse.checks import check_above_zero, check_at_least, check_count, check_share
-from hvd_sparse.collectives.registry import COSTED, cost
+from hvd_sparse.checks import check_above_zero, check_count, check_not_negative, check_share
+from hvd_sparse.collectives.registry import BY_NAME, cost
 from hvd_sparse.cost_model import PLAIN_BYTES, WireBytes
 from hvd_sparse.engine.bucketing import MethodId
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, one_line
 from hvd_sparse.files import write_text
 
 VERSION = 4
@@ -158,7 +158,7 @@ class Profile:
             raise ConfigError("a profile of one rank says nothing of exchanges between several")
         methods = {}
         for name, c in self.methods.items():
-            if c.collective not in COSTED:
+            if c.collective not in BY_NAME:
                 raise ConfigError(
                     f"the profile is of {old} ranks, here are {new}, and the cost model has no "
                     f"formula for {str(name)!r}"
@@ -193,7 +193,7 @@ class Profile:
             place = Place.from_json(data["place"])
             return Profile(place, _line(data["dense"]), methods, str(data["source"]))
         except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
-            raise ConfigError(f"not a profile: {type(error).__name__}: {error}") from None
+            raise ConfigError(f"not a profile: {one_line(error)}") from None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
@@ -210,7 +210,7 @@ class Profile:
 
 
 def _line(data: Mapping[str, Any]) -> Line:
-    return Line(**{name: check_at_least(name, value, 0) for name, value in data.items()})
+    return Line(**{name: check_not_negative(name, value) for name, value in data.items()})
 
 
 def _method_costs(data: Mapping[str, Any]) -> MethodCosts:

@@ -216,7 +216,7 @@ class Remembered:
             outcome = None if data["outcome"] is None else TrialOutcome.from_json(data["outcome"])
             return Remembered(Key(**key, place=place), profile, outcome)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise ConfigError(f"not a plan: {type(error).__name__}: {error}") from None
+            raise ConfigError(f"not a plan: {one_line(error)}") from None
 
 
 def recall(key: Key, found: Sequence[Remembered]) -> tuple[Remembered | None, str]:

@@ -107,15 +107,6 @@ class PointToPointTransport(SupervisedTransport):
         return handle
 
     @override
-    def expect(self, nbytes: int, *, channel: str) -> None:
-        for arriving in [h for way, h in self._arriving.items() if way[0] == channel]:
-            arriving.receive()  # or its size would count instead
-        capacity = framing.next_capacity(nbytes)
-        for peer in range(self.world_size):
-            way = (channel, self.context.bucket, peer)
-            self._send_capacity[way] = self._receive_capacity[way] = capacity
-
-    @override
     def allgather(self, payload: Payload, *, channel: str) -> list[torch.Tensor]:
         """`Transport.allgather`; a payload that goes directly to all others is framed once."""
         P, r = self.world_size, self.rank
@@ -154,6 +145,10 @@ class PointToPointTransport(SupervisedTransport):
     @override
     def call_made(self, number: int) -> Call | None:
         return next((call for call in list(self._made) if call.number == number), None)
+
+    def forget_calls(self) -> None:
+        """Says no more what calls were made so far."""
+        self._made.clear()
 
     @override
     def calls_made(self) -> int:

@@ -154,14 +154,6 @@ class Transport(ABC):
             for the last arrival.
         """
 
-    def expect(self, nbytes: int, *, channel: str) -> None:
-        """Makes room for payloads of `nbytes` in a channel's next message to every rank.
-
-        Without this call, the room follows from the last message, and a payload that outgrows it
-        is sent in two. `nbytes` is the same on all ranks.
-        """
-        del nbytes, channel
-
     def land_pinned(self) -> None:
         """Receives in pinned memory from now on, out of which a device copies by itself."""
         self._buffers.pinned = True

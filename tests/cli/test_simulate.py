@@ -10,8 +10,8 @@ import matplotlib
 import pytest
 
 from hvd_sparse.cli.main import FAILED, main
+from hvd_sparse.collectives.registry import STREAMED
 from hvd_sparse.lab.plots import CURVES
-from hvd_sparse.lab.simulator import DISTINCT
 
 
 def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any) -> None:
@@ -21,7 +21,7 @@ def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any)
         status = main(["simulate", *work, *files])
     shown, progress = capsys.readouterr()
     assert status == 0
-    cases = 2 * len(DISTINCT)
+    cases = 2 * len(STREAMED)
     assert progress.startswith(f"1 of {cases}: simulated ")
     assert f"\n{cases} of {cases}: simulated " in progress
     assert "words sent, worst" in shown
@@ -29,13 +29,13 @@ def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: Any)
     assert all(f">{label}</text>" in drawn for label, *_ in CURVES)
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     assert [(r["world_size"], r["algorithm"]) for r in rows] == [
-        (p, name) for p in (2, 5) for name in DISTINCT
+        (p, name) for p in (2, 5) for name in STREAMED
     ]
     assert all(f"{row['exchange_s'] * 1e3:.4g} ms" in shown for row in rows)
     assert all(row["received_words"]["worst"] >= row["received_words"]["mean"] > 0 for row in rows)
     same = ["--bandwidth", "1gbit", "--latency", "100us", "--algorithms", "oktopk"]
     assert main(["simulate", *work, *same]) == 0  # the defaults of --beta and --alpha
-    assert f"{rows[list(DISTINCT).index('oktopk')]['exchange_s'] * 1e3:.4g} ms" in (
+    assert f"{rows[list(STREAMED).index('oktopk')]['exchange_s'] * 1e3:.4g} ms" in (
         capsys.readouterr().out
     )
 

@@ -211,8 +211,6 @@ def test_a_state_goes_on_with_the_same_room() -> None:
         collective.aim(700)
         collective.reduce(stream_of(transport.rank, 3, 1))
         assert collective.state_dict() == {"step": 3, "longest": 1}
-        other.load_state_dict({"step": 3})  # as earlier versions wrote it
-        assert other.state_dict() == {"step": 3, "longest": 0}
         return rooms(gathered)
 
     expected = [room_for(entries, NUMEL) for entries in (302, 302, 700)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_sparse.collectives.registry import COSTED, LOSSLESS_CANDIDATES, cost
+from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, cost
 from hvd_sparse.collectives.two_levels import (
     FARTHEST_FIRST,
     GATHERING,
@@ -80,7 +80,7 @@ def test_work_of_both_forms() -> None:
     assert two_levels("topk_allgather", levels, N, K).seconds == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("algorithm", COSTED)
+@pytest.mark.parametrize("algorithm", BY_NAME)
 def test_one_level_is_the_flat_cost(algorithm: str) -> None:
     expected = cost(algorithm, 8, N, K).expected
     for levels in (levels_of(8, 1), levels_of(1, 8)):
@@ -93,7 +93,7 @@ def test_one_level_is_the_flat_cost(algorithm: str) -> None:
     assert two_levels(algorithm, levels_of(1, 8), N, K).card_bytes == 0
 
 
-@pytest.mark.parametrize("algorithm", COSTED)
+@pytest.mark.parametrize("algorithm", BY_NAME)
 @pytest.mark.parametrize(("count", "local_size"), [(2, 2), (3, 2), (2, 3), (4, 8), (32, 8)])
 def test_fewer_bytes_leave_a_host(algorithm: str, count: int, local_size: int) -> None:
     for wire in (WireBytes(), WireBytes(1.25, 2, 2)):
@@ -121,7 +121,7 @@ def test_memory_is_a_link_where_nothing_is_measured() -> None:
 
 def test_all_named_algorithms_are_known() -> None:
     named = [*FARTHEST_FIRST, *NEAREST_FIRST, *GATHERING]
-    assert set(named) <= set(COSTED)
+    assert set(named) <= set(BY_NAME)
     assert len(set(named)) == len(named)
 
 

@@ -17,7 +17,7 @@ from hvd_sparse.magnitude import key_magnitude
 from hvd_sparse.ops import reference
 from hvd_sparse.ops.cuda import CudaOps
 from hvd_sparse.ops.cuda import launch_selection as selection
-from hvd_sparse.ops.cuda.launch_estimation import DESCENT_WORDS, DIGITS, KEY
+from hvd_sparse.ops.cuda.launch_selection import DESCENT_WORDS, DIGITS, KEY
 from tests.cuda.shim_launcher import FAMILIES, SANITIZED, TRACED, Mutation, Shim
 from tests.ops.cases import assert_same, cut, generator, same_as_reference, stream, vectors
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import shutil
 import subprocess
@@ -21,25 +20,15 @@ from torch import Tensor
 
 import hvd_sparse.engine.checkpoint as module
 from hvd_sparse.engine import Engine
-from hvd_sparse.engine.checkpoint import Gather, Loaded, load_checkpoint, save_checkpoint
+from hvd_sparse.engine.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from hvd_sparse.engine.state import EngineState
 from hvd_sparse.errors import CheckpointError, ConfigError, PeerLostError
 from hvd_sparse.transports import Transport, run_ranks
+from tests.engine.checkpoint_kills import gather_over
 from tests.engine.test_state import SHAPES, engine_of, train_step
 from tests.launch import TESTS, launch_environment
 
 Action = Callable[[Engine, Transport], Any]
-
-
-def gather_over(transport: Transport) -> Gather:
-    def gather(mine: Any) -> list[Any]:
-        payload = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        return [
-            pickle.loads(bytes(message.numpy()))
-            for message in transport.allgather((payload,), channel="checkpoint")
-        ]
-
-    return gather
 
 
 def save(engine: Engine, transport: Transport, path: Path) -> None:
@@ -466,7 +455,7 @@ def test_another_model_is_refused_or_counted(folder: Path) -> None:
 
 @pytest.mark.parametrize("nonzero", [0, 1, 4_999, 5_000, 10_000])
 def test_only_what_is_not_zero_is_stored_where_that_is_smaller(
-    tmp_path: Path, nonzero: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, nonzero: int
 ) -> None:
     residual = torch.zeros(100, 100)
     residual.view(-1)[torch.randperm(10_000)[:nonzero]] = torch.randn(nonzero)
@@ -477,19 +466,11 @@ def test_only_what_is_not_zero_is_stored_where_that_is_smaller(
     def alone(mine: Any) -> list[Any]:
         return [mine]
 
-    def loaded() -> Tensor:
-        tensor: Tensor = load_checkpoint(tmp_path, 0, 1, alone).state["residual"]["a"]
-        return tensor
-
     save_checkpoint(tmp_path, state.as_dict, 0, 1, alone)
-    assert torch.equal(loaded().view(torch.int32), residual.view(torch.int32))
+    loaded = load_checkpoint(tmp_path, 0, 1, alone).state["residual"]["a"]
+    assert torch.equal(loaded.view(torch.int32), residual.view(torch.int32))
     (file,) = tmp_path.glob("*.pt")
     assert file.stat().st_size < 8 * min(nonzero, 5_000) + 5_000
-    # As the first version stored it, which is still read.
-    monkeypatch.setattr(module, "_packed", lambda tensor: tensor)
-    monkeypatch.setattr(module, "VERSION", 1)
-    save_checkpoint(tmp_path, state.as_dict, 0, 1, alone)
-    assert torch.equal(loaded().view(torch.int32), residual.view(torch.int32))
 
 
 def test_packed_entries_that_do_not_fit_are_refused() -> None:

@@ -15,7 +15,7 @@ from hvd_sparse.engine.checkpoint import load_checkpoint, save_checkpoint
 from hvd_sparse.hosts import Hosts
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import LocalTransport, run_ranks
-from tests.engine.test_checkpoint import gather_over
+from tests.engine.checkpoint_kills import gather_over
 from tests.grids import regular_grid
 from tests.laws.test_step_commit import flattened
 from tests.laws.test_two_levels import SHAPES, engine_of, gradients_of, reduced

@@ -320,3 +320,30 @@ def test_take_at_masks_momentum() -> None:
     indices, _ = ops.accumulate_select(accumulation, 5.0)
     ops.on(u.device).take_at(u, indices)
     assert u.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, *[0.0] * 5]
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_sample(native: NativeOps, numel: int) -> None:
+    for name, residual, gradient in vectors(numel):
+        for share, run, seed in ((1.0, 1, 0), (0.3, 4, 2**64 - 1), (1.0, 64, 7), (0.01, 7, 2**32)):
+            runs = int(share * (numel // run))
+            for gradients in ([gradient], cut(gradient, 7), []):
+                same_as_reference(
+                    native, "sample_accumulator", residual, gradients, runs, run, seed, what=name
+                )
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sample_with_momentum(native: NativeOps, nesterov: bool) -> None:
+    residual, gradient, buffer = torch.randn(3, 2**18 + 3, generator=generator())
+    same_as_reference(
+        native,
+        "sample_accumulator",
+        residual,
+        cut(gradient, 40),
+        5_000,
+        8,
+        64,
+        buffer=buffer,
+        nesterov=nesterov,
+    )

@@ -11,7 +11,7 @@ import yaml
 from hvd_sparse.engine import TensorSpec
 from hvd_sparse.engine.bucketing import BucketPlan, MethodId, form_buckets
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.lab.pin import pinned
+from hvd_sparse.lab.offline_plan import pinned
 from hvd_sparse.lab.plots import timeline
 from hvd_sparse.planner.choose import Placement, TimedTensor, choose_plan
 from hvd_sparse.planner.costs import Line, MethodCosts, Place, Profile

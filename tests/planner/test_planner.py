@@ -301,8 +301,6 @@ def test_a_profile_by_the_cost_model() -> None:
     assert gather.exchange.fixed_s == pytest.approx(6 * 30e-6)
     assert gather.exchange.per_element_s == pytest.approx(0.01 * 8 * 63 * 8 / 25e9, rel=1e-3)
     assert gather.encode == SLOW_NETWORK.methods[GATHER.id].encode
-    with pytest.raises(ConfigError, match="no formula"):
-        profiles_of_hosts(levels, {GATHER.id: costs(0, 0, "")})
 
 
 def test_a_profile_has_all_that_was_measured() -> None:

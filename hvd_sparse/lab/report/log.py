@@ -213,7 +213,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "steps": {
         **{"id": Text, "step": Count, "steps": AboveZero, "at_s": Number, "seconds": Number},
         **{"collective": list[Text], "threshold": list[Number | None]},
-        **{"imbalance": list[Number], "spans": list[Phases], "faults": Count | None},
+        **{"imbalance": list[Number], "spans": list[Phases], "faults": Count},
         **dict.fromkeys(FIGURES, list[Number]),
     },
     "residual": {"id": Text, "step": Count, "bucket": Count, "norm": Number | None},
@@ -252,8 +252,6 @@ def check_line(line: Any, place: str) -> dict[str, Any]:
         ConfigError: The line is invalid; the message names the place, the key and the value.
     """
     kind = line.get("kind") if isinstance(line, dict) else None
-    if kind == "steps":
-        line.setdefault("faults", None)  # of an earlier release, which did not count them
     if not isinstance(kind, str) or kind not in LINES:
         raise ConfigError(f"{place}: kind must be one of {', '.join(LINES)}")
     missing = [key for key in LINES[kind] if key not in line]

@@ -21,7 +21,6 @@ from hvd_sparse.lab.simulator.network import Network
 from hvd_sparse.lab.simulator.simulated_transport import SimulatedTransport, SimulatedWorld
 from hvd_sparse.lab.simulator.simulation import (
     ALGORITHMS,
-    DISTINCT,
     SimulatedOutcome,
     Workload,
     simulate,
@@ -32,7 +31,6 @@ from hvd_sparse.lab.simulator.synthetic_streams import SyntheticStreams
 
 __all__ = [
     "ALGORITHMS",
-    "DISTINCT",
     "Network",
     "SimulatedOutcome",
     "SimulatedTransport",

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
-from hvd_sparse.checks import check_at_least, check_count
+from hvd_sparse.checks import at_least, check_count
 from hvd_sparse.cost_model import Link, Work
 
 
@@ -42,7 +42,7 @@ class Network:
 
     def __post_init__(self) -> None:
         check_count("local_size", self.local_size, 1)
-        check_at_least("slow_factor", self.slow_factor, 1.0)
+        at_least(1.0)("slow_factor", self.slow_factor)
         if self.slow_rank is not None:
             check_count("slow_rank", self.slow_rank, 0)
 

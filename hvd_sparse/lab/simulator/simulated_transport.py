@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from typing_extensions import override
 
-from hvd_sparse.checks import check_at_least
+from hvd_sparse.checks import at_least
 from hvd_sparse.cost_model import Work
 from hvd_sparse.errors import PlanError
 from hvd_sparse.lab.simulator.network import Departure, Network, VirtualClock
@@ -55,7 +55,7 @@ class SimulatedWorld:
         pick: Pick = first_come,
         control_bytes: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        check_at_least("stretch", stretch, 1.0)
+        at_least(1.0)("stretch", stretch)
         self.world_size, self.network, self.stretch = world_size, network, stretch
         self.control_bytes = dict(control_bytes)
         self.scheduler = Scheduler(world_size, pick)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_sparse.checks import check_at_least, check_choice, check_count
+from hvd_sparse.checks import check_choice, check_count, check_not_negative
 from hvd_sparse.collectives.registry import BY_NAME, STREAMED, Algorithm, cost, names_of
 from hvd_sparse.collectives.two_levels import applied_entries, encoding
 from hvd_sparse.cost_model import WORD_BYTES, Work
@@ -33,11 +33,8 @@ from hvd_sparse.topology import batches
 from hvd_sparse.transports import Traffic
 from hvd_sparse.wire import PLAIN, Packer, Wire
 
-DISTINCT = STREAMED
-"""What can be simulated: algorithms that exchange streams and have a formula for their memory."""
-
-ALGORITHMS = names_of(lambda entry: entry.name in DISTINCT, aliases=True)
-"""The same algorithms, with aliases."""
+ALGORITHMS = names_of(lambda entry: entry.name in STREAMED, aliases=True)
+"""What can be simulated, with aliases."""
 
 LARGE_WORLD = 64
 """With this many ranks or more, a simulation takes longer than starting a process for it."""
@@ -64,7 +61,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_count("numel", self.numel, 1)
-        check_at_least("compute_s", self.compute_s, 0.0)
+        check_not_negative("compute_s", self.compute_s)
         if not 0 <= self.k <= self.numel:
             raise ConfigError(f"k must be in [0, numel = {self.numel}], got {self.k!r}")
 

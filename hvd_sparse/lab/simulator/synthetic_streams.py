@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_sparse.checks import check_at_least, check_count
+from hvd_sparse.checks import check_count, check_not_negative
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.streams import SparseStream
 
@@ -42,7 +42,7 @@ class SyntheticStreams:
             raise ConfigError(f"region must be in (0, 1], got {self.region!r}")
         if not 0 <= self.loud <= 1:
             raise ConfigError(f"loud must be in [0, 1], got {self.loud!r}")
-        check_at_least("skew", self.skew, 0.0)
+        check_not_negative("skew", self.skew)
         check_count("seed", self.seed, 0)
 
     def stream(self, rank: int, step: int, numel: int, k: int, ranks: int = 1) -> SparseStream:

@@ -9,6 +9,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,7 +103,8 @@ class CupyLauncher:
         """A kernel's handle, how its arguments lie, and what keeps it loaded."""
         family = self._families[kernel]
         with self._compiling, (self._cache / LOCK).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes then find it compiled
+            with suppress(OSError):  # some file systems have none
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes then find it compiled
             if family not in self._modules:
                 logger.info("compiling the kernels of %s.cu", family)
                 self._modules[family] = self._cupy.RawModule(

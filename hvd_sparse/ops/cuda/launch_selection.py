@@ -13,9 +13,16 @@ from hvd_sparse.magnitude import INFINITE_KEY, key_magnitude, magnitude_keys, th
 from hvd_sparse.ops._arguments import Entries
 from hvd_sparse.ops.accumulation import Accumulation, Before
 from hvd_sparse.ops.cuda._launcher import THREADS, Argument
-from hvd_sparse.ops.cuda._passes import AccumulationInputs, Claims, empty_stream, stream
+from hvd_sparse.ops.cuda._passes import (
+    AccumulationInputs,
+    Claims,
+    KernelFamily,
+    empty_stream,
+    stream,
+    thread_blocks,
+    vector,
+)
 from hvd_sparse.ops.cuda._workspace import tile_count
-from hvd_sparse.ops.cuda.launch_estimation import KEY, CudaEstimation
 
 LEAST_CAPACITY = 1 << 16
 CAPACITY_SHARE = 32
@@ -32,9 +39,16 @@ SPAN_TILES = 2
 """Tiles whose marks one block reads (`kTilesOfSpan` in csrc/cuda/hashing.cu)."""
 FEW_GROUPS = 32
 """Up to so many larger groups, the whole device works on one group after the other."""
+DIGITS = 3
+"""Of a key, from the top (csrc/cuda/topk.cu)."""
+DESCENT_WORDS = (32 + DIGITS * 2048 * 4) // 8
+"""64-bit words of a `Descent` there."""
+KEY = slice(1, 2)
+"""The word of it that is the k-th key."""
+MOST_COUNTING_BLOCKS = 1024
 
 
-class CudaSelection(CudaEstimation):
+class CudaSelection(KernelFamily):
     """As `hvd_sparse.ops.selection`, on checked arguments."""
 
     def accumulate_select(
@@ -138,6 +152,12 @@ class CudaSelection(CudaEstimation):
         self._launch(kernel, blocks, *inputs.whole, *grouped, header, *entries)
         return self._found(header, entries)
 
+    def sample_accumulator(
+        self, accumulation: Accumulation, runs: int, run_numel: int, seed: int
+    ) -> Tensor:
+        inputs = AccumulationInputs(accumulation, self._workspace)
+        return self._sample(inputs, runs, run_numel, seed)
+
     def _topk_of_each(self, accumulation: Accumulation, k: int, group_numel: int) -> Entries:
         """The same by `accumulate_topk` of one group after the other."""
         taken = [empty_stream(0, accumulation.device)]
@@ -208,6 +228,36 @@ class CudaSelection(CudaEstimation):
         residual[spoiled] = kept
         indices, order = torch.cat([indices, more[0]]).sort()
         return (indices, torch.cat([values, more[1]])[order]), threshold
+
+    def kth_magnitude(self, x: Tensor, k: int) -> float:
+        """As that of `reference.py`; part of an exact top-k, and waited for."""
+        return key_magnitude(self._workspace.read(self._descend(x, k)[KEY])[0])
+
+    def _sample(self, inputs: AccumulationInputs, runs: int, run_numel: int, seed: int) -> Tensor:
+        device, samples = inputs.before.device, runs * run_numel
+        magnitudes = torch.empty(samples, device=device, dtype=torch.float32)
+        places = np.int64(inputs.before.numel() // run_numel)
+        self._launch(
+            *("sample_accumulator", thread_blocks(samples)),
+            *(inputs.before, inputs.buffer_before, *inputs.momentum[1:], *inputs.table),
+            *(places, np.int64(runs), np.int64(run_numel), np.uint64(seed), magnitudes),
+        )
+        return magnitudes
+
+    def _descend(self, x: Tensor, k: int, passed: Tensor | None = None) -> Tensor:
+        """Starts a radix descent to the k-th largest key of `x`, k > 0.
+
+        `x` is float32 `(n,)`, or room for what a pass leaves; if by the header of that, `passed`,
+        it does not leave k entries, the key is 0. Returns the `Descent` (csrc/cuda/topk.cu), int64
+        `(DESCENT_WORDS,)`, on the device.
+        """
+        descent = self._workspace.zeros(DESCENT_WORDS, x.device)
+        for digit in range(DIGITS):
+            self._launch(
+                *("count_digits", min(tile_count(x.numel()), MOST_COUNTING_BLOCKS)),
+                *(*vector(x), passed, np.uint64(k), np.uint32(digit), descent),
+            )
+        return descent
 
 
 def _between(accumulation: Accumulation, start: int, stop: int) -> Accumulation:

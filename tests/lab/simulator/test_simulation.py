@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_sparse.collectives.registry import BY_NAME, cost
+from hvd_sparse.collectives.registry import BY_NAME, STREAMED, cost
 from hvd_sparse.cost_model import Link
 from hvd_sparse.lab.simulator import (
     ALGORITHMS,
-    DISTINCT,
     Network,
     SimulatedTransport,
     SimulatedWorld,
@@ -32,10 +31,10 @@ ONE_REGION = SyntheticStreams(region=0.01, overlap=0.5)
 
 
 def test_each_algorithm_is_run_once_where_all_are() -> None:
-    distinct = [BY_NAME[name] for name in DISTINCT]
+    distinct = [BY_NAME[name] for name in STREAMED]
     assert len(set(distinct)) == len(distinct)
     assert set(distinct) == {BY_NAME[name] for name in ALGORITHMS}
-    assert "topk_dsa" in set(ALGORITHMS) - set(DISTINCT)
+    assert "topk_dsa" in set(ALGORITHMS) - set(STREAMED)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hvd_sparse.collectives import two_levels
+from hvd_sparse.collectives.registry import STREAMED
 from hvd_sparse.collectives.two_levels import Levels, shared
 from hvd_sparse.cost_model import Link
 from hvd_sparse.lab.simulator import (
-    DISTINCT,
     Network,
     SimulatedOutcome,
     SimulatedTransport,
@@ -46,7 +46,7 @@ def simulated(
     )
 
 
-@pytest.mark.parametrize("algorithm", DISTINCT)
+@pytest.mark.parametrize("algorithm", STREAMED)
 @pytest.mark.parametrize(("count", "local_size"), [(2, 2), (3, 2), (2, 4), (4, 4)])
 @pytest.mark.parametrize("levels", [False, True], ids=["flat", "two levels"])
 def test_a_card_carries_what_is_predicted(
