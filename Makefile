@@ -85,8 +85,10 @@ bench: setup ## the benchmarks; results as JSON in build/bench/
 	@$(bin)/python -m benchmarks.sparse_linear --json build/bench/sparse_linear.json
 	@$(bin)/python -m benchmarks.weak_scaling --json build/bench/weak_scaling.json \
 	--plot build/bench/weak_scaling.png
+	@rm -f build/bench/*.jsonl # what a run that is stopped goes on from
 
 gpu-check: setup ## with a CUDA device and CuPy: tests, timings, counters; rows in build/gpu
+	@rm -rf build/lease # rows of another time, with which a phase counts as done
 	@$(bin)/python -m tools.gpu_lease --out build/gpu
 
 clean: ## what was built, but not .venv

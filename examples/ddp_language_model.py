@@ -11,6 +11,7 @@ library. With `--checkpoint DIR` it saves at the end, and the same command conti
 from __future__ import annotations
 
 import argparse
+import os
 import sysconfig
 import time
 from pathlib import Path
@@ -66,7 +67,8 @@ def load_text(paths: list[Path] | None) -> Tensor:
 
 def main() -> None:
     args = parse_arguments()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    has_devices = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    dist.init_process_group("nccl" if has_devices else "gloo")  # NCCL wants one for each
     rank = dist.get_rank()
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -244,9 +244,9 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def build_jobs() -> int:
-    """Parallel compilers: one a core, but each wants about 2 GiB."""
+    """Parallel compilers: one a core, but each wants about 2 GiB, and a container has less."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib // 2)))
+    return max(1, min(8, len(os.sched_getaffinity(0)), int(memory_gib // 2)))
 
 
 # --- The steps ------------------------------------------------------------------------------------
@@ -267,6 +267,11 @@ class Setup:
     @property
     def python(self) -> Path:
         return self.venv / "bin" / "python"
+
+    @property
+    def unfinished(self) -> Path:
+        """Is there while an environment that this makes is not whole yet."""
+        return self.venv / "unfinished"
 
     def step(self, doing: str, command: list[str | Path], **extra_environ: str) -> None:
         """Run one command, its output in the log; on failure, name the log and end."""
@@ -312,13 +317,21 @@ class Setup:
         partial = stamp_path(self.venv).with_suffix(".tmp")
         partial.write_text(json.dumps(after, indent=1))
         partial.replace(stamp_path(self.venv))
+        self.unfinished.unlink(missing_ok=True)
 
     def create_venv(self) -> None:
+        """Make the virtual environment; one that this made, and did not finish, begins anew."""
+        if self.unfinished.exists():
+            shutil.rmtree(self.venv)
+        if (made_for := read_stamp(self.venv).get("root", str(self.root))) != str(self.root):
+            raise SetupError(f"{self.venv} was made for {made_for}: make distclean, and run again")
         if self.python.exists():
             check_python(venv_version(self.venv))
             return
         if self.venv.exists() and any(self.venv.iterdir()):
             raise SetupError(f"{self.venv} has no working Python: remove it and run again")
+        self.venv.mkdir(parents=True, exist_ok=True)
+        self.unfinished.touch()
         command: list[str | Path] = [sys.executable, "-m", "venv", self.venv]
         self.step(f"Creating {self.venv.name} (about 5 s)", command)
 

@@ -154,7 +154,7 @@ def _host_id() -> str:
 
 
 def _interfaces() -> tuple[Interface, ...]:
-    import psutil  # comes with Horovod
+    import psutil
 
     states = psutil.net_if_stats()
     found = []

@@ -28,6 +28,7 @@ def run_example(script: str, *arguments: str) -> list[str]:
     path = Path(__file__).resolve().parents[2] / script
     with (
         patch.object(sys, "argv", [str(path), *arguments]),
+        patch.object(torch.cuda, "is_available", lambda: False),  # there may be one for all ranks
         patch.object(sys, "path", [os.fspath(path.parent), *sys.path]),
         warnings.catch_warnings(record=True) as caught,
     ):

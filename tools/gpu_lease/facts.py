@@ -23,6 +23,7 @@ PACKAGES = (
     "cupy-cuda13x",
     "cupy-cuda12x",
     "numpy",
+    "psutil",
     "pytest",
     "hypothesis",
     "pytest-xdist",
