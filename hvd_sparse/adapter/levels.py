@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-from hvd_sparse.collectives.automatic import link_of
+from hvd_sparse.collectives.automatic import AutomaticCollective, link_of
 from hvd_sparse.collectives.registry import LOSSLESS_CANDIDATES, name_of
 from hvd_sparse.collectives.two_levels import Levels, flat, through_memory, two_levels
 from hvd_sparse.engine import Assignment, Method, TensorSpec
@@ -113,8 +113,9 @@ def _check_that_it_pays(
 def _algorithms(method: Method, transport: Transport) -> Sequence[str]:
     """A method's collective, or those that it may choose from; all ranks call this together."""
     made = method.collective(transport, REFERENCE_NUMEL, method.k(REFERENCE_NUMEL))
-    own = name_of(made) if made.chosen is made else ""
-    return [own] if own else LOSSLESS_CANDIDATES
+    if isinstance(made, AutomaticCollective):
+        return list(made.candidates)
+    return [name_of(made)] if name_of(made) else LOSSLESS_CANDIDATES
 
 
 def _connected(grid: Grid, transport: Transport) -> Hosts | None:

@@ -96,6 +96,10 @@ class Collective(ABC):
         """What must survive a restart for the next exchange to be the same, bit for bit."""
         return {name: deepcopy(getattr(self, name)) for name in self.kept}
 
+    def common(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What of a `state_dict()` is the same on all ranks; they go on from such ones alone."""
+        return state
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`, which another world size may have written."""
         for name in self.kept:

@@ -60,7 +60,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hvd_sparse import ops
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.global_threshold import (
     LEVELS,
@@ -228,7 +227,7 @@ class OkTopk(Collective):
         """
         P, rank = self.transport.world_size, self.transport.rank
         regions, span = self._cut(stream), self._spans()[rank]
-        counts = ops.queued(counts_at_levels(stream.values, self.global_threshold))
+        counts = counts_at_levels(stream.values, self.global_threshold)
         total, arrived = packer.land(regions[rank]).to_stream(self.numel), list[SparseStream]()
         self._received, heads = 0, list[Tensor]()
         for batch in batches(P):
@@ -294,17 +293,18 @@ class OkTopk(Collective):
                 chosen, shares = self._select_exactly(reduced_topk, k)
             shares = [-(-share * k // max(1, k, sum(shares))) for share in shares]
             chosen = chosen.largest(shares[rank])
-            return self._level_and_gather(chosen, shares, [0] * P, reduced_topk, packer)[0]
-        is_over = chosen.nnz > LITTLE_MORE * most
-        sent = chosen.largest(1 if is_over else most)  # one, as what is not finite has to go
-        u, counts, unsent = self._gather(sent, self._spans(), reduced_topk, packer)
-        if unsent and u.nnz < (1 - self.tolerance) * k:
-            has_sent_its_part = sent.nnz < chosen.nnz and not is_over
-            rest = reduced_topk.slice(0, 0 if has_sent_its_part else reduced_topk.nnz)
-            exact = self._select_exactly(rest.without(sent.indices), k - u.nnz)
-            self._passing += sent.nnz
-            more = self._level_and_gather(*exact, counts, reduced_topk, packer)[0]
-            u = sum_of([u, more], self.numel)
+            u = self._level_and_gather(chosen, shares, [0] * P, reduced_topk, packer)[0]
+        else:
+            is_over = chosen.nnz > LITTLE_MORE * most
+            sent = chosen.largest(1 if is_over else most)  # one, as what is not finite has to go
+            u, counts, unsent = self._gather(sent, self._spans(), reduced_topk, packer)
+            if unsent and u.nnz < (1 - self.tolerance) * k:
+                has_sent_its_part = sent.nnz < chosen.nnz and not is_over
+                rest = reduced_topk.slice(0, 0 if has_sent_its_part else reduced_topk.nnz)
+                exact = self._select_exactly(rest.without(sent.indices), k - u.nnz)
+                self._passing += sent.nnz
+                more = self._level_and_gather(*exact, counts, reduced_topk, packer)[0]
+                u = sum_of([u, more], self.numel)
         return u if u.nnz <= (1 + self.tolerance) * k else u.largest(k)
 
     def _follow_threshold(self) -> list[int] | None:
@@ -404,8 +404,8 @@ class OkTopk(Collective):
         mine: dict[int, SparseStream] = {}
         for (source, target), count in moves.items():
             if source == rank:
-                mine[target] = chosen.slice(first - count, first)
-                first -= count
+                last, first = first, max(0, first - count)  # `largest` may have left zeros out
+                mine[target] = chosen.slice(first, last)
         parts = [chosen.slice(0, first)]
         for batch in batches(P):
             handles = {}
@@ -429,8 +429,13 @@ class OkTopk(Collective):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """With another world size regions are drawn anew."""
-        if len(state["boundaries"]) == self.transport.world_size - 1:
-            super().load_state_dict({**self.state_dict(), **state})  # old ones lack some
+        P = self.transport.world_size
+        if len(state["boundaries"]) + 1 == len(state["allowances"]) == len(state["shares"]) == P:
+            super().load_state_dict(state)
+
+    @override
+    def common(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {**state, "allowances": None}  # by what this rank brought
 
 
 def space_repartition(stream: SparseStream, transport: Transport) -> tuple[Tensor, int]:

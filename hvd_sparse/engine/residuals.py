@@ -48,7 +48,8 @@ class Residuals:
     ) -> None:
         """Move what the buckets' tensors have into them, or raise ConfigError; on all ranks."""
         left = self.outside.restore(buckets, transport, self._is_strict)
-        self.outside, self._is_strict = EngineState(left), False
+        momentum = {n: each for n, each in self.outside.momentum.items() if n in left}
+        self.outside, self._is_strict = EngineState(left, momentum), False
         self._buckets, self._locations = buckets, locations
         self._specs |= {name: location.spec for name, location in locations.items()}
 

@@ -113,7 +113,6 @@ class EngineState:
         version = state.get("version")
         if type(version) is not int or version != VERSION:
             raise _refuse(f"version must be {VERSION}, got {version!r}")
-        state = {"scale": None, **state}  # earlier releases did not store it
         _check_keys(state, KEYS, "it")
         _check_origin(state)
         _check_tensors(state)
@@ -219,7 +218,9 @@ class EngineState:
                     if spec.name in saved[kind]:
                         tensor.copy_(spec.of(saved[kind][spec.name]))
             bucket.load(flat)
-        return {n: tensor for n, tensor in self.residual.items() if n not in names and tensor.any()}
+        left = self.residual.keys() - names  # of a frozen tensor there may be a momentum alone
+        held = {n for n in left for each in saved.values() if n in each and each[n].any()}
+        return {name: self.residual[name] for name in sorted(held)}
 
 
 KEYS = frozenset(EngineState().as_dict())
@@ -242,8 +243,8 @@ def _check_together(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _digest(bucket: Bucket, state: Mapping[str, Any] | None) -> str:
-    parts = ["collective", "selector"] if bucket.selector.is_common else ["collective"]
-    common = state and [state[part] for part in parts]
+    selected = state["selector"] if state and bucket.selector.is_common else None
+    common = state and [bucket.collective.common(state["collective"]), selected]
     text = json.dumps(common, default=lambda tensor: tensor.tolist())
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -45,7 +45,7 @@ from hvd_sparse.transports.transport import gather_json
 class GlobalMomentum(ErrorFeedback):
     """ε, which is the `residual`, and s of one bucket: `share`, on its device and always finite.
 
-    `momentum` is m, in (0, 1). Where ε fades, as in `ErrorFeedback`, m s has entered it by then.
+    `momentum` is m, in (0, 1). Where ε fades (`ErrorFeedback`), m s counts as the gradient does.
     """
 
     def __init__(
@@ -171,3 +171,10 @@ class GlobalMomentum(ErrorFeedback):
         after = before + self.momentum * self.share.values
         entered = torch.where(after.isfinite(), after, before)
         SparseStream(indices, entered, self.residual.numel()).add_to(self.residual)
+
+    @override
+    def _fade(self) -> float:
+        if self.low_pass < 1.0 and self._entered is not None:
+            assert self._spare is not None  # of m s, which was applied, nothing may stay
+            self._spare[0][self._entered.indices.long()] = self._entered.values
+        return super()._fade()

@@ -45,7 +45,7 @@ class Wire(ABC):
 
     @abstractmethod
     def decode(self, message: Tensor, start: int, stop: int) -> Part:
-        """Read a message, uint8 `(bytes,)`, 8-byte aligned, of the elements `[start, stop)`.
+        """Read a message, uint8 `(bytes,)`, 4-byte aligned, of the elements `[start, stop)`.
 
         Returns:
             A part with strictly ascending indices in `[start, stop)`, if it has any. It may view

@@ -288,6 +288,31 @@ def test_oktopk_follows_magnitudes_that_grow(P: int) -> None:
     assert sum(evaluated[1:]) <= 3
 
 
+def test_oktopk_levels_sums_that_cancelled_out() -> None:
+    """At a threshold of 0 they pass, too; where shares are cut, `largest` leaves them behind."""
+    P, k, third = 3, 1000, 10_000
+
+    def stream_of(rank: int, step: int) -> SparseStream:
+        few = torch.arange(60) + third * rank
+        brought = {0: torch.arange(900), 1: torch.cat([torch.arange(450), few]), 2: few}[rank]
+        if step == 0:
+            brought = (torch.arange(300) + third * torch.arange(P)[:, None]).view(-1)
+        values = torch.where((brought < third) & (rank == 1) & (step > 0), -1.0, 1.0)
+        return SparseStream(brought.int(), values, P * third)
+
+    def worker(transport: LocalTransport) -> list[torch.Tensor]:
+        collective, missing = OkTopk(transport, P * third, k), []
+        for step in range(4):
+            stream = stream_of(transport.rank, step)
+            reduction = collective.reduce(stream)
+            applied = dense(reduction.reduced.as_stream())
+            missing.append(dense(stream) - dense(reduction.returned) - applied / P)
+        return missing
+
+    for step in zip(*run_ranks(P, worker, timeout_s=60.0), strict=True):
+        torch.testing.assert_close(sum(step), torch.zeros_like(step[0]))
+
+
 @pytest.mark.parametrize("P", [2, 4, 8])
 def test_oktopk_asks_for_shares_only_after_an_imbalance(P: int) -> None:
     """Two rounds a step, one to split and one to gather, as long as magnitudes are alike."""

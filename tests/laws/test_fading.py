@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hvd_sparse.engine import Engine, TensorSpec
-from hvd_sparse.memories import GlobalMomentum
 from hvd_sparse.methods import METHODS
 from hvd_sparse.transports import Transport, run_ranks
 from tests.laws.buckets import bucket_by, step_of
@@ -50,10 +49,8 @@ def test_the_law_says_what_was_let_go(name: str, fading: str, memory_name: str, 
             g = gradient(transport.rank, step)
             _, reduction = step_of(bucket, [g])
             given = g.double()
-            if isinstance(memory, GlobalMomentum):
-                before += 0.5 * momentum
-            elif memory_name == "local":
-                given += 0.5 * momentum  # u, which enters in the place of the gradient
+            if memory_name != "plain":
+                given += 0.5 * momentum  # which enters as the gradient does
             seen.append((before, given, dense(reduction.reduced), memory.residual.double()))
         assert memory.let_go_l1 > 0
         return seen

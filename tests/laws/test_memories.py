@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -95,8 +95,21 @@ def test_nothing_is_lost_in_many_steps(
 @pytest.mark.parametrize("name", METHODS)
 def test_states_go_on_bit_for_bit(name: str, memory_name: str, device: torch.device) -> None:
     """Thresholds, partitions, seeds, momentum and the position in the warm-up survive."""
-    method = method_of(name, memory_name, warmup_steps=12, warmup="linear")
+    check_that_states_go_on(
+        method_of(name, memory_name, warmup_steps=12, warmup="linear"), NUMEL, device
+    )
 
+
+CHOSEN = ("topk", {"collective": "oktopk,spardl"})
+
+
+@pytest.mark.parametrize(("name", "changes"), [CHOSEN, *((name, {}) for name in METHODS)])
+def test_states_of_many_entries_go_on_bit_for_bit(name: str, changes: dict[str, Any]) -> None:
+    """So many that what a rank may send to another differs from rank to rank."""
+    check_that_states_go_on(method_of(name, **changes), 100 * NUMEL, CPU)
+
+
+def check_that_states_go_on(method: Method, numel: int, device: torch.device) -> None:
     def worker(transport: Transport) -> None:
         first, second = Engine(method), Engine(method)
         for engine in (first, second):
@@ -107,32 +120,60 @@ def test_states_go_on_bit_for_bit(name: str, memory_name: str, device: torch.dev
                 torch.save(first.state_dict(), file)
                 file.seek(0)
                 second.load_state_dict(torch.load(file, weights_only=True))
-            result = train_step(first, transport.rank, step, device)
+            result = train_step(first, transport.rank, step, device, numel)
             if step >= 6:
-                assert torch.equal(result, train_step(second, transport.rank, step, device)), step
+                again = train_step(second, transport.rank, step, device, numel)
+                assert torch.equal(result, again), step
         ours, theirs = first.state_dict(), second.state_dict()
         assert ours["step"] == theirs["step"] == 14
         for kind in ("residual", "momentum"):
-            assert torch.equal(ours[kind]["w"], theirs[kind]["w"])
+            assert all(torch.equal(ours[kind][w], theirs[kind][w]) for w in ours[kind])
         first.disconnect()
         second.disconnect()
 
     run_ranks(3, worker, timeout_s=60.0)
 
 
-def train_step(engine: Engine, rank: int, step: int, device: torch.device = CPU) -> Tensor:
-    g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
-    engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), g.to(device))
+def train_step(
+    engine: Engine, rank: int, step: int, device: torch.device = CPU, numel: int = NUMEL
+) -> Tensor:
+    g = torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
+    engine.submit(TensorSpec("w", (numel,), "torch.float32"), g.to(device))
     engine.scale = engine.scale or 1.0
     return engine.result("w").clone()
+
+
+@pytest.mark.parametrize("memory_name", ["momentum", "global"])
+def test_a_tensor_that_a_plan_lacks_keeps_its_momentum(memory_name: str) -> None:
+    """As one that is frozen when its model is wrapped anew."""
+    method = method_of("topk", memory_name)
+
+    def worker(transport: Transport) -> None:
+        engine, kept = Engine(method), None
+        engine.connect(transport)
+        for step in range(6):
+            if step == 3:
+                kept = engine.state_dict()
+                engine.reassign(method)
+            for name in ("a", "w") if step < 3 else ("w",):
+                g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))
+                engine.submit(TensorSpec(name, (NUMEL,), "torch.float32"), g)
+            engine.scale = 1.0
+            engine.result("w")
+        assert kept is not None
+        for kind in ("residual", "momentum"):
+            assert torch.equal(engine.state_dict()[kind]["a"], kept[kind]["a"]), kind
+        engine.disconnect()
+
+    run_ranks(2, worker, timeout_s=30.0)
 
 
 @pytest.mark.parametrize("name", ["dgc", "oktopk", "exdyna", "clt_k"])
 @pytest.mark.parametrize("kind", ["local", "global"])
 def test_momentum_at_density_one_is_momentum_sgd(kind: str, name: str) -> None:
-    for nesterov in (False, True):
+    for nesterov, low_pass in product((False, True), (1.0, 0.25)):  # nothing is left to filter
         changes: dict[str, Any] = {"momentum": 0.5, "momentum_kind": kind, "nesterov": nesterov}
-        method = method_of(name, density=1.0, **changes)
+        method = method_of(name, density=1.0, low_pass=low_pass, **changes)
 
         def worker(transport: Transport, method: Method = method) -> list[Tensor]:
             engine = Engine(method)
