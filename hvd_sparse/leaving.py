@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hvd_sparse.errors import warn
+from hvd_sparse.errors import one_line, warn
 
 EXIT_S = 6.0
 """What Horovod's end may take after a failure; it waits for all ranks, also for one that hangs."""
@@ -62,6 +62,10 @@ class ProcessEnd:
         if library is not None and not isinstance(library.horovod_shutdown, partial):
             library.horovod_shutdown = partial(self._end_horovod, library.horovod_shutdown)
 
+    def discard(self, leaving: Leaving) -> None:
+        """Let the process end without this."""
+        self._open.pop(leaving, None)
+
     def leave(self) -> None:
         """End everything; never raises."""
         error = getattr(sys, "last_value", None)  # set by Python for what nobody has caught
@@ -74,7 +78,7 @@ class ProcessEnd:
             try:
                 self._has_failed |= leaving.leave(error)
             except Exception as failure:  # the others are to end all the same
-                warn(f"{leaving} could not be ended: {type(failure).__name__}: {failure}")
+                warn(f"{leaving} could not be ended: {one_line(failure)}")
 
     def _end_horovod(self, end: Callable[[], object]) -> object:
         """Horovod's end; one within the process's life is the user's alone."""

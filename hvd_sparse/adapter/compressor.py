@@ -19,7 +19,7 @@ from hvd_sparse.adapter.binding import Parameters, caller_of, named_pairs
 from hvd_sparse.adapter.ddp_door import DdpDoor, Distributed
 from hvd_sparse.adapter.door import Door
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
-from hvd_sparse.adapter.handover import Handover, left_dense, refuse_momenta
+from hvd_sparse.adapter.handover import Handover, left_dense
 from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.refusals import refuse_operation
 from hvd_sparse.adapter.session import Horovod, Session
@@ -72,8 +72,7 @@ class SparseCompressor:
         self._dense_below = dense_below
         self._parameters = None
         if named_parameters is not None:
-            pairs = named_pairs(named_parameters)
-            self._parameters = Parameters([(name, p) for name, p in pairs if p.requires_grad])
+            self._parameters = Parameters(named_pairs(named_parameters))
         self._start()
 
     def _start(self) -> None:
@@ -166,7 +165,7 @@ class SparseCompressor:
             ConfigError: `algorithm` is unknown, or this was called before, or too late.
         """
         check_choice("algorithm", algorithm, ["auto", *ALGORITHMS])
-        if self._bound() is not None:
+        if self._bound() is not None or self._session.is_current():
             raise ConfigError("exchange_embeddings must be called before the first backward pass")
         if self._session.embeddings is not None:
             raise ConfigError("exchange_embeddings must be called once, got a second call")
@@ -326,9 +325,9 @@ class SparseCompressor:
             PlanError: On every rank, where they want different ones.
         """
         method = method.method if isinstance(method, SparseCompressor) else method
-        optimizer, assignment = self._bound(), self._whole(method)
-        if optimizer is not None and self._parameters is not None:
-            refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
+        assignment = self._whole(method)
+        if self._door is not None:
+            self._door.refuse(assignment)
         self._settle("reassign()")
         self.method = method
         self._session.reassign(assignment)
@@ -392,7 +391,7 @@ class SparseCompressor:
                 rewinds.stepped()
 
     def give_up_step(self) -> None:
-        """Let go of a step that has failed, after which a state is loaded; see `TorchState`."""
+        """Let go of a step, after which a state is loaded; see `TorchState`."""
         self._settle("load_state_dict()")
         if self._door is not None:
             self._door.give_up()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,11 +32,11 @@ from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_s
 from hvd_sparse.adapter.fate import Fates
 from hvd_sparse.adapter.handover import has_memory
 from hvd_sparse.adapter.session import Session
-from hvd_sparse.engine import Engine
+from hvd_sparse.engine import Assignment, Engine
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import keep_forever
-from hvd_sparse.optim import optimizer_of, parameters_of, reducer_of
+from hvd_sparse.optim import optimizer_of, parameters_of
 from hvd_sparse.transports.connect import not_all_came
 from hvd_sparse.transports.meeting import describe_host
 from hvd_sparse.transports.waiting import SPIN_S, Pauses
@@ -44,8 +44,9 @@ from hvd_sparse.transports.waiting import SPIN_S, Pauses
 AGENT_VARIABLE = "GROUP_RANK"
 """Where torchrun says which of its agents has started a rank: each is a host."""
 
-RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-"""Where it says how often it has started the ranks anew; its store may outlive them."""
+RESTART_VARIABLE, OUTLIVES_VARIABLE = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"
+"""Where it says how often it has started the ranks anew, and whether its store outlives them: one
+that does not needs no number, and agents may count otherwise."""
 
 IDLE_STEPS = 10
 """After so many passes that no step has applied, a warning asks whether anybody will."""
@@ -71,7 +72,8 @@ class GroupBootstrap:
         store: Any = distributed_c10d._get_process_group_store(world)
         if store is None:
             raise ConfigError(f"the process group ({dist.get_backend(group)}) has no store")
-        restart = os.environ.get(RESTART_VARIABLE, "0")
+        outlives = os.environ.get(OUTLIVES_VARIABLE) == "True"
+        restart = os.environ.get(RESTART_VARIABLE, "0") if outlives else "0"
         self._store = distributed_c10d.PrefixStore(f"hvd_sparse/{restart}", store)
 
     def allgather_object(self, obj: Any, name: str, timeout_s: float) -> list[Any]:
@@ -150,15 +152,9 @@ class DdpDoor(Entrance):
         named = model.module.named_parameters()
         self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for n, p in named}
         fates = Fates(self._entries, engine.corrects_momentum, "backward()")
+        self._dense_below = dense_below
+        self._refuse_other_wrappers(engine.assignment)
         mine = self._entries.values()
-        for entry in mine:
-            other = reducer_of(entry.parameter)
-            both = () if other is None or not other.serves_any else (engine, other._engine)
-            if any(has_memory(each.assignment, entry, dense_below) for each in both):
-                raise UnsupportedError(
-                    f"{entry.label!r} has a compression by another wrapper, too, which is still "
-                    "there: with momentum or preconditioning a parameter takes one alone"
-                )
         super().__init__(parameters, engine, session, dense_below, fates, mine, model)
         self._group, self._finds_unused = model.process_group, model.find_unused_parameters
         self._late_buckets = len(model._get_ddp_logging_data()["bucket_sizes"].split(","))
@@ -166,6 +162,27 @@ class DdpDoor(Entrance):
         self._dense: list[tuple[Entry, Tensor]] = []
         self._before: list[tuple[Tensor | None, int]] = []
         self._results: dict[Entry, Tensor] = {}
+
+    @override
+    def refuse(self, assignment: Assignment) -> None:
+        super().refuse(assignment)
+        self._refuse_other_wrappers(assignment)
+
+    def _refuse_other_wrappers(self, assignment: Assignment) -> None:
+        for other in (door() for door in Entrance.doors):
+            if other is self or not isinstance(other, DdpDoor) or not other.serves_any:
+                continue
+            for key in self._entries.keys() & other._entries.keys():
+                entry, both = self._entries[key], (assignment, other._engine.assignment)
+                if any(has_memory(each, entry, self._dense_below) for each in both):
+                    raise UnsupportedError(
+                        f"{entry.label!r} has a compression by another wrapper, too, which is "
+                        "still there: with momentum or preconditioning a parameter takes one alone"
+                    )
+
+    @override
+    def _reduces(self, parameter: Parameter) -> bool:
+        return id(parameter) in self._entries  # another wrapper may reduce it in other passes
 
     @property
     @override
@@ -194,7 +211,7 @@ class DdpDoor(Entrance):
         comes_late = torch._C._current_autograd_node() is None
         with self._session.lock:
             if bucket.index() == 0 and not (comes_late and self._futures):
-                self.give_up()  # a pass that has failed
+                self.give_up(None)  # a pass that has failed
                 self._open_step()
             self._futures.append((future, buffer))
             parameters, gradients = bucket.parameters(), bucket.gradients()
@@ -272,10 +289,7 @@ class DdpDoor(Entrance):
             try:
                 while not engine.wait(LOOK_S):
                     session.raise_failure()
-                exchanged = next((e.name for e in self._handed if e.reduced is None), None)
-                results: Mapping[Any, Tensor] = {}
-                if exchanged is not None:
-                    results = engine.results(exchanged)
+                results = self._engine_results()
                 self._finish_dense(begun)
             except BaseException:
                 keep_forever(self._group)  # its end would wait for what is under way

@@ -110,7 +110,7 @@ class Door(Entrance):
         self._meet_optimizer(optimizer)
         self._needing: list[tuple[int, bool]] = []
         self._op: Any = None
-        self._begun: list[tuple[str, str, int]] = []
+        self._begun: tuple[object, list[tuple[str, str, int]]] = (None, [])  # in which world
         self._pulse: int | None
         self._results: Mapping[str, Tensor]
         own = sorted(entry.label for entry in mine)
@@ -163,15 +163,16 @@ class Door(Entrance):
         (result, _), optimizer = self.hand_in(parameter), self.optimizer
         if is_new:
             label = self._entries[id(parameter)].label
-            self._begun = [(label, GROUPED if group else SINGLE, max(1, len(group)))]
+            mine = [(label, GROUPED if group else SINGLE, max(1, len(group)))]
+            self._begun = self._session.framework.world(), mine
             for p, (handle, _) in optimizer._handles.items():
                 if handle is not None:
                     entry = self._entries[id(p)]
                     entry.gradient, entry.reduced = p.grad, handle
                     self._handed.append(entry)
-                    self._begun.append((entry.label, SPARSE, 1))
+                    mine.append((entry.label, SPARSE, 1))
         elif not group:  # another thread's, at the same time
-            self._begun.append((self._entries[id(parameter)].label, SINGLE, 1))
+            self._begun[1].append((self._entries[id(parameter)].label, SINGLE, 1))
         return torch.zeros(1, dtype=torch.float32, device="cpu"), result
 
     def meet_early(self) -> None:
@@ -236,7 +237,7 @@ class Door(Entrance):
 
         process_set = self.optimizer.process_set
         place = process_set.rank() + 1.0
-        beat = torch.tensor([1.0, place, float(brings_new)], dtype=torch.float32, device="cpu")
+        beat = torch.tensor([1.0, place, float(brings_new)], dtype=torch.float64, device="cpu")
         self._pulse = hvd.allreduce_async_(
             beat, name=self._pulse_name, op=hvd.Sum, process_set=process_set
         )
@@ -433,9 +434,7 @@ class Door(Entrance):
             if self._session.embeddings is not None:
                 self._session.embeddings.launch()
             self._await_all()
-            exchanged = next((entry.name for entry in self._handed if entry.reduced is None), None)
-            if exchanged is not None:
-                self._results = self._engine.results(exchanged)
+            self._results = self._engine_results()
 
     def _end_step(self) -> None:
         """The reduced gradients are in their places."""
@@ -457,7 +456,9 @@ class Door(Entrance):
         from horovod.torch import mpi_ops
 
         optimizer = self.optimizer
-        mine, self._begun = self._begun, []
+        (world, mine), self._begun = self._begun, (None, [])
+        if world is not self._session.framework.world():
+            mine = []  # it has ended, before the ranks had met
         theirs = self._session.gather_objects(mine, "begun")
         by_label = {entry.label: entry for entry in self._entries.values()}
         for label, kind, count in sorted({each for rank in theirs for each in rank} - set(mine)):
@@ -542,11 +543,10 @@ class Door(Entrance):
 
     def _is_as_given(self, entry: Entry) -> bool:
         """Whether a gradient is still the one that was given back, and not 0."""
-        gradient, name = entry.parameter.grad, entry.name
-        if gradient is None or name is None or gradient._version != entry.version:
+        gradient = entry.parameter.grad
+        if gradient is None or entry.view is None or entry.view() is not gradient:
             return False
-        result = self._engine.result(name)
-        return gradient.data_ptr() == result.data_ptr() and bool(any_of(gradient))
+        return gradient._version == entry.version and bool(any_of(gradient))
 
     def _refuse_changes(self) -> None:
         """Raise UnsupportedError where a gradient was changed since it was handed in."""
@@ -603,11 +603,12 @@ class Door(Entrance):
         return [*self._handles, *self._others, *pulse]
 
     @override
-    def give_up(self) -> None:
+    def give_up(self, call: str | None = "load_state_dict()") -> None:
         handles, engine = self._under_way(), self._engine
-        super().give_up()
+        super().give_up(call)
         with suppress(ValueError):  # one that has failed is cleared already
-            waiting.wait_for(handles, lambda: engine.error is not None)  # their names come again
+            if not self._is_recovering():  # their names come again
+                waiting.wait_for(handles, lambda: engine.error is not None)
 
     def _result(self, entry: Entry) -> Tensor:
         """A parameter's reduced gradient."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -23,7 +24,7 @@ from hvd_sparse.adapter.fate import Fates, Rewinds, weakly
 from hvd_sparse.adapter.handover import refuse_momenta
 from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
-from hvd_sparse.engine import Engine, TensorSpec, WithDense
+from hvd_sparse.engine import Assignment, Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, warn
 from hvd_sparse.optim import REDUCED_BY, SparseAdamW, optimizer_of, parameters_of, reducer_of
 
@@ -143,7 +144,7 @@ class Entrance:
             ConfigError: Momentum would be applied a second time, or another one.
         """
         parameters = parameters_of(optimizer)
-        if not self._follows(optimizer) or not any(reducer_of(p) is self for p in parameters):
+        if not self._follows(optimizer) or not any(map(self._reduces, parameters)):
             return
         self._thread = threading.get_ident()
         if not any(each is optimizer for each in self.optimizers):
@@ -153,6 +154,10 @@ class Entrance:
             self.fates.before_step(optimizer, arguments, keywords)
         else:
             self.fates.look_for_scaler(optimizer)
+
+    def _reduces(self, parameter: Parameter) -> bool:
+        """Whether this is what a parameter's gradients come from."""
+        return reducer_of(parameter) is self
 
     def _follows(self, optimizer: Any) -> bool:
         """Whether it may be what the gradients are for: no wrapper, in which another steps."""
@@ -206,17 +211,22 @@ class Entrance:
         if is_within and self._engine.error is None:
             raise ConfigError(f"{call} must be called between steps, got a call within one")
 
-    def give_up(self) -> None:
-        """Let go of a step that has failed, or that the framework forgets."""
+    def give_up(self, call: str | None = "load_state_dict()") -> None:
+        """Let go of a step that has failed, or that the framework forgets; see `settle`."""
         if self._is_open:
-            self.settle("load_state_dict()")
+            self.settle(call)
             self._close_step()
-            while not self._engine.wait(LOOK_S):  # peers may be late
-                self._session.raise_failure()
+            while self._engine.error is None and not self._is_recovering():  # peers may be late
+                if self._engine.wait(LOOK_S):
+                    break
             if self._engine.error is None:  # what was under way must not be the next step's
                 self._engine.reassign(self._engine.assignment)
             if self._session.embeddings is not None:
                 self._session.embeddings.give_up()
+
+    def _is_recovering(self) -> bool:
+        """Whether a state is loaded since the framework has failed: peers may wait for that."""
+        return isinstance(sys.exc_info()[1], self._session.framework.failures())
 
     def _open_step(self) -> None:
         """The step's first gradient is there, or none has come at its end."""
@@ -242,6 +252,12 @@ class Entrance:
             self._engine.begin_step()
         self._is_open = True
         self.fates.leave_what_is_kept()
+
+    def refuse(self, assignment: Assignment) -> None:
+        """Refuse an assignment that does not fit what applies what is reduced by it."""
+        for optimizer in dict.fromkeys((self.optimizer, *self.optimizers)):
+            if optimizer is not None:
+                refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
 
     def _follow_momenta(self, optimizer: Any) -> None:
         """Momenta may have changed since the last step; ConfigError where they may not be so."""
@@ -295,9 +311,13 @@ class Entrance:
             entry.reduced = self._session.errors()(lambda: embeddings.result(p, self.scale()))
         else:
             self._give_to_framework(entry, gradient)
-        if name is not None and self._engine.planned and self._engine.expects(name):
+        if name is not None and self._expects(name):
             zeros = torch.zeros_like(p, requires_grad=False)  # it had a dense gradient before
             self._engine.submit(entry.spec_of(zeros), zeros, frozen=True)
+
+    def _expects(self, name: str) -> bool:
+        """Whether the plan has a tensor."""
+        return self._engine.planned and self._engine.expects(name)
 
     def _give_to_framework(self, entry: Entry, gradient: Tensor) -> None:
         """Let the framework reduce a gradient, dense or sparse."""
@@ -327,6 +347,14 @@ class Entrance:
             gradient = with_leftover(spec, gradient, leftover, engine)
             entry.is_followed = True
         self._give_to_framework(entry, gradient)
+
+    def _engine_results(self) -> Mapping[Any, Tensor]:
+        """What the engine has reduced in this step, once all of it is there."""
+        for entry in self._handed:
+            name = entry.name  # of a sparse gradient it had zeros, where it expects dense ones
+            if name is not None and (entry.reduced is None or self._expects(name)):
+                return self._engine.results(name)
+        return {}
 
     def _is_sparse(self, spec: TensorSpec, gradient: Tensor, is_frozen: bool) -> bool:
         if not is_large(gradient, self._engine, self._dense_below) or not self._engine.takes(spec):
@@ -423,11 +451,13 @@ def by_kind(parts: Iterable[tuple[Entry, Tensor]]) -> list[list[tuple[Entry, Ten
 
 
 def is_shared(gradient: Tensor, ours: int) -> bool:
-    """Whether others than `ours` have a gradient's memory, too."""
-    storage = gradient.untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)  # `storage` is one of them
+    """Whether others than `ours` have a gradient's memory, too; also where torch cannot tell."""
+    storage, count = gradient.untyped_storage(), getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or not hasattr(gradient, "_use_count"):
+        return True  # torch 2.3, and before 2.8 builds for the CPU
+    uses: int = count(storage._cdata)  # `storage` is one of them
     # DLPack's views use the tensor, not its storage; other processes have a mapping of their own.
-    held: int = gradient._use_count()  # type: ignore[attr-defined]
+    held: int = gradient._use_count()
     is_mapped = storage.device.type == "cpu" and storage.is_shared()  # a device's always is
     return uses > 1 + ours or held > 2 or is_mapped
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import Stats, StepStats
-from hvd_sparse.errors import logger, warn
+from hvd_sparse.errors import logger, one_line, warn
+from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.transports import Transport
 
 COMPARED_PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s")
@@ -126,8 +127,10 @@ class Account:
             logger.debug("an observer failed", exc_info=True)
             warn(
                 f"rank {self._rank}: {self._observer} is off from step {self._told_steps + 1} on, "
-                f"training goes on: {type(error).__name__}: {error}"
+                f"training goes on: {one_line(error)}"
             )
+            if isinstance(self._observer, Leaving):
+                PROCESS_END.discard(self._observer)
             self._observer = None
 
     @property

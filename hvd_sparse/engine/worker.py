@@ -237,7 +237,7 @@ class Worker(Leaving):
         for bucket, following in pairwise(cycle(self._buckets)):
             if not self._wait_while(bucket, Phase.COLLECTING, Phase.EXCHANGED):
                 return
-            self._take_over_thread_count()
+            self._take_over(bucket)
             if self._claim(bucket):
                 self._select_now(bucket)
             elif not self._wait_while(bucket, Phase.SELECTING):
@@ -259,7 +259,7 @@ class Worker(Leaving):
                 if bucket is None:
                     return
                 bucket.phase = Phase.SELECTING
-            self._take_over_thread_count()
+            self._take_over(bucket)
             self._select_now(bucket)
 
     @property
@@ -288,9 +288,12 @@ class Worker(Leaving):
                 bucket.phase = Phase.SELECTING
             return is_mine
 
-    def _take_over_thread_count(self) -> None:
-        if torch.get_num_threads() != self._num_threads:  # a new thread does not inherit it
+    def _take_over(self, bucket: Bucket) -> None:
+        """Set what a new thread does not inherit: the number of threads, and the current device."""
+        if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
+        if bucket.decoded.is_cuda:  # else device 0 gets a context from every rank
+            torch.cuda.set_device(bucket.decoded.device)
 
     def _select_now(self, bucket: Bucket) -> None:
         with bucket.lane.work():

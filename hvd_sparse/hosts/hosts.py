@@ -118,7 +118,7 @@ class Hosts:
         `dtype` is the gradients' type, such as "torch.float32", and `device` where they are.
         """
         transport = self._transport
-        if isinstance(transport, NcclTransport) and device.type == transport.device.type:
+        if isinstance(transport, NcclTransport) and device == transport.device:
             return OverDevices(transport, self.inside, numel)
         return SharedHost(transport, self.inside, numel, dtype)
 

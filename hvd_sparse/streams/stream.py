@@ -153,7 +153,7 @@ class SparseStream:
 
 def sum_of(streams: Sequence[SparseStream], numel: int) -> SparseStream:
     """The sum of any number of streams, over a vector of `numel` elements."""
-    filled = [stream for stream in streams if stream.nnz]
+    filled = [stream for stream in streams if stream.nnz] or streams[:1]  # where it is
     if not filled:
         return SparseStream.empty(numel)
     if len(filled) == 1:

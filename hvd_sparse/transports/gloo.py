@@ -84,8 +84,7 @@ class GlooTransport(PointToPointTransport):
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timedelta(seconds=max(timeout_s, CONNECTING_S))
             options._threads = 1
-            # At once, not when first used: the store is of no use later.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+            options._devices = [_device(host)]
             self._group = dist.ProcessGroupGloo(meeting, rank, world_size, options)
             self._sockets = Sockets(meeting, host, timeout_s)
             if len(self._sockets.connected) < world_size - 1:
@@ -313,10 +312,20 @@ def _ends_in(texts: Iterable[bytes]) -> set[tuple[str, int]]:
     }
 
 
+def _device(host: str) -> Any:
+    """Connects at once, not when first used: the store is of no use later."""
+    create: Any = dist.ProcessGroupGloo.create_device
+    try:
+        return create(hostname=host, lazy_init=False)
+    except TypeError:  # before torch 2.8 there was no choice
+        return create(hostname=host)
+
+
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
     """A socket object of a descriptor that another owns; raises `OSError` where it is no socket."""
-    borrowed = socket.socket(fileno=descriptor)
+    # Of another type: `socket.setdefaulttimeout` would make its owner's calls non-blocking, too.
+    borrowed = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=descriptor)
     try:
         yield borrowed
     finally:

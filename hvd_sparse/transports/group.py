@@ -34,6 +34,7 @@ class GroupTransport(Transport):
         self.ranks = tuple(ranks)
         self._buffers = transport._buffers
         self._calls = kind << NUMBER_BITS
+        transport.forget_calls()  # of a former group with the same numbers
 
     @property
     def context(self) -> Context:
@@ -58,10 +59,6 @@ class GroupTransport(Transport):
             return self._whole.exchange(payload, to, of, channel=channel)
         finally:
             self._calls = self._whole.renumber(theirs)
-
-    @override
-    def expect(self, nbytes: int, *, channel: str) -> None:
-        self._whole.expect(nbytes, channel=channel)
 
     @override
     def worked(self, work: Work) -> None:

@@ -81,6 +81,7 @@ def connect_nccl(store: Any, rank: int, world_size: int, device: torch.device) -
 
     Every pair exchanges a message: the first one sets its connection up, and may block for good.
     """
+    torch.cuda.set_device(device)  # a new thread's is the first one
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # torch's watchdog would end the process on a timeout; the waits here end themselves.
     options._timeout = LONGEST_WAIT
@@ -205,11 +206,12 @@ class NcclTransport(GlooTransport):
             self.abort()
         devices, self._devices = self._devices, None
         if devices is not None and self.failure is None:
-            ended = started(ENDING, devices.group.shutdown)  # waits for the peers to do the same
             try:
+                ended = started(ENDING, devices.group.shutdown)  # waits for the peers to do so, too
                 self.poll(ended.done, time.monotonic() + GRACE_S, "some rank")
-            except TransportError:  # a peer is not at its end, or has given up
-                wait([started(ENDING, devices.group.abort)], GRACE_S)
+            except TransportError:  # a peer is not at its end, or has given up; or no thread starts
+                with contextlib.suppress(TransportError):
+                    wait([started(ENDING, devices.group.abort)], GRACE_S)
         super().close()
 
     def _connected(self, connect: Callable[..., Any], store: Any) -> Any:

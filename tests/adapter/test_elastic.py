@@ -5,6 +5,7 @@ Real deaths are in tests/faults/test_elastic.py.
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
@@ -18,6 +19,7 @@ import hvd_sparse
 from tests.ranks import Ranks, World, with_ranks
 
 NUMEL = 3000
+LATE_S = 4.0
 
 
 class Training:
@@ -131,6 +133,30 @@ def fail_after_a_reduction() -> None:
     assert training.state.step == 4
     assert not training.missing().any()
     training.compression.close()
+
+
+def fail_while_others_are_late() -> float:
+    """What is under way is not waited for: in a world that has ended, nobody may come to it."""
+    training = Training()
+    training.step(2)
+    training.state.save()
+    at_2 = training.residual()
+    if hvd.rank() == 0:
+        (training.model.large * gradient(training.state.step, hvd.rank())).sum().backward()
+    else:
+        time.sleep(LATE_S)
+        door = training.compression._door  # Horovod, which lives on here, is to end rank 0's pulse
+        hvd.allreduce(torch.zeros(3, dtype=torch.float64), name=door._pulse_name, op=hvd.Sum)
+    try:
+        raise HorovodInternalError("a peer is gone")
+    except HorovodInternalError:
+        begin_s = time.monotonic()
+        training.state.restore()
+        took_s = time.monotonic() - begin_s
+    assert torch.equal(training.residual(), at_2)
+    training.compression.close()
+    hvd.barrier()
+    return took_s
 
 
 def fail_with_an_embedding() -> None:
@@ -331,6 +357,11 @@ def test_a_state_without_the_compression_is_warned_of(ranks: Ranks) -> None:
 @worlds
 def test_a_step_that_fails_after_its_reduction_leaves_nothing_behind(ranks: Ranks) -> None:
     ranks.run(fail_after_a_reduction)
+
+
+@worlds
+def test_a_step_that_fails_is_given_up_at_once(ranks: Ranks) -> None:
+    assert max(rank.result for rank in ranks.run(fail_while_others_are_late)) < LATE_S / 2
 
 
 @worlds

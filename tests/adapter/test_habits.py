@@ -609,6 +609,26 @@ def go_back_after_a_failure() -> None:
     assert_alike(model)
 
 
+def alternate_dense_and_sparse_gradients() -> None:
+    """Of the only tensor that is compressed; what comes after a sparse one is not lost."""
+    ends = []
+    for is_plain in (False, True):
+        torch.manual_seed(0)
+        table, layer = nn.Embedding(50, 40), nn.Linear(40, 3)
+        model = nn.Sequential(table, layer)
+        optimizer, compression = wrapped(model, dense_below=1000)
+        if is_plain:
+            compression.reassign(AllDense())
+        for step in range(6):
+            table.sparse = step % 3 == 1
+            optimizer.zero_grad()
+            model(torch.arange(10) + step + hvd.rank()).square().sum().backward()
+            optimizer.step()
+        ends.append(weights(model))
+        compression.close()
+    torch.testing.assert_close(*ends)
+
+
 def lose_a_group() -> None:
     """Horovod goes on reducing what no optimizer has any more, and nobody zeroes it."""
     model, optimizer, _ = training(density=0.05)
@@ -749,6 +769,7 @@ def take_gradients_of_another_type() -> None:
 HABITS = (
     go_back_after_backward,
     go_back_after_a_failure,
+    alternate_dense_and_sparse_gradients,
     lose_a_group,
     cycle_betas,
     keep_views_of_one_buffer,

@@ -559,9 +559,52 @@ def two_wrappers_of_one_parameter() -> None:
             hvd_sparse.ddp.register(models[0], made[0])
             if name == "topk":
                 hvd_sparse.ddp.register(models[1], made[1])
+                with pytest.raises(UnsupportedError, match="by another wrapper, too"):
+                    made[is_second].reassign(Compression.dgc(momentum=0.9))
                 continue
             with pytest.raises(UnsupportedError, match="by another wrapper, too"):
                 hvd_sparse.ddp.register(models[1], made[1])
+
+
+def two_wrappers_and_a_loss_scaler() -> None:
+    """Each follows the scale, though the parameters know the second one alone."""
+    module, made = nn.Linear(32, 64), [Compression.topk(), Compression.topk()]
+    models = [DistributedDataParallel(module) for _ in made]
+    for model, each in zip(models, made, strict=True):
+        hvd_sparse.ddp.register(model, each)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(models[step % 2](batch(step)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [each.state_dict()["unit"] for each in made] == [64.0, 64.0]
+
+
+def momentum_of_a_second_optimizer() -> None:
+    """A change of the compression is checked against all of them."""
+    made = Compression.topk(dense_below=100)
+    with trained(made) as (model, module):
+        weight, *others = module.parameters()
+        optimizers = [torch.optim.SGD(others, lr=0.1)]
+        optimizers += [torch.optim.SGD([weight], lr=0.1, momentum=0.9)]
+        for step in range(2):
+            model(batch(step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with pytest.raises(ConfigError, match="would apply momentum a second time"):
+            made.reassign(Compression.dgc(momentum=0.9))
+
+
+def embeddings_late() -> None:
+    """No optimizer has stepped yet."""
+    made = Compression.topk(dense_below=100)
+    with trained(made) as (model, module):
+        model(batch(0)).square().mean().backward()
+        with pytest.raises(ConfigError, match="must be called before the first backward pass"):
+            made.exchange_embeddings(module.named_parameters())
 
 
 class Ramps(nn.Module):
@@ -719,6 +762,9 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "a kept gradient": (a_gradient_is_kept,),
     "two wrappers": (two_wrappers_of_one_parameter,),
     "a wrapper is gone": (a_wrapper_is_gone,),
+    "two wrappers, scaled": (two_wrappers_and_a_loss_scaler,),
+    "momentum of a second": (momentum_of_a_second_optimizer,),
+    "late embeddings": (embeddings_late,),
     "zeroed for two": (zeroed_for_two_optimizers,),
     "sparse_adamw, resumed": (adamw_is_resumed,),
     "idle tensors": (idle_tensors,),

@@ -17,7 +17,7 @@ import torch
 from hvd_sparse.errors import PeerLostError, TransportError
 from hvd_sparse.transports import LocalTransport, Transport, run_ranks
 from hvd_sparse.transports.connect import create_transport
-from hvd_sparse.transports.gloo import GlooTransport, _ends_in, take_nothing
+from hvd_sparse.transports.gloo import GlooTransport, _borrowed, _ends_in, take_nothing
 from hvd_sparse.transports.meeting import MeetingStore
 from tests.transports.failures import no_descriptors
 from tests.transports.pairs import PairWorld, borrowed, run_pair
@@ -69,6 +69,19 @@ def give_up_at_random(world: PairWorld) -> None:
 def test_a_wait_ends_whenever_its_transport_is_given_up() -> None:
     said = run_pair(give_up_at_random, limit_s=max(100, ROUNDS))
     assert all("all waits ended" in words for words in said), "\n".join(said)
+
+
+def test_sockets_of_others_go_on_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the process are looked at, and some libraries set a default timeout."""
+    ours, other = socket.socketpair()
+    with ours, other:
+        socket.setdefaulttimeout(30.0)
+        try:
+            with _borrowed(ours.fileno()) as end:
+                assert end.getsockname() == ours.getsockname()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(ours.fileno())
 
 
 def test_a_connection_that_the_network_drops_ends_both_waits() -> None:
