@@ -296,7 +296,7 @@ def test_oktopk_levels_sums_that_cancelled_out() -> None:
         few = torch.arange(60) + third * rank
         brought = {0: torch.arange(900), 1: torch.cat([torch.arange(450), few]), 2: few}[rank]
         if step == 0:
-            brought = (torch.arange(300) + third * torch.arange(P)[:, None]).view(-1)
+            brought = (33 * torch.arange(300) + third * torch.arange(P)[:, None]).view(-1)
         values = torch.where((brought < third) & (rank == 1) & (step > 0), -1.0, 1.0)
         return SparseStream(brought.int(), values, P * third)
 
