@@ -122,7 +122,7 @@ def verify_dense(way: Way, means: list[Tensor]) -> None:
         reduce(way, step)
         if step == 0:
             error = relative_error([flat_gradients(way)], [means[0]])
-            if error > way.first_error:
+            if not error <= way.first_error:  # also of NaN
                 raise SystemExit(f"{way.name}: the mean is wrong by {error:g} of its norm")
     check_replicas(way.gradients(), way.name)
 
@@ -144,7 +144,7 @@ def verify_ours(way: Way, sets: list[Tensor], means: list[Tensor]) -> None:
     kept = torch.cat(parts)
     dist.all_reduce(kept)
     error = relative_error([applied + kept / hvd.size()], [given])
-    if error > 1e-3:
+    if not error <= 1e-3:
         raise SystemExit(f"{way.name}: applied and kept miss what was given by {error:g}")
 
 

@@ -27,7 +27,7 @@ from hvd_sparse import ops, tables
 from hvd_sparse.planner.costs import processor
 
 WAY = re.compile(
-    r"step, (?P<step>[^,]+)|(?P<reduced>.+), through the optimizer|time to .*, (?P<time>.+)"
+    r"step, (?P<step>\S+?)(?:, |$)|(?P<reduced>.+), through the optimizer|time to .*, (?P<time>.+)"
 )
 """The metrics that have a column, with the way that each is of."""
 

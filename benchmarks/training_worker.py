@@ -152,7 +152,7 @@ def first_step(trained: Trained, mean: list[Tensor] | None) -> list[Tensor]:
             gradient.div_(hvd.size())
     elif way.first_error is not None:
         error = relative_error([gradient.to_dense() for gradient in gradients], mean)
-        if error > way.first_error:
+        if not error <= way.first_error:  # also of NaN
             raise SystemExit(f"{way.name}: the mean is wrong by {error:g} of its norm")
     return mean
 

@@ -107,10 +107,11 @@ def installed(venv: Path, package: str) -> str:
 
 def torch_build(venv: Path) -> str:
     """torch's own version: "2.13.0+cu130" where the package installed is "2.13.0"."""
-    for path in venv.glob("lib/python3.*/site-packages/torch/version.py"):
+    whole = installed(venv, "torch")  # what pip unpacks last
+    for path in venv.glob("lib/python3.*/site-packages/torch/version.py") if whole else ():
         if found := re.search(r"^__version__ = '(.+)'", path.read_text(), re.MULTILINE):
             return found[1]
-    return installed(venv, "torch")
+    return whole
 
 
 def cuda_home(torch: str, environ: Mapping[str, str], default: Path) -> dict[str, str]:
@@ -270,7 +271,7 @@ class Setup:
 
     @property
     def unfinished(self) -> Path:
-        """Is there while an environment that this makes is not whole yet."""
+        """Is there while the environment is made."""
         return self.venv / "unfinished"
 
     def step(self, doing: str, command: list[str | Path], **extra_environ: str) -> None:
@@ -317,10 +318,9 @@ class Setup:
         partial = stamp_path(self.venv).with_suffix(".tmp")
         partial.write_text(json.dumps(after, indent=1))
         partial.replace(stamp_path(self.venv))
-        self.unfinished.unlink(missing_ok=True)
 
     def create_venv(self) -> None:
-        """Make the virtual environment; one that this made, and did not finish, begins anew."""
+        """Make the virtual environment; one that was not finished begins anew."""
         if self.unfinished.exists():
             shutil.rmtree(self.venv)
         if (made_for := read_stamp(self.venv).get("root", str(self.root))) != str(self.root):
@@ -334,6 +334,7 @@ class Setup:
         self.unfinished.touch()
         command: list[str | Path] = [sys.executable, "-m", "venv", self.venv]
         self.step(f"Creating {self.venv.name} (about 5 s)", command)
+        self.unfinished.unlink()
 
     def install_torch(self) -> None:
         """Keep an installed torch unless another one is requested."""

@@ -72,7 +72,8 @@ class SparseCompressor:
         self._dense_below = dense_below
         self._parameters = None
         if named_parameters is not None:
-            self._parameters = Parameters(named_pairs(named_parameters))
+            pairs = named_pairs(named_parameters)
+            self._parameters = Parameters([(name, p) for name, p in pairs if p.requires_grad])
         self._start()
 
     def _start(self) -> None:

@@ -182,7 +182,8 @@ class DdpDoor(Entrance):
 
     @override
     def _reduces(self, parameter: Parameter) -> bool:
-        return id(parameter) in self._entries  # another wrapper may reduce it in other passes
+        entry = self._entries.get(id(parameter))  # another wrapper may reduce it in other passes
+        return entry is not None and entry.name is not None
 
     @property
     @override

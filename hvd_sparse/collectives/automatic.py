@@ -127,8 +127,7 @@ def cheapest_algorithm(
     """The algorithm with the least expected time on a transport; the same on every rank.
 
     Collective: the first call on a transport measures its link, unless that is known already; see
-    `link_of`. A rank has k of n entries. Among equals of the `algorithms`, which have a formula,
-    the first one wins.
+    `link_of`. A rank has k of n entries. Among equals of the `algorithms` the first one wins.
 
     Raises:
         TransportError: A peer is gone or did not answer.

@@ -46,7 +46,7 @@ class Collective(ABC):
         self.transport = transport
         self.numel = numel
         self.k = k
-        self.wire = wire
+        self.wire = wire if transport.world_size > 1 else PLAIN  # nothing travels
         self.step = 0
 
     @property

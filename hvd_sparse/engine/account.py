@@ -56,7 +56,7 @@ class Account:
         self._observer = observer
         self._rank = self._told_steps = 0
         self._buckets: Sequence[Bucket] = ()
-        self._plans = self._steps_before = 0
+        self._plans = 0
         self._before = StepStats()
         self._let_go_before_l1 = 0.0
         self.step_began = self._told_of_transport = self._comparing = False
@@ -74,7 +74,6 @@ class Account:
 
     def end_plan(self) -> None:
         self._let_go_before_l1 = self._let_go_l1
-        self._steps_before = self._steps
         for bucket in self._buckets:
             self._before.add(bucket.stats)
         self._buckets = ()
@@ -95,7 +94,6 @@ class Account:
             return
         if not self._told_of_transport:
             self.tell_plan(transport)
-        self._steps_before += 1
         self._tell_step(())
 
     def end_step(self, transport: Transport) -> None:
@@ -134,10 +132,6 @@ class Account:
             self._observer = None
 
     @property
-    def _steps(self) -> int:
-        return self._steps_before + (self._buckets[0].stats.steps if self._buckets else 0)
-
-    @property
     def _let_go_l1(self) -> float:
         return self._let_go_before_l1 + sum(bucket.memory.let_go_l1 for bucket in self._buckets)
 
@@ -147,7 +141,7 @@ class Account:
             transport.name if transport is not None else "",
             tuple(b.stats.snapshot(b.memory.let_go_l1) for b in self._buckets),
             let_go_l1=self._let_go_l1,
-            steps=self._steps,
+            steps=self._told_steps,
             before=replace(self._before),
             plan=self._plans,
             world_size=0 if transport is None else transport.world_size,

@@ -60,6 +60,7 @@ class Engine:
         self._locations: dict[str, Location] = {}
         self._results: dict[str, Tensor] = {}
         self._taken: dict[TensorSpec, bool] = {}  # asked for every tensor in every step
+        self._waits = StepStats()  # of the step, before any bucket's result is asked for
 
     @property
     def scale(self) -> float | None:
@@ -213,7 +214,9 @@ class Engine:
         self._worker.stop()  # before the state is read, which it changes
         self.settle()
         self.residuals.end_plan(self._transport)
-        self._account.end_plan()
+        with self._worker.at_pause():
+            self._account.end_plan()
+        self._waits = StepStats()
         self._arrivals, self._buckets, self._locations, self._taken = {}, [], {}, {}
         self._results = {}
 
@@ -258,7 +261,8 @@ class Engine:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a whole step's exchanges, if any are under way, for `timeout_s` at most."""
-        return self._worker.wait_for_all(timeout_s)
+        with self._waits.timed("wait_s"):
+            return self._worker.wait_for_all(timeout_s)
 
     def result(self, name: str) -> Tensor:
         """A view of a tensor's reduced gradient; see `results`."""
@@ -276,7 +280,7 @@ class Engine:
             if name not in self._arrivals:
                 raise _given_up(name)
             self.plan()
-        if self._locations[name].bucket.is_begun:
+        if any(bucket.is_begun for bucket in self._buckets):
             self._finish_step()
         return self._results
 
@@ -289,6 +293,9 @@ class Engine:
             with stats.timed("wait_s"):
                 self._worker.wait_for(bucket, Phase.EXCHANGED)
             bucket.lane.hand_back()
+        late[-1].wait_s += self._waits.wait_s
+        late[-1].starts["wait_s"] -= self._waits.wait_s
+        self._waits = StepStats()
         self._unsettled = True
         for bucket, stats in zip(self._buckets, late, strict=True):
             if bucket.reduced is not None:

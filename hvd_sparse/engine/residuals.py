@@ -211,7 +211,7 @@ class Residuals:
     def drop_idle_momentum(self, assignment: Assignment) -> None:
         """Drop momenta to which the assignment has no use, and that nobody has taken over."""
         momentum = self.outside.momentum
-        for name in momentum.keys() & self._specs.keys():  # the plan will tell of others
+        for name in momentum.keys() & self._specs.keys():  # others stay: what they are is not known
             method = assignment.choice_of(self._specs[name]).method
             if method is None or not method.memory.momentum:
                 del momentum[name]

@@ -65,7 +65,7 @@ class GlobalMomentum(ErrorFeedback):
         self._last_sum = SparseStream.empty(numel)
         self._before = self.share, self._last_sum
         self._entered: SparseStream | None = None
-        self._sums_out: dict[int, SparseStream] = {}  # Δ of what is taken out, by where it begins
+        self._sums_out: dict[tuple[int, int], SparseStream] = {}  # Δ of what is out, by its place
 
     @override
     def applied(self, reduced: Sum) -> Sum:
@@ -108,7 +108,7 @@ class GlobalMomentum(ErrorFeedback):
         held = self.share, self._last_sum
         self.share, self._last_sum = (each.times(factor).finite() for each in held)
         out = self._sums_out.items()
-        self._sums_out = {start: each.times(factor).finite() for start, each in out}
+        self._sums_out = {place: each.times(factor).finite() for place, each in out}
 
     @override
     def tensors(self) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class GlobalMomentum(ErrorFeedback):
         # Δ itself waits here, for Nesterov's step.
         parts = super().take_out(start, stop)  # of the momentum, which is a copy
         last, is_out = self._last_sum, within(self._last_sum, start, stop)
-        self._sums_out[start], self._last_sum = last.where(is_out), last.where(~is_out)
+        self._sums_out[start, stop], self._last_sum = last.where(is_out), last.where(~is_out)
         self.share = self.share.where(~within(self.share, start, stop))
         return parts
 
@@ -142,7 +142,8 @@ class GlobalMomentum(ErrorFeedback):
         indices = momentum.nonzero().view(-1)
         part = SparseStream((indices + start).int(), momentum[indices], n)
         self.share = sum_of([self.share, part], n)
-        last = self._sums_out.pop(start, SparseStream.empty(n))
+        place = start, start + momentum.numel()
+        last = self._sums_out.pop(place, SparseStream.empty(n))
         self._last_sum = sum_of([self._last_sum, last], n)
 
     @override

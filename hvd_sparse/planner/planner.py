@@ -43,7 +43,15 @@ from hvd_sparse.planner.remembered import (
     plan_to_json,
     recall,
 )
-from hvd_sparse.planner.trial import CONTENDERS, TIMED_STEPS, Took, Trial, lateness, slowest
+from hvd_sparse.planner.trial import (
+    CONTENDERS,
+    TIMED_STEPS,
+    TURN_STEPS,
+    Took,
+    Trial,
+    lateness,
+    slowest,
+)
 from hvd_sparse.streams import CPU
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.transport import gather_json
@@ -259,7 +267,7 @@ class Planner:
             messages = transport.allgather((timed,), channel="review")
             ranks = [message.view(torch.float64).view(-1, 3) for message in messages]
             self._steps += self.steps_to_review
-            self._trial_steps += self.steps_to_review * self.is_trying
+            self._trial_steps += min(self.steps_to_review, TURN_STEPS) * self.is_trying
             self._follow_rank_0(specs, transport, lambda: self._reviewed(specs, ready_s, ranks))
         return before != dict(self.current.placements)
 
@@ -419,6 +427,7 @@ class Planner:
         return [
             TimedTensor(s, late_s + ready_s.get(s.name, 0.0), self.rules.candidates_of(s))
             for s in specs
+            if not ready_s or s.name in ready_s  # others are frozen, or their gradients sparse
         ]
 
     def _warmup_steps(self) -> int:

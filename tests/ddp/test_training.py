@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import sys
+import time
 import warnings
 from collections import OrderedDict
 from functools import partial
@@ -38,6 +39,7 @@ from tests.plans import FIRST_TURN_STEPS, policy_with_a_profile
 from tests.ranks import Ranks, World, with_ranks
 
 STEPS = 6
+LATE_S = 1.0
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = STEPS, first: int = 0) -> None:
@@ -598,6 +600,18 @@ def momentum_of_a_second_optimizer() -> None:
             made.reassign(Compression.dgc(momentum=0.9))
 
 
+def a_wait_is_counted() -> None:
+    made = Compression.topk(density=0.05, dense_below=100)
+    with trained(made) as (model, module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        train(model, optimizer, 1)
+        before = made.stats()
+        if dist.get_rank() == 1:
+            time.sleep(LATE_S)
+        train(model, optimizer, 1, first=1)
+        assert dist.get_rank() == 1 or made.stats().since(before).totals.wait_s > LATE_S / 2
+
+
 def embeddings_late() -> None:
     """No optimizer has stepped yet."""
     made = Compression.topk(dense_below=100)
@@ -765,6 +779,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "two wrappers, scaled": (two_wrappers_and_a_loss_scaler,),
     "momentum of a second": (momentum_of_a_second_optimizer,),
     "late embeddings": (embeddings_late,),
+    "a wait": (a_wait_is_counted,),
     "zeroed for two": (zeroed_for_two_optimizers,),
     "sparse_adamw, resumed": (adamw_is_resumed,),
     "idle tensors": (idle_tensors,),

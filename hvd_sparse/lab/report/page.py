@@ -113,11 +113,12 @@ def bucket_figures(recording: Recording, of_run: Curves) -> Iterator[str]:
 
 def heading(recording: Recording) -> str:
     """What ran, where and when, and how its gradients were compressed."""
-    run, plan = recording.run, last_plan(recording)
+    run, plans = recording.run, [plan for plan in recording.plans if plan.steps]
+    in_force = kinds(plans[-1]) if plans else []
     facts = (
         f"Rank {run['rank']} of {run['world_size']} on {run['host']}, process {run['pid']}, "
         f"transport {run['transport']}; hvd_sparse {run['hvd_sparse']}, torch {run['torch']}; "
-        f"begun {begun(recording)}. Compressed by {'; '.join(kinds(plan)) or 'nothing: all dense'}."
+        f"begun {begun(recording)}. Compressed by {'; '.join(in_force) or 'nothing: all dense'}."
     )
     first, figures = summary(recording)
     faults = faults_of(recording.steps)
@@ -199,6 +200,7 @@ def summary(recording: Recording) -> tuple[str, str]:
     k = sum(bucket["k"] for bucket in plan.buckets)
     selected = float(bucket_means(plan)["nnz_selected"].sum())
     less = f"Sent {ring / sent:.3g} × fewer bytes than dense" if sent else "Sent nothing"
+    less += f" in {sum(by_plan):,} of {steps:,} steps" if dense_steps else ""
     return f"{less}; {took}", (
         f"{told}, {dense_steps:,} of them with all tensors dense; {nbytes(sent)} sent per step; "
         f"density selected here {selected / numel:.3g}, target {k / numel:.3g}, "
