@@ -62,10 +62,6 @@ class ProcessEnd:
         if library is not None and not isinstance(library.horovod_shutdown, partial):
             library.horovod_shutdown = partial(self._end_horovod, library.horovod_shutdown)
 
-    def discard(self, leaving: Leaving) -> None:
-        """Let the process end without this."""
-        self._open.pop(leaving, None)
-
     def leave(self) -> None:
         """End everything; never raises."""
         error = getattr(sys, "last_value", None)  # set by Python for what nobody has caught

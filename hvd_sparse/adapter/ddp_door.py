@@ -45,8 +45,8 @@ AGENT_VARIABLE = "GROUP_RANK"
 """Where torchrun says which of its agents has started a rank: each is a host."""
 
 RESTART_VARIABLE, OUTLIVES_VARIABLE = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"
-"""Where it says how often it has started the ranks anew, and whether its store outlives them: one
-that does not needs no number, and agents may count otherwise."""
+"""Where it says how often it has started the ranks anew, as each agent counts it, and whether its
+store outlives them: another one needs no number."""
 
 IDLE_STEPS = 10
 """After so many passes that no step has applied, a warning asks whether anybody will."""

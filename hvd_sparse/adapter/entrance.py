@@ -216,9 +216,8 @@ class Entrance:
         if self._is_open:
             self.settle(call)
             self._close_step()
-            while self._engine.error is None and not self._is_recovering():  # peers may be late
-                if self._engine.wait(LOOK_S):
-                    break
+            while not (self._engine.error or self._is_recovering() or self._engine.wait(LOOK_S)):
+                pass  # peers may be late
             if self._engine.error is None:  # what was under way must not be the next step's
                 self._engine.reassign(self._engine.assignment)
             if self._session.embeddings is not None:
@@ -311,13 +310,9 @@ class Entrance:
             entry.reduced = self._session.errors()(lambda: embeddings.result(p, self.scale()))
         else:
             self._give_to_framework(entry, gradient)
-        if name is not None and self._expects(name):
+        if name is not None and self._engine.planned and self._engine.expects(name):
             zeros = torch.zeros_like(p, requires_grad=False)  # it had a dense gradient before
             self._engine.submit(entry.spec_of(zeros), zeros, frozen=True)
-
-    def _expects(self, name: str) -> bool:
-        """Whether the plan has a tensor."""
-        return self._engine.planned and self._engine.expects(name)
 
     def _give_to_framework(self, entry: Entry, gradient: Tensor) -> None:
         """Let the framework reduce a gradient, dense or sparse."""
@@ -350,10 +345,11 @@ class Entrance:
 
     def _engine_results(self) -> Mapping[Any, Tensor]:
         """What the engine has reduced in this step, once all of it is there."""
-        for entry in self._handed:
-            name = entry.name  # of a sparse gradient it had zeros, where it expects dense ones
-            if name is not None and (entry.reduced is None or self._expects(name)):
-                return self._engine.results(name)
+        engine = self._engine
+        for name, reduced in ((entry.name, entry.reduced) for entry in self._handed):
+            # Of a sparse gradient it had zeros, where it expects dense ones.
+            if name and (reduced is None or (engine.planned and engine.expects(name))):
+                return engine.results(name)
         return {}
 
     def _is_sparse(self, spec: TensorSpec, gradient: Tensor, is_frozen: bool) -> bool:

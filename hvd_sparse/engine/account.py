@@ -12,7 +12,7 @@ from torch import Tensor
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.errors import logger, one_line, warn
-from hvd_sparse.leaving import PROCESS_END, Leaving
+from hvd_sparse.leaving import Leaving
 from hvd_sparse.transports import Transport
 
 COMPARED_PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s")
@@ -128,7 +128,7 @@ class Account:
                 f"training goes on: {one_line(error)}"
             )
             if isinstance(self._observer, Leaving):
-                PROCESS_END.discard(self._observer)
+                self._observer.disown()  # the process ends without it
             self._observer = None
 
     @property

@@ -34,7 +34,7 @@ class GroupTransport(Transport):
         self.ranks = tuple(ranks)
         self._buffers = transport._buffers
         self._calls = kind << NUMBER_BITS
-        transport.forget_calls()  # of a former group with the same numbers
+        transport._made.clear()  # those of a former group have the same numbers
 
     @property
     def context(self) -> Context:

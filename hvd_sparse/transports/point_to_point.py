@@ -146,10 +146,6 @@ class PointToPointTransport(SupervisedTransport):
     def call_made(self, number: int) -> Call | None:
         return next((call for call in list(self._made) if call.number == number), None)
 
-    def forget_calls(self) -> None:
-        """Says no more what calls were made so far."""
-        self._made.clear()
-
     @override
     def calls_made(self) -> int:
         return self._calls

@@ -90,7 +90,7 @@ def test_a_run_of_warm_up_dense_steps_and_two_plans(tmp_path: Path) -> None:
     ]
     assert "Compressed by oktopk at density 0.05" in page
     assert re.search(
-        r"<h1>Sent [\d.]+ × fewer bytes than dense; a step takes [\d.]+ ms, [\d.]+ ", page
+        r"<h1>Sent [\d.]+ × fewer bytes than dense in 8 of 16 steps; a step takes [\d.]+ ms, ", page
     )
     assert "<p>16 steps, 8 of them with all tensors dense; " in page
     of_run = curves(run)
