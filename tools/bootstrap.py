@@ -324,7 +324,7 @@ class Setup:
         if self.unfinished.exists():
             shutil.rmtree(self.venv)
         if (made_for := read_stamp(self.venv).get("root", str(self.root))) != str(self.root):
-            raise SetupError(f"{self.venv} was made for {made_for}: make distclean, and run again")
+            raise SetupError(f"{self.venv} was made for {made_for}: remove it and run again")
         if self.python.exists():
             check_python(venv_version(self.venv))
             return
@@ -429,7 +429,7 @@ class Setup:
 
     def install_package(self, before: Mapping[str, str]) -> None:
         """Install this repository editable; its dependencies only when they may have changed."""
-        same = ("root", "python", "torch", "mpi", "pyproject", "bootstrap")
+        same = ("python", "torch", "mpi", "pyproject", "bootstrap")
         now = wanted(self.root, self.venv, os.environ)
         if before and all(before.get(name) == now[name] for name in same):
             # The editable install finds the library where this puts it.

@@ -152,8 +152,7 @@ class DdpDoor(Entrance):
         named = model.module.named_parameters()
         self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for n, p in named}
         fates = Fates(self._entries, engine.corrects_momentum, "backward()")
-        self._dense_below = dense_below
-        self._refuse_other_wrappers(engine.assignment)
+        self._refuse_other_wrappers(engine.assignment, dense_below)
         mine = self._entries.values()
         super().__init__(parameters, engine, session, dense_below, fates, mine, model)
         self._group, self._finds_unused = model.process_group, model.find_unused_parameters
@@ -166,15 +165,15 @@ class DdpDoor(Entrance):
     @override
     def refuse(self, assignment: Assignment) -> None:
         super().refuse(assignment)
-        self._refuse_other_wrappers(assignment)
+        self._refuse_other_wrappers(assignment, self._dense_below)
 
-    def _refuse_other_wrappers(self, assignment: Assignment) -> None:
+    def _refuse_other_wrappers(self, assignment: Assignment, dense_below: int) -> None:
         for other in (door() for door in Entrance.doors):
             if other is self or not isinstance(other, DdpDoor) or not other.serves_any:
                 continue
             for key in self._entries.keys() & other._entries.keys():
                 entry, both = self._entries[key], (assignment, other._engine.assignment)
-                if any(has_memory(each, entry, self._dense_below) for each in both):
+                if any(has_memory(each, entry, dense_below) for each in both):
                     raise UnsupportedError(
                         f"{entry.label!r} has a compression by another wrapper, too, which is "
                         "still there: with momentum or preconditioning a parameter takes one alone"

@@ -216,8 +216,9 @@ class Entrance:
         if self._is_open:
             self.settle(call)
             self._close_step()
-            while not (self._engine.error or self._is_recovering() or self._engine.wait(LOOK_S)):
-                pass  # peers may be late
+            while self._engine.error is None and not self._is_recovering():  # peers may be late
+                if self._engine.wait(LOOK_S):
+                    break
             if self._engine.error is None:  # what was under way must not be the next step's
                 self._engine.reassign(self._engine.assignment)
             if self._session.embeddings is not None:

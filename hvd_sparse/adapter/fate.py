@@ -319,7 +319,7 @@ class Fates:
         """Whether a step of rate 0 has changed something: a state or a momentum."""
         inner = getattr(optimizer, "optim", optimizer)  # a ZeroRedundancyOptimizer's
         states = getattr(inner, "state", {}).values()  # of any parameter: some share them out
-        kept = [each for s in states for each in (s.values() if isinstance(s, dict) else [s])]
+        kept = (each for s in states for each in (s.values() if isinstance(s, dict) else [s]))
         return self._corrects_momentum(entry.name) or any(each is not None for each in kept)
 
     def _refuse_late(self) -> None:

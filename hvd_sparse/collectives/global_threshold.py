@@ -64,8 +64,7 @@ def th_re_evaluate(values: Tensor, k: int, transport: Transport) -> float:
 def counts_at_levels(values: Tensor, threshold: float) -> Tensor:
     """How many values, float32 `(nnz,)` on the host, pass each of the levels around a threshold.
 
-    Returns int32 `(LEVELS,)`, descending. All that is not zero passes levels
-    below the least magnitude.
+    Returns int32 `(LEVELS,)`, descending. All but zeros pass levels below the least magnitude.
     """
     lowest = threshold_key(threshold) + (FIRST << BIN_BITS)
     # By NumPy: on few values each call costs a fraction of torch's.

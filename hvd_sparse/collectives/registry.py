@@ -116,8 +116,8 @@ def names_of(wanted: Callable[[Algorithm], bool], *, aliases: bool = False) -> t
 
 
 STREAMED = names_of(lambda entry: not issubclass(entry.collective, IndexUnion))
-"""Those that exchange streams alone: what the simulator can run. The others also sum what
-the ranks did not select."""
+"""Those that exchange streams alone: what the simulator can run. The others also sum what the ranks
+did not select."""
 SELECTABLE = names_of(lambda entry: entry.is_selectable, aliases=True)
 """What `collective=` may name, beside "auto"."""
 CHOOSABLE = names_of(lambda entry: entry.is_selectable and entry.name in STREAMED, aliases=True)

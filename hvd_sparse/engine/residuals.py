@@ -47,9 +47,8 @@ class Residuals:
         self, buckets: Sequence[Bucket], locations: Mapping[str, Location], transport: Transport
     ) -> None:
         """Move what the buckets' tensors have into them, or raise ConfigError; on all ranks."""
-        left = self.outside.restore(buckets, transport, self._is_strict)
-        momentum = {n: each for n, each in self.outside.momentum.items() if n in left}
-        self.outside, self._is_strict = EngineState(left, momentum), False
+        self.outside = self.outside.restore(buckets, transport, self._is_strict)
+        self._is_strict = False
         self._buckets, self._locations = buckets, locations
         self._specs |= {name: location.spec for name, location in locations.items()}
 

@@ -138,7 +138,7 @@ class EngineState:
 
     def restore(
         self, buckets: Sequence[Bucket], transport: Transport, strict: bool = False
-    ) -> dict[str, Tensor]:
+    ) -> EngineState:
         """Put the state into new buckets; all ranks do so together.
 
         Residuals and momenta go by parameter, selectors to buckets of the same tensors and method.
@@ -148,7 +148,7 @@ class EngineState:
         rank that is furthest. `strict`: it was loaded as that of this rank, and so on all ranks.
 
         Returns:
-            Residuals of tensors that are in no bucket: they wait for the next dense reduction.
+            What tensors have that are in no bucket: they are dense now, or frozen.
 
         Raises:
             ConfigError: On every rank, if a state does not fit, or loaded ones are not of one step.
@@ -208,7 +208,7 @@ class EngineState:
                 f"{its[1]}: save_checkpoint and load_checkpoint change the world size"
             )
 
-    def _restore_memories(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
+    def _restore_memories(self, buckets: Sequence[Bucket]) -> EngineState:
         saved, names = self.by_kind(), set()
         for bucket in buckets:
             flat = bucket.tensors()
@@ -218,9 +218,10 @@ class EngineState:
                     if spec.name in saved[kind]:
                         tensor.copy_(spec.of(saved[kind][spec.name]))
             bucket.load(flat)
-        left = self.residual.keys() - names  # of a frozen tensor there may be a momentum alone
-        held = {n for n in left for each in saved.values() if n in each and each[n].any()}
-        return {name: self.residual[name] for name in sorted(held)}
+        # Of a frozen tensor there may be a momentum alone.
+        held = {n for kind in saved.values() for n, t in kind.items() if n not in names and t.any()}
+        residual, momentum = ({n: kind[n] for n in kind if n in held} for kind in saved.values())
+        return EngineState(residual, momentum)
 
 
 KEYS = frozenset(EngineState().as_dict())
