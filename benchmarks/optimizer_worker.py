@@ -169,7 +169,6 @@ def steps_in_a_turn(ways: dict[str, Way]) -> dict[str, int]:
     """Steps of every way in a turn, the same on all ranks: more if steps are short."""
     took = {name: reduce(way, 0)[0] for name, way in ways.items()}
     for way in ways.values():
-        way.update()
         way.module.zero_grad()
     steps = {name: min(MOST_STEPS, max(1, round(SLICE_S / each))) for name, each in took.items()}
     agreed: dict[str, int] = hvd.broadcast_object(steps, 0, name="benchmark.steps")
@@ -193,7 +192,6 @@ def measure(ways: dict[str, Way], options: argparse.Namespace) -> dict[str, Any]
                 if step or steps[name] == 1:
                     clock[name].append(seconds)
                     own[name].append(thread_seconds)
-                ways[name].update()
                 ways[name].module.zero_grad()
             sent[name] += interface_bytes(options.interface) - before
     turns = turn + 1

@@ -134,7 +134,7 @@ class Job:
         self.velocity = self._velocity.clone()
         self.buffer = self._buffer.clone()
         self.plain = Accumulation(self.residual, [self.gradient])
-        self._after = torch.empty_like(self.residual)
+        self._after = torch.zeros_like(self.residual)
         self.apart = Accumulation(self._after, [self.gradient], before=Before(self.residual))
         self.corrected = self._corrected(Momentum(self.buffer, MOMENTUM))
         self.nesterov = self._corrected(Momentum(self.buffer, MOMENTUM, nesterov=True))
@@ -152,6 +152,8 @@ class Job:
         self.residual.copy_(self._residual)
         self.velocity.copy_(self._velocity)
         self.buffer.copy_(self._buffer)
+        self._after.zero_()
 
     def state(self) -> tuple[Tensor, ...]:
-        return (self.residual.clone(), self.velocity.clone(), self.buffer.clone())
+        kept = self.residual, self.velocity, self.buffer, self._after
+        return tuple(tensor.clone() for tensor in kept)

@@ -37,7 +37,7 @@ def train_step(engine: Engine, rank: int, step: int = 0) -> None:
     engine.scale = 1.0
     for name in SHAPES:
         engine.result(name)
-    engine.settle(counts=True)
+    engine.settle()
 
 
 def states_of(world_size: int, steps: int = 3) -> list[dict[str, Any]]:
@@ -304,7 +304,7 @@ def test_a_worker_that_joins_draws_the_same_entries_as_the_others() -> None:
         for _ in range(3):
             engine.submit(spec, torch.ones(numel))
             applied.append(int(engine.result("w").count_nonzero()))
-            engine.settle(counts=True)
+            engine.settle()
         state = engine.state_dict()
         engine.disconnect()
         return applied, state

@@ -55,7 +55,10 @@ def run(results: Results) -> None:
         cuda=torch.version.cuda,
     )
     with results.guarded("copy"):
-        results.row("copy", terabytes_per_s=copy_speed() / 1e12)
+        from tools.kernels import copy_speed  # imports ops, once the library is built
+
+        speed = copy_speed(COPY_NUMEL, torch.device("cuda", 0), 10)
+        results.row("copy", terabytes_per_s=speed / 1e12)
     with results.guarded("launch"):
         results.row("launch", microseconds=launch_s() * 1e6, waited_for_us=wait_s() * 1e6)
 
@@ -76,21 +79,6 @@ def native_backend(results: Results) -> str:
     from hvd_sparse import ops
 
     return ops.backend()
-
-
-def copy_speed() -> float:
-    """Bytes a second, read and written, of a copy on the device."""
-    source = torch.randn(COPY_NUMEL, device="cuda")
-    target = torch.empty_like(source)
-    times_s: list[float] = []
-    for _ in range(12):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        stop.record()
-        torch.cuda.synchronize()
-        times_s.append(start.elapsed_time(stop) / 1e3)
-    return 8 * COPY_NUMEL / statistics.median(times_s[2:])
 
 
 def launch_s() -> float:

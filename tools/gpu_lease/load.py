@@ -100,7 +100,7 @@ def waits_of_training(transport: Transport) -> list[str]:
             engine.scale = 1.0
             engine.submit(spec, torch.randn(NUMEL, device="cuda"))
             engine.result("w")
-            engine.settle(counts=True)
+            engine.settle()
         torch.cuda.set_sync_debug_mode("default")
     engine.disconnect()
     return seen
