@@ -110,26 +110,25 @@ class BuildNative(build_ext):
         objects = {source: objects_dir / f"{source.stem}.o" for source in sources}
         stale = [s for s, o in objects.items() if self.force or is_older(o, [s, *headers])]
         library = self._library()
-        if stale or is_older(library, list(objects.values())):
-            command = compiler()
-            objects_dir.mkdir(parents=True, exist_ok=True)
-            library.parent.mkdir(parents=True, exist_ok=True)
+        command = compiler()
+        objects_dir.mkdir(parents=True, exist_ok=True)
+        library.parent.mkdir(parents=True, exist_ok=True)
 
-            def compile_one(source: Path) -> None:
-                self._call([*command, *flags, "-c", str(source), "-o", str(objects[source])])
+        def compile_one(source: Path) -> None:
+            self._call([*command, *flags, "-c", str(source), "-o", str(objects[source])])
 
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(compile_one, stale))
-            # Linked beside and renamed: a process that has the old library mapped keeps it intact.
-            fresh = library.with_suffix(".so.new")
-            fresh.unlink(missing_ok=True)
-            linked = [str(path) for path in objects.values()]
-            self._call([*command, *linked, *flags, *LINK_FLAGS, "-o", str(fresh)])
-            if not any(
-                flag.startswith("-fsanitize") for flag in flags
-            ):  # such a library needs LD_PRELOAD
-                check_loads(fresh, command)
-            fresh.replace(library)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, stale))
+        # Linked beside and renamed: a process that has the old library mapped keeps it intact.
+        fresh = library.with_suffix(".so.new")
+        fresh.unlink(missing_ok=True)
+        linked = [str(path) for path in objects.values()]
+        self._call([*command, *linked, *flags, *LINK_FLAGS, "-o", str(fresh)])
+        if not any(
+            flag.startswith("-fsanitize") for flag in flags
+        ):  # such a library needs LD_PRELOAD
+            check_loads(fresh, command)
+        fresh.replace(library)
         if not self.inplace:
             shipped = ROOT / self.build_lib / SHIPPED_CUDA_DIR
             shutil.rmtree(shipped, ignore_errors=True)

@@ -50,8 +50,10 @@ inline float WidenFloat16(uint16_t h) {
     const uint32_t quiet = magnitude > 0x7c00u ? 0x00400000u : 0u;
     return FloatOf(sign | kNonFiniteKey | quiet | (magnitude & 0x3ffu) << 13);
   }
-  // Re-biasing by a multiplication serves denormals too: the product is exact.
-  return FloatOf(sign | BitsOf(FloatOf(magnitude << 13) * 0x1p112f));
+  if (magnitude < 0x400u) {  // below 2^-14; no operand is a denormal, which a process may flush
+    return FloatOf(sign | BitsOf(FloatOf(BitsOf(0.5f) | magnitude) - 0.5f));
+  }
+  return FloatOf(sign | ((magnitude << 13) + (112u << 23)));
 }
 
 // Both narrow to nearest, ties to even.

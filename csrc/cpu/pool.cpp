@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 namespace hvds {
@@ -71,7 +70,7 @@ class Pool {
     pthread_sigmask(SIG_SETMASK, &every, &before);
     try {
       for (; spawned_ < helpers; ++spawned_) std::thread([this] { Help(); }).detach();
-    } catch (const std::system_error&) {
+    } catch (...) {  // of threads or memory there is no more
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return spawned_;

@@ -21,5 +21,3 @@ p.grad ◄─ decode all shards ◄───────────────
 """
 
 from hvd_sparse.hosts.hosts import Grid, Hosts, Slot, grid_of
-
-__all__ = ["Grid", "Hosts", "Slot", "grid_of"]

@@ -133,12 +133,12 @@ class SharedHost(InsideHost):
         return self._read([segment[self._streams_at : end] for segment, end in pairs])
 
     def _post(self, what: int) -> None:
-        ops.post(int64_at(self._segments[self._own], what), self._steps)
+        ops.on_host().post(int64_at(self._segments[self._own], what), self._steps)
 
     def _wait(self, number: int, what: str) -> None:
         """Waits until all ranks of the host have posted a step's number."""
         places = [int64_at(segment, number) for segment in self._segments]
-        if ops.posted(places, self._steps):
+        if ops.on_host().posted(places, self._steps):
             return
         transport, began = self._transport, time.monotonic()
         peers = tuple(rank for rank in self._ranks if rank != transport.rank)
@@ -146,13 +146,13 @@ class SharedHost(InsideHost):
         deadline, pauses = transport.deadline_from(began), Pauses(SPIN_S)
         transport.awaited_beside[id(pauses)] = Awaiting(peers, began, told)
         try:
-            while not ops.posted(places, self._steps):
+            while not ops.on_host().posted(places, self._steps):
                 now = time.monotonic()
                 if transport.failure is not None or now >= deadline:
                     late = [
                         str(rank)
                         for rank, place in zip(self._ranks, places, strict=True)
-                        if not ops.posted([place], self._steps)
+                        if not ops.on_host().posted([place], self._steps)
                     ]
                     error = TransportTimeout(
                         f"rank {transport.rank}: rank {', '.join(late)} of its host did not answer "

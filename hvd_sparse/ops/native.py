@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import Structure, byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p, cast
+from ctypes import (
+    Structure,
+    addressof,
+    byref,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
@@ -266,7 +276,7 @@ class _AccumulationStruct(Structure):
         super().__init__(
             residual=accumulation.residual.data_ptr(),
             n=accumulation.numel,
-            segments=cast(self._segments, c_void_p),
+            segments=addressof(self._segments),
             segment_count=len(accumulation.gradients),
         )
         momentum = accumulation.momentum

@@ -352,8 +352,13 @@ def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
 
 
 def post(place: Tensor, number: int) -> None:
+    """Writes a number that other processes wait for: with it they see all that was written before.
+
+    It is larger than what is in the place, int64 `(1,)`, in shared memory.
+    """
     place.fill_(number)  # x86-64 keeps the order of what is written, other processors may not
 
 
 def posted(places: Sequence[Tensor], number: int) -> bool:
+    """Whether all of some places, int64 `(1,)` each, have a number of at least `number`."""
     return all(int(place) >= number for place in places)

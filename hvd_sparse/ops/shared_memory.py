@@ -1,7 +1,4 @@
-"""What the ranks of one host do in memory that they share: sums of vectors, and posted numbers.
-
-All of it is on the host; tensors on a device are copied there first.
-"""
+"""Sums of vectors that the ranks of one host share; tensors on a device are copied there first."""
 
 from __future__ import annotations
 
@@ -37,19 +34,3 @@ def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
                 f"{vector.numel()} of {vector.dtype}"
             )
     on_host().sum_vectors(out, vectors)
-
-
-def post(place: Tensor, number: int) -> None:
-    """Writes a number that other processes wait for: with it they see all that was written before.
-
-    It is larger than what is in the place, int64 `(1,)`, in shared memory.
-    """
-    checks.tensor("place", place, (torch.int64,), CPU)
-    on_host().post(place, number)
-
-
-def posted(places: Sequence[Tensor], number: int) -> bool:
-    """Whether all of some places, int64 `(1,)` each, have a number of at least `number`."""
-    for i, place in enumerate(places):
-        checks.tensor(f"places[{i}]", place, (torch.int64,), CPU)
-    return on_host().posted(places, number)

@@ -31,8 +31,6 @@ from hvd_sparse.ops.cuda._launcher import (
 from hvd_sparse.ops.cuda.launch_selection import CudaSelection
 from hvd_sparse.ops.cuda.launch_streams import CudaStreams
 
-__all__ = ["AddressTable", "Argument", "CompileError", "CudaOps", "CupyLauncher", "Launcher"]
-
 
 class CudaOps(CudaSelection, CudaStreams):
     """All of them, one base class for each family; started by `CupyLauncher(device)`."""
