@@ -28,13 +28,16 @@ def bind(local_rank: int, local_size: int) -> None:
     """
     if os.environ.get(VARIABLE) != "1" or not hasattr(os, "sched_setaffinity"):
         return
-    mine = own_cores(local_rank, local_size, _cores())
-    for thread in os.listdir("/proc/self/task") if mine else ():
+    cores = _cores()
+    mine = own_cores(local_rank, local_size, cores) or set(cores)
+    is_due = mine not in (set(), os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task") if is_due else ():
         with suppress(ProcessLookupError):  # it has just ended
             os.sched_setaffinity(int(thread), mine)
 
 
 @cache
 def _cores() -> list[int]:
-    """Those of the process before it was bound."""
-    return sorted(os.sched_getaffinity(0))
+    """Those that the host's workers share, before this process was bound."""
+    cores = os.sched_getaffinity(0)
+    return sorted(cores) if cores == os.sched_getaffinity(os.getppid()) else []

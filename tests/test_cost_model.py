@@ -289,7 +289,7 @@ def test_what_sums_accumulators_receives_the_predicted_bytes(name: str, world_si
             engine.submit(TensorSpec("w", (numel,), "torch.float32"), gradient)
             engine.scale = 1.0
             engine.result("w")
-            engine.settle(counts=True)
+            engine.settle()
         after = transport.traffic.snapshot()
         engine.disconnect()
         received = after.bytes_received - before.bytes_received

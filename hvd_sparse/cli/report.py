@@ -94,7 +94,11 @@ def run_trace(options: argparse.Namespace) -> Output:
     recording = chosen_run(read_runs(options.recording), options.run_number)
     trace = chrome_trace(recording, timeline)
     output = output_of(options, ".trace.json")
-    write_text(output, json.dumps(trace, separators=(",", ":"), allow_nan=False))
+    try:
+        text = json.dumps(trace, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise ConfigError(f"{options.timeline}: no timeline of Horovod's: {error}") from None
+    write_text(output, text)
     events = len(trace["traceEvents"])
     text = f"{output}: {events} events; open it in chrome://tracing or ui.perfetto.dev"
     return Output({"trace": str(output), "events": events}, text)

@@ -27,21 +27,3 @@ from hvd_sparse.collectives.sparcml import (
 )
 from hvd_sparse.collectives.spardl import SparDL
 from hvd_sparse.collectives.topk_allgather import TopkAllgather
-
-__all__ = [
-    "AutomaticCollective",
-    "Collective",
-    "CyclicLeader",
-    "DenseAllreduce",
-    "DsarSplitAllgather",
-    "ExDyna",
-    "GTopk",
-    "IndexUnion",
-    "OkTopk",
-    "Reduction",
-    "SparDL",
-    "SsarRecursiveDouble",
-    "SsarSplitAllgather",
-    "TopkAllgather",
-    "lossless_wire",
-]

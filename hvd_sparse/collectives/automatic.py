@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hvd_sparse.accumulator import Scope
 from hvd_sparse.checks import check_choice
 from hvd_sparse.collectives.collective import Collective, Reduction, TakeAt
 from hvd_sparse.collectives.registry import BY_NAME, LOSSLESS_CANDIDATES, cheapest
@@ -72,10 +71,6 @@ class AutomaticCollective(Collective):
         reduction = self.chosen.reduce(stream, take_at)
         self.step = self.chosen.step
         return reduction
-
-    @override
-    def scope(self) -> Scope | None:
-        return self.chosen.scope()
 
     @override
     def aim(self, k: int) -> None:

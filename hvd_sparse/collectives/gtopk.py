@@ -67,5 +67,5 @@ class GTopk(Collective):
     def _broadcast(self, total: SparseStream, packer: Packer) -> SparseStream:
         """Rank 0's stream, as all ranks read it."""
         payload = packer.pack(Part.of(total))[0] if self.transport.rank == 0 else None
-        message = self.transport.broadcast(payload, 0, channel="gtopk.broadcast")
+        message = self.transport.broadcast(payload, channel="gtopk.broadcast")
         return packer.read(message, 0, self.numel).to_stream(self.numel)

@@ -119,7 +119,8 @@ class OkTopk(Collective):
         global_threshold: What entries passed in the last step; infinite before the first one.
         boundaries: Where regions end, but for the last, int64 `(P-1,)`.
         allowances: Entries that this rank may send to each owner, int64 `(P,)`.
-        regions_are_uneven: Whether ranks had far more for some owners than these allow.
+        regions_are_uneven: Whether ranks had far more for some owners than these allow, or these
+            allow what a larger k did.
         shares: How many reduced entries of each rank passed the threshold, int32 `(P,)`; zeros
             where that is not known.
         left: How many passed, over how many of the ranks' entries did before they were summed; 0
@@ -127,7 +128,7 @@ class OkTopk(Collective):
     """
 
     kept = (
-        *("step", "global_threshold", "regions_are_uneven"),
+        *("step", "k", "global_threshold", "regions_are_uneven"),
         *("boundaries", "allowances", "shares", "left"),
     )
 
@@ -160,17 +161,21 @@ class OkTopk(Collective):
         self._received = self._held = self._passing = 0
         self._all_received: list[int] = []
 
+    @override
+    def aim(self, k: int) -> None:
+        self.regions_are_uneven |= k < self.k
+        super().aim(k)
+
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:
         """Algorithm 1, from line 5 on; see `Collective.reduce`."""
         packer = self.packer(stream)
         if self.transport.world_size == 2:
             return self._swap(stream, packer)
         redraws = self.step % self.repartition_interval == 0 or self.regions_are_uneven
-        sent = self._allowed(stream)
-        self._held = stream.nnz - sent.nnz
         if redraws:
             self.boundaries, brought = space_repartition(stream, self.transport)
-            sent = stream
+        sent = stream if redraws else self._allowed(stream)
+        self._held = stream.nnz - sent.nnz
         reduced_topk, last = self.split_and_reduce(sent, packer), self.global_threshold
         due = self.step % self.threshold_interval == 0
         u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due, asks=redraws)

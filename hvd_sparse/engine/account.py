@@ -67,7 +67,7 @@ class Account:
         self._buckets = buckets
         self._plans += 1
         mine = torch.tensor([self._observer is not None], dtype=torch.int64, device="cpu")
-        told = transport.broadcast((mine,), 0, channel="observe")
+        told = transport.broadcast((mine,), channel="observe")
         self._comparing = bool(told.view(torch.int64))
         self._compared.zero_()
         self.tell_plan(transport)

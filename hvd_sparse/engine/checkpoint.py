@@ -81,7 +81,7 @@ def save_checkpoint(
 
     state, every = ranks.do(own_state)
     step, token = every[0]["step"], every[0]["token"]
-    _check_alike(every, folder)
+    state.unit = _check_alike(every, folder)
     name = f"step-{step}-{token}-rank-{rank}-of-{world_size}.pt"
     try:
         _, files = ranks.do(lambda: (None, _write_state(folder / name, state)))
@@ -221,11 +221,13 @@ def _in_words(error: Exception) -> str:
     return one_line(error)
 
 
-def _check_alike(ranks: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def _check_alike(ranks: Sequence[Mapping[str, Any]], folder: Path) -> float | None:
+    """Returns the unit, which a rank that has just joined does not know."""
     shapes: dict[str, Any] = {}
+    unit: float | None = next((u for its in ranks if (u := its["unit"]) is not None), None)
     for rank, its in enumerate(ranks):
-        for key in ("step", "unit"):
-            if its[key] != ranks[0][key]:
+        for key, common in (("step", ranks[0]["step"]), ("unit", unit)):
+            if its[key] not in (None, common):
                 raise CheckpointError(
                     f"save {folder}: {key} must be the same on all ranks, got rank 0 "
                     f"{ranks[0][key]}, rank {rank} {its[key]}"
@@ -236,6 +238,7 @@ def _check_alike(ranks: Sequence[Mapping[str, Any]], folder: Path) -> None:
                     f"save {folder}: residual of {name!r}: shape must be the same on all ranks, "
                     f"got {shapes[name]}, rank {rank} {shape}"
                 )
+    return unit
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -343,8 +346,10 @@ def _stands(folder: Path, name: str) -> bool:
     """Whether the folder's manifest names a file."""
     try:
         return name in {file["name"] for file in _read_manifest(folder)["files"]}
-    except Exception:  # it cannot be read, or is none
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ConfigError):  # there is none
         return False
+    except Exception:  # it cannot be read now
+        return True
 
 
 def _remove(folder: Path, is_left: Callable[[str], bool]) -> None:

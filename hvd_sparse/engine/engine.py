@@ -122,22 +122,25 @@ class Engine:
         method = None if name is None else self.method_of(name)
         return method is not None and method.memory.momentum > 0
 
-    def settle(self, counts: bool = True, undone: Collection[str] = ()) -> None:
+    def settle(self, undone: Collection[str] = ()) -> None:
         """Keep the last step, or take it back as if it had never been; between steps.
 
         A step that was not settled is settled when the first gradient of the next one is submitted.
-        `counts` says whether its results were applied, and `undone` which tensors' results were not
-        all the same.
+        `undone` has the tensors whose results were not applied.
         """
         self._spent = []
         if not (self._unsettled or self.residuals.is_releasing):
             return
         self._unsettled = False
-        if undone and self.residuals.changed <= set(undone):
-            counts = False
-        if not counts:
-            self.skipped_steps += 1
+        counts = not undone or not self.residuals.changed <= set(undone)
+        self.skipped_steps += not counts
         self.residuals.settle(counts, undone)
+
+    def _settle_what_has_failed(self) -> None:
+        """Settle; a step that has failed is given up before, since threads may still be at it."""
+        if self.error is not None:
+            self._give_up_plan()
+        self.settle()
 
     def let_go(self) -> None:
         """Drop the last step's gradients on a background thread: freeing memory takes time."""
@@ -146,7 +149,7 @@ class Engine:
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals and momenta, as a loss scaler does gradients; between steps."""
-        self.settle()
+        self._settle_what_has_failed()
         self.residuals.rescale(factor)
 
     def forget(self, names: Collection[str]) -> float:
@@ -155,7 +158,7 @@ class Engine:
         Returns the L1 norm of the residuals that this rank dropped; `dropped_l1` counts it.
         """
         self.check_between_steps("forget()")
-        self.settle()
+        self._settle_what_has_failed()
         lost = self.residuals.forget(names)
         self.dropped_l1 += lost
         return lost
@@ -353,7 +356,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, by parameter, and the state of selectors and collectives."""
         self.check_between_steps("state_dict()")
-        self.settle()
+        self._settle_what_has_failed()
         return self.residuals.state(self._transport).as_dict()
 
     def check_between_steps(self, call: str) -> None:

@@ -16,13 +16,6 @@ from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
 from hvd_sparse.wire import Wire
 
-__all__ = [
-    "sparse_allgather",
-    "sparse_allgather_async",
-    "sparse_allreduce",
-    "sparse_allreduce_async",
-]
-
 Vector = TypeVar("Vector", bound=SparseVector)
 
 TIMEOUT_S = 600.0

@@ -20,8 +20,8 @@ the gradient, or with momentum what each module's first lines say. `low_pass` an
 depart from this law by intent, and count by how much.
 
 Momentum is kept as each rank's share of heavy-ball SGD's, so that a state fits any kind of momentum
-and any number of ranks. Random choices depend on a seed and the step, so that a state goes on bit
-for bit.
+and any number of ranks; local Nesterov momentum is m times that, which `reassign` allows for, and a
+state does not. Random choices depend on a seed and the step, so that a state goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -34,15 +34,6 @@ from hvd_sparse.memories.error_feedback import ErrorFeedback
 from hvd_sparse.memories.global_momentum import GlobalMomentum
 from hvd_sparse.memories.momentum_correction import MomentumCorrection
 from hvd_sparse.memories.preconditioned import Preconditioned
-
-__all__ = [
-    "MOMENTUM_KINDS",
-    "ErrorFeedback",
-    "GlobalMomentum",
-    "MemoryOptions",
-    "MomentumCorrection",
-    "Preconditioned",
-]
 
 MOMENTUM_KINDS = ("local", "global")
 

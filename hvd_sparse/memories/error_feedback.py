@@ -19,11 +19,9 @@ class ErrorFeedback:
     The law that it keeps together with a collective, in exact arithmetic and summed over the ranks:
     residual before + gradient = what was applied + residual after.
 
-    A step is `accumulate`, out of whose accumulator a selector takes entries; `take_at` where the
-    collective wants more; then `give_back` of what had no part in the sum. Until the next step
-    begins, `roll_back` undoes the step, wherever it has failed: a step reads the old tensors and
-    writes to a second set, and the two sets then change places. That costs no pass, and as much
-    memory again.
+    Until the next step begins, `roll_back` undoes the step, wherever it has failed: a step reads
+    the old tensors and writes to a second set, and the two sets then change places. That costs no
+    pass, and as much memory again.
 
     Low-pass filter and decay depart from the law by intent, and count by how much. With ε the
     residual before the step and ε' what plain error feedback would keep of it,

@@ -9,5 +9,3 @@ a plan or a policy uses; `hvd_sparse.Compression` puts it behind Horovod's `comp
 """
 
 from hvd_sparse.methods.catalogue import METHODS, DgcOptions
-
-__all__ = ["METHODS", "DgcOptions"]

@@ -22,11 +22,10 @@ it, which does not change when the planner decides anew. One module for each ste
    tensors that are dense for a turn wait.
 5. `planner.py`: keep the fastest plan, remember the result, and review it every few hundred steps.
 
-Only rank 0 decides; it broadcasts each `Decision`. Plans change between two steps as by
-`reassign`, and momenta change sides with them (`adapter/session.py`).
+Only rank 0 decides, from its own costs and all ranks' steps; it broadcasts each `Decision`.
+Plans change between two steps as by `reassign`, and momenta change sides with them
+(`adapter/session.py`).
 """
 
 from hvd_sparse.planner.planner import Planner, World, planner_of
 from hvd_sparse.planner.remembered import PlanCache, default_path
-
-__all__ = ["PlanCache", "Planner", "World", "default_path", "planner_of"]

@@ -128,7 +128,7 @@ def _sweep(
         mine = torch.tensor(
             [_next(larger, found, walls, share_s - (now - start))], dtype=torch.int64, device="cpu"
         )
-        numel = int(transport.broadcast((mine,), 0, channel="sweep").view(torch.int64).item())
+        numel = int(transport.broadcast((mine,), channel="sweep").view(torch.int64).item())
     return found
 
 

@@ -1,8 +1,7 @@
 """The planner: an assignment that rank 0 decides from measured costs, tries, reviews and remembers.
 
-Only rank 0 decides, from its own costs and all ranks' steps. It broadcasts each decision, and every
-rank follows. A rank that fails while planning aborts the transport, so that the others fail at once
-and no rank trains by a plan that another does not have.
+A rank that fails while planning aborts the transport, so that the others fail at once and no rank
+trains by a plan that another does not have.
 """
 
 from __future__ import annotations
@@ -125,11 +124,12 @@ class FixedAssignment:
 
 @dataclass(frozen=True)
 class World:
-    """What a planner measures with: the transport carries sparse exchanges."""
+    """What a planner measures with: a transport for sparse exchanges, a backend for dense ones."""
 
     transport: Transport
     dense_allreduce: DenseAllreduce
     device: torch.device = CPU
+    backend: str = "horovod"
 
 
 class Planner:
@@ -227,7 +227,9 @@ class Planner:
         transport = world.transport
         with _aborting(transport):
             place = meet(transport, world.device)
-            self._follow_rank_0(specs, transport, lambda: self._recalled(specs, place))
+            self._follow_rank_0(
+                specs, transport, lambda: self._recalled(specs, place, world.backend)
+            )
             self._loaded = None
             if self.outcome is not None:
                 return
@@ -282,7 +284,7 @@ class Planner:
             except (HvdSparseError, OSError) as error:
                 decision = {"error": str(error)}
         text = torch.frombuffer(bytearray(json.dumps(decision).encode()), dtype=torch.uint8)
-        sent = transport.broadcast((text,), 0, channel="planner")
+        sent = transport.broadcast((text,), channel="planner")
         decision = json.loads(bytes(sent.numpy()))
         if "error" in decision:
             raise PlanError(f"rank 0 cannot plan: {decision['error']}")
@@ -313,12 +315,12 @@ class Planner:
 
     # -- rank 0 ------------------------------------------------------------------------------------
 
-    def _recalled(self, specs: Sequence[TensorSpec], place: Place) -> Decision:
+    def _recalled(self, specs: Sequence[TensorSpec], place: Place, backend: str) -> Decision:
         """What a state, this process or the cache remembers of this model in this world."""
         profile = ""
         if self.profile_path is not None:  # `Profile.load` says what is wrong with it
             profile = Path(self.profile_path).read_text("utf-8", errors="replace")
-        self._key = Key.of(specs, self.rules.description, profile, place)
+        self._key = Key.of(specs, f"{backend}: {self.rules.description}", profile, place)
         loaded = self._loaded or {}
         found = [] if self.cache is None else self.cache.read()
         # Always sent: a rank that has just joined moves momenta from where the others have them.

@@ -158,7 +158,7 @@ def placements_from_json(data: Any) -> dict[str, Placement]:
 class Key:
     """Where a plan holds.
 
-    `model` is a digest of the tensors; `policy` of the rules, and of the profile that they name.
+    `model` is a digest of the tensors; `policy` of rules, their profile, and the dense `backend`.
     """
 
     model: str

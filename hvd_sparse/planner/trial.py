@@ -1,13 +1,9 @@
 """A trial: promising plans take turns in training, and the fastest one stays.
 
-A prediction adds up costs that were measured while nothing else ran. It does not know how
-reductions and backward, which share cores and memory, slow each other down. So it only names the
-plans worth trying, and measured steps decide. The dense plan always takes part, and another plan
-must be faster than that.
-
-Plans take turns of a few steps. Every other round is in the opposite order, so that outside changes
-(another job, a busy link) affect all plans alike. A plan leaves the trial when it is clearly slower
-than the best one; the trial ends when the remaining plans are alike.
+The dense plan always takes part, and another plan must be faster than that. Plans take turns of a
+few steps. Every other round is in the opposite order, so that outside changes (another job, a busy
+link) affect all plans alike. A plan leaves the trial when it is clearly slower than the best one;
+the trial ends when the remaining plans are alike.
 """
 
 from __future__ import annotations

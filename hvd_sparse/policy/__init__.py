@@ -1,5 +1,3 @@
 """Policy files: which tensors are compressed, and how, as YAML beside the training script."""
 
 from hvd_sparse.policy.load import assign, load_policy
-
-__all__ = ["assign", "load_policy"]

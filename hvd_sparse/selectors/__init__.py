@@ -27,19 +27,3 @@ from hvd_sparse.selectors.reused import ReusedThreshold
 from hvd_sparse.selectors.sampled import SampledThreshold
 from hvd_sparse.selectors.selector import Selector
 from hvd_sparse.selectors.thresholded import ThresholdSelector
-
-__all__ = [
-    "BisectionTopK",
-    "ExactTopK",
-    "GaussianThreshold",
-    "GroupedTopK",
-    "HardThreshold",
-    "HashedExtraction",
-    "OnlineThreshold",
-    "RandomK",
-    "ReusedThreshold",
-    "SampledThreshold",
-    "Selector",
-    "SidcoThreshold",
-    "ThresholdSelector",
-]

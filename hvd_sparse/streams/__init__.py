@@ -27,23 +27,3 @@ from hvd_sparse.streams.part import (
     uniform_regions,
 )
 from hvd_sparse.streams.stream import ENTRY_BYTES, SparseStream, merge, sum_of, unapplied
-
-__all__ = [
-    "CPU",
-    "ENTRY_BYTES",
-    "INDEX_BYTES",
-    "OPERATIONS",
-    "SUM",
-    "DenseSum",
-    "Operation",
-    "Part",
-    "SparseStream",
-    "Sum",
-    "combine",
-    "join",
-    "merge",
-    "sum_of",
-    "sum_of_parts",
-    "unapplied",
-    "uniform_regions",
-]

@@ -104,7 +104,7 @@ def create_transport(
             if lines:
                 made[0].watch = Watch(made[0], lines, busy_s)
 
-        together(world, "connection", max(timeout_s, 2 * CONNECTING_S), connect)
+        together(world, "connection", max(timeout_s, CONNECTING_S) + CONNECTING_S, connect)
         undo.pop_all()
     return made[0]
 
@@ -363,7 +363,7 @@ def _share(
         if host is not None and port is not None and rank != world.rank
     }
     if listeners:
-        together(world, "lines", max(timeout_s, 2 * CONNECTING_S), call)
+        together(world, "lines", max(timeout_s, CONNECTING_S) + CONNECTING_S, call)
     return token, lines
 
 

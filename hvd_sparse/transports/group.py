@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from hvd_sparse.cost_model import Work
 from hvd_sparse.errors import HvdSparseError
 from hvd_sparse.transports.framing import Context, Payload
 from hvd_sparse.transports.point_to_point import PointToPointTransport
@@ -59,10 +58,6 @@ class GroupTransport(Transport):
             return self._whole.exchange(payload, to, of, channel=channel)
         finally:
             self._calls = self._whole.renumber(theirs)
-
-    @override
-    def worked(self, work: Work) -> None:
-        self._whole.worked(work)
 
     @override
     def abort(self, reason: object = None) -> None:

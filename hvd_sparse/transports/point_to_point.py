@@ -58,7 +58,6 @@ class PointToPointTransport(SupervisedTransport):
         self._arriving: dict[Way, Exchange] = {}
         self._shared: tuple[int, torch.Tensor] | None = None  # of the first of several calls
         self._made: deque[Call] = deque(maxlen=REMEMBERED_CALLS)
-        self.awaited: Wait | None = None
 
     @abstractmethod
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
@@ -128,14 +127,6 @@ class PointToPointTransport(SupervisedTransport):
         super().close()
         self._open.clear()
         self._arriving.clear()
-
-    @override
-    def awaiting(self) -> Awaiting | None:
-        awaited = self.awaited
-        if awaited is None:
-            return None
-        handle, peer, receives, since = awaited
-        return Awaiting((peer,), since, _in_words(awaited), handle.call, receives)
 
     def renumber(self, number: int) -> int:
         """Continues with another number of calls, that of a group; returns the one until now."""
@@ -262,7 +253,7 @@ class Exchange(Handle):
     def _wait_for(self, peer: int | None, *, receives: bool) -> None:
         assert peer is not None
         transport, now = self._transport, time.monotonic()
-        awaiting = transport.awaited = (self, peer, receives, now)
+        awaited = transport.awaited = Awaiting((peer,), now, call=self.call, receives=receives)
         deadline = transport.deadline_from(now)
         try:
             if receives:
@@ -271,14 +262,10 @@ class Exchange(Handle):
                 for request in self.sending:
                     request.wait(deadline)
         except HvdSparseError as error:
-            story = f"it has waited {time.monotonic() - now:.2f} s for {_in_words(awaiting)}"
+            story = f"it has waited {time.monotonic() - now:.2f} s for {awaited.what}"
             transport.raise_first(error, peer, story)
         finally:
             transport.awaited = None
-
-
-Wait = tuple[Exchange, int, bool, float]
-"""The exchange that waits, the peer, whether to receive from it, and since when."""
 
 
 def _differences(handle: Exchange, code: int, stamp: int) -> str:
@@ -292,9 +279,3 @@ def _differences(handle: Exchange, code: int, stamp: int) -> str:
         f"of another call ({call})": call != my_call,
     }
     return ", ".join(words for words, is_so in differences.items() if is_so)
-
-
-def _in_words(wait: Wait) -> str:
-    handle, peer, receives, _ = wait
-    what = "a message from" if receives else "room for a message at"
-    return f"{what} rank {peer} in {handle.call}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol
 
 from typing_extensions import override
@@ -44,19 +43,25 @@ class Call(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class Awaiting:
-    """What a rank waits for, in words, since a value of `time.monotonic()`.
+class Awaiting(NamedTuple):
+    """What a rank waits for, since a value of `time.monotonic()`.
 
-    `call` is None where the medium has no calls of its own. Unless it `receives`, it waits for room
+    `beside` says in words what is no message of a `call`. Unless it `receives`, it waits for room
     for its own message.
     """
 
     peers: tuple[int, ...]
     since: float
-    what: str
+    beside: str = ""
     call: Call | None = None
     receives: bool = True
+
+    @property
+    def what(self) -> str:
+        if self.call is None:
+            return self.beside
+        what = "a message from" if self.receives else "room for a message at"
+        return f"{what} rank {self.peers[0]} in {self.call}"
 
 
 class Supervisor(Protocol):
@@ -77,6 +82,7 @@ class SupervisedTransport(Leaving, Transport):
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         super().__init__(rank, world_size, timeout_s)
         self.failure: HvdSparseError | None = None
+        self.awaited: Awaiting | None = None  # the message
         self.awaited_beside: dict[int, Awaiting] = {}
         self._cause = ("", "")
         self._failing = threading.Lock()
@@ -102,13 +108,9 @@ class SupervisedTransport(Leaving, Transport):
     def _abort_connections(self) -> None:
         """Makes this rank's pending waits fail, and the peers' where possible; never raises."""
 
-    @abstractmethod
-    def awaiting(self) -> Awaiting | None:
-        """The message that this rank waits for, if any; called by another thread."""
-
     def awaits(self) -> Awaiting | None:
-        """What this rank waits for, with a message or without."""
-        return next(filter(None, [self.awaiting(), *self.awaited_beside.values()]), None)
+        """What this rank waits for, with a message or without; called by another thread."""
+        return next(filter(None, [self.awaited, *self.awaited_beside.values()]), None)
 
     @abstractmethod
     def call_made(self, number: int) -> Call | None:

@@ -262,22 +262,18 @@ class Transport(ABC):
             total = total if theirs is None else theirs.clone()
         return total
 
-    def broadcast(self, payload: Payload | None, root: int, *, channel: str) -> torch.Tensor:
-        """Gives the root's payload to every rank, as uint8, along a binomial tree."""
-        P = self.world_size
-        if not 0 <= root < P:
-            raise ValueError(f"root must be in [0, {P}), got {root}")
-        position = (self.rank - root) % P
+    def broadcast(self, payload: Payload | None, *, channel: str) -> torch.Tensor:
+        """Gives rank 0's payload to every rank, as uint8, along a binomial tree."""
+        P, r = self.world_size, self.rank
         data: torch.Tensor | None = None
-        if position == 0:
+        if r == 0:
             if payload is None:
-                raise TypeError("broadcast needs a payload on its root")
+                raise TypeError("broadcast needs a payload on rank 0")
             data = flatten(payload, self._buffers)
         for mask in (1 << j for j in range((P - 1).bit_length())):
-            gives = position < mask and position + mask < P
-            dst = (self.rank + mask) % P if gives else None
-            src = (self.rank - mask) % P if mask <= position < 2 * mask else None
-            passed_on = [_there(data)] if gives else None
+            dst = r + mask if r < mask and r + mask < P else None
+            src = r - mask if mask <= r < 2 * mask else None
+            passed_on = None if dst is None else [_there(data)]
             arrived = self.exchange(passed_on, dst, src, channel=channel).wait()
             data = data if arrived is None else arrived
         return _there(data)

@@ -6,9 +6,9 @@ the peer is doing, and again each period. A period is a fifth of `timeout_s`, on
 
 * **The peer answers.** It is alive, however busy: the wait goes on, and a warning names the peer
   every `timeout_s`. `busy_timeout_s` bounds this.
-* **The peer has made the same call**, and for `timeout_s` no byte has come or gone: what one of
-  them sent does not arrive, and this rank gives up. Where the medium does not tell its bytes, only
-  `busy_timeout_s` bounds this.
+* **The peer has made the same call**, from which this rank is to receive, and for `timeout_s` no
+  byte has come or gone: what the peer sent does not arrive, and this rank gives up. Where the
+  medium does not tell its bytes, only `busy_timeout_s` bounds this.
 * **The peer has failed**, or knows of a rank that has: this rank fails with the same cause.
 * **The peer did something else in the same call**: the ranks disagree, and this rank fails with a
   `PlanError`. It does so, too, where the peer has waited for Horovod for `timeout_s`, and exchanged
@@ -29,7 +29,6 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 
 from hvd_sparse.errors import (
     HvdSparseError,
@@ -134,8 +133,7 @@ class Watch:
                 transport.fail(
                     TransportError(f"rank {self._rank}: the watch over its peers failed: {error!r}")
                 )
-                with suppress(Exception):  # of a handler of the script's own
-                    logger.exception("rank %d: the watch over its peers has failed", self._rank)
+                logger.exception("rank %d: the watch over its peers has failed", self._rank)
         finally:
             self._selector.close()
             for line in self._lines.values():
@@ -148,8 +146,7 @@ class Watch:
                 self._take(peer, message)
             except (LookupError, TypeError, ValueError):
                 line.end("it sent what no rank sends")
-                with suppress(Exception):
-                    logger.exception("rank %d cannot read what rank %d sent", self._rank, peer)
+                logger.exception("rank %d cannot read what rank %d sent", self._rank, peer)
         if line.ended is not None:
             self._selector.unregister(line.connection)
 
@@ -210,10 +207,9 @@ class Watch:
         if now - self._warned_at >= self._timeout_s:
             self._warned_at = now
             said, awaited = "; ".join(self._says.values()), awaiting.what
-            with suppress(Exception):  # a handler of the script's own must not end the watch
-                logger.warning(
-                    "rank %d has waited %.1f s for %s; %s", self._rank, waited_s, awaited, said
-                )
+            logger.warning(
+                "rank %d has waited %.1f s for %s; %s", self._rank, waited_s, awaited, said
+            )
 
     def _reason_to_give_up(self, awaiting: Awaiting, now: float) -> HvdSparseError | None:
         waited_s = now - awaiting.since
@@ -266,8 +262,8 @@ class Watch:
                         "different calls"
                     )
                 )
-            elif self._lost_s is None and self._bytes is not None:
-                self._lost_s = 0.0
+            elif asked.receives and self._lost_s is None and self._bytes is not None:
+                self._lost_s = 0.0  # the rest of what is sent may have to wait for its receiver
 
     def _answer(self, transport: SupervisedTransport, number: int | None) -> Message:
         """What this rank is doing, and its call of the number that was asked."""

@@ -17,5 +17,3 @@ of them keeps the difference.
 from hvd_sparse.wire.compact import WIRES, CompactWire
 from hvd_sparse.wire.messages import Packer, Wire
 from hvd_sparse.wire.plain import PLAIN, PlainWire
-
-__all__ = ["PLAIN", "WIRES", "CompactWire", "Packer", "PlainWire", "Wire"]

@@ -86,9 +86,7 @@ class Packer:
 
     Messages are on the host. A part may be packed from any device; what is read lands on one.
 
-    The rule that conserves mass: whoever encodes goes on with what the receivers will read, and
-    keeps the difference. Where several ranks encode the same part, one of them keeps it. The number
-    of the exchange, `step`, seeds stochastic rounding; parts are summed on the `device`.
+    The number of the exchange, `step`, seeds stochastic rounding; parts are summed on the `device`.
     """
 
     def __init__(self, wire: Wire, rank: int, step: int, device: torch.device = CPU) -> None:

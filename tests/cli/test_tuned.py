@@ -16,7 +16,7 @@ import torch
 from hvd_sparse import Compression
 from hvd_sparse.cli.main import FAILED, main
 from hvd_sparse.cli.tuned import SETTINGS
-from hvd_sparse.cores import MOST_CORES, own_cores
+from hvd_sparse.cores import MOST_CORES, VARIABLE, own_cores
 from tests.launch import horovodrun
 
 NAMES = [name for settings in SETTINGS.values() for name in settings]
@@ -67,6 +67,33 @@ def test_a_job_is_started_though_nobody_reads_what_is_set() -> None:
     command = [sys.executable, "-m", "hvd_sparse", "tuned", "sh", "-c", "exit 7"]
     assert subprocess.run(command, stderr=write, check=False, timeout=60).returncode == 7
     os.close(write)
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_what_a_launcher_has_bound_stays(is_bound: bool) -> None:
+    """As by Slurm: the cores are this worker's own, and are not shared again."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    two = set(sorted(cores)[:2])
+    code = (
+        f"import os; from hvd_sparse.cores import bind; os.sched_setaffinity(0, {two}); "
+        "bind(1, 2); print(sorted(os.sched_getaffinity(0))); "
+        "bind(0, 1); print(sorted(os.sched_getaffinity(0)))"
+    )
+    try:
+        os.sched_setaffinity(0, {min(two)} if is_bound else two)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, VARIABLE: "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert done.stdout.split("\n")[:2] == [str(sorted(two)[not is_bound :]), str(sorted(two))]
 
 
 @pytest.mark.parametrize(

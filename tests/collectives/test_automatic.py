@@ -193,7 +193,7 @@ def test_the_choice_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
         engine.scale = 1.0
         engine.submit(spec, torch.arange(2000.0))
         engine.result("weight")
-        engine.settle(True)
+        engine.settle()
         return engine.stats().buckets[0].collective, engine.state_dict()
 
     def train(transport: Transport) -> tuple[str, dict[str, Any]]:
@@ -286,7 +286,7 @@ def test_lossless_wires_train_the_same_bits(name: str, world_size: int) -> None:
             for _ in range(7):
                 engine.submit(spec, torch.randn(5000, generator=draws))
                 found.append(engine.result("weight").clone())
-                engine.settle(True)
+                engine.settle()
             engine.disconnect()
             return torch.cat(found)
 

@@ -230,7 +230,7 @@ def test_a_step_that_does_not_count_leaves_the_room_as_it_was() -> None:
             gradient[: (30, 78, 60, 40)[step]] = 1.0
             engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), gradient)
             engine.result("w")
-            engine.settle(counts=counts)
+            engine.settle(() if counts else engine.residuals.changed)
         engine.disconnect()
         return rooms(gathered)
 
@@ -251,7 +251,7 @@ def test_in_the_place_of_another_collective_all_that_may_be_sent_has_room() -> N
             gradient[:nnz] = 1.0
             engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), gradient)
             assert torch.equal(engine.result("w"), 2 * gradient)
-            engine.settle(counts=True)
+            engine.settle()
         assert engine.stats().buckets[0].collective == "topk_allgather"
         engine.disconnect()
         return rooms(gathered)
@@ -297,7 +297,7 @@ def trained(connected: Callable[..., list[Any]], arguments: dict[str, Any]) -> l
                 gradient = torch.randn(shape, generator=generator)
                 engine.submit(TensorSpec(name, shape, "torch.float32"), gradient)
             found += [engine.result(name).clone() for name in ("a", "b")]
-            engine.settle(counts=True)
+            engine.settle()
         # Two buckets, in each step.
         assert gathered.call_count == (10 if isinstance(transport, NcclTransport) else 0)
         kept = engine.state_dict()["residual"]
@@ -335,7 +335,7 @@ def test_a_training_whose_streams_outgrow_the_room_keeps_its_law(
             gradient = dense(stream_of(transport.rank, step, 1200, 4000)).float()
             engine.submit(TensorSpec("w", (4000,), "torch.float32"), gradient.clone())
             result = engine.result("w").clone()
-            engine.settle(counts=True)
+            engine.settle()
             found.append((gradient, result, engine.state_dict()["residual"]["w"].clone()))
         history = engine.stats().buckets[0].history
         taken = [step.nnz_selected for step in history]

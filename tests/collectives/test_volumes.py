@@ -263,6 +263,47 @@ def test_oktopk_is_within_its_bounds_in_every_step(pattern: str, P: int) -> None
         assert [volume.messages() for volume in volumes[1:]] == [usual] * (len(volumes) - 1)
 
 
+def test_oktopk_is_within_its_bounds_where_k_falls() -> None:
+    """As after a stage of a warm-up: what owners may get is less from then on."""
+    P, numel, ks = 8, 48_000, (12_000, 12_000, 1600, 1600)
+    volumes = [Volume(P) for _ in ks]
+
+    def worker(transport: LocalTransport) -> None:
+        collective, exchange = OkTopk(transport, numel, ks[-1]), transport.exchange
+        generator = torch.Generator().manual_seed(transport.rank)
+        for k, volume in zip(ks, volumes, strict=True):
+            transport.exchange = exchange  # type: ignore[method-assign]
+            volume.watch(transport)
+            others = 1600 + torch.randperm(numel - 1600, generator=generator)[: k - 1600]
+            magnitudes = torch.cat([torch.arange(1600), others.sort().values])
+            collective.aim(k)
+            collective.reduce(spread(numel, magnitudes, transport.rank))
+
+    run_ranks(P, worker, timeout_s=60.0)
+    for k, volume in zip(ks, volumes, strict=True):
+        gathers = sum(r[:2] == ("allgather", 0) for r in volume.records) / allgather_messages(P)
+        heads = (COUNT_BYTES + gathers * HEAD_BYTES) / WORD_BYTES * (P - 1)
+        worst = max(max(volume.words(end, "split", "balance", "allgather")) for end in (0, 1))
+        assert worst <= 6 * k * (P - 1) / P * (1 + 1 / FINE) + heads + slack(volume, P)
+
+
+def test_oktopk_draws_regions_once_after_a_jump() -> None:
+    P, k, numel = 4, 1600, 160_000
+    volumes = [Volume(P) for _ in range(8)]
+
+    def worker(transport: LocalTransport) -> None:
+        collective, exchange = OkTopk(transport, numel, k), transport.exchange
+        for step, volume in enumerate(volumes):
+            transport.exchange = exchange  # type: ignore[method-assign]
+            volume.watch(transport)
+            streams = independent if step < 3 else one_region
+            collective.reduce(streams(numel, k, transport.rank, P))
+
+    run_ranks(P, worker, timeout_s=60.0)
+    drawn = [any(r[0] == "boundaries" for r in volume.records) for volume in volumes]
+    assert [step for step, is_drawn in enumerate(drawn) if is_drawn] == [0, 4]
+
+
 @pytest.mark.parametrize("P", [3, 4, 7])
 def test_oktopk_follows_magnitudes_that_grow(P: int) -> None:
     """As residuals do at first: what was sent has begun anew, the others come up from below."""

@@ -322,6 +322,18 @@ def test_ranks_at_different_steps_cannot_save(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_that_has_just_joined_knows_no_unit(tmp_path: Path) -> None:
+    def action(engine: Engine, transport: Transport) -> None:
+        train_step(engine, transport.rank)
+        state = {**engine.state_dict(), "unit": None if transport.rank == 0 else 64.0}
+        save_checkpoint(tmp_path, lambda: state, transport.rank, 2, gather_over(transport))
+        gather = gather_over(transport)
+        loaded = load_checkpoint(tmp_path, transport.rank, 2, gather, "refuse", SHAPES)
+        assert loaded.state["unit"] == 64.0
+
+    on_ranks(2, action)
+
+
 def file_of(folder: Path, rank: int) -> Path:
     return next(folder.glob(f"*-rank-{rank}-of-3.pt"))
 

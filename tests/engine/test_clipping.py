@@ -53,7 +53,7 @@ def averages(
                 engine.submit(spec, gradient * (length * unit))
             engine.scale = 1 / world_size
             results = {name: engine.result(name) / unit for name in SHAPES}
-            engine.settle(counts=True)
+            engine.settle()
         engine.disconnect()
         return results
 

@@ -140,7 +140,7 @@ def test_results_are_those_of_one_bucket_after_the_other(name: str) -> None:
         for step in range(7):
             submit(engine, gradients(transport.rank, step))
             found.append(results(engine))
-            engine.settle(counts=True)
+            engine.settle()
         state = engine.state_dict()
         engine.disconnect()
         return [found, {n: state["residual"][n] for n in NAMES}]
@@ -208,7 +208,7 @@ def test_what_was_selected_ahead_goes_back(ends: str) -> None:
         engine = connected(transport, method(partial(Watched, selected)))
         submit(engine, gradients(transport.rank, 0))
         results(engine)
-        engine.settle(counts=True)
+        engine.settle()
         state = flattened(engine.state_dict())
         del selected[:]
         if transport.rank == 0:
@@ -286,7 +286,7 @@ def test_spent_gradients_go_on_a_background_thread() -> None:
             if asked:
                 engine.let_go()
             else:
-                engine.settle(counts=True)
+                engine.settle()
             until(partial(all_over, ends))
         engine.disconnect()
 

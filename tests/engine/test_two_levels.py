@@ -39,7 +39,7 @@ def trained(grid: tuple[int, int], **arguments: Any) -> list[dict[str, Any]]:
         engine = engine_of(transport, grid, **arguments)
         for step in range(2):
             reduced(engine, gradients_of(step, transport.rank))
-            engine.settle(counts=True)
+            engine.settle()
         state = engine.state_dict()
         engine.disconnect()
         return state
@@ -54,7 +54,7 @@ def loaded(grid: tuple[int, int], states: list[dict[str, Any]], **arguments: Any
         engine = engine_of(transport, grid, **arguments)
         engine.load_state_dict(states[transport.rank], strict=False)
         reduced(engine, gradients_of(9, transport.rank))
-        engine.settle(counts=False)
+        engine.settle(engine.residuals.changed)
         state = engine.state_dict()
         engine.disconnect()
         return state
@@ -93,10 +93,10 @@ def test_what_is_loaded_goes_on_bit_for_bit(name: str) -> None:
         engine = engine_of(transport, (2, 2), name)
         for step in range(3):
             reduced(engine, gradients_of(step, transport.rank))
-            engine.settle(counts=True)
+            engine.settle()
         state = pickle.loads(pickle.dumps(engine.state_dict()))
         straight = [reduced(engine, gradients_of(3, transport.rank))]
-        engine.settle(counts=True)
+        engine.settle()
         engine.load_state_dict(state)
         straight.append(reduced(engine, gradients_of(3, transport.rank)))
         engine.disconnect()
@@ -110,7 +110,7 @@ def test_a_checkpoint_of_two_hosts_goes_on_in_other_worlds(tmp_path: Path) -> No
     def save(transport: LocalTransport) -> dict[str, Any]:
         engine = engine_of(transport, (2, 2))
         reduced(engine, gradients_of(0, transport.rank))
-        engine.settle(counts=True)
+        engine.settle()
         state = engine.state_dict()
         save_checkpoint(tmp_path, lambda: state, transport.rank, 4, gather_over(transport))
         engine.disconnect()
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_two_hosts_goes_on_in_other_worlds(tmp_path: Path) -> No
             part = load_checkpoint(tmp_path, transport.rank, P, gather_over(transport))
             engine.load_state_dict(part.state, strict=False)
             reduced(engine, gradients_of(9, transport.rank))
-            engine.settle(counts=False)
+            engine.settle(engine.residuals.changed)
             state = engine.state_dict()
             engine.disconnect()
             return state
@@ -158,7 +158,7 @@ def test_tensors_leave_and_come_back_by_shards(
                 engine.submit(spec, held, frozen=name == frozen)
             engine.scale = engine.scale or 1.0
             applied = {name: engine.result(name).clone() for name in SHAPES}
-            engine.settle(counts=True)
+            engine.settle()
             states.append({**engine.state_dict(), "applied": applied})
 
         step(0)
@@ -210,7 +210,7 @@ def test_two_levels_give_way_to_one_and_come_back() -> None:
             engine.connect(transport)
             engine.hosts = grid and Hosts(transport, regular_grid(*grid, transport.rank))
             results = reduced(engine, gradients_of(round_, transport.rank))
-            engine.settle(counts=True)
+            engine.settle()
             after = engine.state_dict()
             engine.disconnect()
             assert flattened(engine.state_dict()) == flattened(after)

@@ -40,7 +40,7 @@ def train_step(engine: Engine, rank: int, step: int) -> Tensor:
     engine.submit(TensorSpec("w", (NUMEL,), "torch.float32"), gradient(rank, step))
     engine.scale = 1.0
     result = engine.result("w").clone()
-    engine.settle(counts=True)
+    engine.settle()
     return result
 
 

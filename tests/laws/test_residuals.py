@@ -43,7 +43,7 @@ def train_step(
         engine.submit(spec, gradient, frozen=name in frozen)
     engine.scale = 1.0
     results = {name: engine.result(name).clone() for name in SHAPES}
-    engine.settle(counts=True)
+    engine.settle()
     return results
 
 
@@ -66,7 +66,7 @@ def test_a_residual_that_becomes_dense_is_no_jump() -> None:
             engine.submit(spec, g)
             engine.scale = 1.0
             applied = applied + engine.result("w")
-            engine.settle(counts=True)
+            engine.settle()
         residual = engine.state_dict()["residual"]["w"]
         long = float(residual.norm() / gradient(transport.rank, 0).norm())
         engine.reassign(AllDense())
@@ -77,7 +77,7 @@ def test_a_residual_that_becomes_dense_is_no_jump() -> None:
             released = engine.residuals.release("w", g)
             total = transport.allreduce_sum(g if released is None else g + released, channel="x")
             engine.residuals.flushed("w")
-            engine.settle(counts=step % 5 != 0)  # some steps are skipped
+            engine.settle(() if step % 5 else engine.residuals.changed)  # some steps are skipped
             if step % 5 == 0:
                 given = given - g
                 continue
@@ -287,7 +287,7 @@ def test_what_has_turned_dense_for_good_is_saved_and_loaded(memory: str) -> None
         for name, shape in SHAPES.items():
             assert engine.residuals.release(name, torch.full(shape, 100.0)) is not None
             engine.residuals.flushed(name)
-        engine.settle(counts=True)
+        engine.settle()
         state = engine.state_dict()
         assert state["residual"] == state["momentum"] == {}
         assert state["buckets"] == []
@@ -322,7 +322,7 @@ def test_momentum_of_a_type_comes_with_its_state() -> None:
             engine.submit(spec, g)
             engine.scale = 1.0
             engine.result("w")
-            engine.settle(counts=True)
+            engine.settle()
         # Sent entries have none; the others have m u + g.
         assert engine.state_dict()["momentum"]["w"].unique().tolist() == [0.0, 1.0, 1.5]
         engine.disconnect()

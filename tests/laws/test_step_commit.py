@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from threading import Event
 from time import sleep
 from typing import Any
 
@@ -77,10 +78,10 @@ def test_a_skipped_step_leaves_no_trace(name: str, memory_name: str) -> None:
             before = flattened(engine.state_dict())
             if step in (1, 4):
                 reduced(engine, whole_gradients(90 + step, transport.rank))
-                engine.settle(counts=False)
+                engine.settle(engine.residuals.changed)
                 assert flattened(engine.state_dict()) == before, step
             reduced(engine, whole_gradients(step, transport.rank))
-            engine.settle(counts=True)
+            engine.settle()
             assert flattened(engine.state_dict()) != before
         assert engine.skipped_steps == 2
         engine.disconnect()
@@ -100,9 +101,9 @@ def test_later_steps_are_those_of_an_engine_that_skipped_none(name: str) -> None
                     if transport.rank == 1:
                         gradients["small"][5] = float("inf")
                     reduced(engine, gradients)
-                    engine.settle(counts=False)
+                    engine.settle(engine.residuals.changed)
                 results.append(reduced(engine, whole_gradients(step, transport.rank)))
-                engine.settle(counts=True)
+                engine.settle()
             engine.disconnect()
             return results
 
@@ -120,7 +121,7 @@ def test_a_step_that_ends_in_the_middle_is_no_step() -> None:
     def worker(transport: Transport) -> None:
         engine = engine_of(transport, "oktopk")
         reduced(engine, whole_gradients(0, transport.rank))
-        engine.settle(counts=True)
+        engine.settle()
         before = copy.deepcopy(engine.state_dict())
         gradients = whole_gradients(1, transport.rank)
         engine.submit(TensorSpec("large", SHAPES["large"], "torch.float32"), gradients["large"])
@@ -135,12 +136,41 @@ def test_a_step_that_ends_in_the_middle_is_no_step() -> None:
     run_ranks(1, worker, timeout_s=60.0)
 
 
+def test_a_state_after_a_failure_has_nothing_of_the_step() -> None:
+    """The background thread is still at what it has received, and ends before the state is read."""
+
+    def worker(transport: Transport) -> None:
+        engine = engine_of(transport, "oktopk")
+        reduced(engine, whole_gradients(0, transport.rank))
+        engine.settle()
+        before, is_there = flattened(copy.deepcopy(engine.state_dict())), Event()
+        for bucket in engine._buckets:
+            give_back = bucket.memory.give_back
+
+            def late(*given: Any, give_back: Any = give_back) -> None:
+                is_there.set()
+                sleep(0.5)
+                give_back(*given)
+
+            bucket.memory.give_back = late  # type: ignore[method-assign]
+        for name, gradient in whole_gradients(1, transport.rank).items():
+            engine.submit(TensorSpec(name, SHAPES[name], "torch.float32"), gradient)
+        engine.scale = 1.0
+        assert is_there.wait(20.0)
+        engine.fail(RuntimeError("a hook of the script's own"))
+        after = engine.state_dict()
+        sleep(1.0)
+        assert flattened(after) == flattened(engine.state_dict()) == before
+
+    run_ranks(2, worker, timeout_s=60.0)
+
+
 @pytest.mark.parametrize("kind", ["local", "global"])
 def test_residuals_follow_the_unit_of_the_gradients(kind: str) -> None:
     def worker(transport: Transport) -> None:
         engine = engine_of(transport, "dgc", momentum=0.5, momentum_kind=kind)
         reduced(engine, whole_gradients(1, transport.rank))
-        engine.settle(counts=True)
+        engine.settle()
         before = engine.state_dict()
         engine.rescale(0.5)
         after = engine.state_dict()

@@ -65,7 +65,7 @@ def trained(engine: Engine, rank: int, steps: int) -> Steps:
     done = []
     for step in range(steps):
         results = reduced(engine, gradients_of(step, rank))
-        engine.settle(counts=True)
+        engine.settle()
         done.append((results, residuals_of(engine)))
     engine.disconnect()
     return done
@@ -124,7 +124,7 @@ def test_every_memory_collective_and_wire(memory: str, collective: str, wire: st
         history = []
         for step in range(3):
             results = reduced(engine, gradients_of(step, transport.rank))
-            engine.settle(counts=True)
+            engine.settle()
             history.append((results, engine.state_dict()))
         engine.disconnect()
         return history
@@ -166,7 +166,7 @@ def test_gradients_of_any_type_and_device_are_summed_in_float32(
         for step in range(3):
             gradients = gradients_of(step, transport.rank, dtype)
             results = reduced(engine, {name: g.to(device) for name, g in gradients.items()})
-            engine.settle(counts=True)
+            engine.settle()
             done.append((on_cpu(results), on_cpu(residuals_of(engine))))
         engine.disconnect()
         return done
@@ -214,10 +214,10 @@ def test_a_skipped_step_leaves_no_trace(name: str) -> None:
                 if transport.rank == 3:
                     gradients["a"][2, 3] = float("inf")
                 assert not reduced(engine, gradients)["a"].isfinite().all()  # on all ranks
-                engine.settle(counts=False)
+                engine.settle(engine.residuals.changed)
                 assert flattened(engine.state_dict()) == before, step
             reduced(engine, gradients_of(step, transport.rank))
-            engine.settle(counts=True)
+            engine.settle()
             assert flattened(engine.state_dict()) != before
         assert engine.skipped_steps == 2
         engine.disconnect()

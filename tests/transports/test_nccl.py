@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 def store_of(local: LocalTransport) -> Any:
     """The store at which the threads of a run meet."""
     store, port = serve_store("127.0.0.1", 20.0) if local.rank == 0 else (None, 0)
-    port = int(local.broadcast((torch.tensor([port]),), 0, channel="port").view(torch.int64))
+    port = int(local.broadcast((torch.tensor([port]),), channel="port").view(torch.int64))
     return store if store is not None else join_store("127.0.0.1", port, 20.0)
 
 

@@ -81,6 +81,18 @@ def test_a_busy_peer_is_waited_for_and_named(caplog: pytest.LogCaptureFixture) -
     assert re.search(r"for (a message from|room for a message at) rank 0 in call \d", told[0])
 
 
+def test_a_busy_peer_is_waited_for_with_the_rest_of_a_message() -> None:
+    """It has made the call, but takes the rest of what outgrew its room only when it waits."""
+
+    def rank(t: Transport) -> None:
+        handle = t.exchange([torch.ones(1 << 20)], 1 - t.rank, 1 - t.rank, channel="c")
+        if t.rank == 0:
+            time.sleep(2.0)  # four times its timeout
+        assert handle.received().numel() == 4 << 20
+
+    over_gloo(2, rank, timeout_s=0.5)
+
+
 def test_a_report_that_cannot_be_written_ends_nothing() -> None:
     """As by a handler of the script's own, on a full disk."""
 

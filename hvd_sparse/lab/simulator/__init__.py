@@ -28,16 +28,3 @@ from hvd_sparse.lab.simulator.simulation import (
     with_efficiency,
 )
 from hvd_sparse.lab.simulator.synthetic_streams import SyntheticStreams
-
-__all__ = [
-    "ALGORITHMS",
-    "Network",
-    "SimulatedOutcome",
-    "SimulatedTransport",
-    "SimulatedWorld",
-    "SyntheticStreams",
-    "Workload",
-    "simulate",
-    "simulate_all",
-    "with_efficiency",
-]

@@ -16,25 +16,19 @@ import torch
 from hvd_sparse.errors import PeerLostError, PlanError
 
 Result = TypeVar("Result")
-Pick = Callable[[int], int]
 
 STACK_BYTES = 1 << 20
 
 
-def first_come(count: int) -> int:
-    """Pick the rank that has waited longest."""
-    return 0
-
-
 class Scheduler:
-    """Runs P ranks in turns; all methods except `run` are called by the rank whose turn it is.
+    """Runs P ranks in turns; all methods except `run` are called by the rank whose turn it is."""
 
-    `pick` gets the number of ranks that can continue, and returns the index of the next one. Index
-    0 has waited longest.
-    """
+    @staticmethod
+    def pick(count: int) -> int:
+        """Which of `count` ranks that can continue is next; 0 has waited longest."""
+        return 0
 
-    def __init__(self, world_size: int, pick: Pick = first_come) -> None:
-        self._pick = pick
+    def __init__(self, world_size: int) -> None:
         self._turns = [threading.Lock() for _ in range(world_size)]
         self._ready = list(range(world_size))
         self._waiting: dict[int, str] = {}
@@ -102,7 +96,7 @@ class Scheduler:
         if self._failure is not None:
             return
         if self._ready:
-            self._turns[self._ready.pop(self._pick(len(self._ready)))].release()
+            self._turns[self._ready.pop(self.pick(len(self._ready)))].release()
         elif self._waiting:
             rank, reason = min(self._waiting.items())
             self.fail(

@@ -24,7 +24,7 @@ from hvd_sparse.checks import at_least
 from hvd_sparse.cost_model import Work
 from hvd_sparse.errors import PlanError
 from hvd_sparse.lab.simulator.network import Departure, Network, VirtualClock
-from hvd_sparse.lab.simulator.scheduler import Pick, Scheduler, first_come
+from hvd_sparse.lab.simulator.scheduler import Scheduler
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS
 from hvd_sparse.transports.framing import HEADER_BYTES, Payload, flatten
 from hvd_sparse.transports.transport import (
@@ -44,7 +44,7 @@ class SimulatedWorld:
     """P ranks of a simulated network.
 
     A byte of a vector stands for `stretch` bytes, at least 1, but for the first `control_bytes` of
-    each rank's payload, by channel. `pick` does not change the results; see `Scheduler`.
+    each rank's payload, by channel.
     """
 
     def __init__(
@@ -52,13 +52,12 @@ class SimulatedWorld:
         world_size: int,
         network: Network,
         stretch: float = 1.0,
-        pick: Pick = first_come,
         control_bytes: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         at_least(1.0)("stretch", stretch)
         self.world_size, self.network, self.stretch = world_size, network, stretch
         self.control_bytes = dict(control_bytes)
-        self.scheduler = Scheduler(world_size, pick)
+        self.scheduler = Scheduler(world_size)
         self.transports = [SimulatedTransport(self, rank) for rank in range(world_size)]
 
     def run(self, fn: Callable[[SimulatedTransport], Result]) -> list[Result]:

@@ -25,7 +25,6 @@ from hvd_sparse.collectives.two_levels import applied_entries, encoding
 from hvd_sparse.cost_model import WORD_BYTES, Work
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.lab.simulator.network import Network, VirtualClock
-from hvd_sparse.lab.simulator.scheduler import Pick, first_come
 from hvd_sparse.lab.simulator.simulated_transport import SimulatedTransport, SimulatedWorld
 from hvd_sparse.lab.simulator.synthetic_streams import SyntheticStreams
 from hvd_sparse.streams import Part, SparseStream
@@ -125,7 +124,6 @@ def simulate(
     steps: int = 2,
     stretch: float | None = None,
     wire: Wire = PLAIN,
-    pick: Pick = first_come,
     hierarchical: bool = False,
 ) -> SimulatedOutcome:
     """Run some steps of an algorithm, and measure the last one.
@@ -143,7 +141,6 @@ def simulate(
         stretch: Simulate vectors that are shorter by this factor, and count each of their bytes as
             that many (see `SimulatedTransport`). None: the smallest that fits into memory.
         wire: The form of the messages.
-        pick: See `Scheduler`. It does not change the results.
         hierarchical: In two levels: dense sums inside the hosts, the algorithm between hosts on one
             shard per local rank, and a gather inside the hosts.
 
@@ -167,7 +164,7 @@ def simulate(
     if stretch > workload.numel:
         raise ConfigError(f"stretch must be at most {workload.numel} elements, got {stretch:g}")
     entry = BY_NAME[algorithm]
-    world = SimulatedWorld(world_size, network, stretch, pick, entry.control_bytes)
+    world = SimulatedWorld(world_size, network, stretch, entry.control_bytes)
     numel, k = round(workload.numel / stretch), round(workload.k / stretch)
     k = max(k, min(1, workload.k))
 

@@ -110,7 +110,13 @@ def test_a_trace_merges_with_horovods_timeline(
 def test_a_timeline_that_is_none_is_refused(tmp_path: Path, capsys: Any) -> None:
     path, timeline = tmp_path / "run.jsonl", tmp_path / "timeline.json"
     record(path, world_size=1, steps=1)
-    for text, message in (("x", "no timeline"), ("{}", "list of events"), ("[{}]", "start_time")):
+    numbers = '[{"args": {"start_time_since_epoch_in_micros": 1e15}}, {"ts": 1, "dur": 1e999}]'
+    for text, message in (
+        ("x", "no timeline"),
+        ("{}", "list of events"),
+        ("[{}]", "start_time"),
+        (numbers, "no timeline"),
+    ):
         timeline.write_text(text)
         assert main(["trace", str(path), "--timeline", str(timeline)]) == FAILED
         assert message in capsys.readouterr().err
