@@ -225,7 +225,7 @@ class Compression:
     Constructors raise `ConfigError`, a `ValueError`, with the argument, its range and its value.
 
     Unsent entries stay in a residual and are sent later (error feedback), so no part of a gradient
-    is lost. To change the density, the compressor or other arguments during training, call
+    is lost. To change the density, the compressor, the collective or the wire during training, call
     `reassign` on all ranks between the same two steps:
     `compression.reassign(Compression.dgc(density=0.001))`. Residuals are kept, and the
     warm-up continues.

@@ -32,6 +32,13 @@ def optimizer_of(parameter: Parameter) -> Any:
     return None if reference is None else reference()
 
 
+def exponents_of(parameter: Parameter) -> Tensor | None:
+    """The units of `SparseAdamW` for a parameter; None for any other optimizer."""
+    optimizer = optimizer_of(parameter)  # the same on all ranks, whatever else is alive
+    exponent: Tensor | None = getattr(optimizer, "state", {}).get(parameter, {}).get("exponent")
+    return exponent
+
+
 def parameters_of(optimizer: Any) -> list[Parameter]:
     """All that an optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"]]
@@ -178,7 +185,7 @@ class SparseAdamW(Known, torch.optim.AdamW):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for group in self.param_groups:
             group.setdefault("sparse_steps", 0)
-        for parameter, its in self.state.items():
+        for parameter, its in ((p, its) for p, its in self.state.items() if its):
             exponent = its.get("exponent", torch.zeros_like(parameter)).contiguous()
             its["exponent"] = exponent.to(torch.int8)  # torch gives it the parameter's type
 
@@ -186,13 +193,19 @@ class SparseAdamW(Known, torch.optim.AdamW):
         """As that of `torch.optim.AdamW`, with zeros where a momentum begins anew.
 
         Horovod broadcasts into what is returned here: units become new objects, as when loaded.
+        Where there was no state, it would make one by a step, which decays this worker's weights.
         """
+        for group in self.param_groups:
+            group.setdefault("sparse_steps", 0)
+            for p in group["params"]:
+                if p.requires_grad and not self.state.get(p):
+                    self._state_of(p, group, group["betas"][0])
         for its in self.state.values():
             if "exponent" in its:
                 its["exponent"] = its["exponent"].clone()
         packed: dict[str, Any] = super().state_dict()
         for key, its in packed["state"].items():
-            if "exp_avg" not in its:
+            if its and "exp_avg" not in its:
                 packed["state"][key] = {**its, "exp_avg": torch.zeros_like(its["exp_avg_sq"])}
         return packed
 
@@ -221,7 +234,7 @@ class SparseAdamW(Known, torch.optim.AdamW):
     def _has_no_unit(self, parameter: Parameter) -> bool:
         """Whether a compressed gradient is the first one, or had a momentum until now."""
         its: dict[str, Any] = self.state.get(parameter, {})
-        return not its or ("exp_avg" in its and bool(its["exp_avg"].any()))
+        return not its or ("exp_avg" in its and (not its["step"] or bool(its["exp_avg"].any())))
 
     def _refresh(self) -> None:
         """Take the units of all compressed gradients from v."""

@@ -41,7 +41,7 @@ ROOMS = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for r
 TOOLS = {"__main__", "cli", "lab"}
 """Rooms that a training never loads."""
 
-MOST_FILES, MOST_LINES, MOST_TRAINING_LINES = 167, 29_329, 25_120
+MOST_FILES, MOST_LINES, MOST_TRAINING_LINES = 167, 29_240, 25_050
 """The limits of the package; the last one is without the tools."""
 
 

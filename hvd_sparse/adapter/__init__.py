@@ -2,5 +2,3 @@
 
 from hvd_sparse.adapter.binding import caller_of, named_pairs
 from hvd_sparse.adapter.compressor import SparseCompressor
-
-__all__ = ["SparseCompressor", "caller_of", "named_pairs"]

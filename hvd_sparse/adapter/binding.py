@@ -55,10 +55,11 @@ def caller_of(compressor: object) -> Caller:
         own = frame.f_locals
         if parameter is None and isinstance(own.get("p"), Tensor):
             parameter = own["p"]
-        if getattr(own.get("self"), "_compression", None) is compressor:
+        it: Any = own.get("self")
+        if hasattr(it, "_allreduce_grad_async") and it._compression is compressor:
             names = [f.f_code.co_name for f in (frame, frame.f_back) if f is not None]
             groups = "_grouped_allreduce_grad_async" in names
-            return Caller(own["self"], parameter, "synchronize" in names, groups)
+            return Caller(it, parameter, "synchronize" in names, groups)
     return Caller()
 
 

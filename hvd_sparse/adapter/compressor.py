@@ -29,6 +29,7 @@ from hvd_sparse.engine.checkpoint import Gather, load_checkpoint, save_checkpoin
 from hvd_sparse.errors import ConfigError, UnsupportedError, warn
 from hvd_sparse.functional.communicator import ALGORITHMS
 from hvd_sparse.methods import METHODS
+from hvd_sparse.optim import exponents_of
 from hvd_sparse.planner import planner_of
 from hvd_sparse.transports.connect import Bootstrap
 
@@ -55,6 +56,9 @@ class SparseCompressor:
         observer: Is told of plans and steps, or None.
     """
 
+    method: Assignment
+    observer: Observer | None
+
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, Parameter]] | None,
@@ -67,7 +71,7 @@ class SparseCompressor:
         dense_below: int,
         observer: Observer | None = None,
     ) -> None:
-        self.method, self.observer = method, observer
+        vars(self).update(method=method, observer=observer)
         self._run = (transport, timeout_s, busy_timeout_s, hierarchical)
         self._dense_below = dense_below
         self._parameters = None
@@ -88,7 +92,8 @@ class SparseCompressor:
     def _warn_where_alone(self) -> None:
         """Horovod hands one worker's gradients to nobody."""
         clips = isinstance(self._engine.assignment, WithDense)
-        if clips and is_horovods() and sys.modules["horovod.torch"].size() == 1:
+        is_elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # it then takes them all the same
+        if clips and not is_elastic and is_horovods() and sys.modules["horovod.torch"].size() == 1:
             warn("one worker alone exchanges nothing: clip_norm does not clip; use clip_grad_norm_")
 
     def _serve_elastic_states(self) -> None:
@@ -320,7 +325,7 @@ class SparseCompressor:
 
         Args:
             method: A `Method` for all tensors, or an `Assignment`; or another compression, whose
-                `method` is taken.
+                `method` is taken. `dense_below` and all that is no method's stay what they are.
 
         Raises:
             PlanError: On every rank, where they want different ones.
@@ -330,7 +335,7 @@ class SparseCompressor:
         if self._door is not None:
             self._door.refuse(assignment)
         self._settle("reassign()")
-        self.method = method
+        vars(self)["method"] = method
         self._session.reassign(assignment)
 
     def _whole(self, method: Assignment) -> Assignment:
@@ -396,6 +401,7 @@ class SparseCompressor:
         self._settle("load_state_dict()")
         if self._door is not None:
             self._door.give_up()
+            self._door.fates.forget_taken_back()
 
     def close(self) -> None:
         """Stop the background threads and close the connections; a later step opens them again."""
@@ -403,7 +409,7 @@ class SparseCompressor:
         self._session.close()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name not in ("method", "observer"):
+        if not name.startswith("_"):
             raise ConfigError(
                 f"a compression has no attribute {name!r} to set: make another one, and give its "
                 "method to compression.reassign()"
@@ -472,6 +478,9 @@ class SparseCompressor:
         """Become the communication hook of a model; see `hvd_sparse.ddp.register`."""
         if isinstance(self._door, Door) or (self._door is not None and self._door.serves_any):
             raise ConfigError("a compression serves one model or optimizer: make one for each")
+        for option in REFUSED:
+            if getattr(model, option, False):
+                raise UnsupportedError(f"a compression needs a model without {option}")
         hooks: list[tuple[Any, Any]] = [*model._comm_hooks]
         for hook, state in hooks:
             if hook is exchange and not state.serves(model):  # that of which the model is a copy
@@ -481,9 +490,6 @@ class SparseCompressor:
                 "a model takes one communication hook, and this one has "
                 f"{getattr(hook, '__qualname__', hook)} already"
             )
-        for option in REFUSED:
-            if getattr(model, option, False):
-                raise UnsupportedError(f"a compression needs a model without {option}")
         framework = Distributed(model.process_group)
         framework.bootstrap(model.process_group)  # or it says what is missing
         trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
@@ -527,17 +533,16 @@ class SparseCompressor:
         engine, below, alive = self._engine, self._dense_below, weakref.ref(door)
         by_name, sparse = dict(self._parameters), self._parameters.sparse()
 
-        def exponents_of(name: str) -> Tensor | None:
-            there = alive()
-            return None if there is None else there.exponents_of(by_name[name])
-
         def handing(after: Assignment) -> Handover:
             there = alive()
             if there is None:
                 return Handover((), engine, after, (), 0)
-            return Handover(there.optimizers, engine, after, sparse, below, there.scale())
+            return Handover(
+                there.optimizers, engine, after, sparse, below, there.seen_scale or there.scale()
+            )
 
-        engine.exponents_of, self._session.handing = exponents_of, handing
+        engine.exponents_of = lambda name: exponents_of(by_name[name])
+        self._session.handing = handing
         dense = self._left_dense()
         if sum(map(len, dense.values())) == len(self._parameters):
             warn(f"nothing is compressed: all tensors are dense ({'; '.join(dense)})")

@@ -107,6 +107,10 @@ class Distributed:
     def __init__(self, group: Any) -> None:
         self._group = group
 
+    @property
+    def backend(self) -> str:
+        return dist.get_backend(self._group)
+
     def bootstrap(self, group: Any) -> GroupBootstrap:
         return GroupBootstrap(group or self._group)
 
@@ -377,9 +381,10 @@ class DdpDoor(Entrance):
             return False
         if own is not before:
             return True
-        if own._version != version:  # parts of a buffer count each other's changes
-            return not (self._finds_unused and is_part(own)) or torch.equal(own, result)
-        return own.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+        if own.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
+            return True
+        is_unsure = self._finds_unused and is_part(own)  # parts count each other's changes
+        return own._version != version and (not is_unsure or torch.equal(own, result))
 
     @override
     def _open_nothing(self) -> None:

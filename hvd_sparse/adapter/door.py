@@ -169,6 +169,7 @@ class Door(Entrance):
                 if handle is not None:
                     entry = self._entries[id(p)]
                     entry.gradient, entry.reduced = p.grad, handle
+                    entry.version = p.grad._version
                     self._handed.append(entry)
                     mine.append((entry.label, SPARSE, 1))
         elif not group:  # another thread's, at the same time
@@ -426,6 +427,8 @@ class Door(Entrance):
         self._is_reduced = True
         self._session.raise_failure()
         self._refuse_changes()
+        if self._session.is_current() and (self._holds_back or not self._engine.planned):
+            self._await_pulse()  # a rank that has joined would not meet the others
         if self._holds_back:
             self._meet()
         with self._first_cause():
@@ -483,9 +486,18 @@ class Door(Entrance):
 
         Without a plan, as after a state was loaded, it is a step like any other.
         """
-        assert self._pulse is not None
-        self._wait_for([self._pulse])
-        return self._read_pulse() == 0 and self._session.is_current() and self._engine.planned
+        is_new = self._await_pulse()
+        return not is_new and self._session.is_current() and self._engine.planned
+
+    def _await_pulse(self) -> float:
+        """What `_read_pulse` returns. No exchange was begun yet, which peers may wait for."""
+        import horovod.torch as hvd
+
+        pauses = Pauses(SPIN_S, SLEPT_SHARE, LONGEST_SLEEP_S)
+        while self._pulse is not None and not hvd.poll(self._pulse):
+            if pauses.pause():
+                self._session.raise_failure()
+        return self._read_pulse()
 
     def _wait_for(self, handles: list[int]) -> None:
         """Return once Horovod's `synchronize` would return at once for every one of the handles."""
@@ -560,6 +572,8 @@ class Door(Entrance):
         ]
         if not self._changes_in_place:
             changed += self._with_other_bits()
+        elif self._handed and self.fates.is_unscaled(self.optimizer):
+            changed += self._handed[:1]
         if changed:
             error = UnsupportedError(
                 f"the gradient of {changed[0].label!r} was changed after backward(), as by "

@@ -102,9 +102,8 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
         """
         state = copy.deepcopy(self.value.state_dict())
         l1 = l1_of(state["residual"].values())
-        if _is_called_by_commit():
-            self._tell_all(l1)
-        mark = Mark(self._syncs, self._mark.number + 1)
+        number = self._tell_all(l1) if _is_called_by_commit() else self._mark.number
+        mark = Mark(self._syncs, number + 1)
         engine = self.value._engine
         counts = engine.dropped_l1, engine.lost_l1
         commit = Commit(mark, state, l1, counts, dict(self._l1_of))
@@ -121,9 +120,15 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
         from hvd_sparse.transports.connect import HorovodBootstrap
 
         world = HorovodBootstrap()
+        told = self._syncs, self._standing(), self.value.method.description
         with self.value._session.errors():
-            everyone = world.allgather_object((self._syncs, self._standing()), SYNC, math.inf)
-        standings: list[Standing] = [standing for _, standing in everyone]
+            everyone = world.allgather_object(told, SYNC, math.inf)
+            if any(each != told[2] for *_, each in everyone):  # by `reassign`, before a rank came
+                method = self.value.method if world.rank == 0 else None
+                method = world.allgather_object(method, f"{SYNC}.method", math.inf)[0]
+                if everyone[0][2] != told[2]:
+                    self.value.reassign(method)
+        standings: list[Standing] = [standing for _, standing, _ in everyone]
         mine, target = standings[world.rank], standings[0]
         where = target.mark
         if mine.mark != where:
@@ -133,7 +138,7 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
             each.worker: each.l1 if each.mark == where else each.kept.get(where, 0.0)
             for each in standings
         }
-        self._syncs = max(syncs for syncs, _ in everyone) + 1
+        self._syncs = max(syncs for syncs, *_ in everyone) + 1
         self._mark = where._replace(steps=0)
         self._base_step = int(self.value.state_dict()["step"]) - where.steps
 
@@ -165,14 +170,16 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
         self._l1_of = dict(commit.l1_of)
         self._mark, self._base_step = commit.mark, commit.state["step"]
 
-    def _tell_all(self, l1: float) -> None:
-        """All ranks of a connected world come here together."""
-        session = self.value._session
+    def _tell_all(self, l1: float) -> int:
+        """All ranks of a connected world come here together; the most commits of any."""
+        session, number = self.value._session, self._mark.number
         if not session.is_current():
-            return
-        pairs = session.gather_objects((self._worker, l1), "commit")
-        self._count_lost({worker for worker, _ in pairs})
-        self._l1_of = dict(pairs)
+            return number
+        told = session.gather_objects((self._worker, l1, number), "commit")
+        self._count_lost({worker for worker, *_ in told})
+        self._l1_of = {worker: theirs for worker, theirs, _ in told}
+        numbers: list[int] = [number for *_, number in told]
+        return max(numbers)
 
     def _count_lost(self, present: set[int]) -> None:
         """Workers that are gone took their residuals along."""

@@ -26,7 +26,7 @@ from hvd_sparse.adapter.refusals import ClippedMomenta
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.engine import Assignment, Engine, TensorSpec, WithDense
 from hvd_sparse.errors import ConfigError, TransportError, warn
-from hvd_sparse.optim import REDUCED_BY, SparseAdamW, optimizer_of, parameters_of, reducer_of
+from hvd_sparse.optim import REDUCED_BY, SparseAdamW, parameters_of, reducer_of
 
 LOOK_S = 0.05
 """From one look for a failure to the next, while exchanges are waited for."""
@@ -131,12 +131,6 @@ class Entrance:
         """Whether its optimizer or model is still there."""
         return self._served() is not None
 
-    def exponents_of(self, parameter: Parameter) -> Tensor | None:
-        """What `SparseAdamW` has for a parameter; None for any other optimizer."""
-        optimizer = optimizer_of(parameter)  # the same on all ranks, whatever else is alive
-        exponent: Tensor | None = getattr(optimizer, "state", {}).get(parameter, {}).get("exponent")
-        return exponent
-
     def before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         """An optimizer begins a step: those that have parameters of this one's are met here.
 
@@ -191,10 +185,10 @@ class Entrance:
         """
         if call is not None and self._is_open and torch._C._current_graph_task_id() != -1:
             raise ConfigError(f"{call} must be called between steps, got a call within one")
-        undone = self.fates.settle(call)
+        undone = self.fates.settle(call, self.optimizers)
         if self._is_open:  # it has failed: nothing of it was given back
             undone.update(self._handed)
-        self._engine.settle(undone={e.name for e in undone if e.name is not None})
+        self._engine.settle({e.name for e in undone if e.name is not None})
         factor = self.fates.rescaling()
         if factor != 1.0:
             self._engine.rescale(factor)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef
 
@@ -104,21 +105,24 @@ class Fates:
         """The reduced gradients of these went nowhere."""
         self._undone.update(entries)
 
-    def settle(self, call: str | None = None) -> set[Entry]:
+    def settle(self, call: str | None = None, optimizers: Iterable[Any] = ()) -> set[Entry]:
         """Which of them have gone back since this was last asked, or go back now.
 
         Args:
             call: The user's, before which all must be applied, or never is; None: the next step
                 begins, with what still is in `p.grad`.
+            optimizers: Those that were met; what none of them has is not applied yet.
 
         Raises:
             ConfigError: The step that begins adds to gradients that were taken back.
             UnsupportedError: It adds to gradients that have their momentum already.
         """
-        if call is None:
-            if any(map(self._is_there, self._taken_back.values())):
+        if call is None and self._taken_back:
+            held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+            there = {key: e for key, e in self._taken_back.items() if self._is_there(e)}
+            if any(not held or key in held for key in there):
                 self._refuse_late()
-            self._taken_back.clear()
+            self._taken_back = there
         gone = {
             key: entry
             for key, entry in self._given.items()
@@ -128,6 +132,8 @@ class Fates:
             kept = (e for key, e in self._given.items() if key not in gone and not e.was_zero)
             self.refuse_momentum_again(kept)
             self._warn_of_updates_by_hand(gone)
+            for entry in gone.values():
+                entry.given = None
         self._given.clear()
         self._applied.clear()
         self._undone.update(gone.values())
@@ -169,7 +175,7 @@ class Fates:
     def applied(self) -> None:
         """The script has applied by hand what was given back."""
         for entry in self._given.values():
-            entry.idle_steps, entry.weights = 0, None
+            entry.given, entry.idle_steps, entry.weights = None, 0, None
         self._given.clear()
         self._has_stepped = True
 
@@ -256,6 +262,17 @@ class Fates:
                 "step cannot send parts of two gradients; use an optimizer that calls it once"
             )
 
+    def is_unscaled(self, optimizer: Any) -> bool:
+        """Whether a loss scaler has divided the optimizer's gradients, and not updated since."""
+        known = None if self.scaler is None else self.scaler()
+        states = getattr(known or calling_scaler(), "_per_optimizer_states", {})
+        stage = states.get(id(optimizer), {}).get("stage", OptState.READY)
+        return stage is not OptState.READY
+
+    def forget_taken_back(self) -> None:
+        """A state is loaded, after which nobody applies what was there."""
+        self._taken_back.clear()
+
     def rescaling(self) -> float:
         """What the loss scale has been multiplied by since this was last asked."""
         scaler = None if self.scaler is None else self.scaler()
@@ -308,7 +325,7 @@ class Fates:
                 if id(p) not in applied:
                     continue
                 entry = self._given.get(id(p))
-                if entry is None and id(p) in self._taken_back:
+                if id(p) in self._taken_back:
                     self._refuse_late()
                 elif entry is not None and (not is_still or self._leaves_traces(optimizer, entry)):
                     self._applied[id(p)] = self._given.pop(id(p))
@@ -391,8 +408,10 @@ class Rewinds:
         return not all(torch.equal(left, sample(p)) for left, p in pairs)
 
     def stepped(self) -> None:
-        """The optimizer has done a step."""
-        self._left = list(map(sample, self._sampled))
+        """The optimizer has done a step; Horovod's by zeros, after a state was loaded, is none."""
+        gradients = (p.grad for p in self._sampled) if self._is_loaded else ()
+        if not self._is_loaded or any(g is not None and bool(any_of(g)) for g in gradients):
+            self._left = list(map(sample, self._sampled))
 
     def _loaded(self) -> None:
         self._is_loaded = True

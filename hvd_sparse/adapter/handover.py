@@ -60,6 +60,9 @@ class Handover:
             had, has = (method is not None and method.memory.momentum > 0 for method in methods)
             if had != has:
                 (self._out if had else self._in).append((name, parameter))
+        if self.moves and any(hasattr(o, "optim") for o in optimizers):
+            warn("the optimizer is sharded: momenta do not change sides")
+            self._out, self._in = [], []
 
     @property
     def moves(self) -> list[str]:

@@ -119,10 +119,10 @@ class ClippedMomenta:
             return  # no script has had the gradients before this step
         if not self._looks:
             return
-        self._looks -= 1
         parameters = parameters_of(optimizer)
         reducers = [(p, reducer_of(p)) for p in parameters]
         if any(by is not None and by.corrects_momentum(p) for p, by in reducers):
+            self._looks -= 1
             gradients = [p.grad for p in parameters if p.grad is not None]
             self._norms.append(math.hypot(*(float(g.norm()) for g in gradients)))
         last = self._norms[-EQUAL_NORMS:]

@@ -50,6 +50,11 @@ class Framework(Protocol):
         """Where this rank is."""
         ...
 
+    @property
+    def backend(self) -> str:
+        """What reduces dense tensors."""
+        ...
+
     def allreduce_of(self, group: Any) -> Callable[[Tensor], object]:
         """A dense allreduce over a group, in place, under names of its own."""
         ...
@@ -65,6 +70,8 @@ class Framework(Protocol):
 
 class Horovod:
     """Horovod, as its own scripts start it."""
+
+    backend = "horovod"
 
     def bootstrap(self, group: Any) -> HorovodBootstrap:
         return HorovodBootstrap(group)
@@ -312,7 +319,8 @@ class Session(Leaving):
             engine.agree()
         else:
             device = next((p.device for _, p in self._parameters), torch.device("cpu"))
-            world = World(self._transport, self.framework.allreduce_of(self._group), device)
+            dense = self.framework.allreduce_of(self._group)
+            world = World(self._transport, dense, device, self.framework.backend)
             ordered = self._specs_as_they_come()
             self.planning = Planning(planner, engine, self._change_to, ordered, world)
             before, planner.before = planner.before, None
@@ -346,7 +354,7 @@ class Session(Leaving):
     def _carry_out(self, handover: Handover) -> None:
         """Hand momenta over, in rank 0's loss scale: one that has just joined does not know it."""
         unit = torch.tensor([self._engine.unit], dtype=torch.float64, device="cpu")
-        sent = self._transport.broadcast((unit,), 0, channel="unit")
+        sent = self._transport.broadcast((unit,), channel="unit")
         handover.carry_out(float(sent.view(torch.float64)), self._transport.world_size)
 
 

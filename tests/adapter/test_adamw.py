@@ -81,7 +81,25 @@ def test_units_are_roots_and_what_was_never_sent_is_like_the_others() -> None:
     assert exponents([(torch.zeros(2), 1e-8)])[0].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("habit", ["unused", "a group of its own", "dense"])
+def test_a_state_is_there_from_the_start() -> None:
+    """Else Horovod makes it by a step, which decays the weights of a worker that has just come."""
+    weight, frozen = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = SparseAdamW([weight, frozen], LR)
+    assert not optimizer.state[frozen]  # a look at a moment, which makes an entry
+    state = optimizer.state_dict()
+    assert {key for key, its in state["state"].items() if its} == {0}
+    theirs = torch.optim.AdamW([weight, frozen], LR)
+    assert not theirs.state[frozen]
+    weight.grad = torch.full((4,), 8.0)
+    theirs.step()
+    REDUCED_BY[weight] = lambda: LEADS
+    optimizer.load_state_dict(theirs.state_dict())
+    for _ in range(32):
+        optimizer.step()
+    assert optimizer.state[weight]["exponent"].tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("habit", ["unused", "a group of its own", "dense", "looked at"])
 def test_a_tensor_that_comes_late_is_like_the_others_at_once(habit: str) -> None:
     """Else none of its entries is sent until the next look at √v, and then nothing else is."""
     first, late = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))
@@ -92,6 +110,8 @@ def test_a_tensor_that_comes_late_is_like_the_others_at_once(habit: str) -> None
         first.grad, late.grad = torch.full((4,), 8.0), torch.zeros(3) if step == 38 else None
         if step == 38 and habit == "a group of its own":
             optimizer.add_param_group({"params": [late]})
+        if habit == "looked at":
+            optimizer.state_dict()
         if habit == "dense":
             late.grad = torch.full((3,), 8.0)
             REDUCED_BY.pop(late, None)
@@ -298,7 +318,7 @@ def goes_on(compressor: str, folder: str, hierarchical: bool) -> None:
     if hvd.rank() == 0:
         again.model.load_state_dict(kept[0])
         again.optimizer.load_state_dict(kept[1])
-    hvd.broadcast_optimizer_state(again.optimizer, root_rank=0)  # runs a step on newcomers
+    hvd.broadcast_optimizer_state(again.optimizer, root_rank=0)
     hvd.broadcast_parameters(again.model.state_dict(), root_rank=0)
     again.schedule.load_state_dict(kept[2])
     again.scaler.load_state_dict(kept[3])

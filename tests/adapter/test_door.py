@@ -9,6 +9,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -898,6 +899,33 @@ def copy_with_residuals() -> None:
     with told("a copy of a compression has none of its residuals"):
         copy.deepcopy(training.compression)
     training.close()
+
+
+def step_without_a_backward_pass_beside_a_busy_rank() -> None:
+    """It waits for the step's pulse, which is no wait for what its peers do not have."""
+    torch.manual_seed(0)
+    model = nn.Linear(30, 30)
+    compression = Compression.topk(
+        model.named_parameters(), density=0.1, dense_below=0, timeout_s=1.0
+    )
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+    )
+    for step in range(4):  # in the second one weights are compared
+        optimizer.zero_grad()
+        if step in (1, 2) and hvd.rank() == 0:
+            time.sleep(3.5)  # a validation
+        if step not in (1, 2) or hvd.rank() != 1:
+            model(torch.ones(2, 30)).sum().backward()
+        optimizer.step()
+    compression.close()
+
+
+@with_ranks(World(3))
+def test_a_busy_rank_is_waited_for_where_another_has_no_batch(ranks: Ranks) -> None:
+    ranks.run(step_without_a_backward_pass_beside_a_busy_rank)
 
 
 def save_alone() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -278,6 +279,40 @@ def join_late() -> None:
     training.compression.close()
 
 
+def join_after_a_reassignment() -> None:
+    """A worker that comes has the constructor's method, and gets that of the others."""
+    training = Training()
+    training.step(2)
+    training.compression.reassign(hvd_sparse.Compression.topk(density=0.5))
+    training.step(2)
+    training.state.commit()
+    training.compression.close()
+    if hvd.rank() == hvd.size() - 1:
+        training = Training()
+    else:
+        training.state.restore()
+        training.state.sync()
+    training.step(2)
+    assert "0.5" in training.compression.method.description
+    training.compression.close()
+
+
+def save_alone_between_two_commits() -> None:
+    """Marks stay those of one step on all ranks."""
+    training = Training()
+    training.state.sync()
+    training.step(2)
+    if hvd.rank() == 1:
+        training.state.save()
+    training.step(2)
+    training.state.commit()
+    training.step(1)
+    training.state.restore()
+    training.state.sync()
+    assert training.compression.state_dict()["step"] == 4
+    training.compression.close()
+
+
 def forget_the_compression(how: str) -> list[str]:
     """Train by `hvd.elastic.run` with a state that lacks the compression, or has it."""
     training = Training()
@@ -320,6 +355,12 @@ def fail_in_a_commit() -> str:
 
 
 worlds = with_ranks(World(3))
+
+
+@worlds
+@pytest.mark.parametrize("join", [join_after_a_reassignment, save_alone_between_two_commits])
+def test_all_ranks_stand_where_rank_0_does(ranks: Ranks, join: Callable[[], None]) -> None:
+    ranks.run(join)
 
 
 @worlds

@@ -17,7 +17,14 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
-from hvd_sparse import Compression, ConfigError, PlanError, UnsupportedError, dgc_sgd
+from hvd_sparse import (
+    Compression,
+    ConfigError,
+    PlanError,
+    UnsupportedError,
+    dgc_sgd,
+    sparse_adamw,
+)
 from tests.plans import AllDense
 from tests.ranks import Ranks, World, with_ranks
 
@@ -766,7 +773,138 @@ def take_gradients_of_another_type() -> None:
         assert_alike(model)
 
 
+def go_back_and_broadcast_the_optimizer() -> None:
+    """Horovod steps an optimizer without a state with zeros, before it broadcasts it."""
+    model, optimizer, compression = training(density=0.05)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, optimizer, 3)
+    model.load_state_dict(start)
+    optimizer.load_state_dict(optimizer.state_dict())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    with pytest.warns(UserWarning, match="went back to another state"):
+        train(model, optimizer, 1)
+    compression.close()
+
+
+class Words(nn.Module):
+    """Sampled outputs: their sparse gradient is the first one of a backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(20, 30)
+        self.words = nn.Embedding(50, 30, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[explicit-override]
+        return self.body(x) @ self.words(torch.arange(4) + hvd.rank()).T
+
+
+def begin_with_sparse_gradients_of_two_passes() -> None:
+    global made  # noqa: PLW0603
+    ends = []
+    for is_plain in (True, False):
+        made += 1
+        model = Words()
+        named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
+        compression = Compression.topk(named, density=1.0, dense_below=0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.02),
+            named_parameters=named,
+            compression=hvd.Compression.none if is_plain else compression,
+            backward_passes_per_step=2,
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                loss_of(model, 2 * step + part).backward()
+            optimizer.step()
+        ends.append(weights(model))
+        compression.close()
+    torch.testing.assert_close(*ends)
+
+
+def evaluate_with_the_compression_of_a_trainer() -> None:
+    """Horovod's optimizer is not the only object with such an attribute."""
+
+    class Trainer:
+        def __init__(self, compression: Any) -> None:
+            self._compression = compression
+
+        def evaluate(self) -> Tensor:
+            for p in [torch.ones(3)]:
+                mine = p * hvd.rank()
+                mean: Tensor = hvd.allreduce(
+                    mine, name=f"habits.{made}.mean", compression=self._compression
+                )
+            return mean
+
+    model, optimizer, compression = training()
+    trainer = Trainer(compression)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="its tensor is reduced densely"):
+            assert torch.equal(trainer.evaluate(), torch.full((3,), 0.5))
+        train(model, optimizer, 1)
+    compression.close()
+
+
+def unscale_before_the_reduction(make: Any) -> None:
+    """As in torch's own loop: each rank would add what others have divided, or have not."""
+    global made  # noqa: PLW0603
+    for by_hand in (False, True):
+        made += 1
+        model = new_model()
+        named = [(f"habits.{made}.{name}", p) for name, p in model.named_parameters()]
+        inner, compression = make(named)
+        optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, compression=compression)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(loss_of(model, 0)).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        hvd.barrier()  # the other one has what was sent, too
+        optimizer.zero_grad()
+        told = (UnsupportedError, HorovodInternalError)  # by this rank, or by the other one
+        with pytest.raises(told, match="was changed after backward"):  # noqa: PT012
+            scaler.scale(loss_of(model, 1)).backward()
+            if by_hand:
+                scaler.unscale_(optimizer)
+                optimizer.synchronize()
+            scaler.step(optimizer)
+        compression.close()
+
+
+def unscale_before_sums_are_clipped() -> None:
+    def make(named: Any) -> Any:
+        sgd = torch.optim.SGD([p for _, p in named], lr=0.02)
+        return sgd, Compression.topk(named, density=0.1, dense_below=0, clip_norm=1.0)
+
+    unscale_before_the_reduction(make)
+
+
+def unscale_before_adamw() -> None:
+    unscale_before_the_reduction(lambda named: sparse_adamw(named, lr=0.01, dense_below=0))
+
+
+def set_what_a_compression_has() -> None:
+    model, optimizer, compression = training()
+    train(model, optimizer, 1)
+    for name in ("method", "observer", "density"):
+        with pytest.raises(ConfigError, match="has no attribute"):
+            setattr(compression, name, None)
+    compression.reassign(Compression.topk(density=0.5))
+    assert "0.5" in compression.method.description
+    compression.close()
+
+
 HABITS = (
+    unscale_before_sums_are_clipped,
+    unscale_before_adamw,
+    set_what_a_compression_has,
+    go_back_and_broadcast_the_optimizer,
+    begin_with_sparse_gradients_of_two_passes,
+    evaluate_with_the_compression_of_a_trainer,
     go_back_after_backward,
     go_back_after_a_failure,
     alternate_dense_and_sparse_gradients,

@@ -13,11 +13,12 @@ from torch import nn
 
 from hvd_sparse import Compression, ConfigError, MomentumCorrectedSGD, dgc_sgd, sparse_adamw
 from hvd_sparse.adapter.binding import Parameters
-from hvd_sparse.adapter.handover import left_dense
+from hvd_sparse.adapter.handover import Handover, left_dense
 from hvd_sparse.adapter.refusals import refuse_double_momentum
 from hvd_sparse.errors import UnsupportedError
 from hvd_sparse.memories import MemoryOptions
-from hvd_sparse.optim import REDUCED_BY, reducer_of
+from hvd_sparse.methods import METHODS
+from hvd_sparse.optim import REDUCED_BY, exponents_of, reducer_of
 from tests.ranks import Ranks, World, with_ranks
 
 CORRECTS = SimpleNamespace(corrects_momentum=lambda parameter: True)
@@ -92,6 +93,18 @@ def test_what_goes_together(make: Any) -> None:
     refuse_double_momentum(make(parameters), {parameters[0]: MemoryOptions(momentum=0.9)})
 
 
+def test_a_sharded_optimizer_hands_nothing_over() -> None:
+    """Each rank has a share of the momenta, and none has them all."""
+    parameters = [("w", nn.Parameter(torch.zeros(2000)))]
+    own = MomentumCorrectedSGD([p for _, p in parameters], momentum=0.9)
+    before, after = (METHODS[name](density=0.1).make() for name in ("dgc", "topk"))
+    engine: Any = SimpleNamespace(assignment=before)
+    assert Handover([own], engine, after, parameters, 0).moves == ["w"]
+    sharded = SimpleNamespace(optim=own, param_groups=own.param_groups)
+    with pytest.warns(UserWarning, match="sharded: momenta do not change sides"):
+        assert not Handover([sharded, own], engine, after, parameters, 0).moves
+
+
 def test_the_pair() -> None:
     model = nn.Linear(40, 40)
     optimizer, compression = dgc_sgd(
@@ -125,7 +138,7 @@ def by_the_wrapped_optimizer(kind: str) -> None:
         reference.step()
         torch.testing.assert_close(*weights)
     if kind == "adamw":
-        assert compression._door.exponents_of(weights[0]) is not None
+        assert exponents_of(weights[0]) is not None
     compression.close()
 
 

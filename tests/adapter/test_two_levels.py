@@ -60,7 +60,7 @@ def steps(grid: tuple[int, int], count: int) -> list[dict[str, tuple[Any, Any]]]
     done = []
     for step in range(count):
         results = reduced(engine, gradients_of(step, hvd.rank()))
-        engine.settle(counts=True)
+        engine.settle()
         kept = engine.state_dict()["residual"]
         done.append({name: (results[name].numpy(), kept[name].numpy()) for name in SHAPES})
     engine.disconnect()

@@ -705,6 +705,17 @@ def idle_tensors() -> None:
     assert "nor 1 other tensors" in told[0]
 
 
+def checkpoints_beside_idle_tensors(path: str) -> None:
+    """What no optimizer has is never applied, and so never too late."""
+    compression = Compression.topk(density=0.05, dense_below=100)
+    with trained(compression) as (model, module):
+        optimizer = torch.optim.SGD([*module.children()][-1].parameters(), lr=0.1)
+        for _ in range(3):
+            train(model, optimizer, 2)
+            compression.save_checkpoint(path)
+            compression.state_dict()
+
+
 def one_tensor_moved_by_hand() -> None:
     """Beside an optimizer that has the others."""
     with (
@@ -808,6 +819,7 @@ def test_two_levels_of_two_agents(ranks: Ranks) -> None:
 @with_ranks(World(2, "torchrun"))
 def test_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(continues_from_a_checkpoint, str(tmp_path / "checkpoint"))
+    ranks.run(checkpoints_beside_idle_tensors, str(tmp_path / "idle"))
 
 
 class Mixed(nn.Module):
