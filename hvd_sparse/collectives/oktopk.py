@@ -119,8 +119,7 @@ class OkTopk(Collective):
         global_threshold: What entries passed in the last step; infinite before the first one.
         boundaries: Where regions end, but for the last, int64 `(P-1,)`.
         allowances: Entries that this rank may send to each owner, int64 `(P,)`.
-        regions_are_uneven: Whether ranks had far more for some owners than these allow, or these
-            allow what a larger k did.
+        regions_are_uneven: Whether ranks had more for some owners, or these are for a larger k.
         shares: How many reduced entries of each rank passed the threshold, int32 `(P,)`; zeros
             where that is not known.
         left: How many passed, over how many of the ranks' entries did before they were summed; 0
@@ -172,10 +171,11 @@ class OkTopk(Collective):
         if self.transport.world_size == 2:
             return self._swap(stream, packer)
         redraws = self.step % self.repartition_interval == 0 or self.regions_are_uneven
+        sent = self._allowed(stream)
+        self._held = stream.nnz - sent.nnz  # also where regions are drawn: entries may move on
         if redraws:
             self.boundaries, brought = space_repartition(stream, self.transport)
-        sent = stream if redraws else self._allowed(stream)
-        self._held = stream.nnz - sent.nnz
+            sent = stream
         reduced_topk, last = self.split_and_reduce(sent, packer), self.global_threshold
         due = self.step % self.threshold_interval == 0
         u = self.balance_and_allgather(reduced_topk, packer, re_evaluate=due, asks=redraws)

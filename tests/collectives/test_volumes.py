@@ -287,23 +287,6 @@ def test_oktopk_is_within_its_bounds_where_k_falls() -> None:
         assert worst <= 6 * k * (P - 1) / P * (1 + 1 / FINE) + heads + slack(volume, P)
 
 
-def test_oktopk_draws_regions_once_after_a_jump() -> None:
-    P, k, numel = 4, 1600, 160_000
-    volumes = [Volume(P) for _ in range(8)]
-
-    def worker(transport: LocalTransport) -> None:
-        collective, exchange = OkTopk(transport, numel, k), transport.exchange
-        for step, volume in enumerate(volumes):
-            transport.exchange = exchange  # type: ignore[method-assign]
-            volume.watch(transport)
-            streams = independent if step < 3 else one_region
-            collective.reduce(streams(numel, k, transport.rank, P))
-
-    run_ranks(P, worker, timeout_s=60.0)
-    drawn = [any(r[0] == "boundaries" for r in volume.records) for volume in volumes]
-    assert [step for step, is_drawn in enumerate(drawn) if is_drawn] == [0, 4]
-
-
 @pytest.mark.parametrize("P", [3, 4, 7])
 def test_oktopk_follows_magnitudes_that_grow(P: int) -> None:
     """As residuals do at first: what was sent has begun anew, the others come up from below."""
