@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from zlib import crc32
 
@@ -490,20 +490,17 @@ class Door(Entrance):
         return not is_new and self._session.is_current() and self._engine.planned
 
     def _await_pulse(self) -> float:
-        """What `_read_pulse` returns. No exchange was begun yet, which peers may wait for."""
-        import horovod.torch as hvd
-
-        pauses = Pauses(SPIN_S, SLEPT_SHARE, LONGEST_SLEEP_S)
-        while self._pulse is not None and not hvd.poll(self._pulse):
-            if pauses.pause():
-                self._session.raise_failure()
+        """What `_read_pulse` returns. Peers may wait for an exchange that begins only then."""
+        self._wait_for([] if self._pulse is None else [self._pulse], told=nullcontext())
         return self._read_pulse()
 
-    def _wait_for(self, handles: list[int]) -> None:
+    def _wait_for(
+        self, handles: list[int], told: AbstractContextManager[object] = waiting.WAITING
+    ) -> None:
         """Return once Horovod's `synchronize` would return at once for every one of the handles."""
         raise_failure = self._session.raise_failure
         pauses = Pauses(SPIN_S, SLEPT_SHARE, LONGEST_SLEEP_S)
-        waiting.wait_for(handles, raise_failure, pauses)
+        waiting.wait_for(handles, raise_failure, pauses, told)
         raise_failure()  # Horovod may have ended because of it: this is the first cause
 
     def _read_pulse(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 SPIN_S = 0.2e-3
@@ -75,15 +76,17 @@ def wait_for(
     handles: Iterable[int],
     gives_up: Callable[[], object] = lambda: False,
     pauses: Pauses | None = None,
+    told: AbstractContextManager[object] = WAITING,
 ) -> bool:
     """Waits until Horovod's `synchronize` would return at once for each; says whether it would.
 
-    `gives_up` is asked after each sleep whether to end the wait; it may raise.
+    `gives_up` is asked after each sleep whether to end the wait; it may raise. `told`: peers hear
+    of it.
     """
     import horovod.torch as hvd
 
     pauses = pauses or Pauses(SPIN_S)
-    with WAITING:
+    with told:
         for handle in handles:
             while not hvd.poll(handle):
                 if pauses.pause() and gives_up():

@@ -7,21 +7,16 @@ import torch
 
 from hvd_sparse import ops
 from hvd_sparse.ops import reference
-from hvd_sparse.ops.native import ISA_NAMES, NativeOps
+from hvd_sparse.ops.native import ISA_NAMES
 from tests.ops.cases import assert_same
+from tests.ops.conftest import switched_to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("isa", ISA_NAMES)
 def test_native_gives_the_references_bits(isa: str, dtype: torch.dtype) -> None:
-    native = NativeOps(threads=2)
-    before = native.isa
-    try:
-        native.set_isa(isa)
-    except ValueError:
-        pytest.skip(f"this processor has no {isa}")
-    try:
-        generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
+    with switched_to(isa, 2) as native:
         for numel in (0, 1, 15, 2048, 2049, 100_003, 1_200_003):
             for count in (1, 2, 5):
                 vectors = [
@@ -34,27 +29,19 @@ def test_native_gives_the_references_bits(isa: str, dtype: torch.dtype) -> None:
                 native.sum_vectors(out, vectors)
                 reference.sum_vectors(expected, vectors)
                 assert_same(out, expected, f"{count} of {numel}")
-    finally:
-        native.set_isa(before)
 
 
 @pytest.mark.parametrize("isa", ISA_NAMES)
 def test_small_halves_count_where_denormals_are_flushed(isa: str) -> None:
-    native = NativeOps(threads=1)
-    before = native.isa
-    try:
-        native.set_isa(isa)
-    except ValueError:
-        pytest.skip(f"this processor has no {isa}")
     halves = torch.tensor([0, 1, 0x200, 0x3FF, 0x400], dtype=torch.int16)
     vector, out = halves.view(torch.float16).neg(), torch.empty(len(halves))
     expected = 0.0 + vector.float()  # sums begin with 0.0
-    try:
-        assert torch.set_flush_denormal(True)
-        native.sum_vectors(out, [vector])
-    finally:
-        torch.set_flush_denormal(False)
-        native.set_isa(before)
+    with switched_to(isa, 1) as native:
+        try:
+            assert torch.set_flush_denormal(True)
+            native.sum_vectors(out, [vector])
+        finally:
+            torch.set_flush_denormal(False)
     assert_same(out, expected)
 
 
