@@ -60,7 +60,8 @@ def test_without_a_device_every_phase_says_so(bare: dict[str, str], tmp_path: Pa
     assert skipped == {phase.name for phase in PHASES if phase.needs_device}
     again = ["--work", str(tmp_path / "new"), "--resume", str(tmp_path / "out" / ARCHIVE)]
     assert run_bare(bare, *told[:3], *again).returncode == 0
-    assert read(tmp_path / "new") == rows  # nothing was run twice
+    new = read(tmp_path / "new")[len(rows) :]  # nothing was run twice but for what builds
+    assert {row["phase"] for row in new} == {"facts"}
     [library] = [row for row in rows if row["name"] == "native library"]
     assert library["backend"].startswith("native-")
 

@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tarfile.open(options.resume) as archive:
             archive.extractall(options.work, filter="data")
     through = {row["phase"] for row in read(options.work) if row["name"] == WHOLE and row["ok"]}
+    through.discard("facts")  # it builds what other phases need, and this machine may be new
     calls = options.call or CALLS
     due = [phase for phase in PHASES if phase.call in calls and phase.name not in through]
     if options.phase:
@@ -115,10 +116,24 @@ def launch(phase: Phase, out: Path, limit_s: float) -> None:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its children."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Kill a process and all that it has started; torchrun gives its workers other sessions."""
+    groups = {process.pid}  # which outlives the process
+    for pid in started_by(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            groups.add(os.getpgid(pid))
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     process.wait()
+
+
+def started_by(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    children = list[int]()
+    with contextlib.suppress(OSError):  # it has just ended
+        for each in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, each.read_text().split())
+    return [found for child in children for found in (child, *started_by(child))]
 
 
 if __name__ == "__main__":

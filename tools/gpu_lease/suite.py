@@ -25,7 +25,9 @@ def run(results: Results) -> None:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", *jobs]
     command += ["--continue-on-collection-errors", *places]
     plugin = ["-p", "tools.gpu_lease.suite", "--lease-rows", str(results.folder)]
-    subprocess.run([*command, *plugin], check=False)
+    status = subprocess.run([*command, *plugin], check=False).returncode
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # those are rows
+        results.row("pytest", ok=False, error=f"exit {status}")
 
 
 # -- the plugin ------------------------------------------------------------------------------------
