@@ -58,8 +58,9 @@ logger = _Logger(logging.getLogger("hvd_sparse"), {})
 
 def say(line: str) -> None:
     """Print a line on standard error; where that is full or closed, nothing ends by it."""
-    with suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError, AttributeError):  # None, where it was closed before
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def warn(message: str) -> None:

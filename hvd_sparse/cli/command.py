@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hvd_sparse.compression import RunOptions
+from hvd_sparse.adapter.session import RunOptions
 from hvd_sparse.errors import ConfigError, one_line
 from hvd_sparse.methods import METHODS
 from hvd_sparse.policy.load import Policy, load_policy

@@ -20,7 +20,7 @@ from hvd_sparse.cli.simulate import SIMULATE
 from hvd_sparse.cli.top import TOP
 from hvd_sparse.cli.tuned import TUNED
 from hvd_sparse.cli.validate import VALIDATE
-from hvd_sparse.errors import HvdSparseError
+from hvd_sparse.errors import HvdSparseError, say
 from hvd_sparse.files import write_text
 
 COMMANDS: tuple[Command, ...] = (
@@ -68,19 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if output is None:
             return 0
         report = json.dumps(output.report, indent=2)
-        print(report if options.json is True else output.text, flush=True)
+        try:
+            print(report if options.json is True else output.text, flush=True)
+        except BrokenPipeError:  # the reader, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(options.json, Path):  # last, because it may not be writable
             write_text(options.json, report + "\n")
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (HvdSparseError, OSError) as error:
         told = str(error)
         if isinstance(error, OSError) and error.filename and error.strerror:
             told = f"{error.filename}: {error.strerror}"
-        print(f"hvd-sparse {command.name}: {told}", file=sys.stderr)
+        say(f"hvd-sparse {command.name}: {told}")
         return FAILED
     except KeyboardInterrupt:
-        print(f"hvd-sparse {command.name}: interrupted", file=sys.stderr)
+        say(f"hvd-sparse {command.name}: interrupted")
         return INTERRUPTED
     return output.status

@@ -13,6 +13,7 @@ import yaml
 
 from hvd_sparse._version import __version__
 from hvd_sparse.adapter.binding import SPARSE_DTYPES, spec_of
+from hvd_sparse.adapter.session import RunOptions
 from hvd_sparse.checks import check_count
 from hvd_sparse.cli.command import (
     Command,
@@ -24,7 +25,6 @@ from hvd_sparse.cli.command import (
     seconds,
 )
 from hvd_sparse.collectives.two_levels import Levels, shared
-from hvd_sparse.compression import RunOptions
 from hvd_sparse.cost_model import Link
 from hvd_sparse.errors import ConfigError, say
 from hvd_sparse.files import write_text
@@ -107,10 +107,13 @@ def run(options: argparse.Namespace) -> Output:
         raise ConfigError(
             f"model {options.model!r} has no parameter that is trained and can be compressed"
         )
-    tensors = as_they_come(specs, rules, options.backward)
+    all_tensors = as_they_come(specs, rules, options.backward)
+    tensors = [each for each in all_tensors if rules.choice_of(each.spec).method is None]
+    if not tensors:
+        raise ConfigError(f"{options.policy}: no tensor is left to compress: auto, nothing to plan")
     plans = [choose_plan(each, tensors) for each in profiles]
     plan, profile = min(zip(plans, profiles, strict=True), key=lambda pair: pair[0].predicted_s)
-    rows = [row_of(tensor, rules, profile, plan, tensors) for tensor in reversed(tensors)]
+    rows = [row_of(tensor, rules, profile, plan, tensors) for tensor in reversed(all_tensors)]
     for row in rows:
         if options.policy is None and row["numel"] < RunOptions.dense_below:
             row["reason"] = f"under {RunOptions.dense_below} elements (dense_below)"
@@ -122,6 +125,7 @@ def run(options: argparse.Namespace) -> Output:
         "forms": {p.source: each.predicted_s for p, each in zip(profiles, plans, strict=True)},
         "buckets": len(set(plan.placements.values())),
         "tensors": rows,
+        "always_sparse": len(all_tensors) - len(tensors),
         "rests_on": costs_from(options, profile),
     }
     written = write_outputs(
@@ -208,6 +212,7 @@ def text_of(report: dict[str, Any], backward_s: float) -> str:
     hidden = (
         f"in {shown_s(backward_s)} hides a part" if backward_s else "hides nothing (--backward)"
     )
+    others_than = " but of what is always compressed" if report["always_sparse"] else ""
     gain = report["dense_s"] / report["predicted_s"]
     others = [
         f"\n{source}: {shown_s(seconds)}"
@@ -217,7 +222,7 @@ def text_of(report: dict[str, Any], backward_s: float) -> str:
     return (
         f"{report['ranks']} ranks; costs: {report['costs']};\n{report['rests_on']}\n\n"
         f"{table(rows)}\n\n" + "\n".join(notes) + "\n\n"
-        f"all reductions: {shown_s(report['predicted_s'])} as planned, "
+        f"all reductions{others_than}: {shown_s(report['predicted_s'])} as planned, "
         f"{shown_s(report['dense_s'])} dense ({gain:.2f} ×)"
         + "".join(others)
         + f"\nassumed: these costs, and a network without other traffic; backward {hidden}"

@@ -23,7 +23,7 @@ SHOWN_NUMELS = (1_000, 100_000, 10_000_000)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_candidate_arguments(parser)
     add = parser.add_argument
-    add("--transport", default="auto", choices=TRANSPORT_NAMES)
+    add("--transport", choices=TRANSPORT_NAMES, help="(default: the policy's, or auto)")
     add(
         "--device",
         default="cpu",
@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Output | None:
     """Measure on all ranks; rank 0 saves the profile and prints it."""
-    methods = candidates_of(policy_of(options).rules)
+    policy = policy_of(options)
+    methods = candidates_of(policy.rules)
     if not methods:
         raise ConfigError(f"{options.policy}: no rule with compress: auto, nothing to measure")
     try:
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> Output | None:
         raise ConfigError("one rank exchanges nothing: start it by horovodrun -np 2 or more")
     device = device_of_rank(options.device, hvd.local_rank())
     world = HorovodBootstrap(hvd.global_process_set)
-    transport = create_transport(options.transport, world, 60.0, device)
+    transport = create_transport(options.transport or policy.transport, world, 60.0, device)
     if hvd.rank() == 0:
         say(f"measuring {len(methods)} methods for {options.limit:g} s …")
     allreduce = Horovod().allreduce_of(hvd.global_process_set)

@@ -20,6 +20,7 @@ from hvd_sparse.policy.assignment import PolicyAssignment, Rule
 from hvd_sparse.policy.load import Policy, collectives_of, taken_by
 from hvd_sparse.tables import shown_s
 from hvd_sparse.transports import Transport
+from hvd_sparse.wire import PLAIN, WIRES
 
 
 def candidates_of(rules: Sequence[Rule]) -> dict[MethodId, Method]:
@@ -30,11 +31,17 @@ def candidates_of(rules: Sequence[Rule]) -> dict[MethodId, Method]:
 def measure_encoding(
     transport: Transport, methods: Mapping[MethodId, Method]
 ) -> dict[MethodId, MethodCosts]:
-    """Costs of methods alone, without a dense allreduce to compare them with."""
-    return {
-        name: measure_method(transport, method, NUMELS, LIMIT_S / len(methods))
-        for name, method in methods.items()
-    }
+    """Costs of methods alone, without a dense allreduce to compare them with.
+
+    One rank sends nothing: its wire is that of the options, and the plain one where that is "auto".
+    """
+    found = {}
+    for name, method in methods.items():
+        costs = measure_method(transport, method, NUMELS, LIMIT_S / len(methods))
+        wire = WIRES.get(str(dict(method.id.options).get("wire")), PLAIN)
+        sent = wire.expected_bytes(REFERENCE_NUMEL, method.k(REFERENCE_NUMEL))
+        found[name] = replace(costs, wire=sent)
+    return found
 
 
 @dataclass(frozen=True)

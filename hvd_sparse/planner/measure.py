@@ -24,6 +24,7 @@ from hvd_sparse.engine.stats import StepStats
 from hvd_sparse.planner.costs import REFERENCE_NUMEL, Line, MethodCosts, Place, Profile, fit_line
 from hvd_sparse.streams import CPU
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.transport import gather_json
 
 LIMIT_S = 3.0
 NUMELS = (1 << 12, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -125,10 +126,8 @@ def _sweep(
         now = perf_counter()
         walls.append(now - before)
         larger = [each for each in numels if each > numel]
-        mine = torch.tensor(
-            [_next(larger, found, walls, share_s - (now - start))], dtype=torch.int64, device="cpu"
-        )
-        numel = int(transport.broadcast((mine,), channel="sweep").view(torch.int64).item())
+        wanted = _next(larger, found, walls, share_s - (now - start))
+        numel = gather_json(transport, wanted, "sweep")[0]
     return found
 
 

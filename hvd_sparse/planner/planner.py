@@ -6,7 +6,6 @@ trains by a plan that another does not have.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -283,9 +282,7 @@ class Planner:
                 decision = decide()
             except (HvdSparseError, OSError) as error:
                 decision = {"error": str(error)}
-        text = torch.frombuffer(bytearray(json.dumps(decision).encode()), dtype=torch.uint8)
-        sent = transport.broadcast((text,), channel="planner")
-        decision = json.loads(bytes(sent.numpy()))
+        decision = gather_json(transport, decision, "planner")[0]
         if "error" in decision:
             raise PlanError(f"rank 0 cannot plan: {decision['error']}")
         if "found" in decision:
@@ -375,7 +372,8 @@ class Planner:
         trial.record(steps)
         if first:
             dense = trial.tried[0]
-            self.profile = matched_to(self.profile, tensors, dense.took.reduction_s)
+            if all(self.rules.choice_of(spec).method is None for spec in specs):
+                self.profile = matched_to(self.profile, tensors, dense.took.reduction_s)
             dense.plan = dense_plan(self.profile, tensors)
             trial.enter(contenders(self.profile, tensors, CONTENDERS))
         trial.go_on()
@@ -425,11 +423,15 @@ class Planner:
     def _timed_tensors(
         self, specs: Sequence[TensorSpec], ready_s: Mapping[str, float], late_s: float = 0.0
     ) -> list[TimedTensor]:
-        """Tensors, when their gradients come, and which methods they may have."""
+        """Tensors, when their gradients come, and which methods they may have.
+
+        A tensor that a rule always compresses costs the same in every plan.
+        """
         return [
             TimedTensor(s, late_s + ready_s.get(s.name, 0.0), self.rules.candidates_of(s))
             for s in specs
-            if not ready_s or s.name in ready_s  # others are frozen, or their gradients sparse
+            if self.rules.choice_of(s).method is None
+            and (not ready_s or s.name in ready_s)  # others are frozen, or their gradients sparse
         ]
 
     def _warmup_steps(self) -> int:

@@ -18,7 +18,7 @@ from hvd_sparse.cli import check
 from hvd_sparse.cli.command import Command, Output, bytes_per_s, seconds
 from hvd_sparse.cli.main import COMMANDS, FAILED, INTERRUPTED, main, make_parser
 from hvd_sparse.cli.profile import device_of_rank
-from hvd_sparse.errors import ConfigError
+from hvd_sparse.errors import ConfigError, say
 from hvd_sparse.policy import load_policy
 
 
@@ -193,6 +193,60 @@ def test_as_a_process(arguments: list[str], shown: str) -> None:
 @pytest.fixture
 def small_sweep(monkeypatch: Any) -> None:
     monkeypatch.setattr("hvd_sparse.planner.measure.NUMELS", (1 << 8, 1 << 12))
+
+
+ALWAYS = """version: 1
+rules:
+  - {match: {name: 'table*'}, compress: always, compressor: topk}
+  - {compress: auto, compressor: topk, wire: WIRE}
+"""
+
+
+@pytest.mark.usefixtures("small_sweep")
+def test_plan_compares_what_it_can_change_on_the_wire_of_the_policy(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """A tensor that is always compressed costs the same in every plan."""
+    (tmp_path / "always_model.py").write_text(
+        "from torch import nn\ndef make(): return nn.ModuleDict(\n"
+        " {'table': nn.Embedding(2000, 1000), 'head': nn.Linear(1000, 100)})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    plan = ["plan", "always_model:make", "--bandwidth", "10mbit", "--latency", "1us"]
+    reports = []
+    for wire in ("float32", "qsgd4+gap"):
+        (tmp_path / "policy.yaml").write_text(ALWAYS.replace("WIRE", wire))
+        assert main([*plan, "--policy", "policy.yaml", "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+        table, head = reports[-1]["tensors"][:2]
+        assert table["reason"] == "the policy says so"
+        assert head["choice"].startswith("topk")
+        assert reports[-1]["dense_s"] < table["dense_s"] / 10
+    plain, rounded = (report["tensors"][1]["sparse_s"] for report in reports)
+    assert rounded < plain / 2
+    assert main([*plan, "--policy", "policy.yaml"]) == 0
+    assert "all reductions but of what is always compressed: " in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_costs_no_result(tmp_path: Path) -> None:
+    """As `| less` where it is quit: neither the file, nor the command's status."""
+    read, write = os.pipe()
+    os.close(read)
+    work = ["simulate", "--ranks", "4", "--numel", "10000", "--json", "scaling.json"]
+    command = [sys.executable, "-m", "hvd_sparse", *work]
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(
+            command, cwd=tmp_path, stdout=closed, stderr=subprocess.PIPE, check=False, timeout=60
+        )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert json.loads((tmp_path / "scaling.json").read_text())
+
+
+def test_what_is_said_goes_nowhere_else(monkeypatch: Any, capsys: Any) -> None:
+    """Python has None in the place of a standard error that was closed."""
+    monkeypatch.setattr(sys, "stderr", None)
+    say("a line")
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.usefixtures("small_sweep")

@@ -86,7 +86,6 @@ class SimulatedOutcome:
         messages: Messages that a rank sends.
         step_s: Seconds until the last rank is done, computing included.
         exchange_s: The same without computing.
-        first_step_s: Seconds of the first step, in which Ok-Topk finds its regions and threshold.
         result_nnz: Entries of the sum.
         card_words: Words that a host's card receives, headers included.
         is_hierarchical: Whether the algorithm ran between hosts, on shards.
@@ -102,7 +101,6 @@ class SimulatedOutcome:
     messages: Spread
     step_s: float
     exchange_s: float
-    first_step_s: float
     result_nnz: float
     card_words: Spread
     is_hierarchical: bool = False
@@ -168,20 +166,17 @@ def simulate(
     numel, k = round(workload.numel / stretch), round(workload.k / stretch)
     k = max(k, min(1, workload.k))
 
-    def one_rank(transport: SimulatedTransport) -> list[_Step]:
+    def one_rank(transport: SimulatedTransport) -> _Step:
         rank = SimulatedRank(transport, entry, numel, k, wire, streams, shards)
         begin_s = workload.compute_s * network.slowness(transport.rank)
-        done = []
         for step in range(steps if entry.keeps_state else 1):
             transport.clock = VirtualClock(network, transport.rank, begin_s)
             before, abroad = transport.traffic.snapshot(), transport.abroad.snapshot()
             nnz, digest = rank.take_step(step, encodes=workload.encodes)
             spent = transport.traffic.since(before), transport.abroad.since(abroad)
-            done.append(_Step(transport.clock.now_s, *spent, nnz, digest))
-        return done
+        return _Step(transport.clock.now_s, *spent, nnz, digest)
 
-    ranks = world.run(one_rank)
-    last = [done[-1] for done in ranks]
+    last = world.run(one_rank)
     if len({step.digest for step in last}) > 1:
         raise AssertionError(f"{algorithm} on {world_size} ranks: they have different results")
     slowest_s = max(network.slowness(rank) for rank in range(world_size)) * workload.compute_s
@@ -196,7 +191,6 @@ def simulate(
         _spread([step.spent.messages_sent for step in last]),
         step_s,
         step_s - slowest_s,
-        max(done[0].end_s for done in ranks),
         sum(step.nnz for step in last[:shards]) * stretch,
         _spread([sum(words[i : i + local]) for i in range(0, len(words), local)]),
         hierarchical,
