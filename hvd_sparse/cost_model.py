@@ -8,19 +8,6 @@ Symbols: P ranks, n elements, k entries per rank, K entries of the sum, α `alph
 `reduction_s_per_byte` for every byte. A word has four bytes; an entry is two words. SparCML's β_s
 is the time of an entry, β_d that of a word; on a compact wire they follow from its `WireBytes`.
 
-| algorithm | messages of a rank, at most | words that it receives |
-|---|---|---|
-| dense (Rabenseifner) | 2 log P | 2n (P-1)/P |
-| topk_allgather (TopkA) | log P | 2k (P-1) |
-| ssar_recursive_double | log P | from 2k log P to 2k (P-1) |
-| ssar_split_allgather (TopkDSA) | P - 1 + log P | from 4k (P-1)/P to 2kP or (2k + n) (P-1)/P |
-| dsar_split_allgather | P - 1 + log P | from n (P-1)/P to (2k + n) (P-1)/P |
-| gtopk | 2 log P | 4k log P |
-| oktopk | 2P + 2 log P | from 2k (P-1)/P to 6k (P-1)/P; 2k of two ranks |
-| spardl | 2 log P | 4k (P-1)/P |
-| index_union, of K indices | 2 log P + P - 1 | (K + 2K) (P-1)/P where selections do not overlap |
-| exdyna, clt_k | 2 log P + P - 1 | the same with K = k; of who selects nothing k + 2k (P-1)/P |
-
 Algorithms have the names of `collectives/registry.py`. Both papers give intervals where a cost
 depends on how far the ranks' indices coincide. `expected` lies in between: it takes indices as
 drawn independently, and their fill-in from `expected_nnz`.

@@ -24,8 +24,9 @@ or too little. Here every rank tells how many of its candidates reach each of 64
 to 1.8 δ, and the one nearest to k is the next δ. Where what reached δ is not within
 k (1 ± tolerance), indices are gathered once more in the same step, by that level. Whoever has more
 than 1.2 k/P then sends none before. Where no level is within, or in the first step, δ is the exact
-k-th magnitude of all candidates (global_threshold.py), and ties are cut to each rank's part. Where
-there are too few candidates, all are taken, and the next step samples anew.
+k-th magnitude of all candidates (global_threshold.py); where ties at it are too many, each rank
+sends its part of k, by how many it has. Where there are too few candidates, all are taken, and the
+next step samples anew.
 """
 
 from __future__ import annotations

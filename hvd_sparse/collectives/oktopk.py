@@ -119,7 +119,7 @@ class OkTopk(Collective):
         global_threshold: What entries passed in the last step; infinite before the first one.
         boundaries: Where regions end, but for the last, int64 `(P-1,)`.
         allowances: Entries that this rank may send to each owner, int64 `(P,)`.
-        regions_are_uneven: Whether ranks had more for some owners, or these are for a larger k.
+        regions_are_uneven: Whether ranks had more for some owners.
         shares: How many reduced entries of each rank passed the threshold, int32 `(P,)`; zeros
             where that is not known.
         left: How many passed, over how many of the ranks' entries did before they were summed; 0
@@ -162,7 +162,8 @@ class OkTopk(Collective):
 
     @override
     def aim(self, k: int) -> None:
-        self.regions_are_uneven |= k < self.k
+        if k < self.k:  # what an owner may get is less, too
+            self.allowances = (self.allowances * k // self.k).clamp(min=FEW_ENTRIES)
         super().aim(k)
 
     def reduce(self, stream: SparseStream, take_at: TakeAt | None = None) -> Reduction:

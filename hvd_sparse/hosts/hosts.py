@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hvd_sparse import ops
 from hvd_sparse.errors import ConfigError
-from hvd_sparse.hosts.inside import InsideHost, OverDevices, scattered
+from hvd_sparse.hosts.inside import InsideHost, OverDevices
 from hvd_sparse.hosts.shared import SharedHost, share
+from hvd_sparse.streams import CPU
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.nccl import NcclTransport
 from hvd_sparse.transports.point_to_point import PointToPointTransport
@@ -124,4 +127,9 @@ class Hosts:
 
     def shard_of(self, whole: Tensor, exchange: InsideHost) -> Tensor:
         """The sum over the host's ranks of this rank's shard of a float32 vector, between steps."""
-        return scattered(self.inside, whole, exchange.bounds)
+        sizes = [stop - start for start, stop in pairwise(exchange.bounds)]
+        mine = ops.moved((whole,), CPU)[0].split(sizes)
+        total = torch.zeros_like(mine[self.inside.rank])
+        for message in self.inside.all_to_all([(shard,) for shard in mine], channel="host.shards"):
+            total += message.view(total.dtype)
+        return ops.moved((total,), whole.device)[0]

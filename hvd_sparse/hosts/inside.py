@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hvd_sparse import ops
 from hvd_sparse.streams import CPU, DenseSum, Part, Sum, join
-from hvd_sparse.transports import Payload, Transport
+from hvd_sparse.transports import Payload
 from hvd_sparse.transports.group import GroupTransport
 from hvd_sparse.transports.nccl import NcclTransport
 from hvd_sparse.wire import PLAIN
 
-STREAMS, SHARDS = "host.streams", "host.shards"
+STREAMS = "host.streams"
 
 SHARD_ALIGNMENT = 16
 """In elements: shards of float32 begin on cache lines, so that no two ranks write one line."""
@@ -116,18 +115,6 @@ class OverDevices(InsideHost):
     @override
     def gather(self, own: Sum) -> DenseSum:
         return self._read(self._inside.allgather(self._message(own), channel=STREAMS))
-
-
-def scattered(inside: Transport, flat: Tensor, bounds: Sequence[int]) -> Tensor:
-    """The sum over a host's ranks of this rank's shard of a vector.
-
-    `flat` is `(n,)`, of a gradient's type, on any device; the sum is float32 `(m,)` on the same.
-    """
-    mine = ops.moved((flat,), CPU)[0].split([stop - start for start, stop in pairwise(bounds)])
-    arrived = inside.all_to_all([(shard,) for shard in mine], channel=SHARDS)
-    total = torch.empty(mine[inside.rank].numel(), dtype=torch.float32, device="cpu")
-    ops.sum_vectors(total, [message.view(flat.dtype) for message in arrived])
-    return ops.moved((total,), flat.device)[0]
 
 
 def shard_bounds(numel: int, local_size: int) -> list[int]:

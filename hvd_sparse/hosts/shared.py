@@ -92,7 +92,7 @@ class SharedHost(InsideHost):
             vectors = [each[start:stop] for each in self._gradients]
             vectors[self._own] = own
             at = start - self.shard.start
-            ops.sum_vectors(self._sum[at : at + own.numel()], vectors)
+            ops.on_host().sum_vectors(self._sum[at : at + own.numel()], vectors)
         return ops.moved((self._sum,), gradients[0].device)[0]
 
     def _offer(self, gradient: Tensor, start: int) -> tuple[int, Tensor] | None:
@@ -169,7 +169,7 @@ class SharedHost(InsideHost):
 def copied(place: Tensor, values: Tensor) -> None:
     """Copies a vector; float32 bypasses the caches, since this rank does not read it again."""
     if values.dtype == torch.float32:
-        ops.sum_vectors(place, [values])
+        ops.on_host().sum_vectors(place, [values])
     else:
         place.copy_(values)
 

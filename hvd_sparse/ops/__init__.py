@@ -15,13 +15,13 @@ Every operation takes and gives:
 `sample_accumulator` |
 | streams | `merge_sum`, `difference`, `threshold_stream`, `scatter_add`, `decode`, `take_at`; \
 of `on(device)` only |
-| shared memory | `sum_vectors`; `post`, `posted` of `on_host()` only |
+| hosts | `sum_vectors`, `post`, `posted`; of `on_host()` only |
 | wire | `gap_encode`, `gap_decode`, `qsgd_quantize`, `qsgd_dequantize`; of `on_host()` only |
 
-A family is a module here, which documents its operations and checks their arguments, a section of
-`reference.py` and of `native.py`, `csrc/cpu/api_<family>.cpp` and `cuda/launch_<family>.py`. What
-is of `on(device)` or `on_host()` only has no module: `reference.py` documents it. Wires have no
-kernels, and `wire/` alone calls them.
+A family is a section of `reference.py` and of `native.py`, `csrc/cpu/api_<family>.cpp` and, where
+it has kernels, `cuda/launch_<family>.py`. `selection.py` documents its operations and checks their
+arguments; `reference.py` documents the others. `wire/` alone calls those of wires.
+
 All implementations give the same bits. CPU tensors go to the native library, CUDA tensors to the
 kernels where CuPy is installed, all others to the torch reference. Without the library or CuPy, or
 with `HVD_SPARSE_NATIVE=0` in the environment, the reference does everything. `backend()` tells.
@@ -43,4 +43,3 @@ from hvd_sparse.ops.selection import (
     hash_select,
     sample_accumulator,
 )
-from hvd_sparse.ops.shared_memory import sum_vectors

@@ -86,8 +86,9 @@ def _on_cuda(index: int) -> Ops:
     try:
         return CudaOps(CupyLauncher(torch.device("cuda", index)))
     except ImportError as error:
-        extra = f"hvd-sparse[cuda{release.partition('.')[0]}]"
-        _warn_of_reference(f"no CuPy, which `pip install '{extra}'` brings ({error})")
+        major = release.partition(".")[0]
+        brings = f"`pip install 'hvd-sparse[cuda{major}]'`" if major != "11" else "cupy-cuda11x"
+        _warn_of_reference(f"no CuPy, which {brings} brings ({error})")
         return REFERENCE
 
 

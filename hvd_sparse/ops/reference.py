@@ -346,6 +346,7 @@ def _rows(x: Tensor, length: int) -> Tensor:
 
 
 def sum_vectors(out: Tensor, vectors: Sequence[Tensor]) -> None:
+    """Sums vectors `(n,)` of one type in the order of the list, into a float32 one, on the CPU."""
     out.zero_()
     for vector in vectors:
         out.add_(vector)  # widened before it is added

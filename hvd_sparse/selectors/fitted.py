@@ -14,7 +14,6 @@ all elements, and the normal distribution's mean, next to nothing beside its dev
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from statistics import NormalDist
 
 from torch import Tensor
@@ -28,20 +27,7 @@ FIRST_STAGE = 0.25
 """SIDCo's δ₁: the part of the elements that each stage but the last lets through."""
 
 
-class FittedThreshold(SamplingEstimator):
-    """A threshold that is computed from a sample."""
-
-    @override
-    def estimate(self, accumulator: Accumulator, k: int) -> tuple[float, float]:
-        values = finite(self.sample(accumulator)).view(-1)
-        return self._fit(values, k / accumulator.numel) if values.numel() else 0.0, k
-
-    @abstractmethod
-    def _fit(self, values: Tensor, density: float) -> float:
-        """The threshold for a sample, float32 `(s,)`, s > 0."""
-
-
-class GaussianThreshold(FittedThreshold):
+class GaussianThreshold(SamplingEstimator):
     """Gaussiank's: Φ⁻¹(1 - d/2) standard deviations, halved or grown by half where it is far off.
 
     It overestimates k while the accumulator is flat, and underestimates it for heavy tails; the
@@ -49,13 +35,14 @@ class GaussianThreshold(FittedThreshold):
     """
 
     @override
-    def _fit(self, values: Tensor, density: float) -> float:
+    def estimate(self, accumulator: Accumulator, k: int) -> tuple[float, float]:
         # Of magnitudes: the mean of what has signs is taken to be 0.
-        deviation = math.sqrt(float(values.double().square().mean()))
-        if not 0.0 < deviation < math.inf:
-            return 0.0
+        magnitudes, density = finite(self.sample(accumulator)), k / accumulator.numel
+        deviation = math.sqrt(float(magnitudes.double().square().mean()))
+        if not 0.0 < deviation < math.inf:  # NaN, too: of an empty sample
+            return 0.0, k
         threshold = NormalDist().inv_cdf(1 - min(density, 1 - 1e-9) / 2) * deviation
-        magnitudes, wanted = values.abs(), density * values.numel()
+        wanted = density * magnitudes.numel()
         for _ in range(ADJUSTMENTS):
             passing = int((magnitudes >= threshold).sum())
             if passing < 2 / 3 * wanted:
@@ -64,10 +51,10 @@ class GaussianThreshold(FittedThreshold):
                 threshold *= 1.5
             else:
                 break
-        return threshold
+        return threshold, k
 
 
-class SidcoThreshold(FittedThreshold):
+class SidcoThreshold(SamplingEstimator):
     """SIDCo's: exponential tails in M stages, η_m = η_{m-1} + μ_m ln(1/δ_m).
 
     μ_m is the mean of the exceedances |g| - η_{m-1}. All stages but the last let δ₁ = 1/4 through.
@@ -88,7 +75,6 @@ class SidcoThreshold(FittedThreshold):
             return threshold, k
         return deep_threshold(sample, accumulator.numel, k)
 
-    @override
     def _fit(self, values: Tensor, density: float) -> float:
         exceedances, threshold, left = values.abs().double(), 0.0, density
         while True:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hvd_sparse.accumulator import Accumulator
-from hvd_sparse.errors import ConfigError
 from hvd_sparse.streams import SparseStream
 
 MASK = (1 << 64) - 1
@@ -24,8 +23,6 @@ class Stateful:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        if state and not self.kept:
-            raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
         for name in self.kept:
             setattr(self, name, type(getattr(self, name))(state[name]))
 

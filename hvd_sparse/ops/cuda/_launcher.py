@@ -133,7 +133,7 @@ def _driver() -> Any:
 
 
 def _cupy() -> tuple[Any, Path]:
-    """CuPy, and the folder of what it has compiled: one that ends with this process, if need be."""
+    """CuPy, and the folder of what it has compiled: one of this process's own, if need be."""
     cache = Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -54,17 +54,3 @@ def test_numbers_are_posted() -> None:
         host.post(place, 4)
     assert host.posted(places, 4)
     assert not host.posted(places, 5)
-
-
-def test_wrong_arguments_are_named() -> None:
-    out = torch.empty(4)
-    with pytest.raises(ValueError, match="at least one vector"):
-        ops.sum_vectors(out, [])
-    with pytest.raises(ValueError, match=r"vectors\[1\] must have 4 elements of torch.float32"):
-        ops.sum_vectors(out, [torch.ones(4), torch.ones(5)])
-    with pytest.raises(ValueError, match=r"vectors\[1\] must have 4 elements of torch.float32"):
-        ops.sum_vectors(out, [torch.ones(4), torch.ones(4).half()])
-    with pytest.raises(TypeError, match=r"vectors\[0\]"):
-        ops.sum_vectors(out, [torch.ones(4).double()])
-    with pytest.raises(TypeError, match="out"):
-        ops.sum_vectors(out.half(), [torch.ones(4)])
