@@ -43,11 +43,17 @@ class Leaving:
 
 
 class ProcessEnd:
-    """Ends what was added, last in first out, and then Horovod, within `EXIT_S` after a failure."""
+    """Ends what was added, last in first out, and then Horovod, within `EXIT_S` after a failure.
+
+    Attributes:
+        life: Horovod's: another object after each `hvd.shutdown()`, not after each `hvd.init()`,
+            of which all but the first do nothing.
+    """
 
     def __init__(self) -> None:
         self._open: WeakKeyDictionary[Leaving, None] = WeakKeyDictionary()
         self._has_failed = False
+        self.life: object = object()
         os.register_at_fork(after_in_child=self._disown)
 
     def add(self, leaving: Leaving) -> None:
@@ -79,6 +85,7 @@ class ProcessEnd:
     def _end_horovod(self, end: Callable[[], object]) -> object:
         """Horovod's end; one within the process's life is the user's alone."""
         if threading.main_thread().is_alive():
+            self.life = object()
             return end()
         self.leave()
         if not self._has_failed:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hvd_sparse.functional.communicator import Communicator, SparseHandle, SparseVector
+from hvd_sparse.leaving import PROCESS_END
 from hvd_sparse.streams import Operation
 from hvd_sparse.transports import Transport
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
@@ -102,13 +103,13 @@ def sparse_allgather_async(x: Vector, *, process_set: Any = None) -> SparseHandl
 
 @dataclass
 class _Life:
-    """One life of Horovod: every `hvd.init()` makes a new handle map.
+    """One life of Horovod: what ends with `hvd.shutdown()`.
 
     Its communicators, by process set, are not dropped before Horovod's end: a rank that reconnected
     alone would wait for its peers in vain.
     """
 
-    handle_map: Any = None
+    mark: object = None
     communicators: dict[Any, Communicator] = field(default_factory=dict)
 
 
@@ -117,11 +118,11 @@ _life = _Life()
 
 def communicator_of(process_set: Any = None) -> Communicator:
     """The communicator of a process set, connected at the first call, which is collective."""
-    from horovod.torch import global_process_set, mpi_ops
+    from horovod.torch import global_process_set
 
     process_set = global_process_set if process_set is None else process_set
-    if _life.handle_map is not mpi_ops._handle_map:
-        _life.handle_map, _life.communicators = mpi_ops._handle_map, {}
+    if _life.mark is not PROCESS_END.life:
+        _life.mark, _life.communicators = PROCESS_END.life, {}
     if process_set not in _life.communicators:
         _life.communicators[process_set] = _connected(process_set)
     return _life.communicators[process_set]

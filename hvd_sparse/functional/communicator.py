@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from hvd_sparse.checks import check_choice
 from hvd_sparse.collectives import registry
 from hvd_sparse.collectives.automatic import cheapest_algorithm
 from hvd_sparse.collectives.sparcml import PartsAllreduce, SparcmlCollective
-from hvd_sparse.errors import PlanError, UnsupportedError
+from hvd_sparse.errors import PlanError, TransportError, UnsupportedError
 from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.streams import OPERATIONS, SUM, Operation, Part, SparseStream, join
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.transport import start_thread
+from hvd_sparse.transports.transport import gather_json, start_thread
 from hvd_sparse.wire import PLAIN, WIRES, Packer, PlainWire, Wire
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -107,7 +106,7 @@ class Communicator:
     def _start(
         self,
         overlaps: bool,
-        call: Callable[..., tuple[Result, SparseStream | None]],
+        call: Callable[..., tuple[Result, Any]],
         *arguments: object,
     ) -> SparseHandle[Result]:
         queue = self._queues[0]
@@ -119,7 +118,7 @@ class Communicator:
         self._calls += 1
         number, threads = self._calls, torch.get_num_threads()
 
-        def task() -> tuple[Result, SparseStream | None]:
+        def task() -> tuple[Result, Any]:
             if torch.get_num_threads() != threads:  # a new thread does not inherit it
                 torch.set_num_threads(threads)
             return call(queue.transport, number, *arguments)
@@ -135,14 +134,14 @@ class Communicator:
         algorithm: str,
         op: Operation,
         wire: Wire,
-    ) -> tuple[Any, SparseStream | None]:
+    ) -> tuple[Any, Any]:
         k = _agree(transport, part, f"allreduce {algorithm} {op.name} {wire.name} {form}")
         if algorithm == "auto":
             algorithm = cheapest_algorithm(transport, part.numel, k, tuple(ALGORITHMS), wire)
         packer = Packer(wire, transport.rank, number)
         total = join(ALGORITHMS[algorithm](part, transport, packer, op), op)
-        lost = None if wire.is_lossless else packer.lost(form.numel)
-        return form.restore(total, op), lost
+        lost = None if wire.is_lossless else Part.of(packer.lost(form.numel))
+        return form.restore(total, op), None if lost is None else form.restore(lost, SUM)
 
     def _allgather(
         self, transport: Transport, number: int, part: Part, form: StreamLayout
@@ -157,13 +156,12 @@ class Communicator:
 
 def _agree(transport: Transport, part: Part, call: str) -> int:
     """Check that all ranks make the same call; returns the most entries that any rank brings."""
-    mine = torch.tensor([zlib.crc32(call.encode()), part.nnz], dtype=torch.int64, device="cpu")
-    messages = transport.allgather((mine,), channel="sparse_call")
-    calls = torch.stack([message.view(torch.int64) for message in messages])
-    for rank, code in enumerate(calls[:, 0].tolist()):
-        if code != int(mine[0]):
+    calls = gather_json(transport, [call, part.nnz], "sparse_call")
+    for rank, (theirs, _) in enumerate(calls):
+        if theirs != call:
             raise PlanError(f"rank {rank} makes another call than this one: {call}")
-    return int(calls[:, 1].max())
+    most: int = max(nnz for _, nnz in calls)
+    return most
 
 
 class CallQueue(Leaving):
@@ -179,7 +177,9 @@ class CallQueue(Leaving):
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """Execute a call after those submitted before."""
+        """Execute a call after those submitted before; TransportError where there is no thread."""
+        if not self._thread.is_alive():
+            raise TransportError("the communicator has ended: the process exits, or is a fork")
         self._last = future = Future[Result]()
         self._tasks.put((future, task))
         return future
@@ -223,7 +223,7 @@ def _execute(tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -
 class SparseHandle(Generic[Result]):
     """A call under way."""
 
-    def __init__(self, future: Future[tuple[Result, SparseStream | None]]) -> None:
+    def __init__(self, future: Future[tuple[Result, Any]]) -> None:
         self._future = future
 
     def done(self) -> bool:
@@ -239,8 +239,8 @@ class SparseHandle(Generic[Result]):
         """
         return self._future.result()[0]
 
-    def lost(self) -> SparseStream | None:
-        """What rounding on the wire has lost on this rank; None with a lossless wire.
+    def lost(self) -> Any:
+        """What rounding on the wire has lost on this rank, as `x` was; None with a lossless wire.
 
         A rank that keeps error feedback adds it to its next vector. Summed over the ranks, it makes
         up for the whole loss.

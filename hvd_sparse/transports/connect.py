@@ -280,11 +280,6 @@ def decide(every: Sequence[Capability]) -> str:
                 f"{capability.source} is {capability.requested!r} on rank {rank}, but {source} is "
                 f"{requested!r} on rank 0: all ranks must use one transport"
             )
-    if requested == "local":
-        raise ConfigError(
-            f"{source} 'local' connects threads of one process (hvd_sparse.transports.run_ranks), "
-            f"not processes; valid are {', '.join(TRANSPORT_NAMES)}"
-        )
     if requested not in TRANSPORT_NAMES:
         raise ConfigError(f"{source} must be one of {', '.join(TRANSPORT_NAMES)}: {requested!r}")
     problems = [(rank, c.mpi_problem) for rank, c in enumerate(every) if c.mpi_problem is not None]

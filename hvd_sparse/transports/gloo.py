@@ -108,6 +108,8 @@ class GlooTransport(PointToPointTransport):
         _end_senders(self._sends, self._senders)
         until = time.monotonic() + GRACE_S
         for sender in self._senders:
+            if sender is threading.current_thread():
+                continue  # in which this was collected
             sender.join(max(0.0, until - time.monotonic()))
             if sender.is_alive():
                 keep_forever(group)  # its sends have not ended; nobody touches it again
@@ -123,7 +125,9 @@ class GlooTransport(PointToPointTransport):
     @override
     def bytes_moved(self) -> int | None:
         sockets = self._sockets
-        return sockets.bytes_moved() if sockets is not None and sockets.connected else None
+        if sockets is None or len(sockets.connected) < self.world_size - 1:
+            return None
+        return sockets.bytes_moved()
 
     def _isend(self, peer: int, message: torch.Tensor, tag: int) -> Request:
         try:
@@ -134,6 +138,8 @@ class GlooTransport(PointToPointTransport):
         self._sends.put(send)
         if len(self.unsent) > len(self._senders):
             self._senders.append(start_thread("hvd_sparse sends", _wait_for_sends, self._sends))
+        if self.failure is not None:  # its end may have passed over this one
+            send.let_go()
         return send
 
     def _irecv(self, peer: int, capacity: int, tag: int) -> Request:

@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from hvd_sparse.errors import ConfigError, PeerLostError, TransportError, TransportTimeout
+from hvd_sparse.leaving import keep_forever
 from hvd_sparse.transports.point_to_point import Exchange, PointToPointTransport, Request
 from hvd_sparse.transports.transport import started
 from hvd_sparse.transports.waiting import Pauses
@@ -98,6 +99,7 @@ class MpiTransport(PointToPointTransport):
         """
         if self._open:
             self.abort()
+            keep_forever(list(self._open.values()))  # MPI may still write into their buffers
         super().close()
         self.end()
 

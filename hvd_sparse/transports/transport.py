@@ -30,6 +30,7 @@ from hvd_sparse.cost_model import Link, Work
 from hvd_sparse.errors import HvdSparseError, PlanError, TransportError
 from hvd_sparse.topology import DIRECT_ALLGATHER_RANKS, Cube, batches
 from hvd_sparse.transports.framing import BufferPool, Context, Payload, flatten, payload_nbytes
+from hvd_sparse.transports.waiting import HorovodWait
 
 ALIGNMENT = 8
 SUMMABLE = (torch.int64, torch.float32, torch.float64)
@@ -119,6 +120,7 @@ class Transport(ABC):
         link: What a message costs, the same on all ranks; None if nobody measured or gave it.
         context: The bucket and step, the same on all ranks; messages and errors carry it.
         failure: The first failure, here or at a peer; None without one.
+        waiting: Entered while this rank waits for Horovod; peers that ask are told.
         device: Whose memory `allgather_on_devices` sends from; None: there is no device.
     """
 
@@ -137,6 +139,7 @@ class Transport(ABC):
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.traffic = Traffic()
+        self.waiting = HorovodWait()
         self._buffers = BufferPool()
 
     @abstractmethod

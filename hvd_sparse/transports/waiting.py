@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 SPIN_S = 0.2e-3
@@ -52,7 +51,7 @@ class Pauses:
 
 
 class HorovodWait:
-    """Since when this process has waited for Horovod; the watch's thread tells peers that ask."""
+    """Since when a rank waits for Horovod, with all begun that the transport's peers have begun."""
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -68,29 +67,22 @@ class HorovodWait:
         return 0.0 if since is None else time.monotonic() - since
 
 
-WAITING = HorovodWait()
-"""One for the whole process, as Horovod is."""
-
-
 def wait_for(
     handles: Iterable[int],
     gives_up: Callable[[], object] = lambda: False,
     pauses: Pauses | None = None,
-    told: AbstractContextManager[object] = WAITING,
 ) -> bool:
     """Waits until Horovod's `synchronize` would return at once for each; says whether it would.
 
-    `gives_up` is asked after each sleep whether to end the wait; it may raise. `told`: peers hear
-    of it.
+    `gives_up` is asked after each sleep whether to end the wait; it may raise.
     """
     import horovod.torch as hvd
 
     pauses = pauses or Pauses(SPIN_S)
-    with told:
-        for handle in handles:
-            while not hvd.poll(handle):
-                if pauses.pause() and gives_up():
-                    return False
+    for handle in handles:
+        while not hvd.poll(handle):
+            if pauses.pause() and gives_up():
+                return False
     return True
 
 

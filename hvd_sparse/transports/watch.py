@@ -42,7 +42,6 @@ from hvd_sparse.transports.framing import Context
 from hvd_sparse.transports.lines import Line, Message
 from hvd_sparse.transports.supervised import Awaiting, Call, SupervisedTransport
 from hvd_sparse.transports.transport import start_thread
-from hvd_sparse.transports.waiting import WAITING
 
 LONGEST_PERIOD_S = 1.0
 PERIODS = 5
@@ -273,7 +272,7 @@ class Watch:
             "failure": transport.cause(),
             "awaits": None if awaiting is None else awaiting.what,
             "for_s": time.monotonic() - since,
-            "horovod_s": WAITING.seconds(),
+            "horovod_s": transport.waiting.seconds(),
             "did": None if number is None else transport.call_made(number),
         }
 

@@ -70,3 +70,35 @@ def test_a_rank_that_waits_leaves_its_processor_alone(ranks: Ranks) -> None:
     shares = ranks.run(cpu_shares)[1].result
     assert len(shares) == 6
     assert max(shares) < 0.3, shares
+
+
+TIMEOUT_S = 2.0
+
+
+def busy_between_two_compressions() -> None:
+    """Rank 1 waits in one step for what rank 0 begins late; rank 0 for what comes in the other."""
+    steps = []
+    for number in range(2):
+        model = Halves()
+        named = [(f"two.{number}.{name}", p) for name, p in model.named_parameters()]
+        compression = Compression.topk(named, dense_below=100, timeout_s=TIMEOUT_S)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps.append(
+            (model, hvd.DistributedOptimizer(inner, named, compression=compression), compression)
+        )
+    for is_last in (False, False, True):
+        for number, (model, optimizer, _) in enumerate(steps):
+            optimizer.zero_grad()
+            layers = 1 if is_last and number and hvd.rank() == 1 else 2
+            model(torch.ones(1, 40), layers).sum().backward()
+        time.sleep(3 * TIMEOUT_S if is_last and hvd.rank() == 0 else 0.0)
+        for _, optimizer, _ in steps:
+            optimizer.step()
+    for *_, compression in steps:
+        compression.close()
+
+
+@pytest.mark.slow
+@with_ranks(World(2))
+def test_who_waits_in_one_step_may_owe_something_in_another(ranks: Ranks) -> None:
+    ranks.run(busy_between_two_compressions)

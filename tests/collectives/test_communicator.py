@@ -11,8 +11,15 @@ from torch import Tensor
 
 from hvd_sparse import functional
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
-from hvd_sparse.errors import ConfigError, PeerLostError, PlanError, UnsupportedError
+from hvd_sparse.errors import (
+    ConfigError,
+    PeerLostError,
+    PlanError,
+    TransportError,
+    UnsupportedError,
+)
 from hvd_sparse.functional.communicator import ALGORITHMS, Communicator
+from hvd_sparse.leaving import PROCESS_END
 from hvd_sparse.streams import Operation, SparseStream
 from hvd_sparse.transports import Transport, run_ranks
 from hvd_sparse.transports.local import LocalWorld
@@ -200,8 +207,19 @@ def test_a_connection_lives_as_long_as_horovod(monkeypatch: pytest.MonkeyPatch) 
     assert [functional.communicator_of(process_set) for process_set in range(20)] == every
     of_all = functional.communicator_of(mpi_ops.global_process_set)
     assert functional.communicator_of() is of_all
-    monkeypatch.setattr(mpi_ops, "_handle_map", {})  # as hvd.init() does
+    monkeypatch.setattr(PROCESS_END, "life", object())  # as hvd.shutdown() does
     assert functional.communicator_of(0) is not every[0]
+
+
+def test_a_call_after_the_end_is_an_error() -> None:
+    """As one in a handler at exit is: nobody would execute it."""
+
+    def worker(communicator: Communicator) -> None:
+        communicator.close()
+        with pytest.raises(TransportError, match="the communicator has ended"):
+            communicator.allreduce_async(sparse_tensor(0, torch.float32, (50,), 1, 5))
+
+    run(1, worker)
 
 
 def test_calls_overlap() -> None:

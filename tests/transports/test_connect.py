@@ -121,7 +121,7 @@ def test_decisions(every: list[Capability], expected: str) -> None:
             on_devices("a", "b", "a", requested="nccl"),
             "'nccl' is impossible: ranks 0 and 2 share the CUDA device a",
         ),
-        ([capability("local")] * 2, "run_ranks"),
+        ([capability("local")] * 2, "must be one of"),
         ([capability("gloo"), capability("mpi")], "'mpi' on rank 1, but transport is 'gloo' on"),
     ],
 )

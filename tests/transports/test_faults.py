@@ -19,7 +19,6 @@ from hvd_sparse.errors import HvdSparseError, PeerLostError, PlanError, Transpor
 from hvd_sparse.transports import Context, Transport
 from hvd_sparse.transports import connect as handshake
 from hvd_sparse.transports.connect import HorovodBootstrap, create_transport
-from hvd_sparse.transports.waiting import WAITING
 from tests.asleep import meet
 from tests.launch import Controller, horovodrun
 from tests.lean import start_lean
@@ -148,7 +147,7 @@ def tensor_of_one_rank(make: Make) -> None:
     transport = make()
     meet("tensor")
     if hvd.rank() == 1:
-        with WAITING:
+        with transport.waiting:
             while transport.failure is None:
                 time.sleep(0.02)
         assert isinstance(transport.failure, PlanError)

@@ -250,7 +250,7 @@ def test_impossible_choices_are_refused(ranks: Ranks, name: str, reason: str) ->
 @with_ranks(World(2, "mpi"))
 def test_threads_are_refused_among_processes(ranks: Ranks) -> None:
     for rank in ranks.run(refused, "local"):
-        assert "'local' connects threads of one process" in rank.output
+        assert "must be one of auto, gloo, mpi, nccl: 'local'" in rank.output
 
 
 @with_ranks(World(2))
