@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.convergence_tasks import Budget, Task
 from benchmarks.powersgd import Compressed, PowerSgd
 from hvd_sparse import MomentumCorrectedSGD, SparseAdamW
-from hvd_sparse.compression import RunOptions
+from hvd_sparse.adapter.session import RunOptions
 from hvd_sparse.engine import Engine, Method, TensorSpec
 from hvd_sparse.hosts import Hosts, Slot, grid_of
 from hvd_sparse.optim import REDUCED_BY

@@ -15,14 +15,13 @@ from torch.nn import Module, Parameter
 from typing_extensions import dataclass_transform
 
 from hvd_sparse.adapter import SparseCompressor, caller_of, named_pairs
-from hvd_sparse.adapter.levels import Hierarchical, check_hierarchical
-from hvd_sparse.checks import check_options, check_timeout, choice, count, option, optional
+from hvd_sparse.adapter.session import RunOptions
+from hvd_sparse.checks import choice, option
 from hvd_sparse.engine import Assignment
 from hvd_sparse.errors import ConfigError
 from hvd_sparse.methods import METHODS, DgcOptions, catalogue
 from hvd_sparse.optim import MomentumCorrectedSGD, SparseAdamW
 from hvd_sparse.recording import Recorder
-from hvd_sparse.transports.connect import TRANSPORT_NAMES
 
 DOCUMENTED_WIDTH = 100
 NO_CACHE = "none"
@@ -35,49 +34,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What a constructor takes beside its method's options: how the job runs."""
-
-    transport: str = option(
-        "auto",
-        '"auto", "gloo", "mpi" or "nccl"; the environment variable HVD_SPARSE_TRANSPORT takes the '
-        'place of "auto".',
-        choice(TRANSPORT_NAMES),
-    )
-    hierarchical: Hierarchical = option(
-        False,
-        "True: workers of a host sum their gradients densely in shared memory; each then exchanges "
-        'one shard sparsely with its counterparts on other hosts. "auto": do so where all hosts '
-        "have the same number of workers, more than one, and the cost model predicts a gain.",
-        check_hierarchical,
-    )
-    dense_below: int = option(
-        1024,
-        "Tensors of fewer elements go through Horovod's own allreduce. So does float64.",
-        count(0),
-    )
-    timeout_s: float = option(
-        600.0,
-        "Seconds of silence after which a worker counts as dead; also the limit for connecting. A "
-        "worker that is alive is waited for, with a warning every `timeout_s`.",
-        check_timeout,
-    )
-    busy_timeout_s: float | None = option(
-        None,
-        "Limit in seconds on the wait for a worker that is alive; None: ten times `timeout_s`.",
-        optional(check_timeout),
-    )
-    record: Record = option(
-        None,
-        "Where to record what happens, for `hvd-sparse report`: a path, or a `Recorder`.",
-        lambda name, value: value,
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions):
@@ -86,6 +42,11 @@ class Arguments(RunOptions):
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
 
+    record: Record = option(
+        None,
+        "Where to record what happens, for `hvd-sparse report`: a path, or a `Recorder`.",
+        lambda name, value: value,
+    )
     named_parameters: NamedParameters = field(default=None, kw_only=False)
 
 
@@ -98,7 +59,7 @@ def constructor(arguments: Callable[P, Arguments]) -> Callable[P, SparseCompress
     """The function that makes a compression by one method.
 
     Its signature and docstring come from the fields: the density and the method's own ones, then
-    those that all methods share, then `RunOptions`.
+    those that all methods share, then `RunOptions` and `record`.
 
     Args:
         arguments: The class that has the method's options and `Arguments`.
@@ -111,20 +72,21 @@ def constructor(arguments: Callable[P, Arguments]) -> Callable[P, SparseCompress
 
     def construct(named_parameters: NamedParameters = None, **given: Any) -> SparseCompressor:
         _check_names(construct.__qualname__, signature, named_parameters, given)
-        run = vars(RunOptions(**{k: v for k, v in given.items() if k in run_names}))
+        observer = _recorder_of(given.pop("record", None))
+        run = RunOptions(**{k: v for k, v in given.items() if k in run_names})
         method = options(**{k: v for k, v in given.items() if k not in run_names})
-        observer = _recorder_of(run.pop("record"))
-        return SparseCompressor(named_parameters, method.make(), observer=observer, **run)
+        return SparseCompressor(named_parameters, method.make(), run, observer)
 
     seen, hints = inspect.signature(arguments).parameters, get_type_hints(arguments)
-    names = ["named_parameters", *(item.name for item in (*of_method, *of_run))]
+    documented = [*of_method, *of_run, *(i for i in fields(Arguments) if i.name == "record")]
+    names = ["named_parameters", *(item.name for item in documented)]
     signature = inspect.Signature(
         [seen[name].replace(annotation=hints[name]) for name in names],
         return_annotation=SparseCompressor,
     )
     construct.__name__ = options.name
     construct.__qualname__ = f"Compression.{options.name}"
-    construct.__doc__ = _documented(inspect.getdoc(options) or "", [*of_method, *of_run])
+    construct.__doc__ = _documented(inspect.getdoc(options) or "", documented)
     construct.__dict__["__signature__"] = signature
     _serve_uncalled(construct)
     return takes(arguments)(construct)
@@ -225,10 +187,8 @@ class Compression:
     Constructors raise `ConfigError`, a `ValueError`, with the argument, its range and its value.
 
     Unsent entries stay in a residual and are sent later (error feedback), so no part of a gradient
-    is lost. To change the density, the compressor, the collective or the wire during training, call
-    `reassign` on all ranks between the same two steps:
-    `compression.reassign(Compression.dgc(density=0.001))`. Residuals are kept, and the
-    warm-up continues.
+    is lost. To change the method during training, call `reassign` on all ranks between the same two
+    steps: `compression.reassign(Compression.dgc(density=0.001))`. Residuals are kept.
 
     `Compression.none` and `Compression.fp16` are Horovod's.
     """
@@ -288,16 +248,9 @@ class Compression:
             path = checked.plan_cache or default_path()
             cache = None if path in (NO_CACHE, None) else PlanCache(path)
             method = Planner(rules, checked.profile, cache)
-        return SparseCompressor(
-            named,
-            method,
-            transport=checked.transport,
-            timeout_s=checked.timeout_s,
-            busy_timeout_s=checked.busy_timeout_s,
-            hierarchical=checked.hierarchical,
-            dense_below=0,
-            observer=_recorder_of(record),
-        )
+        names = ("transport", "timeout_s", "busy_timeout_s", "hierarchical")
+        run = RunOptions(dense_below=0, **{name: getattr(checked, name) for name in names})
+        return SparseCompressor(named, method, run, _recorder_of(record))
 
 
 @takes(_DgcSgd)

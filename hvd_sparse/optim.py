@@ -183,8 +183,6 @@ class SparseAdamW(Known, torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a state, also of `torch.optim.AdamW`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for group in self.param_groups:
-            group.setdefault("sparse_steps", 0)
         for parameter, its in ((p, its) for p, its in self.state.items() if its):
             exponent = its.get("exponent", torch.zeros_like(parameter)).contiguous()
             its["exponent"] = exponent.to(torch.int8)  # torch gives it the parameter's type

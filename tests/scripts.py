@@ -148,6 +148,22 @@ def accumulate_reduced_in_a_closure(training: Training) -> None:
 
 
 @script
+def throw_away_in_a_closure(training: Training) -> None:
+    """As a guard in a framework does that passes all of a step in a closure."""
+    for is_dropped in (False, True, False, True):
+
+        def closure(is_dropped: bool = is_dropped) -> float:
+            training.zero()
+            training.backward()
+            training.reduce()
+            if is_dropped:
+                training.zero()
+            return 0.0
+
+        training.apply(closure)
+
+
+@script
 def throw_away_before_the_first_step(training: Training) -> None:
     for in_place in (False, True):
         training.backward()

@@ -115,12 +115,14 @@ class Entry:
         name: What the compression calls it; None: it is none of the compression's.
         gradient: What was handed in for the step under way, or None.
         is_made: Whether it is zeros that the door made, where the script had none.
+        is_by_hand: Whether it came without a hook: set by the script, or by a CUDA graph.
         version: Torch's count of its changes, as of then; of `given`, as of when it was given back.
         reduced: Brings the reduced gradient; None: the engine does.
         is_followed: Whether the reduced gradient has something of the residual in it.
         has_alias: Whether the engine has another tensor of the gradient's memory.
         given: The object in `p.grad` that was given back, while nobody knows what became of it.
-        view: The same object, weakly, as long as its memory is that of the last result.
+        view: The same object, weakly.
+        lent: The last object, weakly, that has taken a result's memory for its own.
         held: Whether it was not all zeros, bool (); None: no script has had it yet.
         idle_steps: How often it was given back since an optimizer, or the script, applied it.
         weights: A digest of the parameter's, as of then, after too many idle steps; else None.
@@ -131,7 +133,7 @@ class Entry:
     __slots__ = (
         *("parameter", "label", "name", "gradient", "version", "reduced", "is_followed"),
         *("has_alias", "is_made", "given", "held", "weights", "is_watched", "handle", "_spec"),
-        *("idle_steps", "view"),
+        *("idle_steps", "view", "lent", "is_by_hand"),
     )
 
     def __init__(self, parameter: Parameter, label: str, name: str | None) -> None:
@@ -143,9 +145,18 @@ class Entry:
         self.version = self.idle_steps = 0
         self.weights: Tensor | None = None
         self.view: TensorWeakRef | None = None
-        self.is_followed = self.is_watched = self.has_alias = self.is_made = False
+        self.lent: TensorWeakRef | None = None
+        self.is_followed = self.is_watched = self.has_alias = False
+        self.is_made = self.is_by_hand = False
         self.handle: tuple[Callable[[], Tensor], None]
         self._spec: tuple[torch.Size, torch.dtype, TensorSpec] | None = None
+
+    def lend(self, result: Tensor) -> None:
+        """Make a reduced gradient, the engine's own memory, that of the parameter's gradient."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        gradient.set_(result)  # type: ignore[call-overload]
+        self.lent = TensorWeakRef(gradient)
 
     def spec_of(self, gradient: Tensor) -> TensorSpec:
         """A gradient as the engine knows it: one object, as long as it looks the same."""

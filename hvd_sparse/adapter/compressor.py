@@ -20,11 +20,10 @@ from hvd_sparse.adapter.ddp_door import DdpDoor, Distributed
 from hvd_sparse.adapter.door import Door
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover, left_dense
-from hvd_sparse.adapter.levels import Hierarchical
 from hvd_sparse.adapter.refusals import refuse_operation
-from hvd_sparse.adapter.session import Horovod, Session
+from hvd_sparse.adapter.session import Horovod, RunOptions, Session
 from hvd_sparse.checks import check_above_zero, check_choice
-from hvd_sparse.engine import Assignment, Engine, Method, Observer, Stats, WithDense, with_dense
+from hvd_sparse.engine import Assignment, Engine, Observer, Stats, WithDense
 from hvd_sparse.engine.checkpoint import Gather, load_checkpoint, save_checkpoint
 from hvd_sparse.errors import ConfigError, UnsupportedError, warn
 from hvd_sparse.functional.communicator import ALGORITHMS
@@ -35,7 +34,7 @@ from hvd_sparse.transports.connect import Bootstrap
 
 REFUSED = ("skip_all_reduce_unused_params", "_use_python_reducer", "_delay_all_reduce_params")
 """By these, models reduce gradients beside their hook, or do not wait for it."""
-COPIED = ("method", "observer", "_run", "_dense_below")
+COPIED = ("method", "observer", "_run")
 """The attributes of a copy, which begins without a residual."""
 
 
@@ -48,11 +47,7 @@ class SparseCompressor:
     Args:
         named_parameters: The optimizer's parameters by name, or None to read them from it.
         method: How to compress and exchange: a `Method` for all tensors, or an `Assignment`.
-        transport: Name of a transport, or "auto".
-        timeout_s: Seconds of silence after which a peer counts as dead.
-        busy_timeout_s: Seconds after which a peer that is alive is given up; None: 10 `timeout_s`.
-        hierarchical: Whether to exchange on two levels, inside hosts and between them.
-        dense_below: Tensors of fewer elements go through Horovod's own allreduce.
+        run: How the job runs.
         observer: Is told of plans and steps, or None.
     """
 
@@ -63,17 +58,11 @@ class SparseCompressor:
         self,
         named_parameters: Iterable[tuple[str, Parameter]] | None,
         method: Assignment,
-        *,
-        transport: str,
-        timeout_s: float,
-        busy_timeout_s: float | None = None,
-        hierarchical: Hierarchical = False,
-        dense_below: int,
-        observer: Observer | None = None,
+        run: RunOptions,
+        observer: Observer | None,
     ) -> None:
         vars(self).update(method=method, observer=observer)
-        self._run = (transport, timeout_s, busy_timeout_s, hierarchical)
-        self._dense_below = dense_below
+        self._run = run
         self._parameters = None
         if named_parameters is not None:
             pairs = named_pairs(named_parameters)
@@ -82,7 +71,7 @@ class SparseCompressor:
 
     def _start(self) -> None:
         self._engine = Engine(self._whole(self.method), self.observer)
-        self._session = Session(self._engine, *self._run, self._dense_below)
+        self._session = Session(self._engine, self._run)
         self._door: Door | DdpDoor | None = None
         self._loaded_units: dict[str, float | None] = {"unit": None, "scale": None}
         self._loaded_strictly: bool | None = None
@@ -123,13 +112,14 @@ class SparseCompressor:
                 "of this compression: its tensor is reduced densely"
             )
             return tensor, None
-        with self._session.lock:  # backward passes may run in several threads
-            is_new = self._bound() is not optimizer
-            door = self._bind(optimizer)
-            group = optimizer._p_to_group[parameter] if groups else ()
-            result = door.first(parameter, group, is_new=is_new)
-        if synchronizes:
-            door.meet_early()
+        with torch.inference_mode(mode=False):  # in which what is made could not change later
+            with self._session.lock:  # backward passes may run in several threads
+                is_new = self._bound() is not optimizer
+                door = self._bind(optimizer)
+                group = optimizer._p_to_group[parameter] if groups else ()
+                result = door.first(parameter, group, is_new=is_new)
+            if synchronizes:
+                door.meet_early()
         return result
 
     def decompress(self, tensor: Tensor, ctx: Callable[[], Tensor] | None) -> Tensor:
@@ -145,7 +135,8 @@ class SparseCompressor:
             PlanError: Ranks have different gradients.
         """
         if ctx is not None:
-            return ctx()
+            with torch.inference_mode(mode=False):
+                return ctx()
         if self._door is None:  # Horovod itself takes sparse gradients, and asks nobody
             optimizer = caller_of(self).optimizer
             if optimizer is not None:
@@ -189,7 +180,8 @@ class SparseCompressor:
 
     def _left_dense(self) -> dict[str, list[str]]:
         named, assignment = self._parameters, self._engine.assignment
-        return {} if named is None else left_dense(named, assignment, self._dense_below)
+        assignment = getattr(assignment, "inner", assignment)  # of one that clips
+        return {} if named is None else left_dense(named, assignment, self._run.dense_below)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds; every rank saves its own. Call between steps."""
@@ -221,8 +213,8 @@ class SparseCompressor:
         """Write all ranks' states into a folder; all ranks call this between the same two steps.
 
         Until everything is written, the folder's earlier checkpoint is whole. On hosts that share
-        no file system every host gets the files of its own ranks, which can be loaded by the same
-        ranks on the same hosts only.
+        no file system every host gets the files of its own ranks and a manifest, which can be
+        loaded by the same ranks on the same hosts only.
 
         Args:
             path: A folder, which is made where there is none.
@@ -340,7 +332,11 @@ class SparseCompressor:
 
     def _whole(self, method: Assignment) -> Assignment:
         """As the engine gets it: with dense tensors, too, where gradients are clipped."""
-        return with_dense(method, clipped_dense_method, self._dense_below)
+        clip_norm: float | None = getattr(method, "clip_norm", None)  # a user's may not know of it
+        if clip_norm is None:
+            return method
+        dense = METHODS["topk"](density=1.0, clip_norm=clip_norm).make()
+        return WithDense(method, dense, self._run.dense_below)
 
     def rescale(self, factor: float) -> None:
         """Tell that the loss is multiplied by another scale from the next backward pass on.
@@ -359,7 +355,7 @@ class SparseCompressor:
         self._settle("rescale()", between_steps=True)
         self._engine.rescale(factor)
         units = self._units()
-        self._take_units((units["unit"] or 1.0) * factor, units["scale"])
+        self._take_units((units["unit"] or 1.0) * float(factor), units["scale"])
         if self._door is not None:
             self._door.fates.scaler = None  # a new one may come
 
@@ -470,7 +466,7 @@ class SparseCompressor:
         named = [(name, p) for p, name in names.items() if p in optimizer._requires_update]
         parameters = self._take_names(named, f"the optimizer's {len(named)} parameters")
         self._leave_door(Horovod())
-        door = Door(optimizer, parameters, self._engine, self._session, self._dense_below)
+        door = Door(optimizer, parameters, self._session)
         self._open(door)
         return door
 
@@ -492,10 +488,11 @@ class SparseCompressor:
             )
         framework = Distributed(model.process_group)
         framework.bootstrap(model.process_group)  # or it says what is missing
-        trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
+        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+        trained = [(n, p) for n, p in named if p.requires_grad and n not in ignored]
         parameters = self._take_names(trained, f"the model's {len(trained)} parameters")
         self._leave_door(framework)
-        door = DdpDoor(model, parameters, self._engine, self._session, self._dense_below)
+        door = DdpDoor(model, parameters, self._session)
         model.register_comm_hook(self, exchange)
         self._open(door)
 
@@ -530,7 +527,7 @@ class SparseCompressor:
         self._door = door
         self._take_units(**self._loaded_units)
         door.forgives = True  # what was loaded before there was one
-        engine, below, alive = self._engine, self._dense_below, weakref.ref(door)
+        engine, below, alive = self._engine, self._run.dense_below, weakref.ref(door)
         by_name, sparse = dict(self._parameters), self._parameters.sparse()
 
         def handing(after: Assignment) -> Handover:
@@ -558,8 +555,3 @@ def is_horovods() -> bool:
     """Whether Horovod has started this process."""
     hvd: Any = sys.modules.get("horovod.torch")
     return hvd is not None and bool(hvd.is_initialized())
-
-
-def clipped_dense_method(clip_norm: float) -> Method:
-    """How tensors are reduced that would be Horovod's, but must be clipped first."""
-    return METHODS["topk"](density=1.0, clip_norm=clip_norm).make()

@@ -32,7 +32,7 @@ from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_s
 from hvd_sparse.adapter.fate import Fates
 from hvd_sparse.adapter.handover import has_memory
 from hvd_sparse.adapter.session import Session
-from hvd_sparse.engine import Assignment, Engine
+from hvd_sparse.engine import Assignment
 from hvd_sparse.errors import ConfigError, TransportError, UnsupportedError
 from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import keep_forever
@@ -146,19 +146,17 @@ class DdpDoor(Entrance):
     """One model's gradients on their way to the engine or to its process group, and back."""
 
     def __init__(
-        self,
-        model: DistributedDataParallel,
-        parameters: Parameters,
-        engine: Engine,
-        session: Session,
-        dense_below: int,
+        self, model: DistributedDataParallel, parameters: Parameters, session: Session
     ) -> None:
         named = model.module.named_parameters()
-        self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for n, p in named}
-        fates = Fates(self._entries, engine.corrects_momentum, "backward()")
-        self._refuse_other_wrappers(engine.assignment, dense_below)
+        self._entries = {
+            id(p): Entry(p, n, None if n in model.parameters_to_ignore else parameters.name_of(p))
+            for n, p in named
+        }
+        fates = Fates(self._entries, session.engine.corrects_momentum, "backward()")
+        self._refuse_other_wrappers(session.engine.assignment, session.run.dense_below)
         mine = self._entries.values()
-        super().__init__(parameters, engine, session, dense_below, fates, mine, model)
+        super().__init__(parameters, session, fates, mine, model)
         self._group, self._finds_unused = model.process_group, model.find_unused_parameters
         self._late_buckets = len(model._get_ddp_logging_data()["bucket_sizes"].split(","))
         self._futures: list[tuple[Future[Any], Tensor]] = []
@@ -171,10 +169,13 @@ class DdpDoor(Entrance):
         super().refuse(assignment)
         self._refuse_other_wrappers(assignment, self._dense_below)
 
+    def _others(self) -> list[DdpDoor]:
+        """The doors of other wrappers."""
+        doors = (door() for door in Entrance.doors)
+        return [d for d in doors if d is not self and isinstance(d, DdpDoor) and d.serves_any]
+
     def _refuse_other_wrappers(self, assignment: Assignment, dense_below: int) -> None:
-        for other in (door() for door in Entrance.doors):
-            if other is self or not isinstance(other, DdpDoor) or not other.serves_any:
-                continue
+        for other in self._others():
             for key in self._entries.keys() & other._entries.keys():
                 entry, both = self._entries[key], (assignment, other._engine.assignment)
                 if any(has_memory(each, entry, dense_below) for each in both):
@@ -298,10 +299,11 @@ class DdpDoor(Entrance):
             except BaseException:
                 keep_forever(self._group)  # its end would wait for what is under way
                 raise
+            shared = {key for other in self._others() for key in other._entries}
             for entry in self._handed:
                 result = results[entry.name] if entry.reduced is None else entry.reduced()
                 assert entry.gradient is not None
-                if self._takes(entry, result):
+                if id(entry.parameter) not in shared and self._takes(entry, result):
                     self._results[entry] = result
                 elif not result.is_sparse:
                     entry.gradient.copy_(result)
@@ -360,7 +362,7 @@ class DdpDoor(Entrance):
         ]
         for entry, has in followed:
             if has and entry in self._results:
-                entry.parameter.grad.set_(self._results[entry])  # type: ignore[call-overload,union-attr]
+                entry.lend(self._results[entry])
         self.fates.give(entry for entry, has in followed if has)
         self._warn_of_idle([e for e, has in followed if has and e.idle_steps == IDLE_STEPS])
         self.fates.drop(entry for entry, has in followed if not has)

@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -42,8 +42,8 @@ from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_s
 from hvd_sparse.adapter.fate import Fates, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session
-from hvd_sparse.engine import Engine
 from hvd_sparse.errors import ConfigError, UnsupportedError
+from hvd_sparse.leaving import PROCESS_END
 from hvd_sparse.optim import parameters_of
 from hvd_sparse.transports import waiting
 from hvd_sparse.transports.waiting import SPIN_S, Pauses
@@ -87,14 +87,7 @@ class Handles(dict[Any, Any]):
 class Door(Entrance):
     """One Horovod optimizer's gradients on their way to the engine or to Horovod, and back."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        parameters: Parameters,
-        engine: Engine,
-        session: Session,
-        dense_below: int,
-    ) -> None:
+    def __init__(self, optimizer: Any, parameters: Parameters, session: Session) -> None:
         for name in USED_NAMES:
             if not hasattr(optimizer, name):
                 raise UnsupportedError(
@@ -104,9 +97,9 @@ class Door(Entrance):
         self._entries = {id(p): Entry(p, n, parameters.name_of(p)) for p, n in labels.items()}
         for entry in self._entries.values():
             entry.handle = functools.partial(self._in_place, entry), None
-        fates = Fates(self._entries, engine.corrects_momentum)
+        fates = Fates(self._entries, session.engine.corrects_momentum)
         mine = [self._entries[id(p)] for p in parameters_of(optimizer) if p in labels]
-        super().__init__(parameters, engine, session, dense_below, fates, mine, optimizer)
+        super().__init__(parameters, session, fates, mine, optimizer)
         self._meet_optimizer(optimizer)
         self._needing: list[tuple[int, bool]] = []
         self._op: Any = None
@@ -163,6 +156,7 @@ class Door(Entrance):
         (result, _), optimizer = self.hand_in(parameter), self.optimizer
         if is_new:
             label = self._entries[id(parameter)].label
+            PROCESS_END.add(self._session)  # which tells one world from the next
             mine = [(label, GROUPED if group else SINGLE, max(1, len(group)))]
             self._begun = self._session.framework.world(), mine
             for p, (handle, _) in optimizer._handles.items():
@@ -178,6 +172,8 @@ class Door(Entrance):
 
     def meet_early(self) -> None:
         """Meet before Horovod waits: its `synchronize` began before there was a door."""
+        for entry in self._handed:
+            entry.is_by_hand = not entry.is_made
         self._hand_in_the_rest()
         self._end_with_horovod()
         self._meet()
@@ -201,6 +197,7 @@ class Door(Entrance):
         rest = (entry for p in needed if (entry := self._entries[id(p)]).gradient is None)
         for entry in sorted(rest, key=lambda entry: entry.label):
             self.hand_in(entry.parameter)
+            entry.is_by_hand = not entry.is_made
 
     def hand_in(self, parameter: Parameter) -> tuple[Callable[[], Tensor], None]:
         """Take a gradient, in the place of Horovod's `_allreduce_grad_async`."""
@@ -212,9 +209,11 @@ class Door(Entrance):
                 self._open_step()
                 self._beat(brings_new=True)
             gradient = parameter.grad
-            entry.is_made = gradient is None
+            entry.is_made, entry.is_by_hand = gradient is None, False
             if gradient is None:
                 gradient = parameter.grad = torch.zeros_like(parameter)
+            elif gradient.is_inference():  # it could not be changed later
+                gradient = parameter.grad = gradient.clone()
             entry.gradient, entry.version = gradient, gradient._version
             self._handed.append(entry)
             few = len(self._samples) < SAMPLED_TENSORS
@@ -225,10 +224,11 @@ class Door(Entrance):
         return entry.handle
 
     @override
-    def _open_step(self) -> None:
+    def _open_step(self, *, before_closure: bool = False) -> None:
         """The step's first gradient is there, or `synchronize` was called without one."""
         optimizer = self.optimizer
-        self.fates.refuse_closures(reduces_before=optimizer._should_synchronize)
+        if not before_closure:
+            self.fates.refuse_closures(reduces_before=optimizer._should_synchronize)
         self._follow_groups(optimizer)
         super()._open_step()
 
@@ -374,7 +374,7 @@ class Door(Entrance):
                 self._tell_horovod()
                 return
             with self._session.lock:
-                self._open_step()
+                self._open_step(before_closure=optimizer._should_synchronize)
         self._hand_in_the_rest()
         self._reduce()
         with self._first_cause():
@@ -413,10 +413,11 @@ class Door(Entrance):
         if not result.is_sparse and not gradient.is_sparse:
             if result.data_ptr() == gradient.data_ptr():
                 pass  # it was reduced in place
-            elif is_shared(gradient, 1 + entry.has_alias):  # others find the result there, too
+            elif entry.is_by_hand or is_shared(gradient, 1 + entry.has_alias):
+                # Others find the result there, too, or write the next gradient by its address.
                 gradient.copy_(result)
             else:
-                gradient.set_(result)  # type: ignore[call-overload]
+                entry.lend(result)
         elif gradient.is_sparse:
             gradient.zero_().add_(result if result.is_sparse else result.to_sparse())
         else:
@@ -491,16 +492,14 @@ class Door(Entrance):
 
     def _await_pulse(self) -> float:
         """What `_read_pulse` returns. Peers may wait for an exchange that begins only then."""
-        self._wait_for([] if self._pulse is None else [self._pulse], told=nullcontext())
+        self._wait_for([] if self._pulse is None else [self._pulse])
         return self._read_pulse()
 
-    def _wait_for(
-        self, handles: list[int], told: AbstractContextManager[object] = waiting.WAITING
-    ) -> None:
+    def _wait_for(self, handles: list[int]) -> None:
         """Return once Horovod's `synchronize` would return at once for every one of the handles."""
         raise_failure = self._session.raise_failure
         pauses = Pauses(SPIN_S, SLEPT_SHARE, LONGEST_SLEEP_S)
-        waiting.wait_for(handles, raise_failure, pauses, told)
+        waiting.wait_for(handles, raise_failure, pauses)
         raise_failure()  # Horovod may have ended because of it: this is the first cause
 
     def _read_pulse(self) -> float:
@@ -603,7 +602,8 @@ class Door(Entrance):
         handles = self._under_way()
         while not self._engine.wait(LOOK_S) and not all(map(hvd.poll, handles)):
             pass  # where Horovod is done first, it may know why: a rank that has joined, say
-        self._wait_for(handles)
+        with self._session.waiting:
+            self._wait_for(handles)
         self._read_pulse()
         for handle in self._others:
             hvd.synchronize(handle)
@@ -619,7 +619,8 @@ class Door(Entrance):
         super().give_up(call)
         with suppress(ValueError):  # one that has failed is cleared already
             if not self._is_recovering():  # their names come again
-                waiting.wait_for(handles, lambda: engine.error is not None)
+                with self._session.waiting:
+                    waiting.wait_for(handles, lambda: engine.error is not None)
 
     def _result(self, entry: Entry) -> Tensor:
         """A parameter's reduced gradient."""

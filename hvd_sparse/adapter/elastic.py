@@ -53,6 +53,7 @@ class Standing(NamedTuple):
         worker: A number that this process has drawn: ranks change with the world.
         mark: Where it stands.
         step: Steps done in all.
+        unit: The loss scale of its residuals; None: not known.
         l1: L1 norm of its residuals.
         kept: The same of each commit that it holds.
     """
@@ -60,6 +61,7 @@ class Standing(NamedTuple):
     worker: int
     mark: Mark
     step: int
+    unit: float | None
     l1: float
     kept: dict[Mark, float]
 
@@ -146,7 +148,8 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
         state = self.value.state_dict()
         mark = self._mark._replace(steps=state["step"] - self._base_step)
         kept = {commit.mark: commit.l1 for commit in self._commits}
-        return Standing(self._worker, mark, state["step"], l1_of(state["residual"].values()), kept)
+        l1 = l1_of(state["residual"].values())
+        return Standing(self._worker, mark, state["step"], state["unit"], l1, kept)
 
     def _follow(self, mine: Standing, target: Standing) -> None:
         """Go to where rank 0 stands, or drop the residuals."""
@@ -155,7 +158,8 @@ class CompressionStateHandler(horovod_state.StateHandler):  # type: ignore[misc]
             logger.info("goes back from %s to %s, where rank 0 stands", mine.mark, target.mark)
             self._go_back_to(commit)
             return
-        self.value.load_state_dict(EngineState(step=target.step).as_dict(), strict=False)
+        empty = EngineState(step=target.step, unit=target.unit)
+        self.value.load_state_dict(empty.as_dict(), strict=False)
         if mine.l1 > 0:
             self.value._engine.count_dropped(
                 mine.l1,

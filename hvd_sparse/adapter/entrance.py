@@ -40,9 +40,7 @@ class Entrance:
 
     Args:
         parameters: Those of the compression.
-        engine: Reduces what is compressed.
-        session: Connects the ranks.
-        dense_below: Tensors of fewer elements are reduced by the framework.
+        session: Connects the ranks and the engine.
         fates: Follows what was given back.
         entries: Of the optimizer's or model's parameters.
         served: Horovod's optimizer, or the model; is not kept alive.
@@ -59,19 +57,17 @@ class Entrance:
     def __init__(
         self,
         parameters: Parameters,
-        engine: Engine,
         session: Session,
-        dense_below: int,
         fates: Fates,
         entries: Iterable[Entry],
         served: Any,
     ) -> None:
-        self._parameters, self._engine, self._session = parameters, engine, session
-        self._dense_below = dense_below
+        self._parameters, self._session, self._engine = parameters, session, session.engine
+        self._dense_below = session.run.dense_below
         self.fates = fates
         self.seen_scale: float | None = None
         self._warned: set[str] = set()
-        self._momenta: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
+        self._momenta: WeakKeyDictionary[Any, list[tuple[Any, ...]]] = WeakKeyDictionary()
         self._met: WeakKeyDictionary[Any, Rewinds] = WeakKeyDictionary()
         self._followed: set[Rewinds] = set()  # also the last ones, whose optimizers are gone
         self._served = weakref.ref(served)
@@ -224,6 +220,8 @@ class Entrance:
 
     def _open_step(self) -> None:
         """The step's first gradient is there, or none has come at its end."""
+        if not self._session.is_current():  # an interrupt may have come before zero_grad()
+            self.fates.forget_taken_back()
         self.settle()
         # By clipping, or by the units of `SparseAdamW`, the engine changes gradients.
         clips = isinstance(self._engine.assignment, WithDense)
@@ -256,7 +254,10 @@ class Entrance:
     def _follow_momenta(self, optimizer: Any) -> None:
         """Momenta may have changed since the last step; ConfigError where they may not be so."""
         groups = optimizer.param_groups  # a schedule may cycle through betas that are not 0
-        momenta = [(g.get("momentum"), bool((g.get("betas") or (0,))[0])) for g in groups]
+        momenta = [
+            (g.get("momentum"), g.get("nesterov"), bool((g.get("betas") or (0,))[0]))
+            for g in groups
+        ]
         if momenta != self._momenta.get(optimizer):
             assignment = self._engine.assignment
             refuse_momenta(optimizer, self._parameters, assignment, self._dense_below)
@@ -348,15 +349,16 @@ class Entrance:
         return {}
 
     def _is_sparse(self, spec: TensorSpec, gradient: Tensor, is_frozen: bool) -> bool:
+        planned = self._engine.planned
+        if planned and self._engine.expects(spec.name):
+            return True  # the engine says where it may not be so any more
         if not is_large(gradient, self._engine, self._dense_below) or not self._engine.takes(spec):
             return False
-        if not self._engine.expects(spec.name):
-            if not is_frozen:  # as an embedding may be, whose gradients were sparse
-                self._warn_once(
-                    f"{spec.name!r} had no gradient in the first step: it is reduced densely"
-                )
-            return False
-        return True
+        if planned and not is_frozen:  # as an embedding may be, whose gradients were sparse
+            self._warn_once(
+                f"{spec.name!r} had no gradient in the first step: it is reduced densely"
+            )
+        return not planned
 
     def _device(self) -> torch.device | None:
         """Where the gradients are that the engine exchanges; None where there are none."""
@@ -450,7 +452,8 @@ def is_shared(gradient: Tensor, ours: int) -> bool:
     # DLPack's views use the tensor, not its storage; other processes have a mapping of their own.
     held: int = gradient._use_count()
     is_mapped = storage.device.type == "cpu" and storage.is_shared()  # a device's always is
-    return uses > 1 + ours or held > 2 or is_mapped
+    is_foreign = not storage.resizable()  # NumPy's, say, or another library's
+    return uses > 1 + ours or held > 2 or is_mapped or is_foreign
 
 
 def is_part(gradient: Tensor) -> bool:

@@ -62,8 +62,9 @@ class Fates:
     ) -> None:
         self._entries, self._corrects_momentum, self._giver = entries, corrects_momentum, giver
         self._given: dict[int, Entry] = {}
-        self._applied: dict[int, Entry] = {}  # of them, since the last backward pass
         self._pass = -1  # the last one that was looked at
+        self._corrected: dict[int, Entry] = {}  # of what was applied: it has momentum in it
+        self._repeated: Entry | None = None  # of them, one that a pass has added to
         self._undone: set[Entry] = set()
         self._taken_back: dict[int, Entry] = {}
         self._call: str | None = None
@@ -85,17 +86,18 @@ class Fates:
             if entry.idle_steps == PATIENCE_STEPS:
                 entry.weights = digest(p)
             self._given[id(p)] = entry
-        if self._stepping is not None:
+        if self._stepping is not None and self._reductions_inside is None:
             self._to_apply.update(self._given)
         if self._stepping is None or self._reductions_inside is not None:
             self._watch()
 
     def leave_what_is_kept(self) -> None:
-        """What was a gradient in the last step keeps its values; a view is DDP's own bucket."""
+        """What was a gradient in the last step keeps its values."""
         for entry in self._entries.values():
-            kept, own = None if entry.view is None else entry.view(), entry.parameter.grad
-            if kept is not None and kept is not own and not kept._is_view():
+            kept = None if entry.lent is None else entry.lent()
+            if kept is not None and kept is not entry.parameter.grad:
                 kept.set_(kept.clone())  # the next result takes the place of the last one
+                entry.lent = None
 
     def holds_any(self) -> bool:
         """Whether something that was given back is still there, and was not applied."""
@@ -131,11 +133,11 @@ class Fates:
         if call is None:
             kept = (e for key, e in self._given.items() if key not in gone and not e.was_zero)
             self.refuse_momentum_again(kept)
+            self._corrected.clear()
             self._warn_of_updates_by_hand(gone)
             for entry in gone.values():
                 entry.given = None
         self._given.clear()
-        self._applied.clear()
         self._undone.update(gone.values())
         if call is not None and gone:
             sent = {key: entry for key, entry in gone.items() if not entry.was_zero}
@@ -149,7 +151,7 @@ class Fates:
             if self._corrects_momentum(entry.name):
                 raise UnsupportedError(
                     f"the reduced gradient of {entry.label!r}, in which the compression's momentum "
-                    "is already, would be reduced again: call step() or zero_grad() before the "
+                    "is already, would be reduced again: call step() and zero_grad() before the "
                     "next backward pass, and let only the last of several passes reduce, by "
                     "model.no_sync() or backward_passes_per_step"
                 )
@@ -200,7 +202,11 @@ class Fates:
         closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
         self._stepping = weakref.ref(optimizer)
         self._reductions_inside = None if closure is None else 0
-        self._to_apply |= self._found_in(optimizer)
+        repeated = self._repeated
+        if repeated is not None and any(p is repeated.parameter for p in parameters_of(optimizer)):
+            self.refuse_momentum_again([repeated] if _holds(repeated) else [])
+        if closure is None:
+            self._to_apply |= self._found_in(optimizer)
         self.look_for_scaler(optimizer)
 
     def _found_in(self, optimizer: Any) -> set[int]:
@@ -231,7 +237,7 @@ class Fates:
             return True
         # The others tell whether it has been zeroed with them.
         left = [e for e in self._given.values() if not e.was_zero and e.given is not None]
-        return any(map(_holds, (*left, *self._applied.values())))
+        return any(map(_holds, left))
 
     def _is_as_given(self, entry: Entry) -> bool:
         """Whether nobody has zeroed its zeros, also not by `.data`, as far as others tell."""
@@ -270,8 +276,10 @@ class Fates:
         return stage is not OptState.READY
 
     def forget_taken_back(self) -> None:
-        """A state is loaded, after which nobody applies what was there."""
+        """A state is loaded, or a world begins: what is there may be input once more."""
         self._taken_back.clear()
+        self._corrected.clear()
+        self._repeated = None
 
     def rescaling(self) -> float:
         """What the loss scale has been multiplied by since this was last asked."""
@@ -286,11 +294,12 @@ class Fates:
 
         Scripts that call `step` alone need no such look: it has decided by then.
         """
-        new = [e for e in self._given.values() if e.held is None and e.given is not None]
-        held = any_of_each([entry.given for entry in new if entry.given is not None])
-        for entry, flag in zip(new, held, strict=True):
+        pairs = [(e, e.given) for e in self._given.values()]
+        pairs += [(e, e.parameter.grad) for e in self._corrected.values()]
+        new = {entry: g for entry, g in pairs if entry.held is None and g is not None}
+        for entry, flag in zip(new, any_of_each(list(new.values())), strict=True):
             entry.held = flag
-        for key, entry in (self._given | self._applied).items() if self._given else ():
+        for key, entry in (self._given | self._corrected).items():
             if not entry.is_watched and entry.parameter.requires_grad:
                 entry.is_watched = True
                 hook = entry.parameter.register_hook(weakly(self._look, key))
@@ -299,10 +308,13 @@ class Fates:
     def _look(self, key: int) -> None:
         entry, task = self._entries[key], torch._C._current_graph_task_id()
         if self._given and task != self._pass:  # a pass that has added nothing yet: all can tell
-            self._pass, there = task, list(map(self._is_there, self._given.values()))
-            for each, is_there in zip(self._given.values(), there, strict=True):
+            self._pass, given = task, list(self._given.values())
+            for each, is_there in zip(given, list(map(self._is_there, given)), strict=True):
                 each.given = each.parameter.grad if is_there else None  # or a copy of it
-            self._applied = {key: each for key, each in self._applied.items() if _holds(each)}
+        if (key in self._corrected and not entry.was_zero) or entry is self._repeated:
+            self._repeated = entry if _is_left(entry) else None
+            if self._repeated is None:  # what comes next are sums of the script's own
+                self._corrected.clear()
         if key in self._taken_back and not self._is_there(entry):
             del self._taken_back[key]
 
@@ -312,8 +324,8 @@ class Fates:
         Raises:
             ConfigError: It has applied what was taken back.
         """
-        stepping = self._stepping
-        applied = self._found_in(optimizer) if stepping is None else self._to_apply
+        stepping, is_known = self._stepping, self._reductions_inside is None
+        applied = self._to_apply if stepping is not None and is_known else self._found_in(optimizer)
         if stepping is not None and stepping() is optimizer:
             self._stepping, self._reductions_inside, self._to_apply = None, None, set()
         found_inf = getattr(optimizer, "found_inf", None)  # a scaler's word to a fused optimizer
@@ -328,9 +340,15 @@ class Fates:
                 if id(p) in self._taken_back:
                     self._refuse_late()
                 elif entry is not None and (not is_still or self._leaves_traces(optimizer, entry)):
-                    self._applied[id(p)] = self._given.pop(id(p))
+                    del self._given[id(p)]
+                    if self._corrects_momentum(entry.name):
+                        self._corrected[id(p)] = entry
                     entry.given, entry.weights, entry.idle_steps = None, None, 0
                     self._has_stepped = True
+        for entry in self._given.values():
+            given = entry.given
+            if given is not None and entry.was_zero and entry.parameter.grad is given:
+                entry.version = given._version  # a clipped zero is one; zeroing comes later
 
     def _leaves_traces(self, optimizer: Any, entry: Entry) -> bool:
         """Whether a step of rate 0 has changed something: a state or a momentum."""
@@ -359,7 +377,8 @@ class Fates:
             return
         scaler, before = calling_scaler(), self.unit
         if scaler is None:
-            if self.scaler is not None and before != 1.0 and self._to_apply:
+            applies = self._given if self._reductions_inside is not None else self._to_apply
+            if self.scaler is not None and before != 1.0 and applies:
                 raise ConfigError(
                     f"the residuals are in units of a loss scale of {before:g}, but no GradScaler "
                     "called this step: to go on without one, call compression.rescale(1 / scale) "
@@ -427,6 +446,17 @@ def _holds(entry: Entry) -> bool:
     """Whether a parameter's gradient is not all zeros now."""
     gradient = entry.parameter.grad
     return gradient is not None and bool(any_of(gradient))
+
+
+def _is_left(entry: Entry) -> bool:
+    """Whether a gradient is the object that was given back last, and not all zeros."""
+    gradient = entry.parameter.grad
+    return (
+        gradient is not None
+        and entry.view is not None
+        and entry.view() is gradient
+        and _holds(entry)
+    )
 
 
 def _is_zero(rate: Any) -> bool:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,8 +19,9 @@ from hvd_sparse.adapter.binding import Parameters
 from hvd_sparse.adapter.divergence import Divergence
 from hvd_sparse.adapter.embeddings import EmbeddingExchange
 from hvd_sparse.adapter.handover import Handover
-from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels
+from hvd_sparse.adapter.levels import Hierarchical, agree_on_levels, check_hierarchical
 from hvd_sparse.adapter.planning import Planning
+from hvd_sparse.checks import check_options, check_timeout, choice, count, option, optional
 from hvd_sparse.cores import bind
 from hvd_sparse.engine import Assignment, Engine, TensorSpec
 from hvd_sparse.engine.checkpoint import Gather
@@ -28,9 +30,14 @@ from hvd_sparse.hosts import Slot
 from hvd_sparse.leaving import PROCESS_END, Leaving
 from hvd_sparse.planner import Planner, World, planner_of
 from hvd_sparse.transports import Transport
-from hvd_sparse.transports.connect import Bootstrap, HorovodBootstrap, create_transport
+from hvd_sparse.transports.connect import (
+    TRANSPORT_NAMES,
+    Bootstrap,
+    HorovodBootstrap,
+    create_transport,
+)
 from hvd_sparse.transports.transport import gather_json, started
-from hvd_sparse.transports.waiting import outcome_of
+from hvd_sparse.transports.waiting import HorovodWait, outcome_of
 
 T = TypeVar("T")
 
@@ -77,9 +84,7 @@ class Horovod:
         return HorovodBootstrap(group)
 
     def world(self) -> object:
-        from horovod.torch import mpi_ops
-
-        return mpi_ops._handle_map  # a new hvd.init() makes a new one
+        return PROCESS_END.life
 
     def slot(self, timeout_s: float) -> Slot:
         import horovod.torch as hvd
@@ -106,41 +111,71 @@ class Horovod:
         return self.failures()(f"hvd_sparse: {error}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How the job runs: what a constructor takes beside its method's options, but for `record`."""
+
+    transport: str = option(
+        "auto",
+        '"auto", "gloo", "mpi" or "nccl"; the environment variable HVD_SPARSE_TRANSPORT takes the '
+        'place of "auto".',
+        choice(TRANSPORT_NAMES),
+    )
+    hierarchical: Hierarchical = option(
+        False,
+        "True: workers of a host sum their gradients densely in shared memory; each then exchanges "
+        'one shard sparsely with its counterparts on other hosts. "auto": do so where all hosts '
+        "have the same number of workers, more than one, and the cost model predicts a gain.",
+        check_hierarchical,
+    )
+    dense_below: int = option(
+        1024,
+        "Tensors of fewer elements go through Horovod's own allreduce. So does float64.",
+        count(0),
+    )
+    timeout_s: float = option(
+        600.0,
+        "Seconds of silence after which a worker counts as dead; also the limit for connecting. A "
+        "worker that is alive is waited for, with a warning every `timeout_s`.",
+        check_timeout,
+    )
+    busy_timeout_s: float | None = option(
+        None,
+        "Limit in seconds on the wait for a worker that is alive; None: ten times `timeout_s`.",
+        optional(check_timeout),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
 class Session(Leaving):
     """Connects an engine to the other ranks, and again whenever they are started anew.
 
-    The `engine` reduces what is compressed. `SparseCompressor` describes the other arguments.
-
     Attributes:
+        engine: Reduces what is compressed.
+        run: How the job runs.
         framework: To be set before the first step where it is not Horovod.
         lock: Held while a step opens, and by what may not be called within one.
         embeddings: Reduces the gradients of sparse embeddings, or None.
         planning: The planner beside the training, where the engine's assignment is a planner's.
         arrivals: The tensors in the order in which their gradients came in the last meeting.
         divergence: Compares the ranks' weights, now and then.
+        waiting: Entered while this rank waits for Horovod, and its peers for nothing from it.
         handing: Prepares the hand-over of momenta to another assignment.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        transport: str,
-        timeout_s: float,
-        busy_timeout_s: float | None = None,
-        hierarchical: Hierarchical = False,
-        dense_below: int = 0,
-    ) -> None:
+    def __init__(self, engine: Engine, run: RunOptions) -> None:
         self.framework: Framework = Horovod()
         self.lock = threading.RLock()
         self.embeddings: EmbeddingExchange | None = None
         self.planning: Planning | None = None
         self.arrivals: list[str] = []
+        self.waiting = HorovodWait()
         self.handing: Callable[[Assignment], Handover] = lambda after: Handover(
             (), engine, after, (), 0
         )
-        self._engine = engine
-        self._timeout_s, self._carrier = timeout_s, (transport, timeout_s, busy_timeout_s)
-        self._hierarchical, self._dense_below = hierarchical, dense_below
+        self.engine, self.run = engine, run
         self.divergence = Divergence(())
         self._must_agree = self._compares = False
         self._connecting = False
@@ -174,19 +209,23 @@ class Session(Leaving):
             PlanError: Ranks have different assignments.
             HorovodInternalError: The ranks could not be connected.
         """
-        name, timeout_s, busy_timeout_s = self._carrier
+        run = self.run
         self._connecting = True
         PROCESS_END.add(self)
         with self.errors():
             world, self._group = self.framework.bootstrap(group), group
 
             def connected(at: torch.device | None) -> Transport:
-                return create_transport(name, world, timeout_s, at, busy_timeout_s=busy_timeout_s)
+                busy_s = run.busy_timeout_s
+                return create_transport(
+                    run.transport, world, run.timeout_s, at, busy_timeout_s=busy_s
+                )
 
-            self._slot = self.framework.slot(timeout_s)
+            self._slot = self.framework.slot(run.timeout_s)
             bind(self._slot.local_rank, self._slot.local_size)  # before there are more threads
             self._transport = connected(device)
-            self._engine.connect(self._transport)
+            self.waiting = self._transport.waiting
+            self.engine.connect(self._transport)
             if self.embeddings is not None:
                 self.embeddings.connect(connected(None))
             self._parameters = parameters
@@ -207,7 +246,7 @@ class Session(Leaving):
 
     def reassign(self, assignment: Assignment) -> None:
         """Reduce by another assignment from the next step on; see `SparseCompressor.reassign`."""
-        engine, planner = self._engine, planner_of(assignment)
+        engine, planner = self.engine, planner_of(assignment)
         if planner is not None and self.is_current():
             engine.reassign(engine.assignment)  # what is planned is given up, as ever
             try:
@@ -273,10 +312,10 @@ class Session(Leaving):
                 return self.gather_objects(mine, "checkpoint")
             with self.errors():
                 try:
-                    return world.allgather_object(mine, "hvd_sparse.checkpoint", self._timeout_s)
+                    return world.allgather_object(mine, "hvd_sparse.checkpoint", self.run.timeout_s)
                 except TransportTimeout:
                     raise TransportTimeout(
-                        f"rank {world.rank} has waited {self._timeout_s:g} s in {call} for the "
+                        f"rank {world.rank} has waited {self.run.timeout_s:g} s in {call} for the "
                         f"other {world.size - 1} ranks: all of them must call it together"
                     ) from None
 
@@ -289,7 +328,7 @@ class Session(Leaving):
             HorovodInternalError: A peer is gone or did not answer.
             BaseException: Anything else.
         """
-        error = self._engine.error
+        error = self.engine.error
         if error is not None and self.is_current():
             with self.errors():
                 raise error
@@ -301,7 +340,7 @@ class Session(Leaving):
 
     def close(self) -> None:
         """Stop the background threads and close the connections; `connect` opens them again."""
-        self._engine.disconnect()
+        self.engine.disconnect()
         if self.embeddings is not None:
             self.embeddings.disconnect()
         self._world = None
@@ -313,7 +352,7 @@ class Session(Leaving):
             new: A planner that the engine does not have yet; None: its own, if it has one.
         """
         self.planning, self._must_agree = None, False
-        engine, specs = self._engine, self._parameters.sparse_specs()
+        engine, specs = self.engine, self._parameters.sparse_specs()
         planner = new or planner_of(engine.assignment)
         if planner is None:
             engine.agree()
@@ -328,7 +367,7 @@ class Session(Leaving):
                 engine.assignment = before
             self._change_to(planner.current)
         engine.hosts = agree_on_levels(
-            *(self._hierarchical, self._dense_below, self._slot),
+            *(self.run.hierarchical, self.run.dense_below, self._slot),
             *(engine.assignment, specs, self._transport),
         )
 
@@ -341,21 +380,15 @@ class Session(Leaving):
 
     def _change_to(self, assignment: Assignment) -> None:
         """Reduce by a planner's assignment from the next step on; momenta change sides with it."""
-        engine = self._engine
-        if engine.assignment.description == assignment.description:
-            engine.assignment = assignment
-            engine.agree()
-            return
         handover = self.handing(assignment)
-        engine.reassign(assignment)
-        engine.agree()
+        self.engine.reassign(assignment)
+        self.engine.agree()
         self._carry_out(handover)
 
     def _carry_out(self, handover: Handover) -> None:
         """Hand momenta over, in rank 0's loss scale: one that has just joined does not know it."""
-        unit = torch.tensor([self._engine.unit], dtype=torch.float64, device="cpu")
-        sent = self._transport.broadcast((unit,), channel="unit")
-        handover.carry_out(float(sent.view(torch.float64)), self._transport.world_size)
+        unit = gather_json(self._transport, self.engine.unit, "unit")[0]
+        handover.carry_out(unit, self._transport.world_size)
 
 
 def interruptibly(call: Callable[[], T], abort: Callable[[BaseException], None]) -> T:

@@ -21,7 +21,7 @@ device decides on sizes, and on where messages land.
 
 from hvd_sparse.engine.account import Observer
 from hvd_sparse.engine.bucketing import Assignment, Choice, Method, TensorSpec
-from hvd_sparse.engine.clipping import WithDense, with_dense
+from hvd_sparse.engine.clipping import WithDense
 from hvd_sparse.engine.engine import Engine
 from hvd_sparse.engine.stats import Stats
 
@@ -34,5 +34,4 @@ __all__ = [
     "Stats",
     "TensorSpec",
     "WithDense",
-    "with_dense",
 ]

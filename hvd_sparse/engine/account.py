@@ -14,6 +14,7 @@ from hvd_sparse.engine.stats import Stats, StepStats
 from hvd_sparse.errors import logger, one_line, warn
 from hvd_sparse.leaving import Leaving
 from hvd_sparse.transports import Transport
+from hvd_sparse.transports.transport import gather_json
 
 COMPARED_PHASES = ("stage_s", "accumulate_select_s", "exchange_s", "decode_s", "wait_s")
 """The columns of what `Observer.compared` is given."""
@@ -66,9 +67,7 @@ class Account:
         """Begin a plan; the ranks compare their times where rank 0 has an observer."""
         self._buckets = buckets
         self._plans += 1
-        mine = torch.tensor([self._observer is not None], dtype=torch.int64, device="cpu")
-        told = transport.broadcast((mine,), channel="observe")
-        self._comparing = bool(told.view(torch.int64))
+        self._comparing = gather_json(transport, self._observer is not None, "observe")[0]
         self._compared.zero_()
         self.tell_plan(transport)
 

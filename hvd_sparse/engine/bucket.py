@@ -190,11 +190,13 @@ class Bucket:
         self.is_open = False
 
     def undo(self, slots: Collection[int]) -> None:
-        """Take the last step back for some of the tensors; for the others it counts."""
+        """Take the last step back for some of the tensors; it counts, as for other buckets."""
         if not self.is_open:
             return
         if len(slots) == len(self.specs):
+            step = self.step
             self.roll_back()
+            self.step = step
             return
         for slot in slots:
             self.memory.undo(*self._in_shard(slot))

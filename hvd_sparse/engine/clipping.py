@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvd_sparse.engine.bucket import Bucket
@@ -42,16 +42,6 @@ class WithDense:
         choice = self.inner.choice_of(spec)
         small = spec.numel < self.dense_below or choice.method is None
         return Choice(self.dense) if small else choice
-
-
-def with_dense(assignment: Assignment, dense: Callable[[float], Method], below: int) -> Assignment:
-    """The assignment itself, or if it clips gradients, one that leaves no tensor to Horovod.
-
-    `dense` makes the method of dense tensors, also of those of fewer elements than `below`, from
-    the limit. A user's assignment need not know of clipping.
-    """
-    clip_norm: float | None = getattr(assignment, "clip_norm", None)
-    return assignment if clip_norm is None else WithDense(assignment, dense(clip_norm), below)
 
 
 class StepClipping:

@@ -215,6 +215,8 @@ class Engine:
     def _give_up_plan(self) -> None:
         self._end_dense_step()
         self._worker.stop()  # before the state is read, which it changes
+        for bucket in self._buckets:
+            bucket.lane.hand_back()
         self.settle()
         self.residuals.end_plan(self._transport)
         with self._worker.at_pause():
@@ -289,7 +291,9 @@ class Engine:
 
     def _finish_step(self) -> None:
         missing = [n for b in self._buckets if b.phase is Phase.COLLECTING for n in b.missing()]
-        if missing and self.error is None:
+        if missing and self.error is not None:
+            raise self.error
+        if missing:
             raise PlanError(f"no gradient came for {', '.join(dict.fromkeys(missing))}")
         late = [StepStats() for _ in self._buckets]
         for bucket, stats in zip(self._buckets, late, strict=True):

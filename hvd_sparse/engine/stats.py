@@ -34,11 +34,12 @@ class StepStats:
         bytes_sent: Bytes that this rank sent for the bucket, headers included.
         bytes_received: Bytes that it received, headers included.
         messages_sent: Messages that it sent.
-        stage_s: Seconds spent copying gradients into a layout that the next pass can read.
+        stage_s: Seconds spent copying gradients into a layout that the next pass can read, or on
+            two levels summing them inside the host.
         accumulate_select_s: Seconds in the pass that accumulates and selects; the two are one.
         exchange_s: Seconds in the collective, waiting for peers included.
         decode_s: Seconds spent writing the dense gradient.
-        wait_s: Seconds for which the training thread waited for the bucket's result.
+        wait_s: Seconds for which the training thread waited, all of it in a plan's last bucket.
         starts: When each of these phases last began, by its name, in seconds of `perf_counter`.
     """
 
@@ -161,14 +162,9 @@ class BucketStats(StepStats):
         """The steps after an earlier snapshot of the same bucket."""
         steps = self.steps - earlier.steps
         latest = islice(self.history, max(0, len(self.history) - steps), None)
-        figures = {name: getattr(self, name) - getattr(earlier, name) for name in FIGURES}
-        return replace(
-            self,
-            **figures,
-            steps=steps,
-            let_go_l1=self.let_go_l1 - earlier.let_go_l1,
-            history=deque(latest, maxlen=HISTORY_STEPS),
-        )
+        names = (*FIGURES, "steps", "let_go_l1")
+        figures = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        return replace(self, **figures, history=deque(latest, maxlen=HISTORY_STEPS))
 
     def _per_element(self, nnz: int) -> float:
         return nnz / (self.numel * self.steps) if self.numel and self.steps else 0.0
@@ -249,17 +245,10 @@ class Stats:
             pairs = zip(self.buckets, earlier.buckets, strict=True)
             buckets = tuple(now.since(then) for now, then in pairs)
             before = StepStats()
-        return replace(
-            self,
-            buckets=buckets,
-            before=before,
-            steps=self.steps - earlier.steps,
-            skipped_steps=self.skipped_steps - earlier.skipped_steps,
-            dropped_l1=self.dropped_l1 - earlier.dropped_l1,
-            lost_l1=self.lost_l1 - earlier.lost_l1,
-            let_go_l1=self.let_go_l1 - earlier.let_go_l1,
-            embedding_bytes=max(0, self.embedding_bytes - earlier.embedding_bytes),
-        )
+        names = ("steps", "skipped_steps", "dropped_l1", "lost_l1", "let_go_l1")
+        since = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        sent = max(0, self.embedding_bytes - earlier.embedding_bytes)
+        return replace(self, buckets=buckets, before=before, embedding_bytes=sent, **since)
 
     def __str__(self) -> str:
         if not self.steps:
@@ -298,7 +287,7 @@ class Stats:
     def _table(self) -> str:
         """The largest buckets; bytes and milliseconds are means per step."""
         largest = sorted(range(len(self.buckets)), key=lambda b: -self.buckets[b].numel)
-        columns = "tensors n compressor collective wire own of sum threshold sent waited"
+        columns = "tensors n compressor collective wire own of sum threshold sent"
         rows = [["", *columns.split()]]
         for place in sorted(largest[:MOST_ROWS]):
             bucket = self.buckets[place]
@@ -317,7 +306,6 @@ class Stats:
                     f"{bucket.density:.3g}",
                     f"{bucket.threshold:.3g}" if bucket.threshold else "–",
                     nbytes(bucket.bytes_sent / steps),
-                    f"{1e3 * bucket.wait_s / steps:.3g} ms",
                 ]
             )
         return table(rows)

@@ -105,7 +105,8 @@ class Worker(Leaving):
         """
         with self._changed:
             self._stopping = True
-            exchanging = any(bucket.phase.is_due for bucket in self._buckets)
+            inside = (b for b in self._buckets if b.inside is not None)  # they wait for their host
+            exchanging = self._is_exchanging or any(b.phase is Phase.SELECTING for b in inside)
             self._changed.notify_all()
         if threading.current_thread() in self._threads:
             return  # the engine was collected in a thread, which ends after what it is at
@@ -183,20 +184,20 @@ class Worker(Leaving):
         return self._changed
 
     def wait_for_all(self, timeout_s: float) -> bool:
-        """Wait while the exchanges of a whole step are under way, but no longer than `timeout_s`.
+        """Wait while exchanges are under way, but no longer than `timeout_s`.
 
-        Does not wait where a gradient is missing: the caller may be the one to bring it. Returns
-        whether no exchange is under way any more; they may have failed.
+        Does not wait for those behind a missing gradient: the caller may be the one to bring it.
+        Returns whether no exchange is under way any more; they may have failed.
         """
         with self._changed:
             return self._changed.wait_for(
-                lambda: self.error is not None or not self._has_whole_step, timeout_s
+                lambda: self.error is not None or not self._is_exchanging, timeout_s
             )
 
     @property
-    def _has_whole_step(self) -> bool:
-        phases = [bucket.phase for bucket in self._buckets]
-        return Phase.COLLECTING not in phases and any(phase.is_due for phase in phases)
+    def _is_exchanging(self) -> bool:
+        """Whether the exchange that is next in the plan's order is due, or under way."""
+        return self._may_begin and self._at is not None and self._at.phase.is_due
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error, wake all who wait, and abort the transport."""

@@ -6,6 +6,7 @@ Those that know nothing of Horovod stand in `tests/scripts.py`.
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import pickle
 import threading
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 import hvd_sparse
-from hvd_sparse import Compression, ConfigError, UnsupportedError
+from hvd_sparse import Compression, ConfigError, MomentumCorrectedSGD, UnsupportedError
 from tests import scripts
 from tests.launch import horovodrun
 from tests.lean import bring_compiler
@@ -226,6 +227,64 @@ def give_gradients_by_hand(training: Training) -> None:
         for p in training.parameters:
             p.grad = 2.0 * torch.randint(-9, 10, p.shape, generator=generator)
         training.optimizer.step()
+
+
+@script
+def write_gradients_by_address(training: Training) -> None:
+    """As a CUDA graph does that has captured a backward pass: torch sees nothing of it."""
+    for p in training.parameters:
+        p.grad = torch.zeros_like(p)
+    places = [p.grad.data_ptr() for p in training.parameters]
+    for step in range(4):
+        for p, place in zip(training.parameters, places, strict=True):
+            gradient = torch.full(p.shape, 2.0 * (step + hvd.rank()))
+            ctypes.memmove(place, gradient.data_ptr(), gradient.nbytes)
+        training.optimizer.step()
+
+
+@script
+def write_gradients_by_numpy(training: Training) -> None:
+    """In memory of NumPy's, which torch knows nothing of."""
+    arrays = [np.zeros(p.shape, np.float32) for p in training.parameters]
+    for p, array in zip(training.parameters, arrays, strict=True):
+        p.grad = torch.from_numpy(array)
+    for step in range(4):
+        for array in arrays:
+            array[...] = 2.0 * (step + hvd.rank())
+        training.optimizer.step()
+
+
+@script
+def attach_gradients_now_and_then(training: Training) -> None:
+    """Parts of one vector, zeroed as a whole; in between, gradients of torch's own."""
+    flat = torch.zeros(sum(p.numel() for p in training.parameters))
+    parts = [each.data for each in flat.split([p.numel() for p in training.parameters])]
+    for _ in range(3):
+        for p, part in zip(training.parameters, parts, strict=True):
+            p.grad = part
+        flat.zero_()
+        training.backward()
+        training.optimizer.step()
+        training.step()
+
+
+@script
+def infer_gradients(training: Training) -> None:
+    """Made by hand where torch tracks nothing, as evolution strategies do."""
+    for step in range(3):
+        with torch.inference_mode():
+            for p in training.parameters:
+                p.grad = torch.full(p.shape, 2.0 * (step + hvd.rank()))
+            training.optimizer.step(lambda: 0.0)  # a closure that only has the loss
+
+
+@script
+def initialize_again_on_one_rank(training: Training) -> None:
+    """As a helper for rank 0 alone does: Horovod takes it for nothing."""
+    for _ in range(3):
+        training.step()
+        if hvd.rank() == 0:
+            hvd.init()
 
 
 @script
@@ -531,6 +590,13 @@ def change_momentum() -> None:
     training.step(2)
     training.optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ConfigError, match="would apply momentum a second time"):
+        training.step()
+    training.close()
+    own = partial(MomentumCorrectedSGD, momentum=0.9)
+    training = Training(DENSITY, lambda p, lr: own(p, lr=lr), momentum=0.9)
+    training.step(2)
+    training.optimizer.param_groups[0]["nesterov"] = True
+    with pytest.raises(ConfigError, match="nesterov must be the same"):
         training.step()
     training.close()
 

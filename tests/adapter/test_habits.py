@@ -192,20 +192,21 @@ def step_by_lbfgs() -> None:
 
 
 def change_the_type() -> None:
-    """One error with advice, and the advice leads on."""
-    model, optimizer, compression = training()
-    train(model, optimizer, 2)
-    model.bfloat16()
-    with pytest.raises(PlanError, match=r"changed from torch.float32.*call compression.reassign"):
-        train(model, optimizer, 1)
-    for handle, _ in optimizer._handles.values():
-        hvd.synchronize(handle)
-    optimizer.load_state_dict(optimizer.state_dict())  # Horovod forgets the step that was given up
-    compression.reassign(compression.method)
-    train(model, optimizer, 3)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert_alike(model)
-    compression.close()
+    """One error with advice, and the advice leads on, also to a type that is always dense."""
+    for dtype in (torch.bfloat16, torch.float64):
+        model, optimizer, compression = training()
+        train(model, optimizer, 2)
+        model.to(dtype)
+        with pytest.raises(PlanError, match=r"changed from torch.float32.*call compression.reass"):
+            train(model, optimizer, 1)
+        for handle, _ in optimizer._handles.values():
+            hvd.synchronize(handle)
+        optimizer.load_state_dict(optimizer.state_dict())  # Horovod forgets what was given up
+        compression.reassign(compression.method)
+        train(model, optimizer, 3)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert_alike(model)
+        compression.close()
 
 
 def look_at_stats_within_a_step() -> None:
@@ -765,8 +766,10 @@ def take_gradients_of_another_type() -> None:
             optimizer.zero_grad()
             loss_of(model, step).backward()
             optimizer.synchronize()
-            assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
             for p in model.parameters():
+                assert p.grad.dtype == torch.float32
+                assert p.grad.any()
+                assert torch.equal(p.grad, hvd.allreduce(p.grad))
                 p.grad = None
             with optimizer.skip_synchronize():
                 optimizer.step()

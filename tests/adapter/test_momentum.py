@@ -206,19 +206,28 @@ def goes_on_without_gradients() -> None:
 
 def momentum_twice() -> None:
     """Of two reductions before a step, the second one would begin with the first one's momentum."""
-    for again in ("backward", "step"):
+    for again, passes in (("reduced", 1), ("step", 1), ("applied", 1), ("applied", 2)):
         parameter = nn.Parameter(torch.randn(3000))
-        named = [(f"twice.{again}", parameter)]
+        named = [(f"twice.{again}.{passes}", parameter)]
         inner, compression = dgc_sgd(named, lr=0.1, momentum=0.9, density=0.1)
         optimizer: Any = hvd.DistributedOptimizer(
-            inner, named_parameters=named, compression=compression
+            *(inner, named, compression), backward_passes_per_step=passes
         )
-        parameter.square().sum().backward()
-        if again == "step":
-            optimizer.step()
-        else:
+        for set_to_none in (True, False):
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+            for _ in range(passes):
+                parameter.square().sum().backward()
             optimizer.synchronize()
-        call = optimizer.step if again == "step" else parameter.square().sum().backward
+            if again != "reduced":
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        torch.autograd.grad(parameter.square().sum(), parameter)  # which adds to nothing
+        for _ in range(passes if again == "applied" else 0):
+            parameter.square().sum().backward()
+        call = parameter.square().sum().backward if again == "reduced" else optimizer.step
         with pytest.raises(UnsupportedError, match=f"gradient of '{named[0][0]}', in which the"):
             call()
         compression.close()

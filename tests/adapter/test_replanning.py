@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import hvd_sparse
 from hvd_sparse.adapter.binding import Parameters
-from hvd_sparse.adapter.session import Session
+from hvd_sparse.adapter.session import RunOptions, Session
 from hvd_sparse.engine import Engine
 from hvd_sparse.engine.residuals import RELEASED_SHARE
 from hvd_sparse.lab.report.log import read_runs
@@ -125,13 +126,20 @@ def train_through_changes(record: str) -> None:
         after = [training.train() for _ in range(RELEASING_STEPS)]
         assert max(after) < 1.0 + 1.2 * RELEASED_SHARE
         assert min(after) > 1.0 + 0.5 * RELEASED_SHARE  # it is on its way
-        left = compression.state_dict()["residual"]["planned.weight"].norm()
-        assert float(left) < long
+        dense = compression.state_dict()
+        assert float(dense["residual"]["planned.weight"].norm()) < long
 
         compression.load_state_dict(saved)  # as after a loss that went wrong: its plan goes on
         assert training.train() < 1.2 * max(*sparse, *again)
         assert clock.planner.current.placements == plan
         assert not clock.planner.is_trying
+
+        compression.load_state_dict(dense)  # from where there is a plan, and no step between
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            training.train()
+        assert not clock.planner.current.placements
+        assert not caught, caught[0].message
     compression.close()
 
 
@@ -142,7 +150,7 @@ def test_no_norm_spikes_when_a_planner_restarts_or_changes_its_mind(
     ranks.run(train_through_changes, str(tmp_path / "run.jsonl"))
     runs = read_runs(tmp_path / "run.jsonl")
     told = [[(t["chosen"] > 0, t["recalled"]) for t in run.trials] for run in runs]
-    assert told == [[(True, False)], [(True, True), (False, False), (True, True)]]
+    assert told == [[(True, False)], [(True, True), (False, False), (True, True), (False, True)]]
     page = report_page(runs, runs[1])
     assert "The planner chose plan" in page
     assert "as an earlier run had found" in page
@@ -154,7 +162,7 @@ def test_a_plan_begins_in_the_order_of_rank_0s_gradients() -> None:
 
     def worker(transport: Transport) -> list[str]:
         method = METHODS["topk"]().make()
-        session = Session(Engine(method), "auto", 1.0)
+        session = Session(Engine(method), RunOptions(timeout_s=1.0))
         session._transport = transport
         session._parameters = Parameters([(n, nn.Parameter(torch.zeros(3))) for n in "abcd"])
         session.arrivals = arrivals[transport.rank]

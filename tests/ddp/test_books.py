@@ -234,8 +234,12 @@ def test_what_waits_is_lost_for_one_optimizer_alone(ranks: Ranks, who: str) -> N
     ranks.run(one_of_two_optimizers_goes_back, who)
 
 
-def clear_in_place_what_one_optimizer_leaves() -> None:
-    """b steps every fourth time; what is cleared of it between is gone, though it has sent 0."""
+def leave_to_another_optimizer(how: str) -> None:
+    """What is left of b between its steps is told from what is cleared, though it has sent 0.
+
+    It is "cleared" in each pass, "touched" between (as by a clipping that changes nothing), or
+    "given up" for gradients of another loss, while those of a are still there.
+    """
     ends = []
     for density in (None, 0.01):
         a, b = nn.Parameter(torch.zeros(64, 40)), nn.Parameter(torch.zeros(64, 64))
@@ -252,13 +256,19 @@ def clear_in_place_what_one_optimizer_leaves() -> None:
         optimizers = [torch.optim.SGD([p], lr=1.0) for p in (a, b)]
         generator = torch.Generator().manual_seed(torch.distributed.get_rank())
         for step in range(40):
-            model.zero_grad(set_to_none=False)
+            (model if how == "cleared" else optimizers[0]).zero_grad(set_to_none=False)
             large = 1000.0 * torch.randint(1, 9, a.shape, generator=generator)
-            model(
-                [large if step < 20 else 0 * large, torch.full(b.shape, 2.0 * (step < 20))]
-            ).backward()
-            for optimizer in optimizers[: 2 if step % 4 == 3 else 1]:
-                optimizer.step()
+            small = torch.full(b.shape, 2.0 * (step < 20))
+            model([large if step < 20 else 0 * large, small]).backward()
+            for p in (a, b) if how == "touched" else ():
+                p.grad.mul_(1.0)
+            optimizers[0].step()
+            if how == "given up":
+                optimizers[1].zero_grad(set_to_none=False)
+                model([0 * large, -2 * small]).backward()
+            if step % 4 == 3 or how == "given up":
+                optimizers[1].step()
+                optimizers[1].zero_grad(set_to_none=False)
         waits = torch.zeros(64, 64)
         if compression is not None:
             waits = compression.state_dict()["residual"]["b"].clone()
@@ -268,9 +278,10 @@ def clear_in_place_what_one_optimizer_leaves() -> None:
     assert torch.equal(*ends)
 
 
+@pytest.mark.parametrize("how", ["cleared", "touched", "given up"])
 @with_ranks(World(2, "torchrun"))
-def test_what_one_optimizer_leaves_can_be_cleared_in_place(ranks: Ranks) -> None:
-    ranks.run(clear_in_place_what_one_optimizer_leaves)
+def test_what_one_optimizer_leaves_is_told_from_what_is_cleared(ranks: Ranks, how: str) -> None:
+    ranks.run(leave_to_another_optimizer, how)
 
 
 def take_over_while_one_rank_keeps_the_old_one() -> None:

@@ -240,8 +240,9 @@ def sparse_embeddings(exchanged: bool) -> None:
 
 def compiled() -> None:
     """Modules with a name of the compiler's in front of theirs."""
-    with trained(Compression.topk(density=0.05, dense_below=100)) as (model, module):
+    with trained(compression := Compression.topk(density=0.05, dense_below=0)) as (model, module):
         train(torch.compile(model, backend="eager"), torch.optim.SGD(module.parameters(), lr=0.1))
+        assert compression.state_dict()["residual"].keys() == dict(module.named_parameters()).keys()
         assert_alike_on_all_ranks(module)
 
 
@@ -568,6 +569,76 @@ def two_wrappers_of_one_parameter() -> None:
                 hvd_sparse.ddp.register(models[1], made[1])
 
 
+def two_wrappers_in_one_pass() -> None:
+    """Each puts its result into the gradient that they share, which is zeroed in place."""
+    found = []
+    for density in (None, 1.0, 0.05):
+        torch.manual_seed(0)
+        body, heads = nn.Linear(32, 64), [nn.Linear(64, 8), nn.Linear(64, 8)]
+        models = [DistributedDataParallel(nn.Sequential(body, head)) for head in heads]
+        made = [Compression.topk(density=density) for _ in models if density is not None]
+        for model, compression in zip(models, made, strict=False):
+            hvd_sparse.ddp.register(model, compression)
+        parameters = [*body.parameters(), *heads[0].parameters(), *heads[1].parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=False)
+            sum(model(batch(step)).square().mean() for model in models).backward()
+            optimizer.step()
+        for module in (body, *heads):
+            assert_alike_on_all_ranks(module)
+        found.append(torch.cat([weights(module) for module in (body, *heads)]))
+    assert torch.equal(found[0], found[1])
+
+
+def a_critic_with_momentum() -> None:
+    """What the generator's pass adds to the critic's applied gradients is zeroed before its own."""
+    torch.manual_seed(0)
+    modules = nn.Linear(32, 64), nn.Linear(64, 1)
+    made = [Compression.topk(), Compression.dgc(momentum=0.9, dense_below=0)]
+    generator, critic = map(DistributedDataParallel, modules)
+    for model, compression in zip((generator, critic), made, strict=True):
+        hvd_sparse.ddp.register(model, compression)
+    optimizers = [torch.optim.SGD(generator.parameters(), lr=0.1)]
+    optimizers += [hvd_sparse.MomentumCorrectedSGD(critic.parameters(), lr=0.1, momentum=0.9)]
+    for set_to_none in (True, False):
+        for step in range(3):
+            optimizers[1].zero_grad(set_to_none)
+            critic(generator(batch(step)).detach()).square().mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad(set_to_none)
+            critic(generator(batch(step))).mean().backward()
+            optimizers[0].step()
+    for module in modules:
+        assert_alike_on_all_ranks(module)
+    optimizers[1].zero_grad()
+    critic(generator(batch(0)).detach()).square().mean().backward()
+    optimizers[1].step()
+    critic(generator(batch(0)).detach()).square().mean().backward()
+    with pytest.raises(UnsupportedError, match="would be reduced again"):
+        optimizers[1].step()
+
+
+def ignored_by_ddp() -> None:
+    """A parameter that DDP leaves to the script is none of the compression's."""
+    module = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["1.weight"])
+    compression = hvd_sparse.Compression.dgc(module.named_parameters(), momentum=0.9)
+    model = DistributedDataParallel(module)
+    hvd_sparse.ddp.register(model, compression)
+    own = torch.optim.Adam([module[1].weight])
+    rest = [p for name, p in module.named_parameters() if name != "1.weight"]
+    optimizer = hvd_sparse.MomentumCorrectedSGD(rest, lr=0.1, momentum=0.9)
+    for step in range(3):
+        for each in (own, optimizer):
+            each.zero_grad()
+        model(batch(step)).square().mean().backward()
+        for each in (own, optimizer):
+            each.step()
+    assert "1.weight" not in compression.state_dict()["residual"]
+    compression.close()
+
+
 def two_wrappers_and_a_loss_scaler() -> None:
     """Each follows the scale, though the parameters know the second one alone."""
     module, made = nn.Linear(32, 64), [Compression.topk(), Compression.topk()]
@@ -786,6 +857,9 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "momentum twice": (momentum_twice,),
     "a kept gradient": (a_gradient_is_kept,),
     "two wrappers": (two_wrappers_of_one_parameter,),
+    "two wrappers, one pass": (two_wrappers_in_one_pass,),
+    "ignored": (ignored_by_ddp,),
+    "a critic": (a_critic_with_momentum,),
     "a wrapper is gone": (a_wrapper_is_gone,),
     "two wrappers, scaled": (two_wrappers_and_a_loss_scaler,),
     "momentum of a second": (momentum_of_a_second_optimizer,),
@@ -892,8 +966,10 @@ def resume_by_torchs_functions(folder: str) -> None:
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.0, 0.999))
         train(model, optimizer, 2)
         compression.save_checkpoint(folder)
-        kept, weights = get_optimizer_state_dict(model, optimizer), module.state_dict()
-        states = copy.deepcopy([kept, weights, compression.state_dict()])
+        kept = get_optimizer_state_dict(model, optimizer)
+        states = copy.deepcopy([kept, module.state_dict(), compression.state_dict()])
+        train(model, optimizer, 1)
+        expected = weights(module)
     compression = made()
     compression.load_checkpoint(folder)  # also where there is no model yet
     with trained(compression) as (model, module):
@@ -901,10 +977,11 @@ def resume_by_torchs_functions(folder: str) -> None:
         for loads_again in (False, True):
             if loads_again:
                 compression.load_state_dict(states[2])
-            set_optimizer_state_dict(model, optimizer, states[0])
+            set_optimizer_state_dict(model, optimizer, copy.deepcopy(states[0]))  # it takes them
             module.load_state_dict(states[1])
             train(model, optimizer, 1)
             assert compression.stats().dropped_l1 == 0
+            assert torch.equal(weights(module), expected)
 
 
 @with_ranks(World(2, "torchrun"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_sparse.engine import Choice, Engine, TensorSpec, with_dense
+from hvd_sparse.engine import Choice, Engine, TensorSpec, WithDense
 from hvd_sparse.engine.bucket import Bucket
 from hvd_sparse.engine.clipping import StepClipping
 from hvd_sparse.engine.exchange import reduce, select
@@ -98,16 +98,13 @@ def test_dense_tensors_count_and_are_clipped() -> None:
         def choice_of(self, spec: TensorSpec) -> Choice:
             return Choice(method_of(0.5) if spec.name == "a" else None)
 
-    def dense(clip_norm: float) -> Any:
-        return method_of(clip_norm, bucket_numel=10_000)
-
+    dense = method_of(0.5, bucket_numel=10_000)
     expected = averages(2, method_of(0.5), length=3.0)
-    mixed = averages(2, with_dense(OnlyA(), dense, 0), length=3.0)
-    small = averages(2, with_dense(method_of(0.5, bucket_numel=5), dense, 350), length=3.0)
+    mixed = averages(2, WithDense(OnlyA(), dense, 0), length=3.0)
+    small = averages(2, WithDense(method_of(0.5, bucket_numel=5), dense, 350), length=3.0)
     for name in SHAPES:
         torch.testing.assert_close(mixed[name], expected[name], rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(small[name], expected[name], rtol=1e-5, atol=1e-7)
-    assert with_dense(method_of(None), dense, 0).description == method_of(None).description
 
 
 def test_every_type_counts_and_what_is_not_finite_stays() -> None:

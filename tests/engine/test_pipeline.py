@@ -327,3 +327,39 @@ def test_a_whole_step_is_waited_for_without_a_look() -> None:
         engine.disconnect()
 
     run_ranks(2, worker, timeout_s=DEADLINE_S)
+
+
+def test_a_step_without_a_gradient_is_given_up_once_its_exchanges_are_over() -> None:
+    """Rank 1 is late; what both have begun ends, and all stop before the same bucket."""
+
+    def worker(transport: Transport) -> None:
+        engine = connected(transport, method())
+        submit(engine, gradients(transport.rank, 0))
+        results(engine)
+        time.sleep(0.5 * transport.rank)
+        submit(engine, gradients(transport.rank, 1), "abd")
+        assert engine.wait(DEADLINE_S)
+        phases = [bucket.phase for bucket in engine._buckets]
+        assert phases[:3] == [Phase.EXCHANGED, Phase.EXCHANGED, Phase.COLLECTING]
+        engine.reassign(engine.assignment)
+        submit(engine, gradients(transport.rank, 2))
+        results(engine)
+        engine.disconnect()
+
+    run_ranks(2, worker, timeout_s=DEADLINE_S)
+
+
+def test_a_bucket_that_is_not_applied_keeps_pace_with_the_others() -> None:
+    """A state has one number of steps for all of them."""
+
+    def worker(transport: Transport) -> None:
+        engine = connected(transport, method())
+        for step in range(4):
+            submit(engine, gradients(transport.rank, step))
+            results(engine)
+            engine.settle({"b"} if step % 2 else ())
+        assert {bucket.step for bucket in engine._buckets} == {4}
+        assert engine.state_dict()["step"] == 4
+        engine.disconnect()
+
+    run_ranks(2, worker, timeout_s=DEADLINE_S)

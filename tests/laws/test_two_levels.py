@@ -173,9 +173,12 @@ def test_gradients_of_any_type_and_device_are_summed_in_float32(
 
     ranks = run_ranks(4, worker, timeout_s=60.0)
     for name in SHAPES:
-        first = sum(gradients_of(0, rank, dtype)[name].float() for rank in range(4))
-        left = sum(rank[0][1][name] for rank in ranks)
-        assert torch.equal(ranks[0][0][0][name], (first - left).to(dtype))
+        before = torch.zeros(SHAPES[name])
+        for step in range(3):
+            came = sum(gradients_of(step, rank, dtype)[name].float().cpu() for rank in range(4))
+            left = sum(rank[step][1][name] for rank in ranks)
+            assert torch.equal(ranks[0][step][0][name], (before + came - left).to(dtype))
+            before = left
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
