@@ -766,10 +766,11 @@ def take_gradients_of_another_type() -> None:
             optimizer.zero_grad()
             loss_of(model, step).backward()
             optimizer.synchronize()
-            for p in model.parameters():
+            for number, p in enumerate(model.parameters()):
                 assert p.grad.dtype == torch.float32
                 assert p.grad.any()
-                assert torch.equal(p.grad, hvd.allreduce(p.grad))
+                mean = hvd.allreduce(p.grad, name=f"habits.{made}.{step}.{number}")
+                assert torch.equal(p.grad, mean)
                 p.grad = None
             with optimizer.skip_synchronize():
                 optimizer.step()
