@@ -623,7 +623,7 @@ def ignored_by_ddp() -> None:
     """A parameter that DDP leaves to the script is none of the compression's."""
     module = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["1.weight"])
-    compression = hvd_sparse.Compression.dgc(module.named_parameters(), momentum=0.9)
+    compression = Compression.dgc(module.named_parameters(), momentum=0.9, dense_below=0)
     model = DistributedDataParallel(module)
     hvd_sparse.ddp.register(model, compression)
     own = torch.optim.Adam([module[1].weight])
