@@ -41,7 +41,7 @@ ROOMS = {room: len(FLOORS) - number for number, rooms in enumerate(FLOORS) for r
 TOOLS = {"__main__", "cli", "lab"}
 """Rooms that a training never loads."""
 
-MOST_FILES, MOST_LINES, MOST_TRAINING_LINES = 166, 29_180, 24_980
+MOST_FILES, MOST_LINES, MOST_TRAINING_LINES = 166, 29_171, 24_976
 """The limits of the package; the last one is without the tools."""
 
 

@@ -35,11 +35,10 @@ from hvd_sparse.adapter.binding import (
     SAMPLED_TENSORS,
     Entry,
     Parameters,
-    any_of,
     told,
 )
 from hvd_sparse.adapter.entrance import LOOK_S, Entrance, by_kind, is_part, is_shared
-from hvd_sparse.adapter.fate import Fates, weakly
+from hvd_sparse.adapter.fate import Fates, is_left, weakly
 from hvd_sparse.adapter.refusals import refuse_operation, refuse_unregistered
 from hvd_sparse.adapter.session import Session
 from hvd_sparse.errors import ConfigError, UnsupportedError
@@ -552,9 +551,7 @@ class Door(Entrance):
     def _is_as_given(self, entry: Entry) -> bool:
         """Whether a gradient is still the one that was given back, and not 0."""
         gradient = entry.parameter.grad
-        if gradient is None or entry.view is None or entry.view() is not gradient:
-            return False
-        return gradient._version == entry.version and bool(any_of(gradient))
+        return gradient is not None and gradient._version == entry.version and is_left(entry)
 
     def _refuse_changes(self) -> None:
         """Raise UnsupportedError where a gradient was changed since it was handed in."""

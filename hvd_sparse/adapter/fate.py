@@ -312,7 +312,7 @@ class Fates:
             for each, is_there in zip(given, list(map(self._is_there, given)), strict=True):
                 each.given = each.parameter.grad if is_there else None  # or a copy of it
         if (key in self._corrected and not entry.was_zero) or entry is self._repeated:
-            self._repeated = entry if _is_left(entry) else None
+            self._repeated = entry if is_left(entry) else None
             if self._repeated is None:  # what comes next are sums of the script's own
                 self._corrected.clear()
         if key in self._taken_back and not self._is_there(entry):
@@ -448,15 +448,10 @@ def _holds(entry: Entry) -> bool:
     return gradient is not None and bool(any_of(gradient))
 
 
-def _is_left(entry: Entry) -> bool:
+def is_left(entry: Entry) -> bool:
     """Whether a gradient is the object that was given back last, and not all zeros."""
-    gradient = entry.parameter.grad
-    return (
-        gradient is not None
-        and entry.view is not None
-        and entry.view() is gradient
-        and _holds(entry)
-    )
+    given = None if entry.view is None else entry.view()
+    return given is not None and given is entry.parameter.grad and _holds(entry)
 
 
 def _is_zero(rate: Any) -> bool:

@@ -216,9 +216,8 @@ class Session(Leaving):
             world, self._group = self.framework.bootstrap(group), group
 
             def connected(at: torch.device | None) -> Transport:
-                busy_s = run.busy_timeout_s
                 return create_transport(
-                    run.transport, world, run.timeout_s, at, busy_timeout_s=busy_s
+                    *(run.transport, world, run.timeout_s, at), busy_timeout_s=run.busy_timeout_s
                 )
 
             self._slot = self.framework.slot(run.timeout_s)

@@ -27,6 +27,7 @@ from hvd_sparse.cli.command import Command, Output
 from hvd_sparse.cli.tuned import missing
 from hvd_sparse.compression import POLICY_VARIABLE
 from hvd_sparse.errors import HvdSparseError, one_line
+from hvd_sparse.ops._dispatch import command_for_cupy
 from hvd_sparse.ops.cuda import CudaOps
 from hvd_sparse.ops.native import ISA_NAMES, LIBRARY_PATH
 from hvd_sparse.planner.remembered import default_path
@@ -144,8 +145,7 @@ def cuda() -> Finding:
     device = torch.cuda.get_device_name()
     found = [f"{name} {v}" for name in CUPY_DISTRIBUTIONS if (v := _version(name)) is not None]
     if not found:
-        extra = f"cuda{str(torch.version.cuda).partition('.')[0]}"
-        mend = f"pip install 'hvd-sparse[{extra}]'"
+        mend = command_for_cupy()
         return Finding("CUDA", "problem", f"{device}, but no CuPy for its kernels: slow; {mend}")
     try:
         place = torch.device("cuda", torch.cuda.current_device())

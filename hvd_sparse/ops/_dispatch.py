@@ -64,9 +64,9 @@ def on(device: torch.device) -> Ops:
 
 
 def on_host() -> NativeOps:
-    """The operations that the CPU alone has: of wires and of shared memory.
+    """The operations that the CPU alone has: of wires and of hosts.
 
-    Those of wires check no dtypes and sizes: only `wire/` calls them. Indices or a code that was
+    They check no dtypes and sizes: only `wire/` and `hosts/` call them. Indices or a code that was
     damaged raise ValueError. `reference.py` describes them.
     """
     return _native or REFERENCE
@@ -86,10 +86,15 @@ def _on_cuda(index: int) -> Ops:
     try:
         return CudaOps(CupyLauncher(torch.device("cuda", index)))
     except ImportError as error:
-        major = release.partition(".")[0]
-        brings = f"`pip install 'hvd-sparse[cuda{major}]'`" if major != "11" else "cupy-cuda11x"
-        _warn_of_reference(f"no CuPy, which {brings} brings ({error})")
+        _warn_of_reference(f"no CuPy, which `{command_for_cupy()}` brings ({error})")
         return REFERENCE
+
+
+def command_for_cupy() -> str:
+    """What installs the CuPy that fits this torch; there is no extra for CUDA 11."""
+    major = str(torch.version.cuda).partition(".")[0]
+    wanted = "cupy-cuda11x" if major == "11" else f"'hvd-sparse[cuda{major}]'"
+    return f"pip install {wanted}"
 
 
 @cache
